@@ -1,0 +1,1 @@
+"""What is said and asked: conversations, tokens, batches, benchmarks. Knows no model."""

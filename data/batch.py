@@ -1,0 +1,93 @@
+"""Rows made into padded batches, and the order in which batches come."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BATCHES_PER_BUCKET = 50  # rows of this many batches are sorted by length together: little padding, much shuffling
+
+
+def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
+    """Pad rows on the right.
+
+    Returns:
+        input_ids (B, S) int64, loss_mask (B, S) bool, lengths (B,) int64.
+    """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
+    masks = [torch.as_tensor(row["loss_mask"], dtype=torch.bool) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
+        "loss_mask": pad_sequence(masks, batch_first=True, padding_value=False),
+        "lengths": torch.tensor([len(row) for row in ids]),
+    }
+
+
+class BucketSampler:
+    """Batches of rows of similar length, in an order that depends on seed and epoch only, shared out over the ranks.
+
+    No row is dropped: the order is padded by wrapping to a multiple of the number of ranks, so that all have equally
+    many batches of equal size.
+
+    Args:
+        lengths: number of tokens of each row.
+        batch_size: rows a batch and rank.
+        seed: of the order.
+        rank: which share is ours.
+        world_size: number of ranks.
+        is_shuffled: False keeps one order for all epochs, the longest rows last.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        is_shuffled: bool = True,
+    ) -> None:
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.is_shuffled = is_shuffled
+        self.epoch = 0
+        self.start = 0  # batches of the next epoch to skip: set when a run resumes in its middle
+        self.sampler = self  # Lightning calls set_epoch on `batch_sampler.sampler`, not on a batch sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self.start = self.start, 0
+        yield from [batch[self.rank :: self.world_size] for batch in self._batches()[start:]]
+
+    def _batches(self) -> list[list[int]]:
+        """Order the rows into batches of all ranks together: a rank takes every `world_size`-th row of each."""
+        rng = random.Random(f"{self.seed} {self.epoch}" if self.is_shuffled else "")
+        rows = list(range(len(self.lengths)))
+        if self.is_shuffled:
+            rng.shuffle(rows)
+        rows += (rows * self.world_size)[: -len(rows) % self.world_size]
+        size = self.batch_size * self.world_size
+        bucket = size * BATCHES_PER_BUCKET if self.is_shuffled else len(rows)
+        batches = []
+        for first in range(0, len(rows), bucket):
+            by_length = sorted(rows[first : first + bucket], key=lambda row: self.lengths[row])
+            batches += [by_length[n : n + size] for n in range(0, len(by_length), size)]
+        if self.is_shuffled:
+            rng.shuffle(batches)
+        return batches

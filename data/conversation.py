@@ -1,0 +1,210 @@
+"""A conversation, the chat templates that render it, and the loss mask that marks the assistant's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = {"human": "user", "user": "user", "system": "system"}
+ROLES |= dict.fromkeys(["gpt", "chatgpt", "assistant", "model", "bard", "bing", "claude"], "assistant")
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+# Both follow FastChat's strings exactly: `{% generation %}` marks what the loss sees, the answer and its EOS.
+TEMPLATES = {
+    "vicuna_v1.1": (
+        "{%- if messages[0]['role'] == 'system' -%}{%- set system = messages[0]['content'] -%}"
+        f"{{%- else -%}}{{%- set system = {VICUNA_SYSTEM!r} -%}}{{%- endif -%}}"
+        "{{- bos_token + system + ' ' -}}"
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' -%}{{- 'USER: ' + message['content'] + ' ' -}}"
+        "{%- elif message['role'] == 'assistant' -%}{{- 'ASSISTANT:' -}}"
+        "{%- generation -%}{{- ' ' + message['content'] + eos_token -}}{%- endgeneration -%}"
+        "{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
+    ),
+    "llama2_chat": (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' -%}"
+        "{{- bos_token + '[INST] ' -}}"
+        "{%- if loop.index0 == 1 and messages[0]['role'] == 'system' -%}"
+        "{{- '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' -}}{%- endif -%}"
+        "{{- message['content'] + ' [/INST]' -}}"
+        "{%- elif message['role'] == 'assistant' -%}"
+        "{%- generation -%}{{- ' ' + message['content'] + ' ' + eos_token -}}{%- endgeneration -%}"
+        "{%- endif -%}{%- endfor -%}"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said, in turns: an optional system message, then user and assistant in alternation."""
+
+    id: str
+    messages: tuple[tuple[str, str], ...]  # (role, text); the roles are "system", "user", "assistant"
+
+    def as_dicts(self) -> list[dict[str, str]]:
+        """Return the messages in the form that chat templates read."""
+        return [{"role": role, "content": text} for role, text in self.messages]
+
+
+def parse(record: object, index: int) -> Conversation:
+    """Read one record of ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
+
+    A single exchange may also stand as `question`, `answer` (GSM8K) or `instruction`, `input`, `output` (Alpaca).
+    Assistant turns before the first user turn are dropped, as FastChat does. Broken records raise `ValueError`.
+
+    Args:
+        record: the decoded JSON object.
+        index: place of the record in its file, the id where the record has none.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    turns = record.get("conversations") or record.get("messages") or _exchange(record)
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("no turns: neither `conversations` nor `messages` holds any")
+    messages = [_message(turn) for turn in turns]
+    system = messages[:1] if messages[0][0] == "system" else []
+    messages = messages[len(system) :]
+    while messages and messages[0][0] == "assistant":
+        messages.pop(0)
+    if "assistant" not in dict(messages):
+        raise ValueError("no assistant turn after a user turn")
+    if any(role != ("user", "assistant")[n % 2] for n, (role, _) in enumerate(messages)):
+        raise ValueError("user and assistant do not alternate")
+    if any(role == "assistant" and not text.strip() for role, text in messages):
+        raise ValueError("an assistant turn is empty")
+    return Conversation(str(record.get("id", index)), (*system, *messages))
+
+
+def _exchange(record: dict) -> list[dict] | None:
+    if "question" in record and "answer" in record:
+        asked, given = record["question"], record["answer"]
+    elif "instruction" in record and "output" in record:
+        parts = [record["instruction"], record.get("input")]
+        asked, given = "\n\n".join(part for part in parts if isinstance(part, str) and part), record["output"]
+    else:
+        return None
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
+
+
+def _message(turn: object) -> tuple[str, str]:
+    if not isinstance(turn, dict):
+        raise ValueError("a turn is not a JSON object")
+    speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if not isinstance(speaker, str) or speaker not in ROLES:
+        raise ValueError(f"unknown speaker {speaker!r}")
+    if not isinstance(text, str):
+        raise ValueError("a turn has no text")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("a turn is not valid Unicode (half of a surrogate pair)")
+    return ROLES[speaker], text
+
+
+def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a chat template: one of `TEMPLATES`, or `tokenizer` for the tokenizer's own."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if name != "tokenizer":
+        raise ValueError(f"unknown chat template {name!r}; choose one of: tokenizer, {', '.join(TEMPLATES)}")
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
+    return tokenizer.get_chat_template()
+
+
+def encode(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Render a conversation as token ids and its loss mask, both (S,): 1 on the assistant's tokens and their EOS.
+
+    Args:
+        conversation: what was said.
+        tokenizer: of the base.
+        template: name of the chat template, see `resolve_template`.
+        max_length: longest S; what is beyond is cut off.
+    """
+    text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
+    if "{% generation" in text or "{%- generation" in text:
+        ids, mask = _render(messages, tokenizer, text, return_assistant_tokens_mask=True)
+    else:
+        ids, mask = _mask_by_prefixes(messages, tokenizer, text)
+    return ids[:max_length], mask[:max_length]
+
+
+def encode_prompt(messages: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
+    """Render (role, text) messages that end with the user's, up to where the assistant's answer starts."""
+    dicts = Conversation("prompt", tuple(messages)).as_dicts()
+    return _render(dicts, tokenizer, resolve_template(template, tokenizer), add_generation_prompt=True)[0]
+
+
+def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Colour the tokens the loss sees in bold green, the others dim."""
+    from rich.text import Text
+
+    text, shown, end = Text(), "", 0
+    for seen, run in groupby(mask):
+        end += len(list(run))
+        # Decoding from the start keeps the space that SentencePiece drops at the start of a text.
+        whole = tokenizer.decode(list(ids[:end]), clean_up_tokenization_spaces=False)
+        text.append(whole[len(shown) :], style="bold green" if seen else "dim")
+        shown = whole
+    return text
+
+
+def _render(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str, **options) -> tuple[list[int], list]:
+    """Apply a template. It writes BOS itself, so `apply_chat_template` rightly adds no special tokens."""
+    encoded = _apply(
+        messages,
+        tokenizer,
+        text,
+        return_dict=True,
+        tokenizer_kwargs={"verbose": False},  # a text beyond the tokenizer's length is cut by us, not an error
+        **options,
+    )
+    return list(encoded["input_ids"]), list(encoded.get("assistant_masks", []))
+
+
+def _mask_by_prefixes(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list]:
+    """Find each answer between the prompt before it and the same prompt with the answer added.
+
+    Texts are compared, not ids: an answer that starts with a line break may share its first token with the prompt.
+    """
+    whole = _apply(messages, tokenizer, text, tokenize=False)
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
+    ends = [end for _, end in encoded["offset_mapping"]]
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _apply(messages[:turn], tokenizer, text, tokenize=False, add_generation_prompt=True)
+        after = _apply(messages[: turn + 1], tokenizer, text, tokenize=False)
+        if not (whole.startswith(after) and after.startswith(before)):
+            raise ValueError(
+                "the chat template does not extend its own prompt, so the answers cannot be found in it; "
+                "add {% generation %} marks to it, or choose another template"
+            )
+        answer = [place for place, end in enumerate(ends) if len(before) < end <= len(after)]
+        eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
+        for place in answer:
+            # What a template writes after the last EOS, as a line break, is not the assistant's.
+            mask[place] = int(not eos or place <= eos[-1])
+    return ids, mask
+
+
+def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str, **options):
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=text, **options)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error

@@ -1,0 +1,248 @@
+"""ShareGPT files read into conversations, and conversations tokenised once into a cached Arrow table."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.conversation import Conversation, encode, parse, resolve_template
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 1  # part of the cache key: raise it when `encode` or the columns change
+NUM_EXAMPLES = 3
+
+
+@dataclass
+class Dropped:
+    """Broken records: how many for which reason, and where the first of them stand."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, reason: str, place: str) -> None:
+        """Count one record; the first `NUM_EXAMPLES` of each reason are remembered."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        if self.counts[reason] <= NUM_EXAMPLES:
+            self.examples.append(f"{place}: {reason}")
+
+    @property
+    def total(self) -> int:
+        """Number of records dropped, for any reason."""
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return "no record dropped"
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.items())
+        return "\n  ".join([f"dropped {self.total} records ({reasons}), for example", *self.examples])
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Size of a tokenised set."""
+
+    num_conversations: int
+    num_tokens: int
+    num_assistant_tokens: int
+
+    @classmethod
+    def of(cls, rows: Dataset) -> Statistics:
+        """Count the tokens of the set that `tokenise` returned."""
+        import pyarrow.compute as pc
+
+        masks = rows.with_format("arrow")[:]["loss_mask"]
+        return cls(len(rows), sum(lengths(rows)), pc.sum(pc.list_flatten(masks)).as_py())
+
+    def __str__(self) -> str:
+        share = self.num_assistant_tokens / self.num_tokens
+        return (
+            f"{self.num_conversations:,} conversations, {self.num_tokens:,} tokens, "
+            f"{self.num_assistant_tokens:,} of the assistant ({share:.0%})"
+        )
+
+
+def lengths(rows: Dataset) -> list[int]:
+    """Return the number of tokens of each row, from the table's offsets: without reading the tokens."""
+    import pyarrow.compute as pc
+
+    return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
+
+
+def load(files: Sequence[str], limit: int | None = None) -> tuple[list[Conversation], Dropped]:
+    """Read conversations; broken records are counted, broken files raise `ValueError`.
+
+    Args:
+        files: paths to .json or .jsonl (also .gz), or `embedded[:COUNT[:SEED]]` for the project's own corpus.
+        limit: read at most this many conversations in total.
+    """
+    conversations: list[Conversation] = []
+    dropped = Dropped()
+    for file in files:
+        read, last_reason = 0, "no records"
+        for number, record in enumerate(_records(file), 1):
+            if limit is not None and len(conversations) >= limit:
+                return conversations, dropped
+            try:
+                conversations.append(parse(record, number))
+                read += 1
+            except ValueError as error:
+                last_reason = str(error)
+                dropped.add(last_reason, f"{Path(file).name} record {number}")
+        if not read:
+            raise ValueError(
+                f"{file}: no usable conversation ({last_reason}); "
+                'expected records like {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}'
+            )
+    return conversations, dropped
+
+
+def _records(file: str) -> Iterator[object]:
+    name, *numbers = file.split(":")
+    if name == "embedded":
+        from data import embedded
+
+        if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
+            raise ValueError(
+                f"{file}: expected embedded, embedded:COUNT or embedded:COUNT:SEED, for example embedded:4000:0"
+            )
+        count, seed = [*map(int, numbers), *[4000, 0][len(numbers) :]]
+        return iter(embedded.conversations(count, seed))
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{file}: no such file; give the path of a ShareGPT .json or .jsonl file, or `embedded`")
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    kind = suffixes[-1] if suffixes else ""
+    if kind not in (".json", ".jsonl"):
+        raise ValueError(f"{file}: unknown kind of file; convert it to .json or .jsonl (.gz is read as well)")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); fetch the file again") from error
+    if not text.strip():
+        raise ValueError(f"{file}: the file is empty; fetch it again")
+    return iter(_lines(file, text) if kind == ".jsonl" else _list(file, text))
+
+
+def _lines(file: str, text: str) -> Iterator[object]:
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: texts may hold other line separators
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{file} line {number}: invalid JSON ({error.msg}); repair or remove the line"
+                ) from error
+
+
+def _list(file: str, text: str) -> list[object]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{file} line {error.lineno}: invalid JSON ({error.msg}); "
+            "fetch it again, or name it .jsonl if it has a record a line"
+        ) from error
+    lists = [value] if isinstance(value, list) else []
+    if isinstance(value, dict):
+        lists = [entry for entry in value.values() if isinstance(entry, list)]
+    if len(lists) != 1:
+        raise ValueError(f"{file}: expected a list of conversations, or an object that holds one list")
+    return lists[0]
+
+
+def tokenise(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    max_length: int | None,
+    cache_dir: str | None = None,
+) -> Dataset:
+    """Encode conversations into the columns input_ids, loss_mask, id, once: a second call reads the cache.
+
+    Conversations without any assistant token within `max_length` are left out; so the number of rows may be smaller.
+
+    Args:
+        conversations: what was said.
+        tokenizer: of the base.
+        template: name of the chat template.
+        max_length: longest row, in tokens.
+        cache_dir: folder of the cache, by default $DRAFTERS_CACHE or ~/.cache/drafters.
+    """
+    from datasets import load_from_disk
+
+    key = _key(conversations, tokenizer, resolve_template(template, tokenizer), max_length)
+    folder = Path(cache_dir or os.environ.get("DRAFTERS_CACHE") or "~/.cache/drafters").expanduser() / key
+    if not folder.is_dir():
+        _write(_encode_all(conversations, tokenizer, template, max_length), folder)
+    return load_from_disk(str(folder))
+
+
+def _key(
+    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
+) -> str:
+    """Name what the rows depend on. `datasets` would hash code and pickles instead, and miss or repeat work."""
+    digest = hashlib.sha256()
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    for part in (FORMAT_VERSION, tokenizer.backend_tokenizer.to_str(), special, text, max_length):
+        digest.update(json.dumps(part).encode() + b"\n")
+    for conversation in conversations:
+        digest.update(json.dumps([conversation.id, conversation.messages]).encode() + b"\n")
+    return f"tokens-{digest.hexdigest()[:24]}"
+
+
+def _encode_all(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None
+) -> Dataset:
+    import numpy as np
+    from datasets import Dataset, Features, List, Value
+    from tqdm.auto import tqdm
+
+    columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "id": []}
+    for conversation in tqdm(conversations, desc="tokenise", unit=" conversations", disable=None):
+        try:
+            ids, mask = encode(conversation, tokenizer, template, max_length)
+        except ValueError as error:
+            raise ValueError(f"conversation {conversation.id}: {error}") from error
+        if any(mask):
+            columns["input_ids"].append(np.array(ids, dtype=np.int32))
+            columns["loss_mask"].append(np.array(mask, dtype=np.int8))
+            columns["id"].append(conversation.id)
+    if not columns["id"]:
+        raise ValueError(
+            f"the loss mask is zero everywhere: template {template!r} marks no assistant token within the first "
+            f"{max_length} tokens of any of {len(conversations)} conversations; raise max_length, or choose another "
+            "template and look at it with `drafters show-mask`"
+        )
+    features = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "id": Value("string")})
+    return Dataset.from_dict(columns, features=features)
+
+
+def _write(rows: Dataset, folder: Path) -> None:
+    """Save under a temporary name, then rename: a reader sees a whole table or none, also when two processes write."""
+    import datasets
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="writing-") as temporary:
+        shown = datasets.is_progress_bar_enabled()
+        datasets.disable_progress_bars()
+        try:
+            rows.save_to_disk(f"{temporary}/rows")
+        finally:
+            if shown:
+                datasets.enable_progress_bars()
+        try:
+            os.rename(f"{temporary}/rows", folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster, and wrote the same rows
+                raise

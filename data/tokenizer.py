@@ -1,0 +1,48 @@
+"""The base's tokenizer, from a folder or the hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id; ValueError says what is missing."""
+    from transformers import AutoTokenizer
+
+    _require_folder_or_hub_id(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
+        raise ValueError(
+            f"cannot load the tokenizer of {name} ({first_line(error)}): tokenizer.json must stand beside config.json"
+        ) from error
+
+
+def _require_folder_or_hub_id(name: str) -> None:
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
+            raise ValueError(f"{name} is a folder without config.json: pass a folder saved by save_pretrained")
+    elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(
+            f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name)"
+        )
+    elif path.parent.is_dir():
+        raise ValueError(f"no base at {name}: {path.parent} is a folder here, but it holds no {path.name}")
+    elif os.environ.get("HF_HUB_OFFLINE") == "1":
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise ValueError(
+                f"{name} is not in the local hub cache and HF_HUB_OFFLINE=1: pass a folder, or go online once"
+            )
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, without the pages that libraries add."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,31 @@
+"""A small tokenizer of the project's own, and the real files where they stand beside the project."""
+
+from pathlib import Path
+
+import pytest
+
+from data import embedded
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return embedded.train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def llama_tokenizer():
+    folder = SHARED / "data" / "tokenizer"
+    if not folder.is_dir():
+        pytest.skip("the real LLaMA tokenizer does not stand beside the project")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder))

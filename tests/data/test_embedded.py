@@ -1,0 +1,122 @@
+import contextlib
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from data import embedded
+from data.conversation import parse
+
+RECORDS = embedded.conversations(600, seed=0)
+ANSWERS = [turn["value"] for record in RECORDS for turn in record["conversations"] if turn["from"] == "gpt"]
+
+
+def test_same_count_and_seed_give_the_same_records_and_another_seed_gives_others():
+    assert embedded.conversations(40, seed=3) == embedded.conversations(40, seed=3)
+    assert (
+        embedded.conversations(40, seed=3)[0]["conversations"] != embedded.conversations(40, seed=4)[0]["conversations"]
+    )
+
+
+def test_a_shorter_corpus_is_the_start_of_a_longer_one():
+    assert embedded.conversations(20, seed=0) == RECORDS[:20]
+
+
+def test_the_corpus_is_the_one_the_shipped_base_was_trained_on():
+    content = json.dumps([embedded.conversations(3000, 0), embedded.questions()])
+    assert hashlib.sha256(content.encode()).hexdigest().startswith("a23b5d72f054af3b"), "a new corpus needs a new base"
+
+
+def test_every_record_is_a_conversation_mostly_of_two_turns():
+    lengths = Counter(len(parse(record, 0).messages) // 2 for record in RECORDS)
+    assert set(lengths) == {1, 2, 3}
+    assert lengths[2] > len(RECORDS) / 2
+
+
+def test_answers_have_real_length():
+    lengths = sorted(len(answer.split()) for answer in ANSWERS)
+    assert 40 <= lengths[len(lengths) // 2] <= 150
+    assert lengths[0] > 25 and lengths[-1] < 150
+
+
+def test_every_calculation_is_right():
+    calculations = re.findall(r"^(\d+(?: [*/+-] \d+)+) = (\d+)", "\n".join(ANSWERS), re.MULTILINE)
+    assert len(calculations) > 500
+    assert [line for line in calculations if eval(line[0]) != int(line[1])] == []
+
+
+def test_every_arithmetic_answer_ends_with_the_result_of_its_last_calculation():
+    endings = [answer for answer in ANSWERS if "The answer is" in answer]
+    assert len(endings) > 100
+    for answer in endings:
+        result = re.findall(r"= (\d+)", answer)[-1]
+        assert answer.endswith(f"The answer is {result}.")
+
+
+def test_every_program_prints_what_its_answer_says():
+    programs = 0
+    for answer in ANSWERS:
+        code, claim = (
+            re.search(r"```python\n(.*?)```", answer, re.DOTALL),
+            re.search(r"example prints (.*?)( as before)?\.$", answer),
+        )
+        if code and claim:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(code[1], {})
+            assert printed.getvalue().strip() == claim[1]
+            programs += 1
+    assert programs > 50
+
+
+def test_alphabetical_lists_are_sorted():
+    listed = [re.findall(r"^- (.*)$", answer, re.MULTILINE) for answer in ANSWERS if "alphabetical order" in answer]
+    assert listed and all(items == sorted(items) for items in listed)
+
+
+def test_no_sentence_has_an_unfilled_place():
+    assert not [answer for answer in ANSWERS if re.search(r"\{\w*\}", answer)]
+
+
+def test_questions_are_balanced_two_turn_and_never_trained_on():
+    rows = embedded.questions()
+    assert [row["question_id"] for row in rows] == list(range(1, 41))
+    assert set(Counter(row["category"] for row in rows).values()) == {8}
+    assert all(len(row["turns"]) == 2 for row in rows)
+    trained_on = {turn["value"] for record in embedded.conversations(8000, seed=0) for turn in record["conversations"]}
+    assert not trained_on & {row["turns"][0] for row in rows}
+
+
+@pytest.mark.parametrize("seed", [1, 2024])
+def test_no_training_seed_asks_a_held_out_question(seed):
+    asked = {record["conversations"][0]["value"] for record in embedded.conversations(1500, seed)}
+    assert not asked & {row["turns"][0] for row in embedded.questions(100, seed)}
+
+
+def test_more_questions_than_the_templates_hold_are_refused():
+    with pytest.raises(ValueError, match="no 200 different held-out questions"):
+        embedded.questions(200)
+
+
+def test_the_tokenizer_has_the_ids_of_llama(tokenizer):
+    assert len(tokenizer) == 600
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<unk>", "<s>", "</s>"]
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer.model_max_length == 1024
+
+
+@pytest.mark.parametrize("text", [ANSWERS[0], "  two  spaces \n\n\ttab", "naïve 漢字 🙂 1234", "don't , stop .", ""])
+def test_decoding_undoes_encoding(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_digits_are_split(tokenizer):
+    assert tokenizer.tokenize("1024") == ["1", "0", "2", "4"]
+
+
+def test_training_the_tokenizer_twice_gives_the_same(tokenizer):
+    again = embedded.train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
+    assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    assert again.chat_template == tokenizer.chat_template

@@ -1,0 +1,117 @@
+import lightning as L
+import pytest
+import torch
+
+from data.conversation import Conversation
+from data.module import ShareGPTData, split
+from data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def make(tokenizer_folder, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(files=("embedded:40",), **arguments):
+        options = {"val_size": 8, "batch_size": 4, "max_length": 200, "cache_dir": str(cache)} | arguments
+        return ShareGPTData(tokenizer_folder, list(files), **options)
+
+    return make
+
+
+class Recorder(L.LightningModule):
+    """Notes the batches it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen = []
+
+    def training_step(self, batch):
+        self.seen.append(batch["input_ids"].tolist())
+        return self.weight * 1.0
+
+    def validation_step(self, batch):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(data, folder, resume=None, **options):
+    recorder = Recorder()
+    checkpoints = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = L.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[checkpoints],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(recorder, data, ckpt_path=resume)
+    return recorder.seen
+
+
+def test_a_resumed_run_sees_the_batches_the_uninterrupted_one_would_have_seen(make, tmp_path):
+    whole = fit(make(), tmp_path)
+    assert len(whole) == 24  # 32 conversations, batches of 4, three epochs
+    assert sorted(map(str, whole[:8])) != sorted(map(str, whole[8:16]))  # each epoch has an order of its own
+    for step in (3, 13, 16):
+        assert fit(make(), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt") == whole[step:]
+
+
+def test_reading_ahead_does_not_count_as_trained_on(make, tmp_path):
+    whole = fit(make(num_workers=1), tmp_path, limit_val_batches=0)
+    resumed = fit(make(), tmp_path / "again", resume=tmp_path / "step=13.ckpt", limit_val_batches=0)
+    assert resumed == whole[13:]
+
+
+def test_held_out_conversations_are_not_trained_on(make):
+    data = make()
+    data.setup("fit")
+    train, val = set(data.train_set["id"]), set(data.val_set["id"])
+    assert (len(train), len(val)) == (32, 8) and not train & val
+    rows = [ids for batch in data.val_dataloader() for ids in batch["input_ids"].tolist()]
+    assert len(rows) == 8
+    assert [batch["lengths"].tolist() for batch in data.test_dataloader()] == [
+        batch["lengths"].tolist() for batch in data.val_dataloader()
+    ]
+
+
+def test_validation_files_take_the_place_of_the_held_out(make):
+    data = make(val_files=["embedded:6:5"])
+    data.setup("fit")
+    assert len(data.train_set) == 40
+    assert set(data.val_set["id"]) == {f"embedded-5-{n}" for n in range(6)}
+
+
+def test_no_validation_is_an_empty_list(make):
+    data = make(val_size=0)
+    data.setup("fit")
+    assert data.val_dataloader() == [] and len(data.train_set) == 40
+
+
+def test_the_split_depends_on_the_seed_and_keeps_the_order():
+    conversations = [Conversation(str(n), ()) for n in range(20)]
+    train, val = split(conversations, 5, seed=1)
+    assert sorted([*train, *val], key=lambda c: int(c.id)) == conversations and len(val) == 5
+    assert [int(c.id) for c in train] == sorted(int(c.id) for c in train)
+    assert split(conversations, 5, seed=1)[1] == val != split(conversations, 5, seed=2)[1]
+    with pytest.raises(ValueError, match="val_size 20 leaves nothing"):
+        split(conversations, 20, seed=1)
+
+
+def test_a_missing_tokenizer_gives_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"no base at .*nowhere: pass a folder") as error:
+        load_tokenizer(str(tmp_path / "nowhere"))
+    assert "\n" not in str(error.value)
+
+
+def test_padding_is_the_tokenizers(make):
+    data = make()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert data.pad_id == data.tokenizer_object.pad_token_id == 0
+    for ids, mask, length in zip(batch["input_ids"], batch["loss_mask"], batch["lengths"], strict=True):
+        assert (ids[length:] == 0).all() and not mask[length:].any() and mask.any()

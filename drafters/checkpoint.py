@@ -1,0 +1,110 @@
+"""A trained drafter's folder: config.json (the recipe and the base it fits) and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import drafters
+from drafters.protocol import BaseShape, LearnedDrafter
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What config.json holds.
+
+    Args:
+        class_path: The drafter's class, as in the YAML.
+        init_args: Its arguments but for the base's numbers.
+        base: The numbers of the base.
+        base_name: Folder or hub id of the base it was trained for.
+        tokenizer_hash: Name of the base's vocabulary.
+        training: What is known of the training: data, steps, measured acceptance length, command.
+    """
+
+    class_path: str
+    init_args: dict[str, Any]
+    base: BaseShape
+    base_name: str
+    tokenizer_hash: str
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> LearnedDrafter:
+        """A drafter with fresh weights.
+
+        Raises:
+            ValueError: The class is not one of this project's drafters, or the arguments do not fit it.
+        """
+        name = str(self.class_path).removeprefix("drafters.")
+        kind = getattr(drafters, name, None) if name in drafters.__all__ else None
+        if not (isinstance(kind, type) and issubclass(kind, LearnedDrafter)):
+            raise ValueError(f"{self.class_path!r} is not a learned drafter of this project")
+        try:
+            return kind(self.base, **self.init_args)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(f"the arguments of {self.class_path} do not fit: {error}") from error
+
+
+def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
+    """Write a drafter's folder; the weights come last, so a folder with weights is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, **asdict(config)}, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_config(folder: Path) -> DrafterConfig:
+    """Read config.json; ValueError says what is wrong with it."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no drafter at {folder}: config.json is missing; make one with `drafters export CKPT OUT`")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("format") != FORMAT:
+            raise ValueError("another format version")
+        config = DrafterConfig(**values | {"base": BaseShape(**values["base"])})
+        if not isinstance(config.init_args, dict):
+            raise ValueError("init_args is not an object")
+        return config
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a drafter's configuration ({error}); export the drafter again") from error
+
+
+def load(
+    folder: str | Path, dtype: torch.dtype = torch.float32, config: DrafterConfig | None = None
+) -> tuple[LearnedDrafter, DrafterConfig]:
+    """Load a drafter for decoding; neither Lightning nor the training checkpoint is needed.
+
+    Args:
+        folder: Where it was exported to.
+        dtype: Number format of its weights.
+        config: Its configuration, where the caller has changed an argument; else config.json.
+
+    Raises:
+        ValueError: The folder is missing, its weights are truncated, or they do not fit the recipe.
+    """
+    folder = Path(folder)
+    config = config or read_config(folder)
+    drafter = config.build()
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"no drafter at {folder}: model.safetensors is missing; export the drafter again")
+    try:
+        weights = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); export the drafter again") from error
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{path} does not fit its config.json ({reason}); export the drafter again") from error
+    return drafter.to(dtype).eval().requires_grad_(False), config

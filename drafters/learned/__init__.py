@@ -1,0 +1,1 @@
+"""Drafters with weights, trained on a frozen base."""

@@ -1,0 +1,1 @@
+"""The CTC drafter: one pass gives frames, collapse turns them into a tree."""

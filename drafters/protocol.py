@@ -1,0 +1,173 @@
+"""What the decoding loop asks of a drafter, and what it tells it after each step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from drafters.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class BaseShape:
+    """The numbers of a base that a learned drafter is built from.
+
+    Args:
+        hidden_size: Width D of the base's hidden states.
+        vocab_size: Vocabulary V.
+        num_layers: Decoder layers of the base.
+        num_heads: Attention heads.
+        head_dim: Width of one head.
+        intermediate_size: Width of the feed-forward layer.
+        rope_theta: Base of the rotary position embedding.
+        norm_eps: Epsilon of the RMS norms.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """The frozen tensors of the base that a learned drafter uses and never owns: both (V, D)."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter wants to see of the base at fed positions.
+
+    Args:
+        hidden_layers: Base layers whose output is handed over; 0 is the embedding, -1 the normed last state.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a proposal may not exceed.
+
+    Args:
+        max_depth: Deepest node; deeper ones could never be emitted.
+        max_nodes: Most nodes the caller will feed.
+        eos: Tokens that end the text; nothing stands below them.
+    """
+
+    max_depth: int
+    max_nodes: int = 1024
+    eos: frozenset[int] = frozenset()
+
+
+UNLIMITED = Limits(max_depth=1024)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step showed and decided.
+
+    Args:
+        num_pending: P, decided tokens that were fed; the last of them is the root.
+        tree: The draft tree as fed, M nodes.
+        hidden: (P + M, F * D) hidden states of the layers the drafter needs, or None.
+        path: Accepted nodes, from the root down.
+        emitted: Tokens the text gained: the accepted path and the bonus token, after cuts.
+    """
+
+    num_pending: int
+    tree: DraftTree
+    hidden: Tensor | None
+    path: list[int]
+    emitted: list[int]
+
+    def committed_hidden(self) -> Tensor:
+        """Hidden states of the positions this step added to the base's cache: (P + len(path), F * D)."""
+        assert self.hidden is not None, "the drafter asked for no hidden states"
+        if not self.path:
+            return self.hidden[: self.num_pending]
+        rows = [*range(self.num_pending), *(self.num_pending + node for node in self.path)]
+        return self.hidden[torch.tensor(rows, device=self.hidden.device)]
+
+
+class Drafter(Protocol):
+    """What proposes. One text at a time: ``begin``, then ``propose`` and ``observe`` in turn."""
+
+    needs: Needs
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Forget the last text and look at the prompt of the next."""
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        """Guess what follows ``seq``, whose last token is the root. No base forward happens inside."""
+
+    def observe(self, step: StepResult) -> None:
+        """Learn from what the step showed."""
+
+
+class NoDrafter:
+    """Proposes nothing: the base alone, one token a step (vanilla decoding)."""
+
+    needs = Needs()
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        pass
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        return DraftTree()
+
+    def observe(self, step: StepResult) -> None:
+        pass
+
+
+class LearnedDrafter(nn.Module, ABC):
+    """A drafter with weights, trained by ``train.DrafterTraining`` on a frozen base.
+
+    A subclass takes a `BaseShape` first and flat, typed arguments after it; those arguments are the recipe that
+    the YAML, the checkpoint and the exported folder share. Besides `Drafter`'s three methods it has:
+    """
+
+    needs: Needs
+    borrowed: Borrowed | None = None
+
+    def borrow(self, borrowed: Borrowed) -> None:
+        """Take the base's embedding and head for drafting; they stay outside ``state_dict``."""
+        self.__dict__["borrowed"] = borrowed
+
+    @abstractmethod
+    def loss(
+        self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor, borrowed: Borrowed
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss over anchors sampled from a batch, and scalars worth logging.
+
+        Args:
+            hidden: (B, S, F * D) hidden states of the base.
+            input_ids: (B, S).
+            labels: (B, S) the base's own next token at each position.
+            loss_mask: (B, S) bool, true on assistant tokens.
+            borrowed: The base's embedding and head.
+        """
+
+    @abstractmethod
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, borrowed: Borrowed, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        """The trees that decoding would propose at several anchors of one known text.
+
+        Args:
+            hidden: (S, F * D). input_ids: (S,). anchors: (A,) positions of the roots.
+            borrowed: The base's embedding and head.
+            limits: Of every proposal.
+        """

@@ -1,0 +1,92 @@
+"""Toy bases made in process, and the folder of real files that may stand beside the project."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test looks outside
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.base import Base
+
+ROOT = Path(__file__).parents[1]
+VOCAB = 40
+EOS = 2
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)
+
+
+@cache
+def words():
+    """A tokenizer of whole words: ``<unk> <s> </s> w3 w4 ... w39``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": EOS} | {f"w{index}": index for index in range(3, VOCAB)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@cache
+def toy_base(kind="llama", attention="sdpa", dtype=torch.float64, context=64, layers=2, hidden=32, vocab=VOCAB, seed=0):
+    """A random base whose weights are large enough for its greedy text not to be one word for ever."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+
+    common = {"vocab_size": vocab, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.4}
+    if kind == "gpt2":
+        config = GPT2Config(n_embd=hidden, n_layer=layers, n_head=4, n_positions=context, **common)
+    else:
+        config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=context,
+            **common,
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return Base(f"toy-{kind}", model.to(dtype).eval().requires_grad_(False), words())
+
+
+@pytest.fixture(scope="session")
+def make_base():
+    """Makes a toy base; the same arguments give the same base."""
+    return toy_base
+
+
+@pytest.fixture(scope="session")
+def base(make_base):
+    """The usual toy base: a LLaMA of two layers in float64, vocabulary 40, context 64."""
+    return make_base()
+
+
+@pytest.fixture(scope="session")
+def toy_tokenizer():
+    return words()
+
+
+@pytest.fixture(scope="session")
+def repository():
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """Gives a path below ``shared``, the repository's sibling, and skips the test where it is absent."""
+
+    def path(relative):
+        found = ROOT.parent / "shared" / relative
+        if not found.exists():
+            pytest.skip(f"shared/{relative} does not stand beside the project")
+        return found
+
+    return path

@@ -1,0 +1,36 @@
+"""A toy base's numbers and weights, without any base."""
+
+import pytest
+import torch
+
+from drafters import CTC, BaseShape, Borrowed
+
+SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
+
+
+@pytest.fixture
+def shape():
+    return SHAPE
+
+
+@pytest.fixture
+def borrowed():
+    generator = torch.Generator().manual_seed(7)
+    return Borrowed(*(torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2)))
+
+
+@pytest.fixture
+def make_ctc():
+    """Makes a CTC drafter with weights large enough that context matters, the same for the same arguments."""
+
+    def make(**arguments):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drafter = CTC(SHAPE, **{"num_frames": 6, "num_labels": 4, "num_nodes": 12, "top_k": 4} | arguments)
+            for weight in drafter.parameters():
+                if weight.dim() == 2:
+                    torch.nn.init.normal_(weight, std=0.3)
+            torch.nn.init.normal_(drafter.blank_row, std=0.3)
+        return drafter
+
+    return make

@@ -1,0 +1,131 @@
+"""The folder of a trained drafter: what is written is what is read, and what is broken is said in one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from drafters import CTC, checkpoint
+from drafters.checkpoint import DrafterConfig
+
+
+@pytest.fixture
+def config(shape):
+    arguments = {"num_frames": 6, "num_labels": 4, "hidden_layers": [1, -1], "objective": "prefix"}
+    return DrafterConfig("drafters.CTC", arguments, shape, "toy", "0123456789abcdef", {"steps": 3})
+
+
+@pytest.fixture
+def folder(config, tmp_path):
+    torch.manual_seed(0)
+    drafter = config.build()
+    torch.nn.init.normal_(drafter.blank_row)
+    checkpoint.save(tmp_path / "a" / "drafter", drafter, config)
+    return tmp_path / "a" / "drafter"
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as caught:
+        checkpoint.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def edit(folder, **changes):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(config, tmp_path, dtype):
+    torch.manual_seed(1)
+    saved = config.build().to(dtype)
+    torch.nn.init.normal_(saved.blank_row)
+    checkpoint.save(tmp_path, saved, config)
+    loaded, read = checkpoint.load(str(tmp_path), dtype)
+    assert read == config
+    assert isinstance(loaded, CTC)
+    assert loaded.state_dict().keys() == saved.state_dict().keys()
+    for name, weight in loaded.state_dict().items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, saved.state_dict()[name])
+    assert not loaded.training
+    assert not any(weight.requires_grad for weight in loaded.parameters())
+
+
+def test_the_recipe_reaches_the_drafter(folder):
+    drafter, _ = checkpoint.load(folder)
+    assert (drafter.num_frames, drafter.num_labels, drafter.needs.hidden_layers) == (6, 4, (1, -1))
+
+
+def test_a_missing_folder_or_file_is_named(folder, tmp_path):
+    assert "config.json is missing" in refusal(tmp_path / "nowhere")
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in refusal(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1, -1000])
+def test_cut_weights_are_refused(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "damaged or cut short" in refusal(folder)
+
+
+def test_weights_that_are_something_else_are_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff\xfenot tensors at all" * 50)
+    assert "damaged or cut short" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '"words"', "null", "{}", '{"format": 1}', '{"format": 2}', "\x00\x01"]
+)
+def test_a_garbled_configuration_is_refused(folder, text):
+    (folder / "config.json").write_text(text)
+    assert "is not a drafter's configuration" in refusal(folder)
+
+
+def test_a_configuration_that_is_no_text_is_refused(folder):
+    (folder / "config.json").write_bytes(b"\xff\xfe\x80\x81")
+    assert "is not a drafter's configuration" in refusal(folder)
+
+
+def test_an_unknown_field_or_format_is_refused(folder):
+    edit(folder, surprise=1)
+    assert "surprise" in refusal(folder)
+    edit(folder, format=99)
+    assert "format" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "class_path",
+    ["os.system", "builtins.eval", "torch.nn.Linear", "drafters.ANPD", "drafters.torch", "drafters.nothing"],
+)
+def test_a_class_outside_the_project_is_refused(folder, class_path):
+    edit(folder, class_path=class_path)
+    assert "not a learned drafter of this project" in refusal(folder)
+
+
+def test_arguments_that_do_not_fit_are_refused(folder, config):
+    edit(folder, init_args=config.init_args | {"num_wings": 2})
+    assert "num_wings" in refusal(folder)
+
+
+def test_weights_of_another_recipe_are_refused(folder, config):
+    edit(folder, init_args=config.init_args | {"num_frames": 8})
+    assert "does not fit its config.json" in refusal(folder)
+    edit(folder, init_args=config.init_args | {"num_layers": 2})
+    assert "does not fit its config.json" in refusal(folder)
+
+
+def test_loading_needs_neither_lightning_nor_transformers(folder, repository):
+    program = (
+        "import sys; from drafters import checkpoint; drafter, _ = checkpoint.load(sys.argv[1]);"
+        "found = {'lightning', 'transformers', 'data', 'inference', 'train'} & set(sys.modules);"
+        "assert not found, found"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,211 @@
+"""The CTC drafter: what it learns from and what it drafts from are the same thing."""
+
+import pytest
+import torch
+
+from drafters import DraftTree, Limits, StepResult
+from drafters.learned.draft_cache import DraftCache
+from drafters.learned.layers import block_mask
+
+S = 20
+
+
+@pytest.fixture
+def text():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
+
+
+def committed(hidden):
+    """A step that put these positions into the base's cache and accepted nothing."""
+    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
+
+
+def decode_frames(drafter, hidden, ids, anchors, borrowed, monkeypatch):
+    """The frames and trees of every anchor, as the decoding loop gets them: step by step, with the draft cache."""
+    drafter.borrow(borrowed)
+    drafter.begin(ids[: anchors[0]].tolist())
+    frames, trees, done, top_frames = [], [], 0, drafter.top_frames
+    monkeypatch.setattr(drafter, "top_frames", lambda x, head: frames.append(x[0].clone()) or top_frames(x, head))
+    for anchor in anchors:
+        drafter.observe(committed(hidden[done:anchor]))
+        done = anchor
+        trees.append(drafter.propose(ids[: anchor + 1].tolist(), Limits(max_depth=100)))
+    monkeypatch.undo()
+    return torch.stack(frames), trees
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"root_everywhere": False}, {"num_layers": 3}, {"hidden_layers": [0, -1], "num_layers": 2}]
+)
+def test_training_at_an_anchor_is_decoding_at_that_root(make_ctc, borrowed, text, monkeypatch, arguments):
+    drafter, (hidden, ids) = make_ctc(**arguments), text
+    hidden = torch.cat([hidden * (i + 1) for i in range(len(drafter.needs.hidden_layers))], -1)
+    anchors = [1, 2, 5, 6, 11, 19]
+    at = torch.tensor([anchors])
+    trained = drafter(hidden[None], at, ids[at], borrowed.embedding)[0]
+    decoded, trees = decode_frames(drafter, hidden, ids, anchors, borrowed, monkeypatch)
+    torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
+    assert all(len(tree) == 12 for tree in trees)
+    assert trees == drafter.draft_at(hidden, ids, at[0], borrowed)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 64])
+def test_trees_of_known_text_do_not_depend_on_the_chunk(make_ctc, borrowed, text, chunk):
+    drafter, (hidden, ids) = make_ctc(), text
+    anchors = torch.arange(1, S)
+    expected = drafter.draft_at(hidden, ids, anchors, borrowed)
+    drafter.chunk_anchors = chunk
+    assert drafter.draft_at(hidden, ids, anchors, borrowed) == expected
+
+
+@pytest.mark.parametrize("anchor", [1, 7, 12])
+def test_a_frame_never_sees_context_at_or_after_its_anchor(make_ctc, borrowed, text, anchor):
+    drafter, (hidden, ids) = make_ctc(num_layers=2), text
+    at = torch.tensor([[anchor]])
+    later, earlier = hidden.clone(), hidden.clone()
+    later[anchor:] += 100.0
+    earlier[anchor - 1] += 100.0
+    frames, with_later, with_earlier = (
+        drafter(h[None], at, ids[at], borrowed.embedding) for h in (hidden, later, earlier)
+    )
+    assert torch.equal(frames, with_later)
+    assert not torch.allclose(frames, with_earlier), "what stands before the anchor must matter"
+
+
+def test_blocks_of_other_anchors_do_not_leak(make_ctc, borrowed, text):
+    drafter, (hidden, ids) = make_ctc(num_layers=2), text
+    anchors = torch.tensor([[3, 8, 15]])
+    roots = ids[anchors]
+    together = drafter(hidden[None], anchors, roots, borrowed.embedding)
+    for i in range(3):
+        alone = drafter(hidden[None], anchors[:, i : i + 1], roots[:, i : i + 1], borrowed.embedding)
+        torch.testing.assert_close(alone, together[:, i : i + 1], rtol=1e-4, atol=1e-5)
+    changed = roots.clone()
+    changed[0, 1] = (changed[0, 1] + 1) % 23
+    other = drafter(hidden[None], anchors, changed, borrowed.embedding)
+    assert torch.equal(other[:, [0, 2]], together[:, [0, 2]])
+    assert not torch.allclose(other[:, 1], together[:, 1]), "the root must matter"
+
+
+def test_sequences_of_a_batch_do_not_leak(make_ctc, borrowed):
+    drafter = make_ctc()
+    hidden, roots, anchors = torch.randn(3, 9, 16), torch.randint(0, 23, (3, 2)), torch.tensor([[1, 4], [2, 8], [3, 5]])
+    together = drafter(hidden, anchors, roots, borrowed.embedding)
+    rows = [drafter(hidden[i : i + 1], anchors[i : i + 1], roots[i : i + 1], borrowed.embedding) for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_the_mask_of_two_anchors_drawn():
+    """Anchors 1 and 3, two frames each, over four positions: context strictly before, then the own block."""
+    drawn = """
+        #... ##..
+        #... ##..
+        ###. ..##
+        ###. ..##
+    """
+    expected = [[letter == "#" for letter in line.replace(" ", "")] for line in drawn.split("\n") if line.strip()]
+    assert block_mask(torch.tensor([[1, 3]]), 2, 4)[0, 0].tolist() == expected
+
+
+def test_the_draft_cache_holds_what_was_appended_beyond_its_first_capacity():
+    cache, held = DraftCache(2), [[], []]
+    for length in (5, 1, 250, 1, 300, 3, 1500, 1):
+        new = [(torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)) for _ in range(2)]
+        cache.append(new)
+        for layer in range(2):
+            held[layer].append(new[layer])
+            for got, expected in zip(cache.read()[layer], zip(*held[layer], strict=True), strict=True):
+                assert torch.equal(got, torch.cat(expected, -2))
+    assert cache.length == 2061
+
+
+def test_accepted_nodes_and_not_rejected_ones_enter_the_draft_cache(make_ctc, borrowed, text):
+    """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
+    hidden, ids = text
+    tree = DraftTree([4, 5, 6], [-1, -1, 0])
+    through_tree, plainly = make_ctc(), make_ctc()
+    for drafter in (through_tree, plainly):
+        drafter.borrow(borrowed)
+        drafter.begin([])
+    fed = torch.stack([hidden[0], hidden[1], hidden[2], torch.full_like(hidden[0], 50.0), hidden[3]])
+    through_tree.observe(StepResult(num_pending=2, tree=tree, hidden=fed, path=[0, 2], emitted=[4, 6, 9]))
+    plainly.observe(committed(hidden[:4]))
+    seq = ids[:5].tolist()
+    assert through_tree.propose(seq, Limits(9)) == plainly.propose(seq, Limits(9))
+    for got, expected in zip(through_tree._cache.read()[0], plainly._cache.read()[0], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_drafter_that_has_seen_nothing_drafts_nothing(make_ctc, borrowed):
+    drafter = make_ctc()
+    drafter.borrow(borrowed)
+    drafter.begin([1, 2])
+    assert len(drafter.propose([1, 2], Limits(9))) == 0
+
+
+def test_begin_forgets_the_last_text(make_ctc, borrowed, text):
+    hidden, ids = text
+    fresh, used = make_ctc(), make_ctc()
+    used.borrow(borrowed)
+    fresh.borrow(borrowed)
+    used.begin([1])
+    used.observe(committed(hidden[9:17]))
+    for drafter in (fresh, used):
+        drafter.begin(ids[:4].tolist())
+        drafter.observe(committed(hidden[:4]))
+    assert used.propose(ids[:5].tolist(), Limits(9)) == fresh.propose(ids[:5].tolist(), Limits(9))
+
+
+@pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 7)])
+def test_drafts_keep_to_their_limits(make_ctc, borrowed, text, depth, nodes):
+    hidden, ids = text
+    drafter = make_ctc(num_nodes=30)
+    drafter.borrow(borrowed)
+    drafter.begin([])
+    drafter.observe(committed(hidden[:6]))
+    free = drafter.propose(ids[:7].tolist(), Limits(99))
+    eos = frozenset({free.tokens[0]})
+    tree = drafter.propose(ids[:7].tolist(), Limits(depth, nodes, eos))
+    tree.validate(vocab_size=23)
+    assert len(tree) <= nodes
+    assert max(tree.depths, default=0) <= depth
+    assert not any(parent != -1 and tree.tokens[parent] in eos for parent in tree.parents)
+
+
+def test_weights_of_the_base_stay_outside_the_state(make_ctc, borrowed):
+    drafter = make_ctc()
+    before = set(drafter.state_dict())
+    drafter.borrow(borrowed)
+    assert set(drafter.state_dict()) == before
+    assert all(weight.data_ptr() != borrowed.head.data_ptr() for weight in drafter.parameters())
+
+
+def test_fewer_frames_than_labels_are_refused(make_ctc):
+    with pytest.raises(ValueError, match="num_frames"):
+        make_ctc(num_frames=3, num_labels=4)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+def test_it_learns_a_text_that_repeats(make_ctc, borrowed, objective):
+    """A text of period five, whose hidden states tell the position in it: after training, drafts come true."""
+    torch.manual_seed(0)
+    period = torch.tensor([3, 8, 8, 14, 20])
+    ids = period.repeat(8)[None].expand(4, -1)
+    labels = ids.roll(-1, 1)
+    hidden = torch.randn(5, 16).repeat(8, 1).expand(4, -1, -1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    drafter = make_ctc(objective=objective, num_anchors=12)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(120):
+        loss, _ = drafter.loss(hidden, ids, labels, mask, borrowed)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    trees = drafter.draft_at(hidden[0], ids[0], torch.arange(10, 30), borrowed)
+    expected = [ids[0, a + 1 : a + 5].tolist() for a in range(10, 30)]
+    drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
+    assert sum(path in paths for path, paths in zip(expected, drafted, strict=True)) >= 18

@@ -1,0 +1,214 @@
+"""The n-gram drafters against slow, literal transcriptions of their published rules."""
+
+import random
+
+import pytest
+
+from drafters.protocol import Limits, StepResult
+from drafters.training_free.ngram import ANPD, PromptLookup
+from drafters.tree import DraftTree
+
+FAR = Limits(max_depth=100)
+
+
+def words(rng, length, vocab):
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
+def chain(tree):
+    assert list(tree.parents) == list(range(-1, len(tree) - 1))
+    return list(tree.tokens)
+
+
+def told(emitted):
+    """What the loop tells a drafter that needs only the emitted tokens."""
+    return StepResult(num_pending=1, tree=DraftTree(), hidden=None, path=[], emitted=emitted)
+
+
+class SlowANPD:
+    """Algorithms 1 and 2 of the ANPD paper: one table for each order, counted once (the last of equals wins)."""
+
+    def __init__(self, order, num_draft):
+        self.order, self.num_draft = order, num_draft
+
+    def begin(self, prompt):
+        self.text, self.tables = [], {n: {} for n in range(2, self.order + 1)}
+        self.read(prompt)
+
+    def read(self, tokens):
+        for token in tokens:
+            self.text.append(token)
+            i = len(self.text) - 1
+            for n in range(2, self.order + 1):
+                if i >= n - 1:
+                    key = tuple(self.text[i - n + 1 : i])
+                    counts = self.tables[n].setdefault(key, {})
+                    counts[token] = counts.get(token, 0) + 1
+
+    def ask(self, history):
+        for n in range(self.order, 1, -1):
+            counts = self.tables[n].get(tuple(history[-(n - 1) :])) if len(history) >= n - 1 else None
+            if counts:
+                best = None
+                for token, count in counts.items():
+                    if best is None or count >= counts[best]:
+                        best = token
+                return best
+        return None
+
+    def draft(self, seq, eos=()):
+        history, draft = list(seq), []
+        for _ in range(self.num_draft):
+            token = self.ask(history)
+            if token is None:
+                break
+            draft.append(token)
+            history.append(token)
+            if token in eos:
+                break
+        return draft
+
+
+def slow_prompt_lookup(seq, max_ngram, num_draft, max_length=10**9):
+    """transformers' PromptLookupCandidateGenerator without its cut before EOS."""
+    if max_length == len(seq) + 1:
+        return []
+    for n in range(min(max_ngram, len(seq) - 1), 0, -1):
+        key = seq[-n:]
+        for i in range(len(seq) - n + 1):
+            if seq[i : i + n] == key:
+                start = i + n
+                end = min(start + num_draft, len(seq), max_length)
+                if start < end:
+                    return seq[start:end]
+    return []
+
+
+@pytest.mark.parametrize("order", [2, 3, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_anpd_drafts_what_its_tables_say(order, seed):
+    rng = random.Random(seed)
+    fast, slow = ANPD(order, num_draft=6), SlowANPD(order, num_draft=6)
+    for _ in range(2):  # a second text must know nothing of the first
+        seq = words(rng, rng.choice([1, 2, 3, 30]), vocab=4)
+        fast.begin(seq)
+        slow.begin(seq)
+        for _ in range(25):
+            assert chain(fast.propose(seq, FAR)) == slow.draft(seq)
+            emitted = words(rng, rng.randrange(1, 5), vocab=4)
+            seq = seq + emitted
+            fast.observe(told(emitted))
+            slow.read(emitted)
+
+
+def test_anpd_asks_the_longest_known_context_first():
+    drafter = ANPD(order=3, num_draft=1)
+    drafter.begin([1, 2, 7, 3, 2, 8, 4, 2, 8, 1, 2])  # after 2 mostly 8, after (1, 2) only 7
+    assert chain(drafter.propose([1, 2], FAR)) == [7]
+    assert chain(drafter.propose([9, 2], FAR)) == [8]
+
+
+def test_anpd_takes_of_equally_frequent_tokens_the_one_first_seen_last():
+    drafter = ANPD(order=2, num_draft=1)
+    drafter.begin([5, 6, 5, 7, 5])
+    assert chain(drafter.propose([5], FAR)) == [7]
+    drafter.begin([5, 6, 5, 7, 5, 6, 5, 7, 5, 6, 5])
+    assert chain(drafter.propose([5], FAR)) == [6]
+
+
+def test_anpd_counts_the_prompt_once():
+    drafter = ANPD(order=2, num_draft=1)
+    drafter.begin([5, 6, 5])
+    drafter.observe(told([7]))
+    assert chain(drafter.propose([5], FAR)) == [7], "one 6 of the prompt and one emitted 7 are equal"
+
+
+def test_anpd_without_update_knows_only_the_prompt():
+    drafter = ANPD(order=2, update=False)
+    drafter.begin([1, 2])
+    drafter.observe(told([3, 4]))
+    assert chain(drafter.propose([1, 2, 3], FAR)) == []
+
+
+@pytest.mark.parametrize("drafter", [ANPD(), PromptLookup()])
+def test_a_prompt_without_repetition_gives_no_draft(drafter):
+    for prompt in ([3], [3, 4, 5]):
+        drafter.begin(prompt)
+        assert len(drafter.propose(prompt, FAR)) == 0
+
+
+@pytest.mark.parametrize("drafter", [ANPD(num_draft=7), PromptLookup(num_draft=7)])
+@pytest.mark.parametrize("depth", [0, 1, 3, 50])
+def test_drafts_end_at_their_limits(drafter, depth):
+    seq = [1, 2, 3, 4] * 5
+    drafter.begin(seq)
+    assert chain(drafter.propose(seq, Limits(max_depth=depth))) == (seq + seq)[: min(depth, 7)]
+
+
+def test_anpd_drafts_nothing_after_an_end_token():
+    seq = [1, 2, 3, 4] * 3
+    drafter, slow = ANPD(num_draft=7), SlowANPD(5, 7)
+    drafter.begin(seq)
+    slow.begin(seq)
+    assert chain(drafter.propose(seq, Limits(100, eos=frozenset({3})))) == slow.draft(seq, eos={3}) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("max_ngram", "num_draft"), [(1, 3), (2, 10), (3, 10), (4, 2)])
+@pytest.mark.parametrize("seed", range(5))
+def test_prompt_lookup_copies_what_followed_the_leftmost_match(max_ngram, num_draft, seed):
+    rng = random.Random(seed)
+    drafter = PromptLookup(max_ngram, num_draft)
+    for _ in range(2):
+        seq = words(rng, rng.choice([1, 2, 3, 20]), vocab=5)
+        drafter.begin(seq)
+        for _ in range(25):
+            depth = rng.choice([1, 2, 100])
+            expected = slow_prompt_lookup(seq, max_ngram, num_draft)[:depth]
+            assert chain(drafter.propose(seq, Limits(depth))) == expected
+            emitted = words(rng, rng.randrange(1, 5), vocab=5)
+            seq = seq + emitted
+            drafter.observe(told(emitted))
+
+
+@pytest.mark.parametrize(
+    ("seq", "draft"),
+    [
+        ([7, 1, 2, 8, 1, 2, 9, 1, 2], [8, 1, 2]),  # leftmost of two matches
+        ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),  # (1, 2) before the earlier (2)
+        ([1, 1], [1]),  # a partial continuation
+        ([4, 4, 4, 4], [4]),  # the match may overlap the suffix
+        ([1, 2, 3], []),
+    ],
+)
+def test_prompt_lookup_on_drawn_texts(seq, draft):
+    drafter = PromptLookup(max_ngram=3, num_draft=3)
+    drafter.begin(seq)
+    assert chain(drafter.propose(seq, FAR)) == draft == slow_prompt_lookup(seq, 3, 3)
+
+
+def test_prompt_lookup_agrees_with_transformers_own():
+    import torch
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    rng = random.Random(0)
+    theirs = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=3, max_length=1000)
+    for _ in range(60):
+        seq = words(rng, rng.randrange(2, 25), vocab=5)
+        drafter = PromptLookup(max_ngram=3, num_draft=4)
+        drafter.begin(seq)
+        candidates, _ = theirs.get_candidates(torch.tensor([seq]))
+        assert chain(drafter.propose(seq, FAR)) == candidates[0, len(seq) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (ANPD, {"order": 1}),
+        (ANPD, {"num_draft": 0}),
+        (PromptLookup, {"max_ngram": 0}),
+        (PromptLookup, {"num_draft": 0}),
+    ],
+)
+def test_numbers_too_small_are_refused(kind, arguments):
+    with pytest.raises(ValueError, match="at least"):
+        kind(**arguments)

@@ -1,0 +1,95 @@
+"""The draft tree on hand-drawn examples, and against slow definitions on random ones."""
+
+import random
+
+import pytest
+
+from drafters.tree import ROOT, DraftTree
+
+THE_CAT = DraftTree([11, 12, 13, 14], [-1, 0, -1, 1])
+"""    ─┬─ 11 ── 12 ── 14
+     └─ 13                 """
+
+
+def random_tree(rng, size, vocab=50):
+    parents = [rng.randrange(ROOT, node) for node in range(size)]
+    return DraftTree(rng.sample(range(vocab), size), parents)
+
+
+def ancestors(tree, node):
+    return {node} | (ancestors(tree, tree.parents[node]) if tree.parents[node] != ROOT else set())
+
+
+def paths(tree):
+    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+
+
+def test_depths_and_paths_of_the_drawn_tree():
+    assert THE_CAT.depths == [1, 2, 1, 3]
+    assert [THE_CAT.path_tokens(node) for node in range(4)] == [[11], [11, 12], [13], [11, 12, 14]]
+    assert THE_CAT.child(ROOT, 13) == 2
+    assert THE_CAT.child(0, 13) is None
+
+
+def test_paths_merge_by_common_prefix():
+    tree = DraftTree.from_paths([[11, 12, 14], [13], [11, 12], [11, 12, 14]])
+    assert (tree.tokens, tree.parents) == ([11, 12, 14, 13], [-1, 0, 1, -1])
+
+
+def test_no_path_and_an_empty_path_give_an_empty_tree():
+    for tree in (DraftTree(), DraftTree.from_paths([]), DraftTree.from_paths([[]])):
+        assert len(tree) == 0
+        assert tree.depths == []
+        assert tree.sees().shape == (0, 0)
+        assert tree.pruned(3, 3, {1}) is tree
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(seed):
+    tree = random_tree(random.Random(seed), 12)
+    for node, row in enumerate(tree.sees().tolist()):
+        assert {other for other, seen in enumerate(row) if seen} == ancestors(tree, node)
+        assert tree.depths[node] == len(ancestors(tree, node)) == len(tree.path_tokens(node))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pruning_keeps_the_first_nodes_that_may_stay(seed):
+    rng = random.Random(seed)
+    tree, depth, budget, eos = random_tree(rng, 15), rng.randrange(5), rng.randrange(12), set(rng.sample(range(50), 15))
+    pruned = tree.pruned(depth, budget, eos)
+    pruned.validate(50)
+    allowed = [
+        path
+        for path in (tuple(tree.path_tokens(node)) for node in range(len(tree)))
+        if len(path) <= depth and not eos & set(path[:-1])
+    ]
+    assert [tuple(pruned.path_tokens(node)) for node in range(len(pruned))] == allowed[:budget]
+
+
+def test_an_end_token_may_be_drafted_but_nothing_below_it():
+    assert paths(THE_CAT.pruned(9, 9, {12})) == {(11,), (11, 12), (13,)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "broken"),
+    [
+        ([1, 2], [1, -1], "parents come before"),
+        ([1, 2], [-1, -2], "parents come before"),
+        ([1], [0], "parents come before"),
+        ([7, 7], [-1, -1], "distinct"),
+        ([50], [-1], "vocabulary"),
+        ([-1], [-1], "vocabulary"),
+    ],
+)
+def test_validate_names_the_broken_rule(tokens, parents, broken):
+    with pytest.raises(AssertionError, match=broken):
+        DraftTree(tokens, parents).validate(vocab_size=50)
+
+
+def test_a_tree_with_more_tokens_than_parents_is_not_valid():
+    with pytest.raises(AssertionError, match="one token and one parent"):
+        DraftTree([1, 2], [-1]).validate(vocab_size=50)
+
+
+def test_a_good_tree_is_valid():
+    THE_CAT.validate(vocab_size=15)

@@ -1,0 +1,1 @@
+"""What decodes and measures: the verifier around a frozen base."""

@@ -1,0 +1,145 @@
+"""The frozen base: loading it, its numbers, and whether a drafter fits it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import first_line, load_tokenizer
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import BaseShape, Borrowed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen causal language model with its tokenizer.
+
+    Args:
+        name: Folder or hub id it was loaded from.
+        model: In evaluation mode, no gradients.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def shape(self) -> BaseShape:
+        return shape_of(self.model.config)
+
+    @property
+    def borrowed(self) -> Borrowed:
+        return Borrowed(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
+
+    def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> Tensor:
+        """Outputs of the named layers for (B, S) tokens, side by side: (B, S, F * D).
+
+        Layer -1 is the normed last state that the head reads, 0 the embedding.
+        """
+        if tuple(layers) == (-1,):
+            return self.model.base_model(input_ids, use_cache=False).last_hidden_state
+        states = self.model.base_model(input_ids, use_cache=False, output_hidden_states=True).hidden_states
+        return torch.cat([states[layer] for layer in layers], dim=-1)
+
+    @property
+    def context_length(self) -> int:
+        return self.model.config.max_position_embeddings
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        ids = self.model.generation_config.eos_token_id
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def shape_of(config) -> BaseShape:
+    """The numbers of a transformers configuration that a learned drafter is built from.
+
+    Raises:
+        ValueError: The model is not laid out like LLaMA.
+    """
+    if not hasattr(config, "intermediate_size"):
+        raise ValueError(f"no learned drafter is built for {config.model_type} models: use one of the LLaMA family")
+    rope = getattr(config, "rope_parameters", None) or {}
+    return BaseShape(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+    )
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A short name of a vocabulary: equal for tokenizers that give every token the same id."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    return hashlib.sha256("\n".join(f"{index} {token}" for token, index in pairs).encode()).hexdigest()[:16]
+
+
+def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu") -> Base:
+    """Load a frozen base from a local folder or a hub id.
+
+    Raises:
+        ValueError: Nothing loadable is there; the message says what to do.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    tokenizer = load_tokenizer(name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+    except Exception as error:  # as above; safetensors has its own error type too
+        raise ValueError(
+            f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
+        ) from error
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
+            "they do not belong together"
+        )
+    return Base(name, model.to(device).eval().requires_grad_(False), tokenizer)
+
+
+def check_fit(drafter: DrafterConfig, base: Base) -> None:
+    """Raise ValueError where a drafter was trained for another base."""
+    wanted, given = asdict(drafter.base), asdict(base.shape)
+    for number in ("hidden_size", "vocab_size", "num_layers"):
+        if wanted[number] != given[number]:
+            raise ValueError(
+                f"this drafter was trained for {drafter.base_name} with {number} {wanted[number]}, but {base.name} has "
+                f"{given[number]}: pass the base it was trained for, or train a drafter for this one"
+            )
+    if drafter.tokenizer_hash != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"this drafter was trained for {drafter.base_name}, whose tokenizer differs from that of {base.name}: "
+            "pass the base it was trained for, or train a drafter for this one"
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the GPU where there is one.
+
+    Raises:
+        ValueError: cuda is asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device here: pass --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,0 +1,174 @@
+"""``drafters eval``: the same prompts with several drafters in one run, measured side by side."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from data import benchmarks
+from data.benchmarks import Question
+from inference import metrics, record, report, zoo
+from inference.base import Base, Dtype, load_base, resolve_device
+from inference.prompts import prompt_ids
+from inference.record import Answer, Turn
+from inference.runner import Runner
+from inference.session import Session
+
+COUNTING = "Acceptance length = emitted tokens / base forwards, prefill excluded, micro average over all answers."
+
+
+def answer(session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int) -> Answer:
+    """Decode all turns of a question; the base reads its own earlier answers."""
+    messages: list[tuple[str, str]] = []
+    turns, ended = [], []
+    for text in question.turns:
+        messages.append(("user", text))
+        prompt = prompt_ids(base, messages, template)
+        if len(prompt) >= base.context_length and turns:
+            break  # a second turn that no longer fits is the same for all drafters
+        result = session.run(prompt, max_new_tokens, base.eos)
+        ended.append(bool(result.tokens) and result.tokens[-1] in base.eos)
+        written = base.tokenizer.decode(result.tokens, skip_special_tokens=True).strip()
+        turns.append(Turn(written, result.tokens, len(prompt), result.steps, result.seconds))
+        messages.append(("assistant", written))
+    return Answer(question.question_id, question.category, name, turns, ended)
+
+
+def answers(
+    base: Base, sessions: dict[str, Session], questions: list[Question], template: str, max_new_tokens: int
+) -> Iterator[Answer]:
+    """Answer every question with every drafter, question by question, so that all meet the same machine.
+
+    The order of the drafters turns from question to question, and each is warmed up on the first question.
+    """
+    names = list(sessions)
+    for name in names:
+        answer(sessions[name], name, questions[0], base, template, min(16, max_new_tokens))
+    for index, question in enumerate(questions):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            yield answer(sessions[name], name, question, base, template, max_new_tokens)
+
+
+def evaluate(
+    base: str,
+    drafter: list[str],
+    benchmark: list[str],
+    questions: list[str] | None = None,
+    offset: int = 0,
+    limit: int | None = None,
+    max_new_tokens: int = 256,
+    template: str = "tokenizer",
+    dtype: Dtype = "float32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    out: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Decode the questions of benchmarks with several drafters and compare speed, acceptance and text.
+
+    Prints a table; with --out also writes answers as FastChat-style JSONL, results.json, results.md and report.html.
+
+    Args:
+        base: Folder or hub id of the base.
+        drafter: none, anpd, prompt_lookup or ctc=FOLDER, each with :key=value,... if wanted; may be repeated. none,
+            the base alone, is always run: all else is measured against it.
+        benchmark: embedded, mt_bench or gsm8k; may be repeated.
+        questions: A local file for each benchmark, in the same order, where it is not to come from the hub.
+        offset: Leave out the first questions of each benchmark.
+        limit: Questions of each benchmark at most.
+        max_new_tokens: Tokens of an answer at most.
+        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
+        dtype: Number format of base and drafters.
+        device: auto takes the GPU where there is one.
+        out: Folder for the results.
+        overwrite: Replace results that are already there.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    files = questions or []
+    if files and len(files) != len(benchmark):
+        raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
+    folder = _new_folder(out, overwrite)
+    asked = {
+        name: benchmarks.load(name, file, offset, limit)
+        for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
+    }
+    loaded = load_base(base, dtype, resolve_device(device))
+    runner = Runner(loaded)
+    specs = ["none", *(spec for spec in drafter if spec != "none")]
+    names = [zoo.label(spec) for spec in specs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two drafters go by one name ({', '.join(names)}): give each other arguments, or run twice")
+    sessions = {name: Session(runner, zoo.make(spec, loaded)) for name, spec in zip(names, specs, strict=True)}
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    given: dict[str, dict[str, list[Answer]]] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        for name, selected in asked.items():
+            task = progress.add_task(name, total=len(selected) * len(sessions))
+            given[name] = {drafter: [] for drafter in sessions}
+            for found in answers(loaded, sessions, selected, template, max_new_tokens):
+                given[name][found.drafter].append(found)
+                if folder:
+                    record.append(folder / "answers" / name / f"{_file_name(found.drafter)}.jsonl", found)
+                progress.advance(task)
+    summaries = {
+        name: {drafter: metrics.summarise(found, of["none"]) for drafter, found in of.items()}
+        for name, of in given.items()
+    }
+    console = Console()
+    for table in report.table(summaries):
+        console.print(table)
+    console.print(COUNTING, style="dim")
+    if folder:
+        context = _context(base, dtype, loaded, max_new_tokens)
+        report.write_results(folder, summaries, context)
+        (folder / "results.md").write_text(report.markdown(summaries, context), encoding="utf-8")
+        page = report.write_report(folder, summaries, context, given, loaded.tokenizer.decode)
+        console.print(f"Report: {page}")
+
+
+def _new_folder(out: str | None, overwrite: bool) -> Path | None:
+    if out is None:
+        return None
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{out} is a file: give --out a folder")
+    old = [folder / name for name in ("answers", "results.json")]
+    if any(path.exists() for path in old) and not overwrite:
+        raise ValueError(f"{out} already holds results: give another --out, or --overwrite true to replace them")
+    for path in (folder / "answers").rglob("*.jsonl"):
+        path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _file_name(drafter: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-=" else "_" for c in drafter)
+
+
+def _context(base: str, dtype: str, loaded: Base, max_new_tokens: int) -> dict[str, str]:
+    import transformers
+
+    device = loaded.model.device
+    machine = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    )
+    return {
+        "base": base,
+        "dtype": dtype,
+        "device": f"{device.type} ({machine}, {torch.get_num_threads()} threads)",
+        "decoding": f"greedy, at most {max_new_tokens} new tokens a turn",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": " ".join(["drafters", *sys.argv[1:]]),
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        "counting": COUNTING,
+    }

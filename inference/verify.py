@@ -1,0 +1,147 @@
+"""``drafters verify``: does a drafter change a single token of what the base writes alone?"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from data import benchmarks
+from inference import zoo
+from inference.base import Base, Dtype, load_base, resolve_device
+from inference.prompts import prompt_ids
+from inference.runner import Runner
+from inference.sampling import Greedy, KeyedSampler, Sampler
+from inference.session import Session
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two texts part.
+
+    Args:
+        prompt: Index of the prompt.
+        position: First differing token of the answer.
+        base_token: What the base alone writes there.
+        drafted_token: What was written with the drafter.
+        logit_gap: Base's logit of its own token less that of the other.
+    """
+
+    prompt: int
+    position: int
+    base_token: int
+    drafted_token: int
+    logit_gap: float
+
+
+@torch.inference_mode()
+def alone(base: Base, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """The base's greedy text by transformers' own `generate`, independent of this project's engine."""
+    ids = torch.tensor([prompt], device=base.model.device)
+    room = min(max_new_tokens, base.context_length - len(prompt))
+    ends = {"eos_token_id": sorted(base.eos) or None, "pad_token_id": min(base.eos, default=0)}
+    plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # no penalties
+    written = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **ends, **plain)
+    return written[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def first_divergence(base: Base, index: int, prompt: list[int], expected: list[int], got: list[int]) -> Divergence:
+    """Look at the first differing position with one plain forward of the common text."""
+    pairs = zip([*expected, -1], [*got, -1], strict=False)
+    position = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
+    ids = torch.tensor([[*prompt, *expected[:position]]], device=base.model.device)
+    logits = base.model(ids).logits[0, -1].float()
+    tokens = [text[position] if position < len(text) else min(base.eos, default=0) for text in (expected, got)]
+    return Divergence(index, position, *tokens, (logits[tokens[0]] - logits[tokens[1]]).item())
+
+
+def compare(
+    base: Base, spec: str, prompts: list[list[int]], max_new_tokens: int, sampler: Sampler
+) -> tuple[int, float, list[Divergence]]:
+    """Decode every prompt with the drafter and without: identical texts, acceptance length, divergences."""
+    runner = Runner(base)
+    session, vanilla = Session(runner, zoo.make(spec, base), sampler), Session(runner, zoo.make("none", base), sampler)
+    is_greedy = isinstance(sampler, Greedy)
+    tokens = steps = 0
+    divergences = []
+    for index, prompt in enumerate(prompts):
+        result = session.run(prompt, max_new_tokens, base.eos)
+        expected = (
+            alone(base, prompt, max_new_tokens) if is_greedy else vanilla.run(prompt, max_new_tokens, base.eos).tokens
+        )
+        tokens, steps = tokens + sum(s.emitted for s in result.steps[1:]), steps + len(result.steps) - 1
+        if result.tokens != expected:
+            divergences.append(first_divergence(base, index, prompt, expected, result.tokens))
+    return len(prompts) - len(divergences), tokens / max(1, steps), divergences
+
+
+def verify(
+    base: str,
+    drafter: list[str],
+    benchmark: str = "embedded",
+    questions: str | None = None,
+    limit: int = 20,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    template: str = "tokenizer",
+    dtype: Dtype = "float32",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Decode prompts with and without each drafter and compare token by token.
+
+    Greedy text is compared with transformers' own generate; sampled text with our vanilla decoding under the same
+    seed. Exit code 1 where a float32 text differs; in bfloat16 near-ties may flip, and the logit gap says how near.
+
+    Args:
+        base: Folder or hub id of the base.
+        drafter: none, anpd, prompt_lookup or ctc=FOLDER, each with :key=value,... if wanted; may be repeated.
+        benchmark: Whose first turns are the prompts: embedded, mt_bench or gsm8k.
+        questions: File of the benchmark, where it is not to come from the hub.
+        limit: Prompts at most.
+        max_new_tokens: Tokens of an answer at most.
+        temperature: 0 decodes greedily, above it samples.
+        top_k: Sampling keeps the k most probable tokens; 0 keeps all.
+        top_p: Sampling keeps the most probable tokens up to this probability.
+        seed: Of the sampling.
+        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
+        dtype: Number format of base and drafter.
+        device: auto takes the GPU where there is one.
+    """
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    asked = benchmarks.load(benchmark, questions, limit=limit)
+    loaded = load_base(base, dtype, resolve_device(device))
+    sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature > 0 else Greedy()
+    prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
+    console = Console()
+    how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
+    table = Table(title=f"{base} · {dtype} · {how} · {len(prompts)} prompts", title_justify="left")
+    for column in ("drafter", "identical texts", "acceptance length"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    lines, differing = [], 0
+    for spec in track(drafter, "verify", console=Console(stderr=True), transient=True):
+        identical, length, divergences = compare(loaded, spec, prompts, max_new_tokens, sampler)
+        differing += len(divergences)
+        colour = "green" if identical == len(prompts) else "red"
+        table.add_row(zoo.label(spec), f"[{colour}]{identical}/{len(prompts)}[/]", f"{length:.2f}")
+        for found in divergences[:3]:
+            words = [repr(loaded.tokenizer.decode([token])) for token in (found.base_token, found.drafted_token)]
+            lines.append(
+                f"{zoo.label(spec)}: prompt {found.prompt} differs from token {found.position} on: the base writes "
+                f"{words[0]}, with the drafter {words[1]}; logit gap {found.logit_gap:.3g}"
+            )
+    console.print(table)
+    for line in lines:
+        console.print(line, style="red", markup=False)
+    if not differing:
+        console.print("Nothing is lost: every text is the base's own, token for token.", style="green")
+    elif dtype == "float32":
+        sys.exit(1)

@@ -1,0 +1,93 @@
+"""Drafters by the names a command line uses: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import drafters
+from drafters import checkpoint
+from drafters.protocol import Drafter, LearnedDrafter
+from inference.base import Base, check_fit
+
+TRAINING_FREE = {"none": drafters.NoDrafter, "anpd": drafters.ANPD, "prompt_lookup": drafters.PromptLookup}
+LEARNED = {"ctc": drafters.CTC}
+
+
+SPEC = re.compile(r"(?P<name>\w+)(=(?P<folder>.+?))?(:(?P<arguments>\w+=.*))?")
+
+
+def split(spec: str) -> tuple[str, str | None, str]:
+    """Take ``NAME[=FOLDER][:key=value,...]`` apart."""
+    match = SPEC.fullmatch(spec)
+    if not match:
+        raise ValueError(f"{spec!r} is no drafter: write NAME, NAME:key=value,... or NAME=FOLDER")
+    return match["name"], match["folder"], match["arguments"] or ""
+
+
+def label(spec: str) -> str:
+    """The name a drafter goes by in tables: its spec without the folder."""
+    name, _, arguments = split(spec)
+    return name + (f":{arguments}" if arguments else "")
+
+
+def make(spec: str, base: Base) -> Drafter:
+    """Build the drafter that ``spec`` names, ready to decode with ``base``.
+
+    Raises:
+        ValueError: Unknown name or argument, a missing or damaged folder, or a drafter of another base.
+    """
+    name, folder, text = split(spec)
+    if name in LEARNED:
+        return _learned(name, folder, text, base)
+    if name not in TRAINING_FREE:
+        known = ", ".join([*TRAINING_FREE, *(f"{learned}=FOLDER" for learned in LEARNED)])
+        raise ValueError(f"unknown drafter {name!r}; known are {known}")
+    if folder:
+        raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
+    kind = TRAINING_FREE[name]
+    return kind(**_arguments(kind, text))
+
+
+def _learned(name: str, folder: str | None, text: str, base: Base) -> LearnedDrafter:
+    if not folder:
+        raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
+    config = checkpoint.read_config(Path(folder))
+    kind = LEARNED[name]
+    if config.class_path != f"drafters.{kind.__name__}":
+        raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
+    check_fit(config, base)
+    overrides = _arguments(kind, text)
+    drafter, _ = checkpoint.load(folder, base.model.dtype, replace(config, init_args=config.init_args | overrides))
+    drafter.to(base.model.device).borrow(base.borrowed)
+    return drafter
+
+
+def _arguments(kind: type, text: str) -> dict[str, object]:
+    """Typed arguments of ``key=value,...``; the types are those of the constructor."""
+    if not text:
+        return {}
+    known = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "base"}
+    values: dict[str, object] = {}
+    for pair in text.split(","):
+        key, equals, value = pair.partition("=")
+        if key not in known or not equals:
+            raise ValueError(f"{kind.__name__} takes {', '.join(known) or 'no arguments'}; not {pair!r}")
+        default = known[key].default
+        try:
+            values[key] = _typed(value, type(default))
+        except ValueError as error:
+            raise ValueError(f"{key} must be {type(default).__name__}, not {value!r}") from error
+    return values
+
+
+def _typed(value: str, kind: type) -> object:
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise ValueError(value)
+        return value.lower() == "true"
+    if kind is tuple:  # of the trained module's shape: not a matter of decoding
+        raise ValueError(value)
+    return kind(value)

@@ -1,0 +1,116 @@
+"""Drafters to decode with: the real ones, and one that is as adversarial as the rules of a tree allow."""
+
+import random
+
+import pytest
+import torch
+
+import drafters
+from drafters import DraftTree, Needs
+
+
+class AdversarialTrees:
+    """Random trees with the true continuation somewhere among junk, junk under truth, and one text spelled twice.
+
+    Args:
+        truth: Text the base writes, prompt included.
+        seed: Of the trees.
+        most: Nodes at most.
+    """
+
+    needs = Needs(hidden_layers=(0, -1))
+
+    def __init__(self, truth, seed=0, most=14, vocab=40):
+        self.truth, self.rng, self.most, self.vocab = truth, random.Random(seed), most, vocab
+
+    def begin(self, prompt):
+        self.steps = []
+
+    def propose(self, seq, limits):
+        rng = self.rng
+        truth = self.truth[len(seq) : len(seq) + rng.randrange(6)]
+        tokens, parents = [], []
+        on_truth, depth = [(-1, 0)], {-1: 0}  # nodes that spell a beginning of the truth, and how long it is
+        for node in range(rng.randrange(self.most)):
+            if rng.random() < 0.5:
+                parent, length = rng.choice(on_truth)
+                token = truth[length] if length < len(truth) else rng.randrange(self.vocab)
+            else:
+                parent, token = rng.randrange(-1, node), rng.randrange(self.vocab)
+            if (parent, depth[parent]) in on_truth and truth[depth[parent] : depth[parent] + 1] == [token]:
+                on_truth.append((node, depth[parent] + 1))
+            depth[node] = depth[parent] + 1
+            tokens.append(token)
+            parents.append(parent)
+        return DraftTree(tokens, parents)
+
+    def observe(self, step):
+        self.steps.append(step)
+        assert step.committed_hidden().shape[0] == step.num_pending + len(step.path)
+
+
+class Oracle:
+    """Drafts a given text, whatever the base thinks of it."""
+
+    needs = Needs()
+
+    def __init__(self, text, length=8):
+        self.text, self.length = text, length
+
+    def begin(self, prompt):
+        self.steps = []
+
+    def propose(self, seq, limits):
+        return DraftTree.from_paths([self.text[len(seq) : len(seq) + self.length]])
+
+    def observe(self, step):
+        self.steps.append(step)
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    return Oracle
+
+
+@pytest.fixture(scope="session")
+def adversary():
+    return AdversarialTrees
+
+
+@pytest.fixture(scope="session")
+def make_random_ctc():
+    """Makes an untrained CTC drafter for a base."""
+
+    def make(base, **arguments):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            shape = base.shape
+            drafter = drafters.CTC(shape, **{"num_frames": 5, "num_labels": 3, "num_nodes": 9, "top_k": 5} | arguments)
+        drafter.to(base.model.dtype).eval().requires_grad_(False).borrow(base.borrowed)
+        return drafter
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_drafter(make_random_ctc):
+    """Makes one of the drafters named in ``DRAFTERS`` for a base and the text it writes, prompt included."""
+
+    def make(name, base, truth):
+        match name:
+            case "none":
+                return drafters.NoDrafter()
+            case "anpd":
+                return drafters.ANPD(order=3)
+            case "prompt_lookup":
+                return drafters.PromptLookup()
+            case "ctc":
+                return make_random_ctc(base)
+            case "ctc_deep":
+                return make_random_ctc(base, num_layers=2, hidden_layers=[0, 1, -1])
+            case "adversarial":
+                return AdversarialTrees(truth, vocab=base.model.config.vocab_size)
+            case "oracle":
+                return Oracle(truth)
+
+    return make

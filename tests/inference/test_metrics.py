@@ -1,0 +1,138 @@
+"""The numbers of an evaluation, worked out by hand on two questions of two turns."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from inference.metrics import bootstrap_interval, first_difference, summarise
+from inference.record import Answer, Turn
+from inference.session import PHASES, StepCost
+
+SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
+
+
+def turn(tokens, steps, seconds):
+    """A turn of a prefill that emits one token, then ``steps`` of (emitted, accepted), each fed root + 4 candidates."""
+    prefill = StepCost(1, 0, 30, 0, SECONDS)
+    costs = [StepCost(emitted, accepted, 1, 4, SECONDS) for emitted, accepted in steps]
+    assert len(tokens) == 1 + sum(emitted for emitted, _ in steps)
+    return Turn("", tokens, 30, [prefill, *costs], seconds)
+
+
+# In all: 14 tokens in 5.5 s; after the prefills 10 tokens in 5 steps.
+CTC = [
+    Answer(
+        1,
+        "writing",
+        "ctc",
+        # 7 tokens in 3 steps; the second turn is cut on an accepted token, so its step has no bonus token
+        [turn([1, 2, 3, 4, 5, 6], [(3, 2), (2, 1)], 2.0), turn([7, 8, 9], [(2, 2)], 1.0)],
+        [True, False],
+    ),
+    # 3 tokens in 2 steps; the second turn ends with its prefill
+    Answer(2, "math", "ctc", [turn([1, 3, 5, 7], [(1, 0), (2, 1)], 2.0), turn([2], [], 0.5)], [False, True]),
+]
+# The same 14 tokens, one a step, in 14 s.
+NONE = [
+    replace(
+        answer,
+        drafter="none",
+        turns=[turn(t.token_ids, [(1, 0)] * (len(t.token_ids) - 1), float(len(t.token_ids))) for t in answer.turns],
+    )
+    for answer in CTC
+]
+
+
+@pytest.fixture
+def summary():
+    return summarise(CTC, NONE)
+
+
+def test_acceptance_length_leaves_the_prefill_out(summary):
+    assert summary.acceptance_length == pytest.approx(10 / 5)
+    assert summary.acceptance_length_mean == pytest.approx((7 / 3 + 3 / 2) / 2)
+    assert summary.acceptance_length_ended == pytest.approx(
+        5 / 2
+    )  # question 1, turn 1; question 2, turn 2 adds nothing
+
+
+def test_speed_counts_the_prefill(summary):
+    assert (summary.tokens, summary.seconds) == (14, 5.5)
+    assert summary.tokens_per_second == pytest.approx(14 / 5.5)
+    assert summary.speedup == pytest.approx(14 / 5.5)
+    assert summary.speedup_median == pytest.approx((9 / 3 + 5 / 2.5) / 2)
+
+
+def test_drafts_are_counted_per_step_and_depth(summary):
+    assert summary.fed_per_step == pytest.approx(5)
+    assert summary.draft_hit_ratio == pytest.approx((2 + 1 + 2 + 0 + 1) / 20)
+    assert summary.acceptance_by_depth == pytest.approx([4 / 5, 2 / 5])
+
+
+def test_phases_add_up_to_the_whole_time(summary):
+    phases = summary.phase_seconds
+    assert list(phases) == [*PHASES, "prefill", "other"]
+    assert [phases[phase] for phase in PHASES] == pytest.approx([5 * seconds for seconds in SECONDS])
+    assert phases["prefill"] == pytest.approx(4 * 0.2)
+    assert phases["other"] == pytest.approx(5.5 - 9 * 0.2)
+    assert sum(phases.values()) == pytest.approx(summary.seconds)
+
+
+def test_each_category_is_summarised_alone(summary):
+    writing, math = summary.by_category["writing"], summary.by_category["math"]
+    assert list(summary.by_category) == ["writing", "math"]
+    assert (writing.acceptance_length, writing.speedup) == (pytest.approx(7 / 3), pytest.approx(9 / 3))
+    assert (math.acceptance_length, math.tokens_per_second) == (pytest.approx(3 / 2), pytest.approx(5 / 2.5))
+    assert (math.questions, math.identical) == (1, 1.0)
+
+
+def test_the_baseline_beside_itself_is_neither_faster_nor_slower(summary):
+    vanilla = summarise(NONE, NONE)
+    assert vanilla.is_baseline and not summary.is_baseline
+    assert (vanilla.acceptance_length, vanilla.speedup, vanilla.fed_per_step) == (1.0, 1.0, 5.0)
+    assert vanilla.acceptance_by_depth == []
+
+
+def test_equal_tokens_are_identical_answers(summary):
+    assert (summary.identical, summary.questions, summary.first_divergence) == (2, 2, None)
+
+
+@pytest.mark.parametrize(("tokens", "position"), [([1, 3, 6, 7], 2), ([1, 3, 5], 3), ([1, 3, 5, 7, 9], 4), ([], 0)])
+def test_the_first_divergence_is_located(tokens, position):
+    first, second = CTC
+    changed = replace(second, turns=[replace(second.turns[0], token_ids=tokens), second.turns[1]])
+    summary = summarise([first, changed], NONE)
+    assert summary.identical == 1
+    assert summary.first_divergence == (2, 0, position)
+    assert summary.by_category["math"].identical == 0.0
+
+
+def test_a_missing_turn_is_a_difference():
+    assert first_difference(replace(CTC[0], turns=CTC[0].turns[:1]), NONE[0]) == (1, 0)
+
+
+def test_questions_are_paired_by_their_number():
+    assert summarise(CTC, NONE[::-1]) == summarise(CTC, NONE)
+    assert summarise(CTC[1:], NONE).speedup == pytest.approx(5 / 2.5)
+    with pytest.raises(ValueError, match="no answer to question 2"):
+        summarise(CTC, NONE[:1])
+
+
+def test_what_was_never_measured_is_none():
+    only_prefill = [Answer(1, "math", "none", [turn([4], [], 0.5)], [False])]
+    summary = summarise(only_prefill, only_prefill)
+    assert summary.acceptance_length is summary.acceptance_length_ended is summary.acceptance_interval is None
+    assert summary.speedup == 1.0
+    with pytest.raises(ValueError, match="no answers"):
+        summarise([], NONE)
+
+
+def test_a_summary_is_json(summary):
+    assert json.loads(json.dumps(asdict(summary), allow_nan=False))["by_category"]["math"]["questions"] == 1
+
+
+def test_the_interval_holds_the_acceptance_length_and_closes_on_equal_questions(summary):
+    low, high = summary.acceptance_interval
+    assert 3 / 2 <= low <= summary.acceptance_length <= high <= 7 / 3
+    assert bootstrap_interval([6, 6, 6], [3, 3, 3]) == (2.0, 2.0)

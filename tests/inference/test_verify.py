@@ -1,0 +1,112 @@
+"""``verify`` finds nothing where nothing is lost, and finds what is lost."""
+
+import numpy as np
+import pytest
+import torch
+
+from data import embedded
+from drafters import DraftTree, Needs
+from inference import zoo
+from inference.sampling import Greedy, KeyedSampler
+from inference.verify import alone, compare, first_divergence, verify
+
+
+class Lossy:
+    """Drafts every token, in trees whose nodes see each other: what is accepted has read its siblings."""
+
+    needs = Needs()
+
+    def begin(self, prompt):
+        pass
+
+    def propose(self, seq, limits):
+        tree = DraftTree(range(3, 300), [-1] * 297)  # the end token, 2, would have it pruned to an honest tree
+        tree.__dict__["sees"] = lambda: np.ones((297, 297), dtype=bool)
+        return tree
+
+    def observe(self, step):
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, tmp_path_factory):
+    """A base with a chat template, on disk."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = embedded.train_tokenizer(embedded.conversations(30, seed=7), vocab_size=300)
+    make_base(dtype=torch.float32, context=512, vocab=300).model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
+    verify(folder, ["none", "anpd:order=3", "prompt_lookup"], limit=3, max_new_tokens=16, temperature=temperature)
+    printed = capsys.readouterr().out
+    assert "Nothing is lost" in printed
+    assert printed.count("3/3") == 3
+    for name in ("none", "anpd:order=3", "prompt_lookup"):
+        assert name in printed
+
+
+def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
+    monkeypatch.setitem(zoo.TRAINING_FREE, "lossy", Lossy)
+    with pytest.raises(SystemExit) as caught:
+        verify(folder, ["none", "lossy"], limit=3, max_new_tokens=24)
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out
+    assert "Nothing is lost" not in printed
+    assert "differs from token" in printed
+    assert "logit gap" in printed
+
+
+def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):
+    base, prompt = make_base(seed=5), [5, 6, 7]
+    written = alone(base, prompt, 20)
+    assert len(written) == 20
+    monkeypatch.setitem(zoo.TRAINING_FREE, "oracle", lambda: oracle([*prompt, *written], length=2))
+    # the prefill emits three tokens, then five steps three each, and the last two of three
+    assert compare(base, "oracle", [prompt], 20, Greedy()) == (1, 17 / 6, [])
+    assert compare(base, "none", [prompt], 20, Greedy()) == (1, 1.0, [])
+
+
+def test_sampled_texts_are_compared_with_the_same_seed(base):
+    identical, _, _ = compare(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
+    assert identical == 2
+
+
+def test_the_first_divergence_is_where_the_texts_part(base):
+    prompt, expected = [5, 6], [10, 11, 12, 13]
+    logits = base.model(torch.tensor([[5, 6, 10, 11]])).logits[0, -1]
+    found = first_divergence(base, 3, prompt, expected, [10, 11, 20, 13])
+    assert (found.prompt, found.position, found.base_token, found.drafted_token) == (3, 2, 12, 20)
+    assert found.logit_gap == pytest.approx((logits[12] - logits[20]).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("expected", "got", "tokens"), [([10, 11], [10], (11, 2)), ([10], [10, 11], (2, 11))])
+def test_a_text_that_ends_early_parts_at_its_end_token(base, expected, got, tokens):
+    found = first_divergence(base, 0, [5, 6], expected, got)
+    assert (found.position, found.base_token, found.drafted_token) == (1, *tokens)
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_length(make_base):
+    with pytest.raises(ValueError, match="the prompt has 24 tokens"):
+        compare(make_base(context=24), "none", [[5] * 24], 5, Greedy())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}],
+)
+def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, monkeypatch, setting):
+    """A chat model may ship penalties in generation_config.json; the base's greedy text is without them."""
+    base = make_base(seed=5)
+    for name, value in setting.items():
+        monkeypatch.setattr(base.model.generation_config, name, value)
+    assert compare(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy())[0] == 3
+
+
+def test_an_end_token_that_only_the_tokenizer_names_ends_both_texts(make_base, monkeypatch):
+    base = make_base()
+    monkeypatch.setattr(base.model.generation_config, "eos_token_id", None)
+    assert alone(base, [5, 6, 7], 30)[-1] == 2
+    assert compare(base, "anpd", [[5, 6, 7]], 30, Greedy())[0] == 1

@@ -1,0 +1,144 @@
+"""Drafters by name: what a spec may say, and what is refused in one line."""
+
+from dataclasses import replace
+
+import pytest
+
+import drafters
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from inference import zoo
+from inference.base import tokenizer_hash
+from inference.runner import Runner
+from inference.session import Session
+
+
+@pytest.fixture
+def config(base):
+    arguments = {"num_frames": 5, "num_labels": 3, "num_nodes": 9}
+    return DrafterConfig("drafters.CTC", arguments, base.shape, "toy-llama", tokenizer_hash(base.tokenizer))
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(config, name="drafter"):
+        checkpoint.save(tmp_path / name, config.build(), config)
+        return tmp_path / name
+
+    return save
+
+
+def refusal(spec, base):
+    with pytest.raises(ValueError) as caught:
+        zoo.make(spec, base)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("anpd", ("anpd", None, "")),
+        ("anpd:order=4,num_draft=5", ("anpd", None, "order=4,num_draft=5")),
+        ("ctc=runs/one", ("ctc", "runs/one", "")),
+        ("ctc=runs/one:num_nodes=16", ("ctc", "runs/one", "num_nodes=16")),
+        (r"ctc=C:\runs\one:num_nodes=16", ("ctc", r"C:\runs\one", "num_nodes=16")),
+        (r"ctc=C:\runs\one", ("ctc", r"C:\runs\one", "")),
+        ("ctc=runs/20:15:01/one:top_k=2,num_nodes=3", ("ctc", "runs/20:15:01/one", "top_k=2,num_nodes=3")),
+        ("ctc=runs/lr=1e-3/one", ("ctc", "runs/lr=1e-3/one", "")),
+    ],
+)
+def test_a_spec_is_a_name_a_folder_and_arguments(spec, parts):
+    assert zoo.split(spec) == parts
+
+
+def test_a_label_is_the_spec_without_its_folder():
+    assert zoo.label("ctc=runs/a:b:num_nodes=16") == "ctc:num_nodes=16"
+    assert zoo.label("ctc=runs/a") == "ctc"
+    assert zoo.label("anpd:order=4") == "anpd:order=4"
+
+
+@pytest.mark.parametrize("spec", ["", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1"])
+def test_what_is_no_spec_is_refused(base, spec):
+    assert "is no drafter" in refusal(spec, base)
+
+
+def test_names_without_weights(base):
+    kinds = {"none": drafters.NoDrafter, "anpd": drafters.ANPD, "prompt_lookup": drafters.PromptLookup}
+    for name, kind in kinds.items():
+        assert type(zoo.make(name, base)) is kind
+
+
+def test_arguments_take_the_type_of_their_default(base):
+    drafter = zoo.make("anpd:order=4,num_draft=5,update=false", base)
+    assert (drafter.order, drafter.num_draft, drafter.update) == (4, 5, False)
+    assert zoo.make("anpd:update=True", base).update is True
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nothing", "unknown drafter 'nothing'; known are none, anpd, prompt_lookup, ctc=FOLDER"),
+        ("anpd=runs/one", "has no weights"),
+        ("ctc", "needs its folder"),
+        ("ctc:num_nodes=3", "needs its folder"),
+        ("ctc=no/such/folder", "no drafter at"),
+        ("anpd:wings=2", "ANPD takes order, num_draft, update; not 'wings=2'"),
+        ("anpd:order=4,", "not ''"),
+        ("none:order=4", "takes no arguments"),
+        ("anpd:order=four", "order must be int, not 'four'"),
+        ("anpd:order=4.5", "order must be int"),
+        ("anpd:update=perhaps", "update must be bool"),
+        ("anpd:order=1", "at least 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(base, spec, said):
+    assert said in refusal(spec, base)
+
+
+@pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])
+def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, save, name):
+    drafter = zoo.make(f"ctc={save(config, name)}:num_nodes=4,min_probability=0.001", base)
+    assert (drafter.num_nodes, drafter.min_probability, drafter.num_frames) == (4, 0.001, 5)
+    assert drafter.frame_embedding.dtype == base.model.dtype
+    result = Session(Runner(base), drafter).run([5, 6, 7], 8)
+    assert result.tokens == Session(Runner(base), zoo.make("none", base)).run([5, 6, 7], 8).tokens
+    assert 0 < max(step.fed_candidates for step in result.steps) <= 4
+
+
+def test_more_candidates_than_the_vocabulary_holds_are_all_of_it(base, config, save):
+    drafter = zoo.make(f"ctc={save(config)}:top_k=1000", base)
+    assert len(Session(Runner(base), drafter).run([5, 6, 7], 8).tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("base=1", "not 'base=1'"),
+        ("wings=2", "not 'wings=2'"),
+        ("num_nodes=x", "num_nodes must be int"),
+        ("hidden_layers=1", "hidden_layers must be tuple"),
+        ("num_layers=2", "does not fit its config.json"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
+    assert said in refusal(f"ctc={save(config)}:{argument}", base)
+
+
+@pytest.mark.parametrize(("number", "other"), [("hidden_size", 64), ("vocab_size", 41), ("num_layers", 3)])
+def test_a_drafter_of_another_bases_shape_is_refused(base, config, save, number, other):
+    message = refusal(f"ctc={save(replace(config, base=replace(config.base, **{number: other})))}", base)
+    assert f"{number} {other}" in message
+    assert f"toy-llama has {getattr(base.shape, number)}" in message
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(base, config, save):
+    assert "tokenizer differs" in refusal(f"ctc={save(replace(config, tokenizer_hash='0' * 16))}", base)
+
+
+def test_a_drafter_of_another_kind_is_refused(base, config, save):
+    folder = save(config)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("drafters.CTC", "drafters.Medusa"))
+    assert "holds a drafters.Medusa, not a ctc" in refusal(f"ctc={folder}", base)

@@ -1,0 +1,1 @@
+"""What composes: the LightningModules, the command lines, export."""

@@ -1,0 +1,92 @@
+"""The ``drafters`` command: every subcommand is a typed function; its docstring is the help."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from importlib import import_module
+
+COMMANDS = {
+    "eval": ("inference.evaluate", "evaluate", "measure drafters side by side on MT-Bench, GSM8K or our own questions"),
+    "verify": ("inference.verify", "verify", "show that a drafter changes no token of what the base writes"),
+    "export": ("train.export", "export", "turn a training checkpoint into a drafter folder"),
+    "show-mask": ("train.show_mask", "show_mask", "print conversations with their loss mask in colour"),
+    "tokenizer": ("train.tokenizer", "tokenizer", "train a small tokenizer on conversations"),
+}
+POSITIONAL = {"export": ["ckpt", "out"], "tokenizer": ["out"]}
+HELP = """usage: drafters COMMAND [--KEY VALUE ...]
+
+{rows}
+
+drafters COMMAND --help explains each. Training: lightning --help
+"""
+
+
+def normalised(
+    args: list[str], repeated: set[str], positional: list[str], flags: Collection[str] = frozenset()
+) -> list[str]:
+    """``--max-new-tokens`` for max_new_tokens, ``--drafter a --drafter b`` for a list, ``CKPT OUT`` by position,
+    ``--overwrite`` for ``--overwrite true``."""
+    result: list[str] = []
+    places = iter(positional)
+    left = list(args)
+    while left:
+        arg = left.pop(0)
+        if arg in ("-h", "--help"):
+            return ["--help"]
+        if not arg.startswith("--"):
+            name = next(places, None)
+            result += [f"--{name}={arg}"] if name else [arg]
+            continue
+        key, equals, value = arg.partition("=")
+        key = key.replace("-", "_").replace("__", "--", 1)
+        name = key.removeprefix("--")
+        if not equals:
+            if name in flags and (not left or left[0].lower() not in ("true", "false")):
+                value = "true"
+            elif left:
+                value = left.pop(0)
+            else:
+                return [*result, key]
+        result.append(f"{key}+={value}" if name in repeated else f"{key}={value}")
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a subcommand; a mistake of the user ends in one line and exit code 2."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        rows = "\n".join(f"  {name:<10} {line}" for name, (_, _, line) in COMMANDS.items())
+        print(HELP.format(rows=rows), end="")
+        return
+    from train.errors import user_errors
+
+    with user_errors("drafters"):
+        if args[0] not in COMMANDS:
+            raise ValueError(f"unknown command {args[0]!r}: known are {', '.join(COMMANDS)}")
+        module, name, _ = COMMANDS[args[0]]
+        run(args[0], getattr(import_module(module), name), args[1:])
+
+
+def run(command: str, function, args: list[str]) -> None:
+    """Parse ``args`` by the function's signature and call it."""
+    from typing import get_type_hints
+
+    from jsonargparse import ArgumentParser
+
+    hints = get_type_hints(function)
+    repeated = {name for name, hint in hints.items() if "list[" in str(hint)}
+    flags = {name for name, hint in hints.items() if hint is bool}
+    parser = ArgumentParser(
+        prog=f"drafters {command}",
+        exit_on_error=False,
+        allow_abbrev=False,
+        description=function.__doc__.split("Args:")[0],
+    )
+    parser.add_function_arguments(function)
+    try:
+        values = parser.parse_args(normalised(args, repeated, POSITIONAL.get(command, []), flags))
+    except Exception as error:  # argparse, jsonargparse and type errors alike are the user's arguments
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError(f"{command}: {' '.join(lines)} (drafters {command} --help lists the arguments)") from error
+    function(**values)

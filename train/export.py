@@ -1,0 +1,133 @@
+"""``drafters export``: a Lightning checkpoint becomes a folder that decoding loads without Lightning."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import BaseShape
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A Lightning checkpoint, read without running any code in it.
+
+    Raises:
+        ValueError: There is none, or it is damaged.
+    """
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}: give the .ckpt file that `lightning fit` wrote")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and I/O errors each have their own type
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({str(error).splitlines()[0]}); train or copy it again"
+        ) from error
+
+
+def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False) -> None:
+    """Turn a training checkpoint into a folder: config.json, model.safetensors, README.md.
+
+    A drafter's folder goes to `drafters eval --drafter ctc=OUT`; that of a pre-trained base is a transformers model.
+
+    Args:
+        ckpt: Checkpoint that `lightning fit` wrote.
+        out: Folder to make.
+        base: Name the model card gives the base, where it is not the one it was trained with.
+        overwrite: Replace a drafter that is already there.
+    """
+    folder = Path(out)
+    if (folder / "model.safetensors").exists() and not overwrite:
+        raise ValueError(f"{out} already holds a model: give another folder, or --overwrite true to replace it")
+    saved = read_checkpoint(Path(ckpt))
+    arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
+    if "drafter" in arguments:
+        _export_drafter(saved, arguments, ckpt, folder, base)
+    elif "context_length" in arguments:
+        _export_base(saved, arguments, folder)
+    else:
+        raise ValueError(f"{ckpt} holds neither a drafter nor a base of this project")
+    print(f"wrote {folder}")
+
+
+def _export_drafter(saved: dict, arguments: dict, ckpt: str, folder: Path, base: str | None) -> None:
+    recipe, trained_on = arguments["drafter"], saved["base"]
+    length = float(saved["acceptance_length"])
+    data = saved.get("datamodule_hyper_parameters", {})
+    training = {
+        "data": list(data.get("files", [])),
+        "template": data.get("template"),
+        "max_length": data.get("max_length"),
+        "steps": saved["global_step"],
+        "learning_rate": arguments["learning_rate"],
+        "val_answers": arguments["val_answers"],
+        "val_acceptance_length": None if math.isnan(length) else round(length, 4),
+        "command": saved.get("command"),
+    }
+    config = DrafterConfig(
+        class_path=recipe["class_path"],
+        init_args=dict(recipe.get("init_args") or {}),
+        base=BaseShape(**trained_on["shape"]),
+        base_name=base or trained_on["name"],
+        tokenizer_hash=trained_on["tokenizer_hash"],
+        training=training,
+    )
+    drafter = config.build()
+    drafter.load_state_dict(
+        {
+            name.removeprefix("drafter."): weight
+            for name, weight in saved["state_dict"].items()
+            if name.startswith("drafter.")
+        }
+    )
+    checkpoint.save(folder, drafter, config)
+    (folder / "README.md").write_text(
+        model_card(config, sum(p.numel() for p in drafter.parameters())), encoding="utf-8"
+    )
+
+
+def _export_base(saved: dict, arguments: dict, folder: Path) -> None:
+    from data.tokenizer import load_tokenizer
+    from train.base_module import BaseTraining
+
+    module = BaseTraining(**{name: value for name, value in arguments.items() if not name.startswith("_")})
+    module.load_state_dict(saved["state_dict"])
+    module.model.to(torch.bfloat16).save_pretrained(folder)
+    load_tokenizer(arguments["tokenizer"]).save_pretrained(folder)
+
+
+def model_card(config: DrafterConfig, num_parameters: int) -> str:
+    """The README of an exported drafter."""
+    training = config.training
+    length = training["val_acceptance_length"]
+    decoded = (
+        "the base's own greedy answers to held-out prompts" if training["val_answers"] == "greedy" else "held-out text"
+    )
+    measured = f"{length:.2f} tokens per base forward, simulated on {decoded}" if length else "not measured in training"
+    arguments = "\n".join(f"| {name} | {value} |" for name, value in config.init_args.items())
+    return f"""---
+base_model: {config.base_name}
+library_name: drafters
+tags: [speculative-decoding, ctc]
+---
+# {config.class_path} for {config.base_name}
+
+A drafter for lossless speculative decoding: it proposes a tree of tokens, the base verifies it in one forward, and
+the text stays the base's own. {num_parameters:,} parameters.
+
+- Base: `{config.base_name}` (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
+  {config.tokenizer_hash}). It fits no other.
+- Training data: {", ".join(training["data"]) or "not recorded"}, {training["steps"]} steps
+- Acceptance length: {measured}
+- Command: `{training["command"] or "not recorded"}`
+
+Use it: `drafters eval --base {config.base_name} --drafter ctc=THIS_FOLDER --benchmark mt_bench`
+
+| argument | value |
+|---|---|
+{arguments}
+"""

@@ -1,0 +1,104 @@
+"""The LightningCLI behind the ``lightning`` command; imported only when something is to be run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+from zipfile import is_zipfile
+
+import lightning as L
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from data.module import ShareGPTData
+from train.module import DrafterTraining
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says a wrong key or value in one line instead of a usage page; half a key is not taken for the whole one."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs | {"allow_abbrev": False})
+
+    def error(self, message: str, *args, **kwargs) -> NoReturn:
+        text = re.sub(r"\s+", " ", str(message))
+        inner = re.findall(
+            r"Option '[^']+' is not accepted|No module named '[^']+'|Subcommand '[^']+' does not accept[^.]*\S+", text
+        )
+        self.exit(2, f"lightning: error: {inner[-1] if inner else text} (lightning fit --help lists every key)\n")
+
+
+class DrafterCLI(LightningCLI):
+    """Fills in what one argument already says.
+
+    The data's tokenizer is the base's; checkpoints and TensorBoard go below ``trainer.default_root_dir``.
+    """
+
+    command: str
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
+        if config.data.tokenizer is None:
+            model = config.model.get("init_args") or config.model
+            config.data.tokenizer = model.get("base") or model.get("tokenizer")
+        given = Path(config.get("ckpt_path") or "")
+        if given.is_file() and not is_zipfile(given):
+            raise ValueError(f"{given} is not a readable checkpoint; train or copy it again")
+        run = config.trainer.default_root_dir or "runs/default"
+        for callback in config.trainer.callbacks or []:
+            if callback.class_path.endswith("ModelCheckpoint") and not callback.init_args.get("dirpath"):
+                callback.init_args.dirpath = f"{run}/checkpoints"
+        if config.trainer.logger in (None, True):
+            logger = Namespace(save_dir=run, name="tensorboard", default_hp_metric=False)
+            config.trainer.logger = Namespace(
+                class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=logger
+            )
+
+    def after_instantiate_classes(self) -> None:
+        self.model.command = self.command
+
+
+def names_a_class(args: list[str]) -> bool:
+    """Whether a config trains another module than `DrafterTraining`, as configs/base/tiny.yaml does.
+
+    Where none does, the module's own keys stand under ``model`` and in --help, and a wrong one is named plainly.
+    """
+    paths = [value for flag, value in pairwise(args) if flag in ("--config", "-c")]
+    paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
+    models = [read_config(path).get("model") for path in paths]
+    return any(isinstance(model, dict) and "class_path" in model for model in models)
+
+
+def read_config(path: str) -> dict:
+    """The keys of a YAML file; ValueError where it holds something else."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a readable YAML file: {error}") from error
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{path} holds no keys: a config looks like configs/ctc.yaml")
+    return values or {}
+
+
+def run(args: list[str], command: str) -> None:
+    """Parse and run.
+
+    Args:
+        args: What follows ``lightning``, configs by path.
+        command: The command as the user wrote it.
+    """
+    DrafterCLI.command = command
+    sys.argv[1:] = args
+    other = names_a_class(args)
+    DrafterCLI(
+        L.LightningModule if other else DrafterTraining,
+        ShareGPTData,
+        subclass_mode_model=other,
+        save_config_kwargs={"overwrite": True},
+        parser_class=OneLineParser,
+        seed_everything_default=0,
+    )

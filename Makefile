@@ -1,7 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
+DRAFTERS = --drafter anpd --drafter prompt_lookup --drafter ctc=$(RUN)/ctc
 TORCH ?= torch>=2.6,<2.14
+FIT_ARGS ?=
+EVAL_ARGS ?=
 
 .PHONY: install quickstart test lint tiny-chat clean
 
@@ -17,11 +20,11 @@ $(BIN)/.installed: pyproject.toml
 # Train a CTC drafter for checkpoints/tiny-chat, show that it loses nothing, measure it, make the report.
 # Stopped half-way, it goes on from the last checkpoint; `make clean` starts anew.
 quickstart: install
-	$(BIN)/lightning fit --config quickstart.yaml --ckpt_path last
-	$(BIN)/drafters export $(RUN)/checkpoints/best.ckpt $(RUN)/ctc --overwrite true
-	$(BIN)/drafters verify --base checkpoints/tiny-chat --drafter ctc=$(RUN)/ctc --drafter anpd --drafter prompt_lookup
-	$(BIN)/drafters eval --base checkpoints/tiny-chat --drafter none --drafter anpd --drafter prompt_lookup \
-		--drafter ctc=$(RUN)/ctc --benchmark embedded --out $(RUN)/eval --overwrite true
+	$(BIN)/lightning fit --config quickstart.yaml --trainer.default_root_dir $(RUN) --ckpt_path last $(FIT_ARGS)
+	$(BIN)/drafters export $(RUN)/checkpoints/best.ckpt $(RUN)/ctc --overwrite
+	$(BIN)/drafters verify --base checkpoints/tiny-chat $(DRAFTERS) $(EVAL_ARGS)
+	$(BIN)/drafters eval --base checkpoints/tiny-chat $(DRAFTERS) --benchmark embedded \
+		--out $(RUN)/eval --overwrite $(EVAL_ARGS)
 
 test: install
 	$(BIN)/python -m pytest
@@ -35,7 +38,7 @@ tiny-chat: install
 	rm -rf runs/tiny-chat && mkdir -p runs/tiny-chat
 	$(BIN)/drafters tokenizer runs/tiny-chat/tokenizer
 	$(BIN)/lightning fit --config base/tiny.yaml
-	$(BIN)/drafters export runs/tiny-chat/checkpoints/last.ckpt checkpoints/tiny-chat --overwrite true
+	$(BIN)/drafters export runs/tiny-chat/checkpoints/last.ckpt checkpoints/tiny-chat --overwrite
 
 clean:
 	rm -rf $(RUN)

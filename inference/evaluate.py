@@ -110,7 +110,7 @@ def evaluate(
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     given: dict[str, dict[str, list[Answer]]] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         for name, selected in asked.items():
             task = progress.add_task(name, total=len(selected) * len(sessions))
             given[name] = {drafter: [] for drafter in sessions}
@@ -143,7 +143,7 @@ def _new_folder(out: str | None, overwrite: bool) -> Path | None:
         raise ValueError(f"{out} is a file: give --out a folder")
     old = [folder / name for name in ("answers", "results.json")]
     if any(path.exists() for path in old) and not overwrite:
-        raise ValueError(f"{out} already holds results: give another --out, or --overwrite true to replace them")
+        raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
     for path in (folder / "answers").rglob("*.jsonl"):
         path.unlink()
     folder.mkdir(parents=True, exist_ok=True)

@@ -65,11 +65,13 @@ class Session:
         Ends after an end-of-sequence token, after ``max_new_tokens``, or where the base's context ends.
 
         Raises:
-            ValueError: The prompt is empty or does not fit into the context.
+            ValueError: The prompt is empty or does not fit into the context, or no token may be written.
         """
         runner, drafter, clock = self.runner, self.drafter, time.perf_counter
         if not prompt:
             raise ValueError("the prompt is empty: the base needs at least one token")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         if len(prompt) >= runner.context_length:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens and the context of {runner.base.name} ends at "

@@ -127,7 +127,7 @@ def verify(
     for column in ("drafter", "identical texts", "acceptance length"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     lines, differing = [], 0
-    for spec in track(drafter, "verify", console=Console(stderr=True), transient=True):
+    for spec in track(drafter, "verify", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()):
         identical, length, divergences = compare(loaded, spec, prompts, max_new_tokens, sampler)
         differing += len(divergences)
         colour = "green" if identical == len(prompts) else "red"

@@ -23,6 +23,9 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 
     Returns:
         The same keys on the host, right-padded anew; prompts without an answer are left out.
+
+    Raises:
+        ValueError: A prompt fills the base's context.
     """
     prompts = [
         ids[: spans[0][0]]
@@ -34,6 +37,11 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
     padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=pad) for prompt in prompts])
     real = torch.stack([torch.arange(width, device=padded.device) >= width - len(prompt) for prompt in prompts])
     room = min(max_tokens, base.context_length - width)
+    if room < 1:
+        raise ValueError(
+            f"a held-out prompt has {width} tokens and the context of {base.name} ends at {base.context_length}: "
+            "lower data.max_length, or set model.val_answers to text"
+        )
     written = base.model.generate(
         padded, attention_mask=real.long(), max_new_tokens=room, do_sample=False, pad_token_id=pad
     )[:, width:]

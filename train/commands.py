@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib import import_module
+from typing import Any
 
 COMMANDS = {
     "eval": ("inference.evaluate", "evaluate", "measure drafters side by side on MT-Bench, GSM8K or our own questions"),
@@ -62,31 +63,33 @@ def main(argv: list[str] | None = None) -> None:
     from train.errors import user_errors
 
     with user_errors("drafters"):
-        if args[0] not in COMMANDS:
-            raise ValueError(f"unknown command {args[0]!r}: known are {', '.join(COMMANDS)}")
-        module, name, _ = COMMANDS[args[0]]
-        run(args[0], getattr(import_module(module), name), args[1:])
+        function, values = parse(args[0], args[1:])
+        function(**values)
 
 
-def run(command: str, function, args: list[str]) -> None:
-    """Parse ``args`` by the function's signature and call it."""
+def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
+    """The function behind a subcommand, and its arguments read from ``args`` by its signature.
+
+    Raises:
+        ValueError: The command is unknown, or the arguments do not fit it.
+    """
     from typing import get_type_hints
 
     from jsonargparse import ArgumentParser
 
+    if command not in COMMANDS:
+        raise ValueError(f"unknown command {command!r}: known are {', '.join(COMMANDS)}")
+    module, name, _ = COMMANDS[command]
+    function = getattr(import_module(module), name)
     hints = get_type_hints(function)
-    repeated = {name for name, hint in hints.items() if "list[" in str(hint)}
-    flags = {name for name, hint in hints.items() if hint is bool}
-    parser = ArgumentParser(
-        prog=f"drafters {command}",
-        exit_on_error=False,
-        allow_abbrev=False,
-        description=function.__doc__.split("Args:")[0],
-    )
+    repeated = {argument for argument, hint in hints.items() if "list[" in str(hint)}
+    flags = {argument for argument, hint in hints.items() if hint is bool}
+    about = function.__doc__.split("Args:")[0]
+    parser = ArgumentParser(prog=f"drafters {command}", exit_on_error=False, allow_abbrev=False, description=about)
     parser.add_function_arguments(function)
     try:
         values = parser.parse_args(normalised(args, repeated, POSITIONAL.get(command, []), flags))
     except Exception as error:  # argparse, jsonargparse and type errors alike are the user's arguments
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ValueError(f"{command}: {' '.join(lines)} (drafters {command} --help lists the arguments)") from error
-    function(**values)
+    return function, values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False
     """
     folder = Path(out)
     if (folder / "model.safetensors").exists() and not overwrite:
-        raise ValueError(f"{out} already holds a model: give another folder, or --overwrite true to replace it")
+        raise ValueError(f"{out} already holds a model: give another folder, or --overwrite to replace it")
     saved = read_checkpoint(Path(ckpt))
     arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
     if "drafter" in arguments:
@@ -56,7 +55,7 @@ def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False
 
 def _export_drafter(saved: dict, arguments: dict, ckpt: str, folder: Path, base: str | None) -> None:
     recipe, trained_on = arguments["drafter"], saved["base"]
-    length = float(saved["acceptance_length"])
+    measured = saved["measured"]
     data = saved.get("datamodule_hyper_parameters", {})
     training = {
         "data": list(data.get("files", [])),
@@ -65,7 +64,8 @@ def _export_drafter(saved: dict, arguments: dict, ckpt: str, folder: Path, base:
         "steps": saved["global_step"],
         "learning_rate": arguments["learning_rate"],
         "val_answers": arguments["val_answers"],
-        "val_acceptance_length": None if math.isnan(length) else round(length, 4),
+        "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
+        "val_step": measured and measured["step"],
         "command": saved.get("command"),
     }
     config = DrafterConfig(
@@ -107,7 +107,11 @@ def model_card(config: DrafterConfig, num_parameters: int) -> str:
     decoded = (
         "the base's own greedy answers to held-out prompts" if training["val_answers"] == "greedy" else "held-out text"
     )
-    measured = f"{length:.2f} tokens per base forward, simulated on {decoded}" if length else "not measured in training"
+    measured = (
+        f"{length:.2f} tokens per base forward at step {training['val_step']}, simulated on {decoded}"
+        if length
+        else "not measured in training"
+    )
     arguments = "\n".join(f"| {name} | {value} |" for name, value in config.init_args.items())
     return f"""---
 base_model: {config.base_name}

@@ -40,14 +40,22 @@ class DrafterCLI(LightningCLI):
 
     command: str
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """fit, validate and test; there is nothing here that Lightning's predict would predict."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning lets the hyper-parameters of a checkpoint override the command line; here the command line wins."""
+        path = Path(self.config[self.config.subcommand].get("ckpt_path") or "")
+        if path.is_file() and not is_zipfile(path):
+            raise ValueError(f"{path} is not a readable checkpoint: train or copy it again")
+
     def before_instantiate_classes(self) -> None:
         config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
         if config.data.tokenizer is None:
             model = config.model.get("init_args") or config.model
             config.data.tokenizer = model.get("base") or model.get("tokenizer")
-        given = Path(config.get("ckpt_path") or "")
-        if given.is_file() and not is_zipfile(given):
-            raise ValueError(f"{given} is not a readable checkpoint; train or copy it again")
         run = config.trainer.default_root_dir or "runs/default"
         for callback in config.trainer.callbacks or []:
             if callback.class_path.endswith("ModelCheckpoint") and not callback.init_args.get("dirpath"):

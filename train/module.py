@@ -63,6 +63,7 @@ class DrafterTraining(L.LightningModule):
 
     base: Base
     command: str | None = None  # the command line that trains, for the model card
+    measured: dict[str, float] | None = None  # acceptance length of the last validation, and its step
 
     def setup(self, stage: str) -> None:
         self.base.model.to(self.device)
@@ -105,7 +106,9 @@ class DrafterTraining(L.LightningModule):
                 self.depth_acceptance.update([count - 1 for count in emitted])
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val/acceptance_length", self.acceptance_length.compute(), prog_bar=True)
+        length = self.acceptance_length.compute()
+        self.measured = {"step": self.global_step, "acceptance_length": float(length)}
+        self.log("val/acceptance_length", length, prog_bar=True)
         for depth, share in enumerate(self.depth_acceptance.compute().tolist(), start=1):
             self.log(f"val/accepted_{depth}_or_more", share)
         self.acceptance_length.reset()
@@ -123,9 +126,19 @@ class DrafterTraining(L.LightningModule):
             "name": self.base.name,
             "tokenizer_hash": tokenizer_hash(self.base.tokenizer),
         }
-        length = self.trainer.callback_metrics.get("val/acceptance_length", torch.tensor(torch.nan))
-        checkpoint["acceptance_length"] = float(length)
+        checkpoint["measured"] = self.measured
         checkpoint["command"] = self.command
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.measured = checkpoint["measured"]
+        ours, theirs = (
+            {n: w.shape for n, w in state.items()} for state in (self.state_dict(), checkpoint["state_dict"])
+        )
+        if differing := sorted(dict(ours.items() ^ theirs.items())):
+            raise ValueError(
+                f"the checkpoint holds another drafter than the config ({differing[0]} differs): "
+                "pass the config it was trained with"
+            )
 
     def configure_optimizers(self):
         return adamw(self, self.learning_rate, self.weight_decay, self.warmup_steps, self.schedule)

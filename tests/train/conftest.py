@@ -1,0 +1,214 @@
+"""A tiny random base as a folder, a tiny recipe, and a drafter that was trained and exported with them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from data import embedded
+from inference.base import load_base
+from train import cli, commands
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def surroundings(tmp_path_factory):
+    """Nothing is looked up outside, and the tokenised data is kept in a folder of this run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("DRAFTERS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("DRAFTERS_DEBUG", raising=False)
+        torch.set_num_threads(1)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_argv(monkeypatch):
+    """The commands rewrite sys.argv; pytest's is left alone."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    return embedded.train_tokenizer(embedded.conversations(100, seed=0), vocab_size=400)
+
+
+def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, seed=2):
+    """A random LLaMA of two layers whose next token hangs mostly on the last one, so that a drafter can learn it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=512,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=1.0)
+        torch.nn.init.normal_(model.lm_head.weight, std=0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tiny_tokenizer, tmp_path_factory):
+    """Saves another tiny base: of another size, or with another tokenizer."""
+
+    def make(name, tokenizer=None, **changes):
+        return save_llama(tmp_path_factory.mktemp(name), tokenizer or tiny_tokenizer, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_tiny):
+    """Folder of the tiny base."""
+    return make_tiny("tiny-base")
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tiny):
+    """The tiny base in float32. What a test changes in it, it puts back."""
+    return load_base(str(tiny))
+
+
+def recipe(tiny, runs):
+    """The tiny training: some steps of a CTC drafter on embedded conversations; ends with a checkpoint ``last``."""
+    checkpoints = {"dirpath": str(runs / "checkpoints"), "every_n_train_steps": 4, "save_last": True}
+    return {
+        "seed_everything": 0,
+        "model": {
+            "base": str(tiny),
+            "learning_rate": 0.01,
+            "max_val_tokens": 16,
+            "drafter": {
+                "class_path": "drafters.CTC",
+                "init_args": {"num_frames": 6, "num_labels": 4, "num_anchors": 16, "num_nodes": 8, "top_k": 4},
+            },
+        },
+        "data": {"files": ["embedded:24"], "val_size": 4, "max_length": 160, "batch_size": 4},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 8,
+            "val_check_interval": 4,
+            "check_val_every_n_epoch": None,
+            "default_root_dir": str(runs),
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": checkpoints}],
+        },
+    }
+
+
+@pytest.fixture(scope="session")
+def write_recipe(tiny):
+    """Writes the tiny recipe for runs under a folder, and returns the YAML's path."""
+
+    def write(folder, **trainer):
+        values = recipe(tiny, folder)
+        values["trainer"] |= trainer
+        path = folder / "tiny.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training.
+
+    Args:
+        config: Its YAML.
+        ckpt: Its last checkpoint.
+        folder: The drafter exported from it.
+    """
+
+    config: Path
+    ckpt: Path
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def trained(write_recipe, tmp_path_factory):
+    """The tiny recipe, trained by `lightning fit` and exported by `drafters export`, both in process."""
+    runs = tmp_path_factory.mktemp("trained")
+    config = write_recipe(runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pytest"])
+        cli.main(["fit", "--config", str(config)])
+        commands.main(["export", str(runs / "checkpoints" / "last.ckpt"), str(runs / "drafter")])
+    return Trained(config, runs / "checkpoints" / "last.ckpt", runs / "drafter")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def one_line_error(self, command):
+        """The message, after checking that the command ended as a mistake of the user should."""
+        assert self.code == 2, f"exit code {self.code}: {self.out}{self.err}"
+        assert "Traceback" not in self.out + self.err
+        lines = self.err.splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith(f"{command}: error: "), self.err
+        return lines[0]
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command in process: ``call(train.cli.main, "fit", ...)``."""
+
+    def run(main, *args):
+        capsys.readouterr()
+        code = 0
+        try:
+            main([str(arg) for arg in args])
+        except SystemExit as exit:
+            code = exit.code or 0
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+def python(*args, **options):
+    """Runs a fresh interpreter at the repository's root."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, *map(str, args)], cwd=ROOT, env=environment, capture_output=True, text=True, **options
+    )
+
+
+@pytest.fixture(scope="session")
+def fresh_python():
+    return python
+
+
+def write_json(path, value):
+    """Writes a JSON file and returns its path."""
+    path.write_text(json.dumps(value), encoding="utf-8")
+    return path

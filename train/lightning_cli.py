@@ -66,6 +66,9 @@ class DrafterCLI(LightningCLI):
                 class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=logger
             )
 
+        if config.get("weights_only") is None and "weights_only" in config:
+            config.weights_only = True  # a checkpoint is data: nothing in it is run
+
     def after_instantiate_classes(self) -> None:
         self.model.command = self.command
 

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 DRAFTERS = --drafter anpd --drafter prompt_lookup --drafter ctc=$(RUN)/ctc
-TORCH ?= torch>=2.6,<2.14
+TORCH_ARGS ?=
 FIT_ARGS ?=
 EVAL_ARGS ?=
 
@@ -10,10 +10,10 @@ EVAL_ARGS ?=
 
 install: $(BIN)/.installed
 
-# torch comes first, so that an index with a CPU build can be named: make install TORCH='torch --index-url URL'
+# torch comes first, so that another index can be named for it: make install TORCH_ARGS='--index-url URL'
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet '$(TORCH)'
+	$(BIN)/pip install --quiet $(TORCH_ARGS) 'torch>=2.6,<2.14'
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 

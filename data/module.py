@@ -110,7 +110,11 @@ class ShareGPTData(L.LightningDataModule):
         args = self.hparams
         rows = tokenise(conversations, self.tokenizer_object, args.template, args.max_length, args.cache_dir)
         empty = len(conversations) - len(rows)
-        note = f"; {empty} left out: no assistant token within {args.max_length} tokens" if empty else ""
+        note = (
+            f"; {empty} left out: refused by the template, or no assistant token within {args.max_length} tokens"
+            if empty
+            else ""
+        )
         rank_zero_info(f"{name}: {Statistics.of(rows)}{note}")
         return rows
 

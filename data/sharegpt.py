@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -208,16 +209,22 @@ def _encode_all(
     from datasets import Dataset, Features, List, Value
     from tqdm.auto import tqdm
 
+    refused = Dropped()
     columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "id": []}
     for conversation in tqdm(conversations, desc="tokenise", unit=" conversations", disable=None):
         try:
             ids, mask = encode(conversation, tokenizer, template, max_length)
         except ValueError as error:
-            raise ValueError(f"conversation {conversation.id}: {error}") from error
+            refused.add(str(error), f"conversation {conversation.id}")
+            continue
         if any(mask):
             columns["input_ids"].append(np.array(ids, dtype=np.int32))
             columns["loss_mask"].append(np.array(mask, dtype=np.int8))
             columns["id"].append(conversation.id)
+    if refused.total:
+        logging.getLogger(__name__).warning("%s", refused)
+    if not columns["id"] and refused.total == len(conversations):
+        raise ValueError(f"template {template!r} takes none of the conversations: {refused}")
     if not columns["id"]:
         raise ValueError(
             f"the loss mask is zero everywhere: template {template!r} marks no assistant token within the first "

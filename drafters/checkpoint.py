@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,14 @@ class DrafterConfig:
 
 
 def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
-    """Write a drafter's folder; the weights come last, so a folder with weights is whole."""
+    """Write a drafter's folder; each file appears whole or not at all, the weights last."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(config)}, indent=2)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "config.json.new").write_text(text + "\n", encoding="utf-8")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
+    for name in ("config.json", "model.safetensors"):
+        os.replace(folder / f"{name}.new", folder / name)
 
 
 def read_config(folder: Path) -> DrafterConfig:

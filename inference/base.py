@@ -43,15 +43,34 @@ class Base:
     def borrowed(self) -> Borrowed:
         return Borrowed(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
 
-    def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> Tensor:
-        """Outputs of the named layers for (B, S) tokens, side by side: (B, S, F * D).
+    def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One forward over (B, S) tokens: the named layers side by side (B, S, F * D), and the last state (B, S, D).
 
         Layer -1 is the normed last state that the head reads, 0 the embedding.
         """
-        if tuple(layers) == (-1,):
-            return self.model.base_model(input_ids, use_cache=False).last_hidden_state
-        states = self.model.base_model(input_ids, use_cache=False, output_hidden_states=True).hidden_states
-        return torch.cat([states[layer] for layer in layers], dim=-1)
+        fused = any(layer != -1 for layer in layers)
+        seen = self.model.base_model(input_ids, use_cache=False, output_hidden_states=fused)
+        last = seen.last_hidden_state
+        return torch.cat([last if layer == -1 else seen.hidden_states[layer] for layer in layers], dim=-1), last
+
+    @torch.no_grad()
+    def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
+        """What the base writes alone, by transformers' own `generate`: (B, N), padded where a text has ended.
+
+        A penalty or a beam that its generation_config asks for is left out: the text is the plain argmax.
+        """
+        pad = self.tokenizer.pad_token_id
+        return self.model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(self.eos) or None,
+            pad_token_id=min(self.eos, default=0) if pad is None else pad,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+        )[:, input_ids.shape[1] :]
 
     @property
     def context_length(self) -> int:

@@ -18,9 +18,8 @@ from inference.base import Base, Dtype, load_base, resolve_device
 from inference.prompts import prompt_ids
 from inference.record import Answer, Turn
 from inference.runner import Runner
-from inference.session import Session
-
-COUNTING = "Acceptance length = emitted tokens / base forwards, prefill excluded, micro average over all answers."
+from inference.session import Session, check_prompt
+from inference.tables import COUNTING_RULE
 
 
 def answer(session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int) -> Answer:
@@ -31,7 +30,7 @@ def answer(session: Session, name: str, question: Question, base: Base, template
         messages.append(("user", text))
         prompt = prompt_ids(base, messages, template)
         if len(prompt) >= base.context_length and turns:
-            break  # a second turn that no longer fits is the same for all drafters
+            break  # a later turn that no longer fits: `evaluate` says how many were left out
         result = session.run(prompt, max_new_tokens, base.eos)
         ended.append(bool(result.tokens) and result.tokens[-1] in base.eos)
         written = base.tokenizer.decode(result.tokens, skip_special_tokens=True).strip()
@@ -102,11 +101,15 @@ def evaluate(
     }
     loaded = load_base(base, dtype, resolve_device(device))
     runner = Runner(loaded)
-    specs = ["none", *(spec for spec in drafter if spec != "none")]
-    names = [zoo.label(spec) for spec in specs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two drafters go by one name ({', '.join(names)}): give each other arguments, or run twice")
-    sessions = {name: Session(runner, zoo.make(spec, loaded)) for name, spec in zip(names, specs, strict=True)}
+    sessions = {
+        name: Session(runner, zoo.make(spec, loaded))
+        for name, spec in zoo.labels(["none", *(spec for spec in drafter if spec != "none")]).items()
+    }
+    for name, selected in asked.items():
+        for question in selected:
+            _require_room(loaded, name, question, template, max_new_tokens)
+    if folder:
+        _clear(folder)
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     given: dict[str, dict[str, list[Answer]]] = {}
@@ -119,6 +122,11 @@ def evaluate(
                 if folder:
                     record.append(folder / "answers" / name / f"{_file_name(found.drafter)}.jsonl", found)
                 progress.advance(task)
+    left_out = sum(
+        len(question.turns) - len(found.turns)
+        for name, selected in asked.items()
+        for question, found in zip(selected, given[name]["none"], strict=True)
+    )
     summaries = {
         name: {drafter: metrics.summarise(found, of["none"]) for drafter, found in of.items()}
         for name, of in given.items()
@@ -126,7 +134,9 @@ def evaluate(
     console = Console()
     for table in report.table(summaries):
         console.print(table)
-    console.print(COUNTING, style="dim")
+    console.print(COUNTING_RULE, style="dim")
+    if left_out:
+        console.print(f"{left_out} later turns were left out: they no longer fit into the base's context.")
     if folder:
         context = _context(base, dtype, loaded, max_new_tokens)
         report.write_results(folder, summaries, context)
@@ -144,10 +154,21 @@ def _new_folder(out: str | None, overwrite: bool) -> Path | None:
     old = [folder / name for name in ("answers", "results.json")]
     if any(path.exists() for path in old) and not overwrite:
         raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
-    for path in (folder / "answers").rglob("*.jsonl"):
-        path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _clear(folder: Path) -> None:
+    """Make room for new results, once nothing in the arguments can stop them any more."""
+    for path in [*(folder / "answers").rglob("*.jsonl"), folder / "results.json", folder / "results.md"]:
+        path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _require_room(base: Base, benchmark: str, question: Question, template: str, max_new_tokens: int) -> None:
+    try:
+        check_prompt(base, prompt_ids(base, [("user", question.turns[0])], template), max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error
 
 
 def _file_name(drafter: str) -> str:
@@ -170,5 +191,5 @@ def _context(base: str, dtype: str, loaded: Base, max_new_tokens: int) -> dict[s
         "command": " ".join(["drafters", *sys.argv[1:]]),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
-        "counting": COUNTING,
+        "counting": COUNTING_RULE,
     }

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from drafters.protocol import Drafter, Limits, StepResult
 from inference.acceptance import accept
+from inference.base import Base
 from inference.runner import Runner
 from inference.sampling import Greedy, Sampler
 
@@ -68,15 +69,7 @@ class Session:
             ValueError: The prompt is empty or does not fit into the context, or no token may be written.
         """
         runner, drafter, clock = self.runner, self.drafter, time.perf_counter
-        if not prompt:
-            raise ValueError("the prompt is empty: the base needs at least one token")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-        if len(prompt) >= runner.context_length:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens and the context of {runner.base.name} ends at "
-                f"{runner.context_length}: shorten the prompt"
-            )
+        check_prompt(runner.base, prompt, max_new_tokens)
         runner.reset()
         seq = list(prompt)
         end = min(len(seq) + max_new_tokens, runner.context_length)
@@ -113,6 +106,19 @@ class Session:
             result.steps.append(cost)
         result.seconds = time.perf_counter() - started
         return result
+
+
+def check_prompt(base: Base, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Raise ValueError where nothing can be decoded: an empty prompt, one beyond the context, no token allowed."""
+    if not prompt:
+        raise ValueError("the prompt is empty: the base needs at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    if len(prompt) >= base.context_length:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and the context of {base.name} ends at {base.context_length}: "
+            "shorten the prompt"
+        )
 
 
 def _until_eos(tokens: list[int], eos: frozenset[int]) -> list[int]:

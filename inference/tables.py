@@ -51,7 +51,7 @@ def table(summaries: Summaries) -> list[RenderableType]:
         headings, rows = category_rows(by_drafter)
         parts.append(Text())
         if len(rows) > 1:
-            parts.append(Text(f"{benchmark}, acceptance length by category"))
+            parts.append(Text(f"{benchmark}, acceptance length and speed-up by category"))
             for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
                 columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
                 parts += [_rich_table(headings, rows, [0, *columns]), Text()]
@@ -110,14 +110,15 @@ def drafter_rows(by_drafter: Mapping[str, Summary]) -> list[Row]:
 
 
 def category_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
-    """Headings, and a row for each category with the acceptance length of each drafter but the baseline."""
+    """Headings, and a row for each category with acceptance length and speed-up of each drafter but the baseline."""
     drafters = [summary for summary in by_drafter.values() if not summary.is_baseline]
     rows = []
     for category in dict.fromkeys(category for summary in drafters for category in summary.by_category):
         measured = [summary.by_category.get(category) for summary in drafters]
         lengths = [found.acceptance_length if found else None for found in measured]
         best = _best(lengths)
-        rows.append(Row([category, *map(number, lengths)], set() if best is None else {best + 1}))
+        cells = [f"{number(m.acceptance_length)} {number(m.speedup, unit='×')}" if m else "–" for m in measured]
+        rows.append(Row([category, *cells], set() if best is None else {best + 1}))
     return ["category", *(summary.drafter for summary in drafters)], rows
 
 

@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 
 from data import benchmarks
+from drafters.protocol import NoDrafter
 from inference import zoo
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.prompts import prompt_ids
 from inference.runner import Runner
 from inference.sampling import Greedy, KeyedSampler, Sampler
-from inference.session import Session
+from inference.session import Session, check_prompt
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,18 @@ class Divergence:
     logit_gap: float
 
 
-@torch.inference_mode()
-def alone(base: Base, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """The base's greedy text by transformers' own `generate`, independent of this project's engine."""
+def alone(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
+    """What the base writes without a drafter.
+
+    Greedily by transformers' own `generate`, independent of this project's engine; sampled by the engine itself, as
+    only it draws by position.
+    """
+    check_prompt(base, prompt, max_new_tokens)
+    if not isinstance(sampler, Greedy):
+        return Session(Runner(base), NoDrafter(), sampler).run(prompt, max_new_tokens, base.eos).tokens
     ids = torch.tensor([prompt], device=base.model.device)
     room = min(max_new_tokens, base.context_length - len(prompt))
-    ends = {"eos_token_id": sorted(base.eos) or None, "pad_token_id": min(base.eos, default=0)}
-    plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # no penalties
-    written = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=room, **ends, **plain)
-    return written[0, len(prompt) :].tolist()
+    return base.greedy(ids, torch.ones_like(ids), room)[0].tolist()
 
 
 @torch.inference_mode()
@@ -59,22 +63,22 @@ def first_divergence(base: Base, index: int, prompt: list[int], expected: list[i
 
 
 def compare(
-    base: Base, spec: str, prompts: list[list[int]], max_new_tokens: int, sampler: Sampler
+    base: Base,
+    spec: str,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    max_new_tokens: int,
+    sampler: Sampler,
 ) -> tuple[int, float, list[Divergence]]:
-    """Decode every prompt with the drafter and without: identical texts, acceptance length, divergences."""
-    runner = Runner(base)
-    session, vanilla = Session(runner, zoo.make(spec, base), sampler), Session(runner, zoo.make("none", base), sampler)
-    is_greedy = isinstance(sampler, Greedy)
+    """Decode every prompt with the drafter and compare: identical texts, acceptance length, divergences."""
+    session = Session(Runner(base), zoo.make(spec, base), sampler)
     tokens = steps = 0
     divergences = []
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
         result = session.run(prompt, max_new_tokens, base.eos)
-        expected = (
-            alone(base, prompt, max_new_tokens) if is_greedy else vanilla.run(prompt, max_new_tokens, base.eos).tokens
-        )
         tokens, steps = tokens + sum(s.emitted for s in result.steps[1:]), steps + len(result.steps) - 1
-        if result.tokens != expected:
-            divergences.append(first_divergence(base, index, prompt, expected, result.tokens))
+        if result.tokens != wanted:
+            divergences.append(first_divergence(base, index, prompt, wanted, result.tokens))
     return len(prompts) - len(divergences), tokens / max(1, steps), divergences
 
 
@@ -121,6 +125,7 @@ def verify(
     loaded = load_base(base, dtype, resolve_device(device))
     sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature > 0 else Greedy()
     prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
+    expected = [alone(loaded, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = Console()
     how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
     table = Table(title=f"{base} · {dtype} · {how} · {len(prompts)} prompts", title_justify="left")
@@ -128,7 +133,7 @@ def verify(
         table.add_column(column, justify="left" if column == "drafter" else "right")
     lines, differing = [], 0
     for spec in track(drafter, "verify", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()):
-        identical, length, divergences = compare(loaded, spec, prompts, max_new_tokens, sampler)
+        identical, length, divergences = compare(loaded, spec, prompts, expected, max_new_tokens, sampler)
         differing += len(divergences)
         colour = "green" if identical == len(prompts) else "red"
         table.add_row(zoo.label(spec), f"[{colour}]{identical}/{len(prompts)}[/]", f"{length:.2f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def label(spec: str) -> str:
     """The name a drafter goes by in tables: its spec without the folder."""
     name, _, arguments = split(spec)
     return name + (f":{arguments}" if arguments else "")
+
+
+def labels(specs: Sequence[str]) -> dict[str, str]:
+    """A distinct name for each spec: its `label`, with the folder where two would be called alike.
+
+    Raises:
+        ValueError: A drafter is named twice.
+    """
+    named = {}
+    for spec in specs:
+        alike = sum(label(other) == label(spec) for other in specs) > 1
+        name = spec if alike else label(spec)
+        if name in named:
+            raise ValueError(f"the drafter {spec} is named twice: name it once, or give it other arguments")
+        named[name] = spec
+    return named
 
 
 def make(spec: str, base: Base) -> Drafter:

@@ -42,9 +42,8 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
             f"a held-out prompt has {width} tokens and the context of {base.name} ends at {base.context_length}: "
             "lower data.max_length, or set model.val_answers to text"
         )
-    written = base.model.generate(
-        padded, attention_mask=real.long(), max_new_tokens=room, do_sample=False, pad_token_id=pad
-    )[:, width:]
+    with torch.autocast(padded.device.type, enabled=False):
+        written = base.greedy(padded, real.long(), room)
     rows, masks = [], []
     for prompt, answer in zip(prompts, written, strict=True):
         ends = [int(at) for token in base.eos for at in (answer == token).nonzero()]

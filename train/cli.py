@@ -14,7 +14,7 @@ Train learned drafters for speculative decoding on a frozen base.
 
   fit        train; validation simulates decoding and logs the acceptance length
   validate   the acceptance length of a checkpoint (--ckpt_path) on held-out text
-  test       the same on the test text
+  test       the same as validate, logged as a test
 
 A bare config name is looked up in configs/; later configs and --KEY VALUE override earlier ones.
   lightning fit --config ctc.yaml --model.base DIR_OR_HUB_ID --data.files '[my.json]'

@@ -10,11 +10,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def user_errors(command: str) -> Iterator[None]:
-    """Turn ValueError, and files that are missing or not ours to read, into one line; DRAFTERS_DEBUG=1 shows it all."""
+    """Turn what a user can mend into one line; DRAFTERS_DEBUG=1 shows it all.
+
+    That is ValueError, files that are missing or not ours to read, and what Lightning calls a misconfiguration.
+    """
     try:
         yield
-    except (ValueError, FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError) as error:
-        if os.environ.get("DRAFTERS_DEBUG") == "1":
+    except Exception as error:
+        files = FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError
+        is_users = isinstance(error, (ValueError, *files)) or type(error).__name__ == "MisconfigurationException"
+        if os.environ.get("DRAFTERS_DEBUG") == "1" or not is_users:
             raise
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -55,7 +55,7 @@ def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False
 
 def _export_drafter(saved: dict, arguments: dict, ckpt: str, folder: Path, base: str | None) -> None:
     recipe, trained_on = arguments["drafter"], saved["base"]
-    measured = saved["measured"]
+    measured = saved.get("measured")
     data = saved.get("datamodule_hyper_parameters", {})
     training = {
         "data": list(data.get("files", [])),

@@ -58,8 +58,10 @@ class DrafterCLI(LightningCLI):
             config.data.tokenizer = model.get("base") or model.get("tokenizer")
         run = config.trainer.default_root_dir or "runs/default"
         for callback in config.trainer.callbacks or []:
-            if callback.class_path.endswith("ModelCheckpoint") and not callback.init_args.get("dirpath"):
-                callback.init_args.dirpath = f"{run}/checkpoints"
+            if callback.class_path.endswith("ModelCheckpoint"):
+                callback.init_args.dirpath = callback.init_args.get("dirpath") or f"{run}/checkpoints"
+                callback.init_args.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
+                self._require_empty(Path(callback.init_args.dirpath), config)
         if config.trainer.logger in (None, True):
             logger = Namespace(save_dir=run, name="tensorboard", default_hp_metric=False)
             config.trainer.logger = Namespace(
@@ -68,6 +70,14 @@ class DrafterCLI(LightningCLI):
 
         if config.get("weights_only") is None and "weights_only" in config:
             config.weights_only = True  # a checkpoint is data: nothing in it is run
+
+    def _require_empty(self, folder: Path, config: Namespace) -> None:
+        is_new = self.subcommand == "fit" and not config.get("ckpt_path")
+        if is_new and any(folder.glob("*.ckpt")):
+            raise ValueError(
+                f"{folder} already holds checkpoints: go on with --ckpt_path last, or give another "
+                "--trainer.default_root_dir"
+            )
 
     def after_instantiate_classes(self) -> None:
         self.model.command = self.command
@@ -78,7 +88,7 @@ def names_a_class(args: list[str]) -> bool:
 
     Where none does, the module's own keys stand under ``model`` and in --help, and a wrong one is named plainly.
     """
-    paths = [value for flag, value in pairwise(args) if flag in ("--config", "-c")]
+    paths = [value for flag, value in pairwise(args) if flag == "--config"]
     paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
     models = [read_config(path).get("model") for path in paths]
     return any(isinstance(model, dict) and "class_path" in model for model in models)
@@ -109,6 +119,7 @@ def run(args: list[str], command: str) -> None:
         L.LightningModule if other else DrafterTraining,
         ShareGPTData,
         subclass_mode_model=other,
+        trainer_defaults={"use_distributed_sampler": False},  # the batches are shared out by length already
         save_config_kwargs={"overwrite": True},
         parser_class=OneLineParser,
         seed_everything_default=0,

@@ -55,7 +55,7 @@ class DrafterTraining(L.LightningModule):
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.val_answers, self.max_val_tokens = val_answers, max_val_tokens
-        with torch.random.fork_rng():  # loading weights must not move the generator that shuffles and samples
+        with torch.random.fork_rng(devices=[]):  # loading weights must not move the generator that shuffles and samples
             self.__dict__["base"] = load_base(base, base_dtype)
         self.drafter = drafter(self.base.shape)
         self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(DEPTHS)
@@ -66,22 +66,27 @@ class DrafterTraining(L.LightningModule):
     measured: dict[str, float] | None = None  # acceptance length of the last validation, and its step
 
     def setup(self, stage: str) -> None:
-        self.base.model.to(self.device)
+        self.base.model.to(self.trainer.strategy.root_device)  # the strategy moves this module only after setup
         read_with = getattr(self.trainer.datamodule, "tokenizer_object", None)
         if read_with is not None and tokenizer_hash(read_with) != tokenizer_hash(self.base.tokenizer):
             raise ValueError(
                 f"the tokenizer of the data ({self.trainer.datamodule.hparams.tokenizer}) is not that of the base "
                 f"{self.base.name}: leave --data.tokenizer away"
             )
+        longest = getattr(getattr(self.trainer.datamodule, "hparams", None), "max_length", 0)
+        if longest > self.base.context_length:
+            raise ValueError(
+                f"data.max_length is {longest}, but the context of {self.base.name} ends at "
+                f"{self.base.context_length}: pass --data.max_length {self.base.context_length} or less"
+            )
 
     @torch.no_grad()
     def look(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The base's hidden states (B, S, F * D), as the drafter fuses them, and its next tokens (B, S)."""
-        self.base.model.to(self.device)
-        hidden = self.base.hidden_states(input_ids, self.drafter.needs.hidden_layers)
-        last = self.base.hidden_states(input_ids, (-1,)) if self.drafter.needs.hidden_layers != (-1,) else hidden
-        head = self.base.borrowed.head
-        labels = torch.stack([(row @ head.T).argmax(-1) for row in last])  # one sequence's logits at a time
+        with torch.autocast(input_ids.device.type, enabled=False):  # what the base says when it decodes, it says here
+            hidden, last = self.base.hidden_states(input_ids, self.drafter.needs.hidden_layers)
+            head = self.base.borrowed.head
+            labels = torch.stack([(row @ head.T).argmax(-1) for row in last])  # one sequence's logits at a time
         return hidden, labels
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -107,7 +112,8 @@ class DrafterTraining(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         length = self.acceptance_length.compute()
-        self.measured = {"step": self.global_step, "acceptance_length": float(length)}
+        if not self.trainer.sanity_checking:
+            self.measured = {"step": self.global_step, "acceptance_length": float(length)}
         self.log("val/acceptance_length", length, prog_bar=True)
         for depth, share in enumerate(self.depth_acceptance.compute().tolist(), start=1):
             self.log(f"val/accepted_{depth}_or_more", share)
@@ -131,6 +137,8 @@ class DrafterTraining(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.measured = checkpoint["measured"]
+        if checkpoint["base"]["tokenizer_hash"] != tokenizer_hash(self.base.tokenizer):
+            raise ValueError(f"the checkpoint was trained for {checkpoint['base']['name']}, not for {self.base.name}")
         ours, theirs = (
             {n: w.shape for n, w in state.items()} for state in (self.state_dict(), checkpoint["state_dict"])
         )

@@ -126,10 +126,10 @@ def test_what_is_borrowed_is_the_bases_own_and_not_a_copy(base):
 
 def test_hidden_states_stand_side_by_side(make_base):
     base, ids = make_base(layers=3), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    states = base.hidden_states(ids, (0, 2, -1))
+    states = base.hidden_states(ids, (0, 2, -1))[0]
     assert states.shape == (2, 3, 96)
     assert torch.equal(states[..., :32], base.borrowed.embedding[ids])
-    torch.testing.assert_close(states[..., 64:], base.hidden_states(ids, (-1,)))
+    torch.testing.assert_close(states[..., 64:], base.hidden_states(ids, (-1,))[0])
     torch.testing.assert_close(states[..., 64:] @ base.borrowed.head.T, base.model(ids).logits)
 
 

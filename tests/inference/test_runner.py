@@ -64,7 +64,7 @@ def test_hidden_states_are_those_of_the_layers_asked_for(make_base):
     hidden = Runner(base).forward(seq, tree, Needs(layers)).hidden
     assert hidden.shape == (6, 3 * 32)
     for node, path in enumerate(([8], [8, 9], [10])):
-        expected = base.hidden_states(torch.tensor([seq + path]), layers)[0]
+        expected = base.hidden_states(torch.tensor([seq + path]), layers)[0][0]
         torch.testing.assert_close(hidden[:3], expected[:3], rtol=0, atol=1e-9)
         torch.testing.assert_close(hidden[3 + node], expected[-1], rtol=0, atol=1e-9)
 

@@ -38,6 +38,11 @@ def folder(make_base, tmp_path_factory):
     return str(folder)
 
 
+def compared(base, spec, prompts, max_new_tokens, sampler):
+    expected = [alone(base, prompt, max_new_tokens, sampler) for prompt in prompts]
+    return compare(base, spec, prompts, expected, max_new_tokens, sampler)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
     verify(folder, ["none", "anpd:order=3", "prompt_lookup"], limit=3, max_new_tokens=16, temperature=temperature)
@@ -61,16 +66,16 @@ def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypa
 
 def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):
     base, prompt = make_base(seed=5), [5, 6, 7]
-    written = alone(base, prompt, 20)
+    written = alone(base, prompt, 20, Greedy())
     assert len(written) == 20
     monkeypatch.setitem(zoo.TRAINING_FREE, "oracle", lambda: oracle([*prompt, *written], length=2))
     # the prefill emits three tokens, then five steps three each, and the last two of three
-    assert compare(base, "oracle", [prompt], 20, Greedy()) == (1, 17 / 6, [])
-    assert compare(base, "none", [prompt], 20, Greedy()) == (1, 1.0, [])
+    assert compared(base, "oracle", [prompt], 20, Greedy()) == (1, 17 / 6, [])
+    assert compared(base, "none", [prompt], 20, Greedy()) == (1, 1.0, [])
 
 
 def test_sampled_texts_are_compared_with_the_same_seed(base):
-    identical, _, _ = compare(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
+    identical, _, _ = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
     assert identical == 2
 
 
@@ -90,7 +95,7 @@ def test_a_text_that_ends_early_parts_at_its_end_token(base, expected, got, toke
 
 def test_a_prompt_that_is_too_long_is_refused_by_its_length(make_base):
     with pytest.raises(ValueError, match="the prompt has 24 tokens"):
-        compare(make_base(context=24), "none", [[5] * 24], 5, Greedy())
+        compared(make_base(context=24), "none", [[5] * 24], 5, Greedy())
 
 
 @pytest.mark.parametrize(
@@ -102,11 +107,11 @@ def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, mo
     base = make_base(seed=5)
     for name, value in setting.items():
         monkeypatch.setattr(base.model.generation_config, name, value)
-    assert compare(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy())[0] == 3
+    assert compared(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy())[0] == 3
 
 
 def test_an_end_token_that_only_the_tokenizer_names_ends_both_texts(make_base, monkeypatch):
     base = make_base()
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", None)
-    assert alone(base, [5, 6, 7], 30)[-1] == 2
-    assert compare(base, "anpd", [[5, 6, 7]], 30, Greedy())[0] == 1
+    assert alone(base, [5, 6, 7], 30, Greedy())[-1] == 2
+    assert compared(base, "anpd", [[5, 6, 7]], 30, Greedy())[0] == 1

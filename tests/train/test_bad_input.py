@@ -24,7 +24,8 @@ def place(trained, tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
 
     (folder / "tiny").symlink_to(tiny)
     (folder / "drafter").symlink_to(trained.folder)
-    (folder / "tiny.yaml").symlink_to(trained.config)
+    config = trained.config.read_text().replace(str(trained.ckpt.parent), str(folder / "checkpoints"))
+    (folder / "tiny.yaml").write_text(config)
     (folder / "last.ckpt").symlink_to(trained.ckpt)
     (folder / "hollow").mkdir()
     (folder / "hollow" / "note.txt").write_text("nothing here")
@@ -140,7 +141,7 @@ DRAFTERS = {
     "verify --base @wide --drafter ctc=@drafter": "hidden_size 32, but",
     "verify --base @more-words --drafter ctc=@drafter": "vocab_size 400, but",
     "verify --base @other-words --drafter ctc=@drafter": "whose tokenizer differs",
-    EVAL + "--drafter anpd --drafter anpd": "two drafters go by one name",
+    EVAL + "--drafter anpd --drafter anpd": "the drafter anpd is named twice",
     # ---- the questions
     "eval --base @tiny --drafter anpd --benchmark mtbench": "unknown benchmark 'mtbench'; choose one of: mt_bench,",
     "eval --base @tiny --drafter anpd --benchmark mt_bench": "cannot reach",
@@ -211,7 +212,7 @@ LIGHTNING = {
     FIT + "--data.files [@sharegpt.txt]": "unknown kind of file",
     FIT + "--data.files [embedded:2]": "val_size 4 leaves nothing",
     FIT + "--data.files []": "data.files",
-    FIT + "--data.files [@long.json] --data.max_length 2048": "lower data.max_length",
+    FIT + "--data.files [@long.json] --data.max_length 2048": "pass --data.max_length 512 or less",
     FIT + "--data.max_length 3": "the loss mask is zero everywhere",
     FIT + "--data.template chatml": "unknown chat template 'chatml'",
     FIT + "--data.tokenizer @other-words": "tokenizer",
@@ -227,8 +228,8 @@ LIGHTNING = {
 
 
 @pytest.mark.parametrize("row, said", LIGHTNING.items(), ids=LIGHTNING)
-def test_a_mistake_to_lightning_ends_in_one_line(call, place, row, said):
-    outcome = call(cli.main, *arguments(row, place))
+def test_a_mistake_to_lightning_ends_in_one_line(call, place, row, said, tmp_path):
+    outcome = call(cli.main, *arguments(row, place), "--trainer.default_root_dir", str(tmp_path))
     assert said in without_notes(outcome).one_line_error("lightning")
 
 

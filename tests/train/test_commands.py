@@ -142,9 +142,7 @@ def test_verify_compares_sampled_texts_too(call, trained, tiny):
 def test_verify_fails_where_a_drafted_text_differs(call, trained, tiny, monkeypatch):
     from inference import verify
 
-    monkeypatch.setattr(verify, "alone", lambda base, prompt, max_new_tokens, honest=verify.alone: [
-        *honest(base, prompt, max_new_tokens)[:-1], 5
-    ])  # fmt: skip
+    monkeypatch.setattr(verify, "alone", lambda *given, honest=verify.alone: [*honest(*given)[:-1], 5])
     outcome = call(commands.main, "verify", "--base", tiny, "--drafter", "anpd", "--limit", 1, "--max-new-tokens", 8)
     assert outcome.code == 1
     assert "0/1" in outcome.out and "logit gap" in outcome.out and "differs from token 7 on" in outcome.out

@@ -38,7 +38,7 @@ def test_an_exported_drafter_drafts_the_trees_of_the_training_module(trained, ti
     exported, config = checkpoint.load(trained.folder)
     assert config.base == tiny_base.shape
     text = torch.randint(3, 400, (40,), generator=torch.Generator().manual_seed(0))
-    hidden, anchors = tiny_base.hidden_states(text[None], (-1,))[0], torch.arange(1, 39)
+    hidden, anchors = tiny_base.hidden_states(text[None], (-1,))[0][0], torch.arange(1, 39)
     with torch.no_grad():
         ours = module.eval().draft_at(hidden, text, anchors, tiny_base.borrowed)
         theirs = exported.draft_at(hidden, text, anchors, tiny_base.borrowed)

@@ -56,7 +56,7 @@ def drafters(base, prompts):
                     base.shape, FRAMES, num_labels=4, hidden_layers=layers, num_anchors=24, num_nodes=8, top_k=4
                 ).double()
                 with torch.no_grad():
-                    hidden = base.hidden_states(texts, layers)
+                    hidden = base.hidden_states(texts, layers)[0]
                 optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
                 for _ in range(steps):
                     loss, _ = drafter.loss(hidden, texts, labels, answers, base.borrowed)
@@ -73,7 +73,7 @@ def live_and_simulated(base, drafter, prompt, max_new_tokens, eos=frozenset()):
     decoded = Session(Runner(base), drafter).run(prompt, max_new_tokens, eos)
     text = torch.tensor([*prompt, *decoded.tokens])
     with torch.no_grad():
-        hidden = base.hidden_states(text[None], drafter.needs.hidden_layers)[0]
+        hidden = base.hidden_states(text[None], drafter.needs.hidden_layers)[0][0]
     live = [step.emitted for step in decoded.steps[1:]]
     return live, simulate(drafter, hidden, text, (len(prompt), len(text)), base.borrowed, eos)
 
@@ -120,7 +120,7 @@ def test_the_trees_at_an_anchor_are_those_the_session_proposes(base, drafters, p
         del drafter.propose
     text = torch.tensor([*prompts[0], *decoded.tokens])
     with torch.no_grad():
-        hidden = base.hidden_states(text[None], drafter.needs.hidden_layers)[0]
+        hidden = base.hidden_states(text[None], drafter.needs.hidden_layers)[0][0]
     inside = [(anchor, tree) for anchor, tree in proposed[1:] if len(text) - 1 - anchor > FRAMES]
     assert len(inside) > 5
     simulated = drafter.draft_at(hidden, text, torch.tensor([anchor for anchor, _ in inside]), base.borrowed)

@@ -116,7 +116,7 @@ class CTC(LearnedDrafter):
         frames = self(hidden, anchors, input_ids.gather(1, anchors), borrowed.embedding).flatten(0, 1)  # (B*A, T, D)
         targets, valid = targets.flatten(0, 1), valid.flatten(0, 1)
         label_log_probs, blank_log_probs = gathered_log_probs(
-            frames, targets, borrowed.head.to(frames.dtype), self.blank_row, self.blank_bias, self.chunk_anchors
+            frames, targets, borrowed.head, self.blank_row, self.blank_bias, self.chunk_anchors
         )
         losses = anchor_loss(label_log_probs, blank_log_probs, targets, valid, self.objective, self.decay)
         num_kept = valid[:, 0].sum().clamp(min=1)
@@ -134,7 +134,7 @@ class CTC(LearnedDrafter):
             ``probs`` (A, T, T * k), ``blank`` (A, T) and ``tokens`` (A, T * k); a token may stand more than once.
         """
         blank = (frames @ self.blank_row).float() + self.blank_bias.float()
-        logits = torch.cat([(frames @ head.T.to(frames.dtype)).float(), blank[..., None]], dim=-1)
+        logits = torch.cat([(frames.to(head.dtype) @ head.T).float(), blank[..., None]], dim=-1)
         probs = logits.softmax(-1)  # (A, T, V + 1)
         top = probs[..., :-1].topk(min(self.top_k, self.vocab_size), dim=-1).indices.flatten(-2)  # (A, T*k)
         picked = probs.gather(-1, top[:, None].expand(-1, frames.shape[1], -1))

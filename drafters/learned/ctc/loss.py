@@ -29,14 +29,14 @@ def gathered_log_probs(
     """
 
     def columns(frames: Tensor, labels: Tensor, blank_row: Tensor, blank_bias: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (frames @ head.T).float()  # (a, T, V)
+        logits = (frames.to(head.dtype) @ head.T).float()  # (a, T, V)
         blank = (frames @ blank_row).float() + blank_bias.float()
         normaliser = torch.logaddexp(logits.logsumexp(-1), blank)
         index = labels[:, None].expand(-1, frames.shape[1], -1)
         return logits.gather(-1, index) - normaliser[..., None], blank - normaliser
 
     parts = [
-        checkpoint(columns, part, label, blank_row, blank_bias, use_reentrant=False)
+        checkpoint(columns, part, label, blank_row, blank_bias, use_reentrant=False, preserve_rng_state=False)
         for part, label in zip(frames.split(chunk_anchors), labels.split(chunk_anchors), strict=True)
     ]
     return torch.cat([label for label, _ in parts]), torch.cat([blank for _, blank in parts])

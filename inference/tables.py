@@ -67,7 +67,7 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
         lines += [line for note in footnotes(by_drafter) for line in (_escape(note), "")]
         headings, rows = category_rows(by_drafter)
         if len(rows) > 1:
-            lines += ["Acceptance length by category:", "", *_markdown_table(headings, rows)]
+            lines += ["Acceptance length and speed-up by category:", "", *_markdown_table(headings, rows)]
     lines += ["## What was run", ""]
     lines += [f"- {_escape(str(key))}: {_escape(str(value))}" for key, value in counted(context).items()]
     return "\n".join([*lines, ""])

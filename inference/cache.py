@@ -20,8 +20,8 @@ class BufferLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Add (B, H, q, d) at the end and return all there is."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._keys = self._values = key_states.new_empty(0, 0, 0, 0)
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self._keys = self._values = self.keys = self.values = key_states.new_empty(0, 0, 0, 0)
         start, self.length = self.length, self.length + key_states.shape[-2]
         if self._keys.shape[-2] < self.length:
             self._keys, self._values = (self._grown(self.keys, key_states), self._grown(self.values, value_states))

@@ -128,7 +128,8 @@ def verify(
     expected = [alone(loaded, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = Console()
     how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
-    table = Table(title=f"{base} · {dtype} · {how} · {len(prompts)} prompts", title_justify="left")
+    console.print(f"{base} · {dtype} · {how} · {len(prompts)} prompts", markup=False)
+    table = Table()
     for column in ("drafter", "identical texts", "acceptance length"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     lines, differing = [], 0

@@ -1,6 +1,7 @@
 """A tiny random base as a folder, a tiny recipe, and a drafter that was trained and exported with them."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -31,9 +32,11 @@ def surroundings(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def own_argv(monkeypatch):
-    """The commands rewrite sys.argv; pytest's is left alone."""
+def own_process(monkeypatch):
+    """Commands run here as in a process of their own: they rewrite sys.argv, and Lightning's log handler keeps the
+    standard error of the first test that imported it, which is closed by the next."""
     monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setattr(logging, "raiseExceptions", False)
 
 
 @pytest.fixture(scope="session")

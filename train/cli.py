@@ -42,9 +42,10 @@ def find_config(name: str) -> str:
 
 
 def with_found_configs(args: list[str]) -> list[str]:
-    """Replace the name after each ``--config`` by the config's path."""
+    """Replace the name after each ``--config`` or ``-c`` by the config's path."""
     found, takes_config = [], False
     for arg in args:
+        arg = "--config" if arg == "-c" else arg
         if takes_config:
             arg = find_config(arg)
         elif arg.startswith("--config="):

@@ -30,7 +30,6 @@ class ANPD:
     def begin(self, prompt: Sequence[int]) -> None:
         self._seen: list[int] = []
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
-        self._best: dict[tuple[int, ...], tuple[int, int]] = {}  # context -> (count, token)
         self._learn(prompt)
 
     def _learn(self, tokens: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from drafters.learned.ctc.drafter import CTC
 from drafters.protocol import BaseShape, Borrowed, Drafter, LearnedDrafter, Limits, Needs, NoDrafter, StepResult
+from drafters.training_free.draft_model import DraftModel
 from drafters.training_free.ngram import ANPD, PromptLookup
 from drafters.tree import DraftTree
 
@@ -10,6 +11,7 @@ __all__ = [
     "CTC",
     "BaseShape",
     "Borrowed",
+    "DraftModel",
     "DraftTree",
     "Drafter",
     "LearnedDrafter",

@@ -52,24 +52,31 @@ class Needs:
 
     Args:
         hidden_layers: Base layers whose output is handed over; 0 is the embedding, -1 the normed last state.
+        top_k: How many of the base's most probable tokens at the root and at every node, best first; 1 is its argmax.
     """
 
     hidden_layers: tuple[int, ...] = ()
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a proposal may not exceed.
 
+    What exceeds it is pruned. A drafter that looks at the rows of its own nodes keeps to it by itself, so that
+    ``step.tree`` is the very tree it proposed.
+
     Args:
-        max_depth: Deepest node; deeper ones could never be emitted.
+        max_depth: Deepest candidate; deeper ones could never be emitted.
         max_nodes: Most nodes the caller will feed.
-        eos: Tokens that end the text; nothing stands below them.
+        eos: Tokens that end the text; no candidate stands below them.
+        max_scratch_depth: Deepest scratch node; deeper ones stand beyond the base's context.
     """
 
     max_depth: int
     max_nodes: int = 1024
     eos: frozenset[int] = frozenset()
+    max_scratch_depth: int = 1024
 
 
 UNLIMITED = Limits(max_depth=1024)
@@ -85,6 +92,8 @@ class StepResult:
         hidden: (P + M, F * D) hidden states of the layers the drafter needs, or None.
         path: Accepted nodes, from the root down.
         emitted: Tokens the text gained: the accepted path and the bonus token, after cuts.
+        top: 1 + M rows of the base's most probable tokens, as many as the drafter needs; row 0 is the root's, row
+            1 + i that of node i. Without effect on what is emitted, so sampling shows them too.
     """
 
     num_pending: int
@@ -92,6 +101,7 @@ class StepResult:
     hidden: Tensor | None
     path: list[int]
     emitted: list[int]
+    top: Sequence[Sequence[int]] = ()
 
     def committed_hidden(self) -> Tensor:
         """Hidden states of the positions this step added to the base's cache: (P + len(path), F * D)."""
@@ -103,12 +113,21 @@ class StepResult:
 
 
 class Drafter(Protocol):
-    """What proposes. One text at a time: ``begin``, then ``propose`` and ``observe`` in turn."""
+    """What proposes. One text at a time: ``begin``, then ``propose`` and ``observe`` in turn.
 
-    needs: Needs
+    Args:
+        needs: What it wants to see of the base.
+        history_only: Whether proposals depend on nothing but the tokens of the texts so far; such a drafter can be
+            replayed on recorded answers.
+        draft_forwards: Forwards of a draft module or model made so far.
+    """
+
+    needs: Needs = Needs()
+    history_only: bool = False
+    draft_forwards: int = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Forget the last text and look at the prompt of the next."""
+        """Forget the last text and look at the prompt of the next; what a drafter keeps across texts stays."""
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         """Guess what follows ``seq``, whose last token is the root. No base forward happens inside."""
@@ -116,20 +135,58 @@ class Drafter(Protocol):
     def observe(self, step: StepResult) -> None:
         """Learn from what the step showed."""
 
+    def rewind(self, length: int) -> None:
+        """Forget what lies beyond the first ``length`` tokens of the text: they were a draft, and rejected."""
 
-class NoDrafter:
+    def reset(self) -> None:
+        """Forget everything, what is kept across texts too."""
+
+
+class NoDrafter(Drafter):
     """Proposes nothing: the base alone, one token a step (vanilla decoding)."""
 
-    needs = Needs()
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        pass
+    history_only = True
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         return DraftTree()
 
-    def observe(self, step: StepResult) -> None:
-        pass
+
+@dataclass(frozen=True)
+class Written:
+    """What an inner session wrote ahead.
+
+    Args:
+        tokens: At most as many as asked for; the last may end the text.
+        laws: (V,) the law of each token, where they were drawn; empty where they are argmaxes.
+    """
+
+    tokens: list[int]
+    laws: list[Tensor]
+
+
+class InnerSession(Protocol):
+    """A model that writes ahead of the base, with its own cache and its own drafter; `inference.inner` makes them.
+
+    Args:
+        forwards: Forwards made so far.
+    """
+
+    forwards: int
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Forget the last text."""
+
+    def write(
+        self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
+    ) -> Written:
+        """Go on from ``seq``. What was written before and is not in it is taken back.
+
+        Args:
+            seq: The text so far; it begins with what ``seq`` was at the call before.
+            num_tokens: Tokens at most.
+            eos: Writing stops after one of these.
+            threshold: Writing stops after a token that is less probable than this.
+        """
 
 
 class LearnedDrafter(nn.Module, ABC):
@@ -140,11 +197,19 @@ class LearnedDrafter(nn.Module, ABC):
     """
 
     needs: Needs
+    history_only = False
+    draft_forwards = 0
     borrowed: Borrowed | None = None
 
     def borrow(self, borrowed: Borrowed) -> None:
         """Take the base's embedding and head for drafting; they stay outside ``state_dict``."""
         self.__dict__["borrowed"] = borrowed
+
+    def rewind(self, length: int) -> None:
+        raise NotImplementedError("a learned drafter drafts for the base, not for a draft model")
+
+    def reset(self) -> None:
+        """Nothing is kept across texts."""
 
     @abstractmethod
     def loss(

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from torch import Tensor
 
 ROOT = -1
+
+
+@dataclass(frozen=True)
+class ChildLaw:
+    """The law that drafted children of one node were drawn from: what exact rejection needs to know.
+
+    Args:
+        parent: Node the children hang on, or `ROOT`.
+        probs: (V,) probabilities the draws were made with, every warper applied.
+        draws: The children in the order they were drawn. With replacement a node may stand more than once.
+        replacement: Whether a drawn token could be drawn again.
+    """
+
+    parent: int
+    probs: Tensor
+    draws: tuple[int, ...]
+    replacement: bool = True
 
 
 @dataclass(frozen=True)
@@ -16,14 +34,23 @@ class DraftTree:
     """Candidate continuations of one sequence, merged by common prefix.
 
     The root (parent -1) is the last decided token; it is not a node. Parents come before children, and
-    siblings hold distinct tokens.
+    candidate siblings hold distinct tokens.
 
         the ─┬─ cat ── sat        tokens  = [cat, sat, dog]
              └─ dog               parents = [ -1,   0,  -1]
+
+    Args:
+        tokens: One token a node.
+        parents: Index of each node's parent.
+        num_scratch: So many nodes at the end are scratch: fed to be looked at, never accepted. They may hang on any
+            node before them; no candidate hangs on one.
+        laws: Where children were drawn at random, the laws they were drawn from.
     """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
+    num_scratch: int = 0
+    laws: tuple[ChildLaw, ...] = ()
 
     @classmethod
     def from_paths(cls, paths: Collection[Sequence[int]]) -> DraftTree:
@@ -44,14 +71,27 @@ class DraftTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def with_scratch(self, tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
+        """The same tree with scratch nodes behind it; ``parents`` counts from this tree's first node."""
+        return replace(
+            self,
+            tokens=[*self.tokens, *tokens],
+            parents=[*self.parents, *parents],
+            num_scratch=self.num_scratch + len(tokens),
+        )
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that may be accepted; they come first."""
+        return len(self.tokens) - self.num_scratch
+
     @cached_property
     def _children(self) -> dict[tuple[int, int], int]:
-        return {
-            (parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True))
-        }
+        pairs = zip(self.parents, self.tokens, strict=True)
+        return {pair: node for node, pair in zip(range(self.num_candidates), pairs, strict=False)}
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of ``parent`` that holds ``token``, if there is one."""
+        """The candidate child of ``parent`` that holds ``token``, if there is one."""
         return self._children.get((parent, token))
 
     @cached_property
@@ -82,24 +122,57 @@ class DraftTree:
             node = self.parents[node]
         return tokens[::-1]
 
-    def pruned(self, max_depth: int, max_nodes: int, eos: Collection[int]) -> DraftTree:
-        """The first ``max_nodes`` nodes no deeper than ``max_depth`` and not below an end-of-sequence token."""
-        if len(self) <= max_nodes and max(self.depths, default=0) <= max_depth and not set(eos) & set(self.tokens):
+    def pruned(
+        self, max_depth: int, max_nodes: int, eos: Collection[int], max_scratch_depth: int | None = None
+    ) -> DraftTree:
+        """The first ``max_nodes`` nodes, candidates no deeper than ``max_depth`` and not below an end-of-sequence
+        token, scratch no deeper than ``max_scratch_depth`` (as candidates, if not given).
+
+        A tree that keeps to this is returned itself.
+        """
+        scratch_depth = max_depth if max_scratch_depth is None else max_scratch_depth
+        candidates, depths = self.num_candidates, self.depths
+        if (
+            len(self) <= max_nodes
+            and max(depths[:candidates], default=0) <= max_depth
+            and max(depths[candidates:], default=0) <= scratch_depth
+            and eos_free(self.tokens, eos)
+        ):
             return self
         kept: dict[int, int] = {ROOT: ROOT}
         tokens: list[int] = []
         parents: list[int] = []
-        for node, (token, parent, depth) in enumerate(zip(self.tokens, self.parents, self.depths, strict=True)):
-            below_eos = parent != ROOT and self.tokens[parent] in eos
-            if parent in kept and depth <= max_depth and not below_eos and len(tokens) < max_nodes:
+        num_scratch = 0
+        for node, (token, parent, depth) in enumerate(zip(self.tokens, self.parents, depths, strict=True)):
+            scratch = node >= candidates
+            below_eos = not scratch and parent != ROOT and self.tokens[parent] in eos
+            deep = depth > (scratch_depth if scratch else max_depth)
+            if parent in kept and not deep and not below_eos and len(tokens) < max_nodes:
                 kept[node] = len(tokens)
                 tokens.append(token)
                 parents.append(kept[parent])
-        return DraftTree(tokens, parents)
+                num_scratch += scratch
+        laws = tuple(
+            replace(law, parent=kept[law.parent], draws=tuple(kept[node] for node in law.draws if node in kept))
+            for law in self.laws
+            if law.parent in kept
+        )
+        return DraftTree(tokens, parents, num_scratch, tuple(law for law in laws if law.draws))
 
     def validate(self, vocab_size: int) -> None:
         """Raise AssertionError where a drafter has broken the tree's rules."""
+        candidates = self.num_candidates
         assert len(self.tokens) == len(self.parents), "a node has one token and one parent"
+        assert 0 <= self.num_scratch <= len(self.tokens), "scratch nodes are nodes"
         assert all(ROOT <= parent < node for node, parent in enumerate(self.parents)), "parents come before children"
-        assert len(self._children) == len(self), "siblings hold distinct tokens"
+        assert all(parent < candidates for parent in self.parents[:candidates]), "no candidate hangs on scratch"
+        assert len(self._children) == candidates, "candidate siblings hold distinct tokens"
         assert all(0 <= token < vocab_size for token in self.tokens), "a token is outside the vocabulary"
+        for law in self.laws:
+            assert all(self.parents[node] == law.parent for node in law.draws), "draws are children of their law's node"
+            assert all(node < candidates for node in law.draws), "a drawn node is a candidate"
+
+
+def eos_free(tokens: Sequence[int], eos: Collection[int]) -> bool:
+    """Whether none of the tokens ends a text."""
+    return not eos or not any(token in eos for token in tokens)

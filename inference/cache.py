@@ -1,70 +1,129 @@
-"""The base's KV cache: one buffer a layer, written in place, so that a step copies only its own rows."""
+"""The base's KV cache: one contiguous buffer for all layers, or transformers' own DynamicCache."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+CacheKind = Literal["static", "dynamic"]
 
 
-class BufferLayer(DynamicLayer):
-    """Keys and values of one layer in a buffer that doubles when it is full.
+class _BufferLayer(DynamicLayer):
+    """One layer's part of a `BufferCache`; ``keys`` and ``values`` are views of its first ``length`` positions."""
 
-    ``keys`` and ``values`` are views of the first ``length`` positions, (B, H, length, d).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
+    def __init__(self, cache: BufferCache, index: int) -> None:
+        self.cache, self.index, self.length, self.is_initialized = cache, index, 0, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add (B, H, q, d) at the end and return all there is."""
-        if not self.is_initialized:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self._keys = self._values = self.keys = self.values = key_states.new_empty(0, 0, 0, 0)
+        """Add (1, H, q, d) at the end and return all there is."""
         start, self.length = self.length, self.length + key_states.shape[-2]
-        if self._keys.shape[-2] < self.length:
-            self._keys, self._values = (self._grown(self.keys, key_states), self._grown(self.values, value_states))
-        self._keys[..., start : self.length, :] = key_states
-        self._values[..., start : self.length, :] = value_states
-        self._view()
-        return self.keys, self.values
+        keys, values = self.cache.rows(self.index, self.length, key_states)
+        keys[:, :, start : self.length] = key_states
+        values[:, :, start : self.length] = value_states
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
-    def _grown(self, held: Tensor, like: Tensor) -> Tensor:
-        grown = like.new_empty(*like.shape[:-2], max(256, 2 * self.length), like.shape[-1])
-        if held.numel():
-            grown[..., : held.shape[-2], :] = held
-        return grown
+    @property
+    def keys(self) -> Tensor:
+        return self.cache.buffer[0, self.index, :, :, : self.length]
 
-    def _view(self) -> None:
-        self.keys, self.values = self._keys[..., : self.length, :], self._values[..., : self.length, :]
-
-    def keep(self, length: int, moved: Tensor | None) -> None:
-        """Keep the first positions and then those ``moved`` names, copied into place; the rest is forgotten."""
-        if moved is not None:
-            end = length + len(moved)
-            self._keys[..., length:end, :] = self._keys.index_select(-2, moved)
-            self._values[..., length:end, :] = self._values.index_select(-2, moved)
-            length = end
-        self.length = length
-        self._view()
+    @property
+    def values(self) -> Tensor:
+        return self.cache.buffer[1, self.index, :, :, : self.length]
 
     def get_seq_length(self) -> int:
         return self.length
 
 
-def buffer_cache(num_layers: int) -> Cache:
-    """An empty cache for a base of ``num_layers`` full-attention layers."""
-    return Cache(layers=[BufferLayer() for _ in range(num_layers)])
+class BufferCache(Cache):
+    """Keys and values of all layers in one buffer (2, L, 1, H, C, d), allocated ahead and written in place.
 
+    A step copies its own rows only; accepted rows that do not yet stand where they belong are moved for all layers
+    by one copy. The buffer survives `clear` and doubles where a text outgrows it.
 
-def keep(cache: Cache, length: int, moved: list[int]) -> None:
-    """Cut every layer to ``length`` positions followed by the ``moved`` ones.
-
-    Rows that already stand where they belong are not copied.
+    Args:
+        num_layers: L.
+        capacity: C at first.
     """
-    while moved and moved[0] == length:
-        length, moved = length + 1, moved[1:]
-    index = torch.tensor(moved, device=cache.layers[0].keys.device) if moved else None
-    for layer in cache.layers:
-        layer.keep(length, index)
+
+    def __init__(self, num_layers: int, capacity: int = 512) -> None:
+        super().__init__(layers=[_BufferLayer(self, index) for index in range(num_layers)])
+        self.capacity = capacity
+        self.buffer: Tensor | None = None
+        self._rows: list[tuple[Tensor, Tensor]] = []
+
+    def rows(self, layer: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Views (1, H, C, d) of a layer's keys and values, with room for ``length`` positions."""
+        if self.buffer is None or length > self.capacity:
+            self.capacity = max(self.capacity, length + length // 2)
+            self._grow(like)
+        return self._rows[layer]
+
+    def _grow(self, like: Tensor) -> None:
+        _, heads, _, width = like.shape
+        grown = like.new_empty(2, len(self.layers), 1, heads, self.capacity, width)
+        if self.buffer is not None:
+            grown[..., : self.buffer.shape[-2], :] = self.buffer
+        self.buffer = grown
+        self._rows = [(grown[0, layer], grown[1, layer]) for layer in range(len(self.layers))]
+
+    def reserve(self, length: int) -> None:
+        """Make the first allocation large enough for ``length`` positions."""
+        if self.buffer is None:
+            self.capacity = max(self.capacity, length)
+
+    def keep(self, length: int, moved: list[int]) -> None:
+        """Cut every layer to ``length`` positions followed by the ``moved`` ones."""
+        if moved:
+            end = length + len(moved)
+            self.buffer[..., length:end, :] = self.buffer[..., torch.tensor(moved, device=self.buffer.device), :]
+            length = end
+        for layer in self.layers:
+            layer.length = length
+
+    def clear(self) -> None:
+        """Forget everything; the memory stays."""
+        for layer in self.layers:
+            layer.length = 0
+
+
+class GatheredCache(DynamicCache):
+    """transformers' own DynamicCache, which concatenates at every step, cut by gathering what is kept."""
+
+    def reserve(self, length: int) -> None:
+        """It grows by itself."""
+
+    def keep(self, length: int, moved: list[int]) -> None:
+        """Cut every layer to ``length`` positions followed by the ``moved`` ones."""
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            if moved:
+                index = torch.tensor(moved, device=keys.device)
+                keys = torch.cat([keys, layer.keys.index_select(2, index)], dim=2)
+                values = torch.cat([values, layer.values.index_select(2, index)], dim=2)
+            layer.keys, layer.values = keys, values
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.layers = [DynamicLayer() for _ in self.layers]
+
+
+def make_cache(kind: CacheKind, config) -> BufferCache | GatheredCache:
+    """An empty cache for a base of full-attention layers.
+
+    Args:
+        kind: ``static`` is one preallocated buffer, ``dynamic`` transformers' own cache.
+        config: Of the base.
+
+    Raises:
+        ValueError: There is no such kind.
+    """
+    if kind == "static":
+        return BufferCache(config.num_hidden_layers)
+    if kind == "dynamic":
+        return GatheredCache(config=config)
+    raise ValueError(f"cache must be static or dynamic, not {kind!r}")

@@ -102,7 +102,7 @@ def evaluate(
     loaded = load_base(base, dtype, resolve_device(device))
     runner = Runner(loaded)
     sessions = {
-        name: Session(runner, zoo.make(spec, loaded))
+        name: Session(runner, zoo.make(spec, runner))
         for name, spec in zoo.labels(["none", *(spec for spec in drafter if spec != "none")]).items()
     }
     for name, selected in asked.items():

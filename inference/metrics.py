@@ -103,7 +103,7 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer]) -> Summary:
         acceptance_interval=bootstrap_interval(*zip(*counts, strict=True)) if counts else None,
         acceptance_length_mean=_ratio(sum(lengths), len(lengths)),
         acceptance_length_ended=acceptance_length(ended),
-        fed_per_step=_ratio(sum(step.fed_pending + step.fed_candidates for step in steps), len(steps)),
+        fed_per_step=_ratio(sum(step.fed for step in steps), len(steps)),
         draft_hit_ratio=_ratio(sum(step.accepted for step in steps), sum(step.fed_candidates for step in steps)),
         tokens_per_second=_ratio(_tokens(turns), _seconds(turns)),
         speedup=speedup(turns, base_turns),

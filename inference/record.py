@@ -11,6 +11,8 @@ from typing import Any
 
 from inference.session import StepCost
 
+COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -131,10 +133,9 @@ def _line(answer: Answer) -> str:
 
 
 def _step_to_json(step: StepCost) -> list[float]:
-    counts = [step.emitted, step.accepted, step.fed_pending, step.fed_candidates]
+    counts = [getattr(step, name) for name in COUNTS]
     return counts + [round(seconds, 7) for seconds in step.seconds]
 
 
 def _step_from_json(row: list[float]) -> StepCost:
-    emitted, accepted, fed_pending, fed_candidates, *seconds = row
-    return StepCost(int(emitted), int(accepted), int(fed_pending), int(fed_candidates), tuple(seconds))
+    return StepCost(*map(int, row[: len(COUNTS)]), tuple(row[len(COUNTS) :]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.protocol import Needs
 from drafters.tree import DraftTree
 from inference.base import Base
-from inference.cache import buffer_cache, keep
+from inference.cache import CacheKind, make_cache
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,14 @@ class Runner:
 
     Args:
         base: A causal language model with full attention.
+        cache: ``static``, one preallocated buffer, or ``dynamic``, transformers' own.
 
     Raises:
         ValueError: The base has sliding-window or linear layers, whose caches cannot drop rejected nodes,
             or changes its logits behind the head.
     """
 
-    def __init__(self, base: Base) -> None:
+    def __init__(self, base: Base, cache: CacheKind = "static") -> None:
         config = base.model.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
@@ -53,13 +54,15 @@ class Runner:
         self.head = base.model.get_output_embeddings()
         self.device, self.dtype = base.model.device, base.model.dtype
         self.context_length, self.vocab_size = base.context_length, config.vocab_size
+        self._cache = make_cache(cache, config)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget the sequence."""
+    def reset(self, reserve: int = 0) -> None:
+        """Forget the sequence, and make room for ``reserve`` positions of the next."""
         self.cached = 0
         self._num_pending = 0
-        self._cache = buffer_cache(self.base.model.config.num_hidden_layers)
+        self._cache.clear()
+        self._cache.reserve(reserve)
 
     def _mask(self, num_pending: int, tree: DraftTree) -> Tensor | None:
         """Additive mask (1, 1, P + M, cached + P + M): pending tokens are causal, a node sees the cache, all pending
@@ -105,8 +108,12 @@ class Runner:
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
         """Keep the pending tokens and the accepted nodes in the cache."""
-        base = self.cached + self._num_pending
-        keep(self._cache, base, [base + node for node in path])
+        kept = base = self.cached + self._num_pending
+        first = 0
+        while first < len(path) and path[first] == first:  # these stand already where they belong
+            first += 1
+        kept += first
+        self._cache.keep(kept, [base + node for node in path[first:]])
         self.cached = base + len(path)
 
     @torch.inference_mode()
@@ -114,5 +121,5 @@ class Runner:
         """Keep only the first ``length`` cached tokens."""
         assert length <= self.cached, "a cache cannot be cut to more than it holds"
         if length < self.cached:
-            keep(self._cache, length, [])
+            self._cache.keep(length, [])
             self.cached = length

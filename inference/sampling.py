@@ -1,4 +1,4 @@
-"""How the base chooses a token from its logits: greedily, or by a draw that only the seed and the position decide."""
+"""How the base chooses tokens: greedily, by draws that only the seed and the position decide, or by a lossy rule."""
 
 from __future__ import annotations
 
@@ -9,26 +9,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.tree import DraftTree
+from inference.acceptance import accept, accept_deepest
+from inference.rejection import rounds
+
 
 class Sampler(Protocol):
-    """Picks a token from each row of logits."""
+    """Decides what is emitted: ``judge`` looks at the logits where they are, ``walk`` follows its verdict on the host.
 
-    def pick(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
-        """One token for each row of (N, V); row i decides the token at absolute position ``positions[i]``."""
+    Between the two lies the one copy to the host that a step makes.
+
+    Args:
+        lossless: Whether the text follows the base's own law.
+    """
+
+    lossless: bool
+
+    def judge(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+        """A verdict (1 + M, C) of integers for each row of (1 + M, V); row i decides the token at ``positions[i]``."""
+
+    def walk(self, tree: DraftTree, verdict: list[list[int]]) -> tuple[list[int], list[int]]:
+        """The accepted path and the emitted tokens."""
 
 
-class Greedy:
+class _Matching:
+    """One pick a row; the path is what the picks follow."""
+
+    lossless = True
+
+    def walk(self, tree: DraftTree, verdict: list[list[int]]) -> tuple[list[int], list[int]]:
+        return accept(tree, [row[0] for row in verdict])
+
+
+class Greedy(_Matching):
     """The most probable token; of equals the first."""
 
-    def pick(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
-        return logits.argmax(-1).tolist()
+    def judge(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+        return logits.argmax(-1, keepdim=True)
 
 
-class KeyedSampler:
+class KeyedSampler(_Matching):
     """Draws from the processed distribution by inverse CDF, with a number keyed by (seed, position).
 
-    Two runs with one seed give one text, whatever the drafter: sample-and-match emits the very draw the base alone
-    would have made.
+    Two runs with one seed give one text, whatever the drafter, as long as it drafts without chance: sample-and-match
+    emits the very draw the base alone would have made. Children that were drawn at random (``tree.laws``) go through
+    multi-round rejection: the same law, another text.
 
     Args:
         temperature: Above zero.
@@ -57,11 +82,85 @@ class KeyedSampler:
         """The distributions (N, V) that tokens are drawn from."""
         return self._warpers(None, logits.float()).double().softmax(-1)
 
-    def pick(self, logits: Tensor, positions: Sequence[int]) -> list[int]:
-        draws = torch.tensor([[self._draw(position)] for position in positions], dtype=torch.float64)
-        cumulative = self.probabilities(logits).cumsum(-1)
-        index = torch.searchsorted(cumulative, draws.to(logits.device) * cumulative[:, -1:], right=True)
-        return index.clamp(max=logits.shape[-1] - 1)[:, 0].tolist()
+    def pick(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        """One draw (N,) for each row of (N, V)."""
+        return self._draws(self.probabilities(logits), positions)
 
-    def _draw(self, position: int) -> float:
-        return np.random.default_rng((self.seed, position)).random()
+    def judge(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+        laws = self.probabilities(logits)
+        if not tree.laws:
+            return self._draws(laws, positions)[:, None]
+        taken = []
+        for children in tree.laws:
+            row = 1 + children.parent
+            accepted, choice, residual = rounds(
+                laws[row], children, tree, lambda index, at=positions[row]: self.uniform(at, 1 + index)
+            )
+            laws[row] = residual
+            taken.append((row, accepted, choice))
+        picks = self._draws(laws, positions)
+        for row, accepted, choice in taken:
+            picks[row] = torch.where(accepted, choice, picks[row])
+        return picks[:, None]
+
+    def _draws(self, laws: Tensor, positions: Sequence[int]) -> Tensor:
+        draws = torch.tensor([[self.uniform(position)] for position in positions], dtype=torch.float64)
+        cumulative = laws.cumsum(-1)
+        index = torch.searchsorted(cumulative, draws.to(laws.device) * cumulative[:, -1:], right=True)
+        return index.clamp(max=laws.shape[-1] - 1)[:, 0]
+
+    def uniform(self, position: int, stream: int = 0) -> float:
+        """A number in [0, 1): stream 0 decides the draw at a position, stream j the j-th round of rejection there."""
+        return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
+
+
+class RunningSampler(KeyedSampler):
+    """Draws with the next numbers of one generator: for drafts, which must owe nothing to the base's own numbers."""
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        self._generator = np.random.default_rng((seed, 0x0D4AF7))
+
+    def uniform(self, position: int, stream: int = 0) -> float:
+        return self._generator.random()
+
+
+class Typical(KeyedSampler):
+    """Typical acceptance (Medusa, section 2.3.1): a lossy rule, kept for comparison.
+
+    A node is acceptable where its probability exceeds min(threshold, alpha * exp(-entropy)); the longest acceptable
+    path is taken, and the token after it drawn from the base. The text does not follow the base's law.
+
+    Args:
+        threshold: Hard bound; Medusa's delta.
+        alpha: Entropy-dependent bound; Medusa's epsilon.
+        temperature, top_k, top_p, seed: As in `KeyedSampler`.
+    """
+
+    lossless = False
+
+    def __init__(
+        self,
+        threshold: float = 0.09,
+        alpha: float = 0.3,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if not 0 < threshold <= 1 or alpha <= 0:
+            raise ValueError(f"need 0 < threshold <= 1 and alpha > 0, not {threshold} and {alpha}")
+        self.threshold, self.alpha = threshold, alpha
+
+    def judge(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+        laws = self.probabilities(logits)
+        entropy = -torch.special.xlogy(laws, laws).sum(-1)  # (1 + M,)
+        bound = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
+        parents = torch.tensor([0, *(1 + parent for parent in tree.parents)], device=laws.device)
+        tokens = torch.tensor([0, *tree.tokens], device=laws.device)
+        acceptable = laws[parents, tokens] > bound[parents]
+        return torch.stack([acceptable.long(), self._draws(laws, positions)], dim=-1)
+
+    def walk(self, tree: DraftTree, verdict: list[list[int]]) -> tuple[list[int], list[int]]:
+        return accept_deepest(tree, [row[0] for row in verdict], [row[1] for row in verdict])

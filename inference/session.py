@@ -7,10 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 from drafters.protocol import Drafter, Limits, StepResult
-from inference.acceptance import accept
+from drafters.tree import DraftTree
 from inference.base import Base
-from inference.runner import Runner
+from inference.runner import Rows, Runner
 from inference.sampling import Greedy, Sampler
 
 PHASES = ("propose", "forward", "accept", "commit", "observe")
@@ -18,13 +21,15 @@ PHASES = ("propose", "forward", "accept", "commit", "observe")
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step cost.
+    """What one step cost; a step is one base forward.
 
     Args:
         emitted: Tokens the text gained.
         accepted: Draft tokens among them.
         fed_pending: Decided tokens fed: the root, or the prompt in the first step.
         fed_candidates: Draft tokens fed.
+        fed_scratch: Tokens fed only to be looked at.
+        draft_forwards: Forwards of a draft module or model.
         seconds: Wall time of each of `PHASES`; on a GPU the work of one phase may be waited for in ``accept``.
     """
 
@@ -32,7 +37,14 @@ class StepCost:
     accepted: int
     fed_pending: int
     fed_candidates: int
+    fed_scratch: int
+    draft_forwards: int
     seconds: tuple[float, ...]
+
+    @property
+    def fed(self) -> int:
+        """Tokens fed to the base."""
+        return self.fed_pending + self.fed_candidates + self.fed_scratch
 
 
 @dataclass
@@ -45,7 +57,7 @@ class Generation:
 
 
 class Session:
-    """Decodes texts with one base and one drafter.
+    """Decodes one text at a time with one base and one drafter; between steps it can be taken back and gone on with.
 
     Args:
         runner: The base and its cache.
@@ -57,6 +69,63 @@ class Session:
     def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024) -> None:
         self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
         self.max_nodes = max_nodes
+        self.seq: list[int] = []
+        self.rows: Rows | None = None  # of the last step, and the path accepted there
+        self.path: list[int] = []
+
+    def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
+        """Forget the last text; ``reserve`` positions are made ready for the new one."""
+        self.runner.reset(reserve)
+        self.seq = list(prompt)
+        self.drafter.begin(self.seq)
+
+    def step(self, end: int, eos: frozenset[int] = frozenset()) -> tuple[list[int], StepCost]:
+        """One base forward: what it adds to the text, which shall not grow beyond ``end`` tokens, and its cost."""
+        runner, drafter, seq, clock = self.runner, self.drafter, self.seq, time.perf_counter
+        length, draft_forwards = len(seq), drafter.draft_forwards
+        started = clock()
+        limits = Limits(end - length - 1, self.max_nodes, eos, runner.context_length - length)
+        tree = drafter.propose(seq, limits)
+        tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
+        proposed = clock()
+        num_pending = length - runner.cached
+        rows = runner.forward(seq[runner.cached :], tree, drafter.needs)
+        forwarded = clock()
+        path, emitted, top = self._accept(rows.logits, tree)
+        emitted = _until_eos(emitted[: end - length], eos)
+        num_accepted = len(path)
+        path = path[: len(emitted) - 1]  # the last token emitted is the next root and not yet cached
+        accepted = clock()
+        runner.commit(path)
+        committed = clock()
+        seq += emitted
+        drafter.observe(StepResult(num_pending, tree, rows.hidden, path, emitted, top))
+        observed = clock()
+        self.rows, self.path = rows, path
+        marks = (started, proposed, forwarded, accepted, committed, observed)
+        return emitted, StepCost(
+            emitted=len(emitted),
+            accepted=min(num_accepted, len(emitted)),
+            fed_pending=num_pending,
+            fed_candidates=tree.num_candidates,
+            fed_scratch=tree.num_scratch,
+            draft_forwards=drafter.draft_forwards - draft_forwards,
+            seconds=tuple(after - before for before, after in pairwise(marks)),
+        )
+
+    @torch.inference_mode()
+    def _accept(self, logits: Tensor, tree: DraftTree) -> tuple[list[int], list[int], list[list[int]]]:
+        """Path, emitted tokens, and the most probable tokens of each row if the drafter needs them: one host copy."""
+        length = len(self.seq)
+        verdict = self.sampler.judge(logits, tree, [length, *(length + depth for depth in tree.depths)])
+        top_k, width = self.drafter.needs.top_k, verdict.shape[1]
+        if top_k == 1:
+            verdict = torch.cat([verdict, logits.argmax(-1, keepdim=True)], dim=1)
+        elif top_k:
+            verdict = torch.cat([verdict, logits.topk(min(top_k, logits.shape[1])).indices], dim=1)
+        host = verdict.tolist()
+        path, emitted = self.sampler.walk(tree, host)
+        return path, emitted, [row[width:] for row in host] if top_k else []
 
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
@@ -68,33 +137,12 @@ class Session:
         Raises:
             ValueError: The prompt is empty or does not fit into the context, or no token may be written.
         """
-        runner, drafter, clock = self.runner, self.drafter, time.perf_counter
-        check_prompt(runner.base, prompt, max_new_tokens)
-        runner.reset()
-        seq = list(prompt)
-        end = min(len(seq) + max_new_tokens, runner.context_length)
-        drafter.begin(seq)
-        while len(seq) < end:
-            started = clock()
-            limits = Limits(end - len(seq) - 1, self.max_nodes, eos)
-            tree = drafter.propose(seq, limits).pruned(limits.max_depth, limits.max_nodes, eos)
-            proposed = clock()
-            pending = seq[runner.cached :]
-            rows = runner.forward(pending, tree, drafter.needs)
-            forwarded = clock()
-            picks = self.sampler.pick(rows.logits, [len(seq), *(len(seq) + depth for depth in tree.depths)])
-            path, emitted = accept(tree, picks)
-            emitted = _until_eos(emitted[: end - len(seq)], eos)
-            kept = path[: len(emitted) - 1]  # the last token emitted is the next root and not yet cached
-            accepted = clock()
-            runner.commit(kept)
-            committed = clock()
-            seq += emitted
-            drafter.observe(StepResult(len(pending), tree, rows.hidden, kept, emitted))
-            observed = clock()
-            marks = (started, proposed, forwarded, accepted, committed, observed)
-            seconds = tuple(after - before for before, after in pairwise(marks))
-            yield emitted, StepCost(len(emitted), len(path), len(pending), len(tree), seconds)
+        check_prompt(self.runner.base, prompt, max_new_tokens)
+        end = min(len(prompt) + max_new_tokens, self.runner.context_length)
+        self.begin(prompt, reserve=end + 64)
+        while len(self.seq) < end:
+            emitted, cost = self.step(end, eos)
+            yield emitted, cost
             if emitted[-1] in eos:
                 return
 

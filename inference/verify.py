@@ -71,7 +71,8 @@ def compare(
     sampler: Sampler,
 ) -> tuple[int, float, list[Divergence]]:
     """Decode every prompt with the drafter and compare: identical texts, acceptance length, divergences."""
-    session = Session(Runner(base), zoo.make(spec, base), sampler)
+    runner = Runner(base)
+    session = Session(runner, zoo.make(spec, runner), sampler)
     tokens = steps = 0
     divergences = []
     for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):

@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import drafters
 from drafters import checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
+from inference import builders
 from inference.base import Base, check_fit
+from inference.runner import Runner
 
-TRAINING_FREE = {"none": drafters.NoDrafter, "anpd": drafters.ANPD, "prompt_lookup": drafters.PromptLookup}
+
+@dataclass(frozen=True)
+class Kind:
+    """A training-free drafter.
+
+    Args:
+        build: A class with flat arguments; or, where there is something to name, a function of the base's runner, of
+            what is named, and of flat arguments.
+        named: What ``NAME=...`` names; empty where nothing.
+        optional: Whether it may be left out.
+    """
+
+    build: Callable[..., Drafter]
+    named: str = ""
+    optional: bool = False
+
+
+TRAINING_FREE = {
+    "none": Kind(drafters.NoDrafter),
+    "anpd": Kind(drafters.ANPD),
+    "prompt_lookup": Kind(drafters.PromptLookup),
+    "draft_model": Kind(builders.draft_model, "MODEL"),
+    "cascade": Kind(builders.cascade, "MODEL"),
+}
 LEARNED = {"ctc": drafters.CTC}
 
 
@@ -50,22 +75,33 @@ def labels(specs: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def make(spec: str, base: Base) -> Drafter:
-    """Build the drafter that ``spec`` names, ready to decode with ``base``.
+def known() -> str:
+    """The names, each with what it needs."""
+    free = [
+        name + (f"[={kind.named}]" if kind.optional else f"={kind.named}" if kind.named else "")
+        for name, kind in TRAINING_FREE.items()
+    ]
+    return ", ".join([*free, *(f"{name}=FOLDER" for name in LEARNED)])
+
+
+def make(spec: str, runner: Runner) -> Drafter:
+    """Build the drafter that ``spec`` names, ready to decode with the base of ``runner``.
 
     Raises:
         ValueError: Unknown name or argument, a missing or damaged folder, or a drafter of another base.
     """
     name, folder, text = split(spec)
     if name in LEARNED:
-        return _learned(name, folder, text, base)
+        return _learned(name, folder, text, runner.base)
     if name not in TRAINING_FREE:
-        known = ", ".join([*TRAINING_FREE, *(f"{learned}=FOLDER" for learned in LEARNED)])
-        raise ValueError(f"unknown drafter {name!r}; known are {known}")
-    if folder:
-        raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
+        raise ValueError(f"unknown drafter {name!r}; known are {known()}")
     kind = TRAINING_FREE[name]
-    return kind(**_arguments(kind, text))
+    if folder and not kind.named:
+        raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
+    if not folder and kind.named and not kind.optional:
+        raise ValueError(f"the drafter {name} needs its {kind.named}: write {name}={kind.named}")
+    arguments = _arguments(name, kind.build, text)
+    return kind.build(runner, folder, **arguments) if kind.named else kind.build(**arguments)
 
 
 def _learned(name: str, folder: str | None, text: str, base: Base) -> LearnedDrafter:
@@ -76,22 +112,22 @@ def _learned(name: str, folder: str | None, text: str, base: Base) -> LearnedDra
     if config.class_path != f"drafters.{kind.__name__}":
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)
-    overrides = _arguments(kind, text)
+    overrides = _arguments(name, kind, text)
     drafter, _ = checkpoint.load(folder, base.model.dtype, replace(config, init_args=config.init_args | overrides))
     drafter.to(base.model.device).borrow(base.borrowed)
     return drafter
 
 
-def _arguments(kind: type, text: str) -> dict[str, object]:
+def _arguments(name: str, build: Callable, text: str) -> dict[str, object]:
     """Typed arguments of ``key=value,...``; the types are those of the constructor."""
     if not text:
         return {}
-    known = {name: p for name, p in inspect.signature(kind).parameters.items() if name != "base"}
+    known = {key: p for key, p in inspect.signature(build).parameters.items() if p.default is not p.empty}
     values: dict[str, object] = {}
     for pair in text.split(","):
         key, equals, value = pair.partition("=")
         if key not in known or not equals:
-            raise ValueError(f"{kind.__name__} takes {', '.join(known) or 'no arguments'}; not {pair!r}")
+            raise ValueError(f"{name} takes {', '.join(known) or 'no arguments'}; not {pair!r}")
         default = known[key].default
         try:
             values[key] = _typed(value, type(default))

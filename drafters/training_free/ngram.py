@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import Limits, Needs, StepResult
+from drafters.protocol import Drafter, Limits, StepResult
 from drafters.tree import DraftTree
 
 
-class ANPD:
+class ANPD(Drafter):
     """Adaptive n-gram parallel decoding (ANPD paper, Algorithms 1 and 2).
 
     Tables of order 2..N count which token followed each context of n - 1 tokens. Drafting asks the highest order
@@ -20,7 +20,7 @@ class ANPD:
         update: Whether emitted tokens enter the tables; off keeps those of the prompt.
     """
 
-    needs = Needs()
+    history_only = True
 
     def __init__(self, order: int = 5, num_draft: int = 7, update: bool = True) -> None:
         if order < 2 or num_draft < 1:
@@ -65,7 +65,7 @@ class ANPD:
             self._learn(step.emitted)
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Prompt lookup decoding: copy what followed the leftmost earlier match of the last tokens (Saxena 2023).
 
     Args:
@@ -73,7 +73,7 @@ class PromptLookup:
         num_draft: Tokens copied at most.
     """
 
-    needs = Needs()
+    history_only = True
 
     def __init__(self, max_ngram: int = 3, num_draft: int = 10) -> None:
         if max_ngram < 1 or num_draft < 1:

@@ -9,7 +9,7 @@ import drafters
 from drafters import DraftTree, Needs
 
 
-class AdversarialTrees:
+class AdversarialTrees(drafters.Drafter):
     """Random trees with the true continuation somewhere among junk, junk under truth, and one text spelled twice.
 
     Args:
@@ -49,7 +49,7 @@ class AdversarialTrees:
         assert step.committed_hidden().shape[0] == step.num_pending + len(step.path)
 
 
-class Oracle:
+class Oracle(drafters.Drafter):
     """Drafts a given text, whatever the base thinks of it."""
 
     needs = Needs()

@@ -8,8 +8,24 @@ from inference import record
 from inference.record import Answer, Turn
 from inference.session import StepCost
 
-PREFILL = StepCost(emitted=1, accepted=0, fed_pending=9, fed_candidates=0, seconds=(0.0, 0.5, 0.0, 0.0, 0.0))
-STEP = StepCost(emitted=3, accepted=2, fed_pending=1, fed_candidates=4, seconds=(0.01, 0.1, 0.02, 0.03, 0.04))
+PREFILL = StepCost(
+    emitted=1,
+    accepted=0,
+    fed_pending=9,
+    fed_candidates=0,
+    fed_scratch=0,
+    draft_forwards=0,
+    seconds=(0.0, 0.5, 0.0, 0.0, 0.0),
+)
+STEP = StepCost(
+    emitted=3,
+    accepted=2,
+    fed_pending=1,
+    fed_candidates=4,
+    fed_scratch=3,
+    draft_forwards=1,
+    seconds=(0.01, 0.1, 0.02, 0.03, 0.04),
+)
 ANSWER = Answer(
     question_id=81,
     category="writing",
@@ -46,14 +62,14 @@ def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
     assert choice["new_tokens"] == [4, 7]
     assert choice["wall_time"] == [0.75, 1.25]
     assert choice["accept_lengths"] == [3, 3, 3]  # of the steps after the prefill
-    assert choice["steps"][0][1] == [3, 2, 1, 4, 0.01, 0.1, 0.02, 0.03, 0.04]
+    assert choice["steps"][0][1] == [3, 2, 1, 4, 3, 1, 0.01, 0.1, 0.02, 0.03, 0.04]
 
 
 def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
-    turn = Turn("", [1], 1, [StepCost(1, 0, 1, 0, (1 / 3,) * 5)], 2 / 3)
+    turn = Turn("", [1], 1, [StepCost(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3)
     choice = record.to_json(Answer(1, "math", "ctc", [turn], [True]))["choices"][0]
     assert choice["wall_time"] == [0.6666667]
-    assert choice["steps"][0][0][4:] == [0.3333333] * 5
+    assert choice["steps"][0][0][6:] == [0.3333333] * 5
 
 
 @pytest.mark.parametrize("line", ['{"question_id": 82, "cho', '{"question_id": 82}', "[]", '{"choices": [{}]}'])

@@ -24,7 +24,7 @@ def decode(token_ids):
 
 
 def answer(drafter, question_id, category, token_ids=tuple(range(9))):
-    costs = [StepCost(n, n - 1, 1, 4, (0.001, 0.1, 0.001, 0.001, 0.001)) for n in STEPS[drafter]]
+    costs = [StepCost(n, n - 1, 1, 4, 0, 0, (0.001, 0.1, 0.001, 0.001, 0.001)) for n in STEPS[drafter]]
     turn = Turn(decode(token_ids), list(token_ids), 5, costs, 0.11 * len(costs))
     return Answer(question_id, category, drafter, [turn, turn], [True, True])
 
@@ -106,7 +106,11 @@ def test_a_step_shows_accepted_tokens_apart_from_the_bonus_token():
 
 def test_a_character_of_several_tokens_is_not_torn_apart():
     whole = "né日本".encode()
-    steps = [StepCost(1, 0, 1, 0, (0.0,) * 5), StepCost(3, 2, 1, 4, (0.0,) * 5), StepCost(5, 5, 1, 5, (0.0,) * 5)]
+    steps = [
+        StepCost(1, 0, 1, 0, 0, 0, (0.0,) * 5),
+        StepCost(3, 2, 1, 4, 0, 0, (0.0,) * 5),
+        StepCost(5, 5, 1, 5, 0, 0, (0.0,) * 5),
+    ]
     turn = Turn("", list(whole), 1, steps, 1.0)
     spans = report.step_spans(turn, lambda token_ids: bytes(token_ids).decode("utf-8", errors="replace"))
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]

@@ -7,7 +7,7 @@ import torch
 
 from drafters import DraftTree, Needs
 from inference.base import Base
-from inference.cache import BufferLayer, buffer_cache, keep
+from inference.cache import make_cache
 from inference.runner import Runner
 
 NOTHING = Needs()
@@ -149,33 +149,57 @@ def test_the_cache_grows_beyond_its_first_buffer(make_base):
     assert_cache_is_fresh(runner, text, 1e-9)
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_buffer_layer_is_a_list_that_is_added_to_and_cut(seed):
-    rng, layer, held = random.Random(seed), BufferLayer(), torch.empty(1, 2, 0, 4)
-    for _ in range(25):
-        new = torch.randn(1, 2, rng.choice([1, 2, 9, 200]), 4)
+def test_a_cache_is_a_list_that_is_added_to_and_cut(make_base, kind, seed):
+    rng, cache, held = random.Random(seed), make_cache(kind, make_base().model.config), torch.empty(2, 1, 2, 0, 4)
+    for turn in range(25):
+        if turn == 15:
+            cache.clear()
+            held = held[..., :0, :]
+        new = torch.randn(2, 1, 2, rng.choice([1, 2, 9, 200]), 4)
         start = held.shape[-2]
         held = torch.cat([held, new], -2)
-        for got, expected in zip(layer.update(new, -new), (held, -held), strict=True):
-            assert torch.equal(got, expected)
+        for layer in range(2):
+            for got, expected in zip(cache.update(new[layer], -new[layer], layer), (held, -held), strict=True):
+                assert torch.equal(got, expected[layer])
         length = rng.randrange(start, held.shape[-2] + 1)
         moved = sorted(rng.sample(range(length, held.shape[-2]), rng.randrange(held.shape[-2] - length + 1)))
-        layer.keep(length, torch.tensor(moved) if moved else None)
+        cache.keep(length, moved)
         held = held[..., [*range(length), *moved], :]
-        assert torch.equal(layer.keys, held)
-        assert torch.equal(layer.values, -held)
-        assert layer.get_seq_length() == held.shape[-2]
+        for layer in range(2):
+            assert torch.equal(cache.layers[layer].keys, held[layer])
+            assert torch.equal(cache.layers[layer].values, -held[layer])
+        assert cache.get_seq_length() == held.shape[-2]
 
 
-def test_rows_that_stand_where_they_belong_are_not_copied(monkeypatch):
-    cache, asked = buffer_cache(1), []
-    cache.layers[0].update(torch.arange(8.0).view(1, 1, 8, 1), torch.zeros(1, 1, 8, 1))
-    monkeypatch.setattr(BufferLayer, "keep", lambda layer, length, moved: asked.append((length, moved)))
-    for moved in ([], [3, 4], [3, 5, 7], [4, 5]):
-        keep(cache, 3, moved)
-    assert [(length, None if rows is None else rows.tolist()) for length, rows in asked] == [
-        (3, None), (5, None), (4, [5, 7]), (3, [4, 5])
-    ]  # fmt: skip
+def test_rows_that_stand_where_they_belong_are_not_copied(base, monkeypatch):
+    runner, asked = Runner(base), []
+    tree = DraftTree([5, 6, 7, 8, 9], [-1, 0, 1, 1, -1])
+    for path in ([], [0, 1], [0, 1, 3], [4]):
+        runner.reset()
+        runner.forward([3, 4], tree, NOTHING)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner._cache, "keep", lambda length, moved: asked.append((length, moved)))
+            runner.commit(path)
+    assert asked == [(2, []), (4, []), (4, [5]), (2, [6])]
+
+
+def test_the_static_cache_is_one_buffer_that_outlives_a_text(base):
+    runner = Runner(base)
+    runner.reset(reserve=600)
+    for _ in range(2):
+        runner.forward([3, 4, 5], DraftTree(), NOTHING)
+        runner.commit([])
+        buffer = runner._cache.buffer
+        runner.reset()
+    assert buffer is runner._cache.buffer and buffer.is_contiguous()
+    assert buffer.shape[:2] == (2, 2) and buffer.shape[-2] == 600
+
+
+def test_no_other_cache_is_known(base):
+    with pytest.raises(ValueError, match="cache must be static or dynamic, not 'paged'"):
+        Runner(base, "paged")
 
 
 def test_a_base_with_sliding_windows_is_refused(toy_tokenizer):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from drafters import DraftTree
 from inference.sampling import Greedy, KeyedSampler
 
 SETTINGS = [
@@ -41,9 +42,9 @@ def test_the_law_is_that_of_transformers_warpers(logits, setting):
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_fine_grid_of_draws_meets_each_token_as_often_as_the_law_says(logits, setting, monkeypatch):
     sampler, fine = KeyedSampler(**setting), 2000
-    monkeypatch.setattr(sampler, "_draw", lambda position: (position + 0.5) / fine)
+    monkeypatch.setattr(sampler, "uniform", lambda position, stream=0: (position + 0.5) / fine)
     for row, law in zip(logits, warped(logits, **setting), strict=True):
-        picks = torch.tensor(sampler.pick(row.expand(fine, -1), range(fine)))
+        picks = sampler.pick(row.expand(fine, -1), range(fine))
         share = picks.bincount(minlength=9) / fine
         assert (share - law).abs().max() <= 1 / fine
         assert not (share > 0)[law == 0].any()
@@ -52,37 +53,40 @@ def test_a_fine_grid_of_draws_meets_each_token_as_often_as_the_law_says(logits, 
 @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
 def test_the_outermost_draws_pick_tokens_that_can_happen(draw, monkeypatch):
     sampler = KeyedSampler()
-    monkeypatch.setattr(sampler, "_draw", lambda position: draw)
+    monkeypatch.setattr(sampler, "uniform", lambda position, stream=0: draw)
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf], [0.3, -torch.inf, -torch.inf, -torch.inf]])
-    assert sampler.pick(logits, [1, 2]) == ([1, 0] if draw == 0 else [2, 0])
+    assert sampler.pick(logits, [1, 2]).tolist() == ([1, 0] if draw == 0 else [2, 0])
 
 
 def test_draws_of_many_positions_follow_the_law():
     law = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    picks = torch.tensor(KeyedSampler(seed=3).pick(law.log().expand(4000, -1), range(4000)))
+    picks = KeyedSampler(seed=3).pick(law.log().expand(4000, -1), range(4000))
     expected = law * 4000
     chi_square = ((picks.bincount(minlength=4) - expected) ** 2 / expected).sum()
     assert chi_square < 16.3  # one in a thousand, three degrees of freedom
 
 
 def test_draws_of_neighbouring_positions_are_independent():
-    picks = torch.tensor(KeyedSampler(seed=5).pick(torch.zeros(4001, 2), range(4001)))
+    picks = KeyedSampler(seed=5).pick(torch.zeros(4001, 2), range(4001))
     pairs = (2 * picks[:-1] + picks[1:]).bincount(minlength=4)
     assert ((pairs - 1000) ** 2 / 1000).sum() < 16.3
 
 
 def test_a_draw_depends_on_seed_and_position_alone(logits):
     sampler = KeyedSampler(temperature=1.5, seed=7)
-    together = sampler.pick(logits, range(10, 16))
-    alone = [sampler.pick(logits[i : i + 1], [10 + i])[0] for i in reversed(range(6))]
-    assert together == alone[::-1] == KeyedSampler(temperature=1.5, seed=7).pick(logits, range(10, 16))
+    together = sampler.pick(logits, range(10, 16)).tolist()
+    alone = [sampler.pick(logits[i : i + 1], [10 + i]).item() for i in reversed(range(6))]
+    assert together == alone[::-1] == KeyedSampler(temperature=1.5, seed=7).pick(logits, range(10, 16)).tolist()
     flat = torch.zeros(200, 9)
-    assert KeyedSampler(seed=1).pick(flat, range(200)) != KeyedSampler(seed=2).pick(flat, range(200))
-    assert len(set(sampler.pick(flat, [4] * 200))) == 1, "one draw for a position, shared by all nodes that decide it"
+    assert not KeyedSampler(seed=1).pick(flat, range(200)).equal(KeyedSampler(seed=2).pick(flat, range(200)))
+    assert len(set(sampler.pick(flat, [4] * 200).tolist())) == 1, (
+        "one draw for a position, shared by all nodes that decide it"
+    )
 
 
 def test_greedy_takes_the_first_of_the_most_probable():
-    assert Greedy().pick(torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]]), [0, 1]) == [1, 0]
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
+    assert Greedy().judge(logits, DraftTree([0], [-1]), [0, 1]).tolist() == [[1], [0]]
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}])

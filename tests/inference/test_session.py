@@ -8,6 +8,7 @@ import torch
 
 import drafters
 from drafters import DraftTree
+from inference import sampling as sampling_module
 from inference import session as session_module
 from inference.base import load_base
 from inference.runner import Runner
@@ -38,7 +39,7 @@ def naive(base, prompt, max_new_tokens, eos=NO_EOS, sampler=None):
     seq = list(prompt)
     while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
         logits = base.model(torch.tensor([seq])).logits[0, -1:]
-        seq.append(sampler.pick(logits, [len(seq)])[0] if sampler else logits.argmax().item())
+        seq.append(sampler.pick(logits, [len(seq)]).item() if sampler else logits.argmax().item())
         if seq[-1] in eos:
             break
     return seq[len(prompt) :]
@@ -264,8 +265,8 @@ def accept_by_the_parents_row(tree, picks):
 
 
 BROKEN = {
-    "unchecked accept": lambda patch: patch.setattr(session_module, "accept", accept_unchecked),
-    "row off by one": lambda patch: patch.setattr(session_module, "accept", accept_by_the_parents_row),
+    "unchecked accept": lambda patch: patch.setattr(sampling_module, "accept", accept_unchecked),
+    "row off by one": lambda patch: patch.setattr(sampling_module, "accept", accept_by_the_parents_row),
     "positions without depth": lambda patch: patch.setattr(DraftTree, "depths", property(lambda t: [1] * len(t))),
     "siblings in sight": lambda patch: patch.setattr(
         DraftTree, "sees", lambda t: torch.ones(len(t), len(t)).tril().bool().numpy()

@@ -5,27 +5,19 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import DraftTree, Needs
+from drafters import Drafter, DraftTree
 from inference import zoo
 from inference.sampling import Greedy, KeyedSampler
 from inference.verify import alone, compare, first_divergence, verify
 
 
-class Lossy:
+class Lossy(Drafter):
     """Drafts every token, in trees whose nodes see each other: what is accepted has read its siblings."""
-
-    needs = Needs()
-
-    def begin(self, prompt):
-        pass
 
     def propose(self, seq, limits):
         tree = DraftTree(range(3, 300), [-1] * 297)  # the end token, 2, would have it pruned to an honest tree
         tree.__dict__["sees"] = lambda: np.ones((297, 297), dtype=bool)
         return tree
-
-    def observe(self, step):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +46,7 @@ def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
 
 
 def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
-    monkeypatch.setitem(zoo.TRAINING_FREE, "lossy", Lossy)
+    monkeypatch.setitem(zoo.TRAINING_FREE, "lossy", zoo.Kind(Lossy))
     with pytest.raises(SystemExit) as caught:
         verify(folder, ["none", "lossy"], limit=3, max_new_tokens=24)
     assert caught.value.code == 1
@@ -68,7 +60,7 @@ def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, ora
     base, prompt = make_base(seed=5), [5, 6, 7]
     written = alone(base, prompt, 20, Greedy())
     assert len(written) == 20
-    monkeypatch.setitem(zoo.TRAINING_FREE, "oracle", lambda: oracle([*prompt, *written], length=2))
+    monkeypatch.setitem(zoo.TRAINING_FREE, "oracle", zoo.Kind(lambda: oracle([*prompt, *written], length=2)))
     # the prefill emits three tokens, then five steps three each, and the last two of three
     assert compared(base, "oracle", [prompt], 20, Greedy()) == (1, 17 / 6, [])
     assert compared(base, "none", [prompt], 20, Greedy()) == (1, 1.0, [])

@@ -160,6 +160,7 @@ class CTC(LearnedDrafter):
         root = torch.tensor([[seq[-1]]], device=device)
         frames, positions = self._block(root, anchor, self.borrowed.embedding)
         frames = self.trunk(frames, positions, self._cache.read())
+        self.draft_forwards += 1
         probs, blank, tokens = self.top_frames(frames, self.borrowed.head)
         return self._tree(probs[0], blank[0], tokens[0], limits)
 

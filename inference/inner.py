@@ -1,0 +1,77 @@
+"""A session of a smaller model that writes ahead of the base, for the drafters that hold one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Drafter, NoDrafter, Written
+from inference.runner import Runner
+from inference.sampling import KeyedSampler, Sampler
+from inference.session import Session
+
+
+class ModelSession:
+    """A persistent session of a draft model; implements `drafters.protocol.InnerSession`.
+
+    Its cache holds what it wrote: where the base refuses a part, only that part is forgotten.
+
+    Args:
+        runner: The draft model and its cache.
+        drafter: What proposes to the draft model in turn.
+        sampler: How the draft model picks tokens; greedily unless said otherwise.
+    """
+
+    def __init__(self, runner: Runner, drafter: Drafter | None = None, sampler: Sampler | None = None) -> None:
+        self.session = Session(runner, drafter or NoDrafter(), sampler)
+        self.forwards = 0
+        self._known = 0
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.session.begin(prompt)
+        self._known = len(prompt)
+
+    def write(
+        self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
+    ) -> Written:
+        session = self.session
+        self._go_back_to(seq)
+        end = min(len(seq) + num_tokens, session.runner.context_length)
+        tokens: list[int] = []
+        laws: list[Tensor] = []
+        before = session.drafter.draft_forwards
+        while len(session.seq) < end:
+            emitted, _ = session.step(end, eos)
+            self.forwards += 1
+            tokens += emitted
+            if isinstance(session.sampler, KeyedSampler):
+                laws += self._laws(len(emitted))
+            if emitted[-1] in eos or (threshold and self._probability(emitted) < threshold):
+                break
+        self.forwards += session.drafter.draft_forwards - before
+        return Written(tokens, laws)
+
+    def _go_back_to(self, seq: Sequence[int]) -> None:
+        """Make the session's text ``seq``, keeping of the cache what both begin with."""
+        session, runner = self.session, self.session.runner
+        mine, same = session.seq, self._known
+        while same < min(len(mine), len(seq)) and mine[same] == seq[same]:
+            same += 1
+        runner.truncate(min(runner.cached, same, len(seq) - 1))
+        if same < len(mine):
+            session.drafter.rewind(same)
+            del mine[same:]
+        mine += seq[same:]
+        self._known = len(seq)
+
+    @torch.inference_mode()
+    def _laws(self, count: int) -> list[Tensor]:
+        rows = [0, *(1 + node for node in self.session.path)][:count]
+        return list(self.session.sampler.probabilities(self.session.rows.logits[rows]))
+
+    @torch.inference_mode()
+    def _probability(self, emitted: list[int]) -> float:
+        row = [0, *(1 + node for node in self.session.path)][len(emitted) - 1]
+        return self.session.rows.logits[row].float().softmax(-1)[emitted[-1]].item()

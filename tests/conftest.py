@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test looks outside
 
+import random
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from inference.base import Base
+from inference.runner import Rows
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 40
@@ -55,6 +57,75 @@ def toy_base(kind="llama", attention="sdpa", dtype=torch.float64, context=64, la
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return Base(f"toy-{kind}", model.to(dtype).eval().requires_grad_(False), words())
+
+
+class PseudoBase:
+    """What a session asks of a base."""
+
+    name, context_length = "pseudo", 4096
+
+
+class PseudoRunner:
+    """A base without weights, for tests of drafters on the real loop in microseconds.
+
+    Its next token is a function of the last ``order`` tokens it sees, which are those of the node's own path: a node
+    that is not an ancestor can change nothing. A small vocabulary makes texts that repeat themselves.
+    """
+
+    def __init__(self, seed=0, vocab=12, order=2, context=4096, noise=0.1):
+        self.base = PseudoBase()
+        self.base.context_length = self.context_length = context
+        self.seed, self.vocab_size, self.order, self.noise = seed, vocab, order, noise
+        self.forwards = 0
+        self.reset()
+
+    def reset(self, reserve=0):
+        self.text, self.fed = [], ([], None)
+
+    @property
+    def cached(self):
+        return len(self.text)
+
+    def next(self, seq):
+        """The token after a text: the same after the same ``order`` tokens, but for a few places."""
+        rng = random.Random(str((self.seed, tuple(seq[-self.order :]))))
+        token = rng.randrange(self.vocab_size)
+        if rng.random() < self.noise:
+            token = random.Random(str((self.seed, tuple(seq[-6 * self.order :])))).randrange(self.vocab_size)
+        return token
+
+    def greedy(self, prompt, length, eos=()):
+        """What it writes alone."""
+        seq = list(prompt)
+        while len(seq) < min(len(prompt) + length, self.context_length):
+            seq.append(self.next(seq))
+            if seq[-1] in eos:
+                break
+        return seq[len(prompt) :]
+
+    def forward(self, pending, tree, needs):
+        tree.validate(self.vocab_size)
+        assert pending and max(tree.depths, default=0) <= self.context_length - self.cached - len(pending)
+        self.forwards += 1
+        self.fed = (list(pending), tree)
+        known = self.text + list(pending)
+        picks = [self.next(known), *(self.next(known + tree.path_tokens(node)) for node in range(len(tree)))]
+        return Rows(torch.nn.functional.one_hot(torch.tensor(picks), self.vocab_size).float(), None)
+
+    def commit(self, path):
+        pending, tree = self.fed
+        assert all(node < tree.num_candidates for node in path)
+        self.text += pending + (tree.path_tokens(path[-1]) if path else [])
+
+    def truncate(self, length):
+        assert length <= len(self.text)
+        del self.text[length:]
+
+
+@pytest.fixture(scope="session")
+def pseudo_runner():
+    """Makes a `PseudoRunner`."""
+    return PseudoRunner
 
 
 @pytest.fixture(scope="session")

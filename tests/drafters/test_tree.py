@@ -3,8 +3,9 @@
 import random
 
 import pytest
+import torch
 
-from drafters.tree import ROOT, DraftTree
+from drafters.tree import ROOT, ChildLaw, DraftTree
 
 THE_CAT = DraftTree([11, 12, 13, 14], [-1, 0, -1, 1])
 """    ─┬─ 11 ── 12 ── 14
@@ -93,3 +94,62 @@ def test_a_tree_with_more_tokens_than_parents_is_not_valid():
 
 def test_a_good_tree_is_valid():
     THE_CAT.validate(vocab_size=15)
+
+
+# ---- scratch and laws
+
+
+THE_CAT_AND_SCRATCH = THE_CAT.with_scratch([13, 13, 15, 16], [-1, 0, 4, 6])
+"""    ─┬─ 11 ─┬─ 12 ── 14        ─── 13 ─── 15 ── 16 scratch below the root
+     │      └─ 13 scratch
+     └─ 13                     """
+
+
+def test_scratch_stands_behind_the_candidates_and_is_nobodys_child():
+    tree = THE_CAT_AND_SCRATCH
+    tree.validate(vocab_size=17)
+    assert (tree.num_candidates, tree.num_scratch, len(tree)) == (4, 4, 8)
+    assert tree.child(ROOT, 13) == 2 and tree.child(0, 13) is None
+    assert tree.path_tokens(7) == [13, 15, 16]
+    assert tree.depths == [1, 2, 1, 3, 1, 2, 2, 3]
+
+
+def test_candidates_and_scratch_are_pruned_by_their_own_depths():
+    tree = THE_CAT_AND_SCRATCH
+    assert tree.pruned(3, 8, (), 3) is tree
+
+    def kept(*limits):
+        pruned = tree.pruned(*limits)
+        pruned.validate(vocab_size=17)
+        return pruned.num_candidates, [tuple(pruned.path_tokens(node)) for node in range(len(pruned))]
+
+    assert kept(1, 8, (), 2) == (2, [(11,), (13,), (13,), (11, 13), (13, 15)])
+    assert kept(3, 8, (), 1) == (4, [(11,), (11, 12), (13,), (11, 12, 14), (13,)])
+    assert kept(3, 5, (), 3) == (4, [(11,), (11, 12), (13,), (11, 12, 14), (13,)])
+    # an end token among the candidates ends them; below scratch all may be looked at
+    assert kept(3, 8, {11, 15}, 3) == (2, [(11,), (13,), (13,), (11, 13), (13, 15), (13, 15, 16)])
+
+
+def test_a_law_goes_where_its_children_go():
+    q = torch.full((20,), 0.05)
+    laws = (ChildLaw(ROOT, q, (2, 0, 2)), ChildLaw(0, q, (1,)), ChildLaw(1, q, (3,)))
+    tree = DraftTree(THE_CAT.tokens, THE_CAT.parents, laws=laws)
+    tree.validate(vocab_size=20)
+    assert tree.pruned(3, 4, ()) is tree
+    assert [(law.parent, law.draws) for law in tree.pruned(2, 4, ()).laws] == [(ROOT, (2, 0, 2)), (0, (1,))]
+    assert [(law.parent, law.draws) for law in tree.pruned(3, 2, ()).laws] == [(ROOT, (0,)), (0, (1,))]
+    assert [(law.parent, law.draws) for law in tree.pruned(3, 4, {11}).laws] == [(ROOT, (1, 0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("tree", "broken"),
+    [
+        (DraftTree([1, 2], [-1, 0], num_scratch=3), "scratch nodes are nodes"),
+        (DraftTree([1, 2, 3], [-1, 2, -1], num_scratch=1), "parents come before"),
+        (DraftTree([1, 2], [-1, -1], laws=(ChildLaw(0, torch.ones(3), (1,)),)), "draws are children"),
+        (DraftTree([1, 2], [-1, -1], num_scratch=1, laws=(ChildLaw(-1, torch.ones(3), (1,)),)), "a candidate"),
+    ],
+)
+def test_validate_knows_the_rules_of_scratch_and_laws(tree, broken):
+    with pytest.raises(AssertionError, match=broken):
+        tree.validate(vocab_size=50)

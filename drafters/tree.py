@@ -136,7 +136,7 @@ class DraftTree:
             len(self) <= max_nodes
             and max(depths[:candidates], default=0) <= max_depth
             and max(depths[candidates:], default=0) <= scratch_depth
-            and eos_free(self.tokens, eos)
+            and not self._goes_on_after(eos)
         ):
             return self
         kept: dict[int, int] = {ROOT: ROOT}
@@ -159,6 +159,13 @@ class DraftTree:
         )
         return DraftTree(tokens, parents, num_scratch, tuple(law for law in laws if law.draws))
 
+    def _goes_on_after(self, eos: Collection[int]) -> bool:
+        """Whether a candidate hangs on an end-of-sequence token."""
+        if not eos or not any(token in eos for token in self.tokens):
+            return False
+        parents = self.parents[: self.num_candidates]
+        return any(parent != ROOT and self.tokens[parent] in eos for parent in parents)
+
     def validate(self, vocab_size: int) -> None:
         """Raise AssertionError where a drafter has broken the tree's rules."""
         candidates = self.num_candidates
@@ -171,8 +178,3 @@ class DraftTree:
         for law in self.laws:
             assert all(self.parents[node] == law.parent for node in law.draws), "draws are children of their law's node"
             assert all(node < candidates for node in law.draws), "a drawn node is a candidate"
-
-
-def eos_free(tokens: Sequence[int], eos: Collection[int]) -> bool:
-    """Whether none of the tokens ends a text."""
-    return not eos or not any(token in eos for token in tokens)

@@ -49,6 +49,7 @@ def answers(
     names = list(sessions)
     for name in names:
         answer(sessions[name], name, questions[0], base, template, min(16, max_new_tokens))
+        sessions[name].drafter.reset()  # what it remembers across texts begins with the first question
     for index, question in enumerate(questions):
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:

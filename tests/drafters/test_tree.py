@@ -69,6 +69,7 @@ def test_pruning_keeps_the_first_nodes_that_may_stay(seed):
 
 def test_an_end_token_may_be_drafted_but_nothing_below_it():
     assert paths(THE_CAT.pruned(9, 9, {12})) == {(11,), (11, 12), (13,)}
+    assert THE_CAT.pruned(9, 9, {13, 14}) is THE_CAT
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from inference.base import Base, Dtype, load_base, resolve_device
 from inference.prompts import prompt_ids
 from inference.record import Answer, Turn
 from inference.runner import Runner
+from inference.sampling import Typical, make_sampler
 from inference.session import Session, check_prompt
 from inference.tables import COUNTING_RULE
 
@@ -64,6 +65,11 @@ def evaluate(
     offset: int = 0,
     limit: int | None = None,
     max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    typical: bool = False,
     template: str = "tokenizer",
     dtype: Dtype = "float32",
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -83,6 +89,11 @@ def evaluate(
         offset: Leave out the first questions of each benchmark.
         limit: Questions of each benchmark at most.
         max_new_tokens: Tokens of an answer at most.
+        temperature: 0 decodes greedily, above it samples, each draw keyed by the seed and its position.
+        top_k: Sampling keeps the k most probable tokens; 0 keeps all.
+        top_p: Sampling keeps the most probable tokens up to this probability.
+        seed: Of the sampling.
+        typical: Accept drafts by Medusa's typical acceptance, which is lossy; the base alone still samples exactly.
         template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
         dtype: Number format of base and drafters.
         device: auto takes the GPU where there is one.
@@ -92,6 +103,8 @@ def evaluate(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    if typical and temperature == 0:
+        raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
     files = questions or []
     if files and len(files) != len(benchmark):
         raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
@@ -102,8 +115,12 @@ def evaluate(
     }
     loaded = load_base(base, dtype, resolve_device(device))
     runner = Runner(loaded)
+    exact = make_sampler(temperature, top_k, top_p, seed)
+    accept = Typical(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) if typical else exact
     sessions = {
-        name: Session(runner, zoo.make(spec, runner))
+        name if name == "none" or accept.lossless else f"{name} (lossy)": Session(
+            runner, zoo.make(spec, runner), exact if name == "none" else accept
+        )
         for name, spec in zoo.labels(["none", *(spec for spec in drafter if spec != "none")]).items()
     }
     for name, selected in asked.items():
@@ -139,7 +156,10 @@ def evaluate(
     if left_out:
         console.print(f"{left_out} later turns were left out: they no longer fit into the base's context.")
     if folder:
-        context = _context(base, dtype, loaded, max_new_tokens)
+        how = "greedy" if temperature == 0 else f"temperature {temperature}, top_k {top_k}, top_p {top_p}, seed {seed}"
+        if typical:
+            how += ", drafts accepted by typical acceptance: lossy"
+        context = _context(base, dtype, loaded, f"{how}, at most {max_new_tokens} new tokens a turn")
         report.write_results(folder, summaries, context)
         (folder / "results.md").write_text(report.markdown(summaries, context), encoding="utf-8")
         page = report.write_report(folder, summaries, context, given, loaded.tokenizer.decode)
@@ -176,7 +196,7 @@ def _file_name(drafter: str) -> str:
     return "".join(c if c.isalnum() or c in "._-=" else "_" for c in drafter)
 
 
-def _context(base: str, dtype: str, loaded: Base, max_new_tokens: int) -> dict[str, str]:
+def _context(base: str, dtype: str, loaded: Base, decoding: str) -> dict[str, str]:
     import transformers
 
     device = loaded.model.device
@@ -187,7 +207,7 @@ def _context(base: str, dtype: str, loaded: Base, max_new_tokens: int) -> dict[s
         "base": base,
         "dtype": dtype,
         "device": f"{device.type} ({machine}, {torch.get_num_threads()} threads)",
-        "decoding": f"greedy, at most {max_new_tokens} new tokens a turn",
+        "decoding": decoding,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": " ".join(["drafters", *sys.argv[1:]]),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, "

@@ -40,6 +40,8 @@ class Summary:
         acceptance_length_mean: Its mean over questions.
         acceptance_length_ended: Its micro average over the turns that ended with an end-of-sequence token.
         fed_per_step: Mean number of tokens fed to the base, prefill excluded.
+        scratch_per_step: Those of them that were fed only to be looked at.
+        draft_forwards_per_step: Forwards of a draft module or model, prefill excluded.
         draft_hit_ratio: Accepted / fed draft tokens, prefill excluded.
         tokens_per_second: Tokens / seconds, prefill included.
         speedup: The baseline's seconds per token / ours, prefill included.
@@ -61,6 +63,8 @@ class Summary:
     acceptance_length_mean: float | None
     acceptance_length_ended: float | None
     fed_per_step: float | None
+    scratch_per_step: float | None
+    draft_forwards_per_step: float | None
     draft_hit_ratio: float | None
     tokens_per_second: float | None
     speedup: float | None
@@ -104,6 +108,8 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer]) -> Summary:
         acceptance_length_mean=_ratio(sum(lengths), len(lengths)),
         acceptance_length_ended=acceptance_length(ended),
         fed_per_step=_ratio(sum(step.fed for step in steps), len(steps)),
+        scratch_per_step=_ratio(sum(step.fed_scratch for step in steps), len(steps)),
+        draft_forwards_per_step=_ratio(sum(step.draft_forwards for step in steps), len(steps)),
         draft_hit_ratio=_ratio(sum(step.accepted for step in steps), sum(step.fed_candidates for step in steps)),
         tokens_per_second=_ratio(_tokens(turns), _seconds(turns)),
         speedup=speedup(turns, base_turns),

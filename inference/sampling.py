@@ -114,6 +114,11 @@ class KeyedSampler(_Matching):
         return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
 
 
+def make_sampler(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Greedy | KeyedSampler:
+    """Greedy at temperature 0, else draws keyed by seed and position."""
+    return KeyedSampler(temperature, top_k, top_p, seed) if temperature else Greedy()
+
+
 class RunningSampler(KeyedSampler):
     """Draws with the next numbers of one generator: for drafts, which must owe nothing to the base's own numbers."""
 

@@ -22,13 +22,22 @@ COLUMNS = (
     ("drafter", lambda s: s.drafter),
     ("acceptance length", lambda s: number(s.acceptance_length)),
     ("mean per question", lambda s: number(s.acceptance_length_mean)),
+    ("ended by EOS", lambda s: number(s.acceptance_length_ended)),
     ("speed-up", lambda s: number(s.speedup, unit="×")),
     ("tokens/s", lambda s: number(s.tokens_per_second, places=1)),
     ("fed tokens/step", lambda s: number(s.fed_per_step, places=1)),
+    ("of them scratch", lambda s: number(s.scratch_per_step, places=1)),
+    ("draft forwards/step", lambda s: number(s.draft_forwards_per_step, places=1)),
     ("identical answers", lambda s: _identical(s)),
 )
-RANKED = {1: "acceptance_length", 2: "acceptance_length_mean", 3: "speedup", 4: "tokens_per_second"}  # by column
-TERMINAL_COLUMNS = (0, 1, 3, 4, 5, 6)  # of COLUMNS: what eighty characters hold
+RANKED = {  # by column
+    1: "acceptance_length",
+    2: "acceptance_length_mean",
+    3: "acceptance_length_ended",
+    4: "speedup",
+    5: "tokens_per_second",
+}
+TERMINAL_COLUMNS = (0, 1, 4, 5, 6, 9)  # of COLUMNS: what eighty characters hold
 MAX_TERMINAL_DRAFTERS = 6  # side by side, for the same reason
 
 

@@ -14,7 +14,7 @@ from inference import zoo
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.prompts import prompt_ids
 from inference.runner import Runner
-from inference.sampling import Greedy, KeyedSampler, Sampler
+from inference.sampling import Greedy, Sampler, make_sampler
 from inference.session import Session, check_prompt
 
 
@@ -124,9 +124,9 @@ def verify(
 
     asked = benchmarks.load(benchmark, questions, limit=limit)
     loaded = load_base(base, dtype, resolve_device(device))
-    sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature > 0 else Greedy()
+    picks = make_sampler(temperature, top_k, top_p, seed)
     prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
-    expected = [alone(loaded, prompt, max_new_tokens, sampler) for prompt in prompts]
+    expected = [alone(loaded, prompt, max_new_tokens, picks) for prompt in prompts]
     console = Console()
     how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
     console.print(f"{base} · {dtype} · {how} · {len(prompts)} prompts", markup=False)
@@ -135,7 +135,7 @@ def verify(
         table.add_column(column, justify="left" if column == "drafter" else "right")
     lines, differing = [], 0
     for spec in track(drafter, "verify", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()):
-        identical, length, divergences = compare(loaded, spec, prompts, expected, max_new_tokens, sampler)
+        identical, length, divergences = compare(loaded, spec, prompts, expected, max_new_tokens, picks)
         differing += len(divergences)
         colour = "green" if identical == len(prompts) else "red"
         table.add_row(zoo.label(spec), f"[{colour}]{identical}/{len(prompts)}[/]", f"{length:.2f}")

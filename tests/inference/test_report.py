@@ -145,7 +145,7 @@ def test_the_headline_does_not_hide_other_text_or_lost_speed(summaries):
 
 def test_markdown_has_the_same_rows_and_the_context(summaries):
     text = report.markdown(summaries, CONTEXT)
-    assert "| ctc | **2.67** | **2.67** | **2.25×** | **20.5** | 5.0 | 100 % (4/4) |" in text
+    assert "| ctc | **2.67** | **2.67** | **2.67** | **2.25×** | **20.5** | 5.0 | 0.0 | 0.0 | 100 % (4/4) |" in text
     assert "| kind 1 | **2.67 2.25×** | 2.00 " in text
     assert "- base: tiny\\|chat\n- command line: drafters eval \\<x\\>\n" in text
     assert "- counting: Acceptance length = emitted tokens / base forwards, prefill excluded, micro average." in text

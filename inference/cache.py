@@ -21,9 +21,10 @@ class _BufferLayer(DynamicLayer):
         """Add (1, H, q, d) at the end and return all there is."""
         start, self.length = self.length, self.length + key_states.shape[-2]
         keys, values = self.cache.rows(self.index, self.length, key_states)
-        keys[:, :, start : self.length] = key_states
-        values[:, :, start : self.length] = value_states
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        places = self.cache.places(start, self.length)
+        keys.index_copy_(2, places, key_states)
+        values.index_copy_(2, places, value_states)
+        return keys.narrow(2, 0, self.length), values.narrow(2, 0, self.length)
 
     @property
     def keys(self) -> Tensor:
@@ -53,6 +54,7 @@ class BufferCache(Cache):
         self.capacity = capacity
         self.buffer: Tensor | None = None
         self._rows: list[tuple[Tensor, Tensor]] = []
+        self._places: tuple[int, int, Tensor | None] = (0, 0, None)
 
     def rows(self, layer: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Views (1, H, C, d) of a layer's keys and values, with room for ``length`` positions."""
@@ -60,6 +62,12 @@ class BufferCache(Cache):
             self.capacity = max(self.capacity, length + length // 2)
             self._grow(like)
         return self._rows[layer]
+
+    def places(self, start: int, end: int) -> Tensor:
+        """The positions from ``start`` to ``end``, made once for all layers of a forward."""
+        if self._places[:2] != (start, end):
+            self._places = start, end, torch.arange(start, end, device=self.buffer.device)
+        return self._places[2]
 
     def _grow(self, like: Tensor) -> None:
         _, heads, _, width = like.shape

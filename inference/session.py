@@ -14,7 +14,7 @@ from drafters.protocol import Drafter, Limits, StepResult
 from drafters.tree import DraftTree
 from inference.base import Base
 from inference.runner import Rows, Runner
-from inference.sampling import Greedy, Sampler
+from inference.sampling import Greedy, Sampler, most_probable
 
 PHASES = ("propose", "forward", "accept", "commit", "observe")
 
@@ -120,7 +120,7 @@ class Session:
         verdict = self.sampler.judge(logits, tree, [length, *(length + depth for depth in tree.depths)])
         top_k, width = self.drafter.needs.top_k, verdict.shape[1]
         if top_k == 1:
-            verdict = torch.cat([verdict, logits.argmax(-1, keepdim=True)], dim=1)
+            verdict = torch.cat([verdict, most_probable(logits)[:, None]], dim=1)
         elif top_k:
             verdict = torch.cat([verdict, logits.topk(min(top_k, logits.shape[1])).indices], dim=1)
         host = verdict.tolist()

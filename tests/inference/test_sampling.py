@@ -5,7 +5,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from drafters import DraftTree
-from inference.sampling import Greedy, KeyedSampler
+from inference.sampling import Greedy, KeyedSampler, most_probable
 
 SETTINGS = [
     {},
@@ -87,6 +87,15 @@ def test_a_draw_depends_on_seed_and_position_alone(logits):
 def test_greedy_takes_the_first_of_the_most_probable():
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
     assert Greedy().judge(logits, DraftTree([0], [-1]), [0, 1]).tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_most_probable_token_is_torchs_argmax(dtype):
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)).mul(4).round().to(dtype)
+    logits[0], logits[1] = -torch.inf, 1.0
+    ties = (logits == logits.max(-1, keepdim=True).values).sum(-1)
+    assert (ties > 1).sum() > 10
+    assert most_probable(logits).equal(logits.argmax(-1))
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}])

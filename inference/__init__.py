@@ -1,1 +1,31 @@
-"""What decodes and measures: the verifier around a frozen base."""
+"""What decodes and measures: the verifier around a frozen base.
+
+The names that a user decodes with are loaded when they are first asked for, so that ``import inference`` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from inference.base import Base, load_base
+    from inference.generation import Generated, GrowingText, generate, stream
+    from inference.speculation import Speculation, speculate
+
+__all__ = ["Base", "Generated", "GrowingText", "Speculation", "generate", "load_base", "speculate", "stream"]
+
+_HOMES = {
+    "Base": "base",
+    "load_base": "base",
+    "Generated": "generation",
+    "GrowingText": "generation",
+    "generate": "generation",
+    "stream": "generation",
+    "Speculation": "speculation",
+    "speculate": "speculation",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -176,6 +176,12 @@ class InnerSession(Protocol):
     def begin(self, prompt: Sequence[int]) -> None:
         """Forget the last text."""
 
+    def rewind(self, length: int) -> None:
+        """Forget what lies beyond the first ``length`` tokens of the text: they were a draft, and rejected."""
+
+    def reset(self) -> None:
+        """Forget what its drafter keeps across texts."""
+
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
     ) -> Written:

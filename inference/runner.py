@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.protocol import Needs
 from drafters.tree import DraftTree
 from inference.base import Base
 from inference.cache import CacheKind, make_cache
+from inference.layers import hidden_states
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Runner:
         self.head = base.model.get_output_embeddings()
         self.device, self.dtype = base.model.device, base.model.dtype
         self.context_length, self.vocab_size = base.context_length, config.vocab_size
+        self._masks_itself = base.model.config._attn_implementation != "eager"  # eager reads no mask as none at all
         self._cache = make_cache(cache, config)
         self.reset()
 
@@ -67,17 +70,11 @@ class Runner:
     def _mask(self, num_pending: int, tree: DraftTree) -> Tensor | None:
         """Additive mask (1, 1, P + M, cached + P + M): pending tokens are causal, a node sees the cache, all pending
         tokens, its ancestors and itself. None where plain causal attention is the same."""
-        num_fed = num_pending + len(tree)
-        if not len(tree) and (num_pending == 1 or not self.cached):
+        if not len(tree) and (num_pending == 1 or (self._masks_itself and not self.cached)):
             return None
-        sees = np.zeros((num_fed, num_fed), dtype=bool)
-        sees[:num_pending, :num_pending] = np.tri(num_pending, dtype=bool)
-        sees[num_pending:, :num_pending] = True
-        sees[num_pending:, num_pending:] = tree.sees()
-        hidden = torch.from_numpy(~sees).to(self.device)
-        mask = torch.zeros(num_fed, self.cached + num_fed, dtype=self.dtype, device=self.device)
-        mask[:, self.cached :].masked_fill_(hidden, torch.finfo(self.dtype).min)
-        return mask[None, None]
+        make = _known_mask if num_pending <= 8 else causal_tree_mask
+        hidden = make(num_pending, tuple(tree.parents), self.dtype, self.device)
+        return nn.functional.pad(hidden, (self.cached, 0))[None, None]
 
     @torch.inference_mode()
     def forward(self, pending: Sequence[int], tree: DraftTree, needs: Needs) -> Rows:
@@ -92,18 +89,10 @@ class Runner:
         root = self.cached + num_pending - 1
         positions = [*range(self.cached, root + 1), *(root + depth for depth in tree.depths)]
         fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)
-        output = self.model(
-            input_ids=fed[:1],
-            position_ids=fed[1:],
-            attention_mask=self._mask(num_pending, tree),
-            past_key_values=self._cache,
-            use_cache=True,
-            output_hidden_states=any(layer != -1 for layer in needs.hidden_layers),
-        )
-        last = output.last_hidden_state[0]  # (P + M, D)
-        states = [last if layer == -1 else output.hidden_states[layer][0] for layer in needs.hidden_layers]
-        hidden = torch.cat(states, dim=-1) if states else None
-        return Rows(self.head(last[num_pending - 1 :]), hidden)
+        wanted = needs.hidden_layers
+        states = hidden_states(self.model, fed[:1], fed[1:], self._mask(num_pending, tree), self._cache, wanted)
+        hidden = torch.cat([states[layer][0] for layer in wanted], dim=-1) if wanted else None  # (P + M, F * D)
+        return Rows(self.head(states[-1][0, num_pending - 1 :]), hidden)
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
@@ -117,9 +106,47 @@ class Runner:
         self.cached = base + len(path)
 
     @torch.inference_mode()
+    def ahead(self, tokens: Sequence[int], start: int) -> Tensor:
+        """Feed tokens that nobody has decided on; `rollback` forgets them.
+
+        Sublayers may be switched off meanwhile: a layer without attention holds fewer positions than the others.
+
+        Args:
+            tokens: Seen in their order, behind the cache and behind what was fed by the calls since the last commit.
+            start: Position of the first.
+
+        Returns:
+            (1, V) logits of the last.
+        """
+        num_fed = len(tokens)
+        fed = torch.tensor([[*tokens], [*range(start, start + num_fed)]], device=self.device)
+        mask = None
+        if num_fed > 1 or self._cache.get_seq_length() != start:  # a mask left out would get the width of layer 0
+            hidden = torch.full((num_fed, start + num_fed), torch.finfo(self.dtype).min, dtype=self.dtype)
+            mask = hidden.triu(start + 1)[None, None].to(self.device)
+        return self.head(hidden_states(self.model, fed[:1], fed[1:], mask, self._cache)[-1][0, -1:])
+
+    @torch.inference_mode()
+    def rollback(self) -> None:
+        """Forget what was fed since the last commit; in each layer, however much it holds of it."""
+        self._cache.keep(self.cached, [])
+
+    @torch.inference_mode()
     def truncate(self, length: int) -> None:
         """Keep only the first ``length`` cached tokens."""
         assert length <= self.cached, "a cache cannot be cut to more than it holds"
         if length < self.cached:
             self._cache.keep(length, [])
             self.cached = length
+
+
+def causal_tree_mask(num_pending: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What of [pending | tree] each of them must not see, as an additive mask (P + M, P + M)."""
+    sees = np.tri(num_pending + len(parents), dtype=bool)
+    sees[num_pending:, num_pending:] = DraftTree(parents, parents).sees()
+    hidden = torch.zeros(sees.shape, dtype=dtype)
+    hidden[torch.from_numpy(~sees)] = torch.finfo(dtype).min
+    return hidden.to(device)
+
+
+_known_mask = lru_cache(maxsize=256)(causal_tree_mask)  # chains and windows have the same shape at every step

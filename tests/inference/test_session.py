@@ -8,10 +8,11 @@ import torch
 
 import drafters
 from drafters import DraftTree
+from inference import runner as runner_module
 from inference import sampling as sampling_module
 from inference import session as session_module
 from inference.base import load_base
-from inference.runner import Runner
+from inference.runner import Runner, causal_tree_mask
 from inference.sampling import Greedy, KeyedSampler
 from inference.session import Session
 from inference.verify import alone
@@ -173,7 +174,7 @@ def test_after_every_step_the_cache_is_that_of_the_text_without_its_last_token(
 def test_a_step_is_one_base_forward(base, make_drafter, name):
     prompt, calls = prompt_of(3), []
     drafter = make_drafter(name, base, [*prompt, *naive(base, prompt, 30)])
-    hook = base.model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    hook = base.model.base_model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     try:
         for count, _ in enumerate(Session(Runner(base), drafter).decode(prompt, 30), start=1):
             assert len(calls) == count
@@ -269,7 +270,7 @@ BROKEN = {
     "row off by one": lambda patch: patch.setattr(sampling_module, "accept", accept_by_the_parents_row),
     "positions without depth": lambda patch: patch.setattr(DraftTree, "depths", property(lambda t: [1] * len(t))),
     "siblings in sight": lambda patch: patch.setattr(
-        DraftTree, "sees", lambda t: torch.ones(len(t), len(t)).tril().bool().numpy()
+        runner_module, "_known_mask", lambda pending, parents, *to: causal_tree_mask(pending + len(parents), (), *to)
     ),
     "no gather": lambda patch: patch.setattr(
         Runner, "commit", lambda r, path, whole=Runner.commit: whole(r, range(len(path)))

@@ -1,23 +1,20 @@
 """``verify`` finds nothing where nothing is lost, and finds what is lost."""
 
-import numpy as np
 import pytest
 import torch
 
 from data import embedded
 from drafters import Drafter, DraftTree
-from inference import zoo
+from inference import runner, zoo
 from inference.sampling import Greedy, KeyedSampler
 from inference.verify import alone, compare, first_divergence, verify
 
 
 class Lossy(Drafter):
-    """Drafts every token, in trees whose nodes see each other: what is accepted has read its siblings."""
+    """Drafts every token; where nodes see each other, what is accepted has read its siblings."""
 
     def propose(self, seq, limits):
-        tree = DraftTree(range(3, 300), [-1] * 297)  # the end token, 2, would have it pruned to an honest tree
-        tree.__dict__["sees"] = lambda: np.ones((297, 297), dtype=bool)
-        return tree
+        return DraftTree(range(3, 300), [-1] * 297)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +44,9 @@ def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
 
 def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
     monkeypatch.setitem(zoo.TRAINING_FREE, "lossy", zoo.Kind(Lossy))
+    everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(runner, "_known_mask", everything)
+    monkeypatch.setattr(runner, "causal_tree_mask", everything)
     with pytest.raises(SystemExit) as caught:
         verify(folder, ["none", "lossy"], limit=3, max_new_tokens=24)
     assert caught.value.code == 1

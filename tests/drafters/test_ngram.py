@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from drafters.protocol import Limits, StepResult
+from drafters.protocol import Limits
 from drafters.training_free.ngram import ANPD, PromptLookup
-from drafters.tree import DraftTree
 
 FAR = Limits(max_depth=100)
 
@@ -18,11 +17,6 @@ def words(rng, length, vocab):
 def chain(tree):
     assert list(tree.parents) == list(range(-1, len(tree) - 1))
     return list(tree.tokens)
-
-
-def told(emitted):
-    """What the loop tells a drafter that needs only the emitted tokens."""
-    return StepResult(num_pending=1, tree=DraftTree(), hidden=None, path=[], emitted=emitted)
 
 
 class SlowANPD:
@@ -84,6 +78,39 @@ def slow_prompt_lookup(seq, max_ngram, num_draft, max_length=10**9):
     return []
 
 
+def slow_original_prompt_lookup(seq, max_ngram, num_draft):
+    """find_candidate_pred_tokens of apoorvumang/prompt-lookup-decoding, for texts of any length."""
+    for n in range(min(max_ngram, len(seq)), 0, -1):
+        for i in range(len(seq) - n + 1):
+            start, end = i + n, i + n + num_draft
+            if seq[i:start] == seq[-n:] and end <= len(seq) and start < len(seq) - n:
+                return seq[start:end]
+    return []
+
+
+class Watched(list):
+    """A text that counts how many of its tokens are read."""
+
+    read = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self.read += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self):
+        raise AssertionError("a step walks through the whole text")
+
+
+EVERY = [
+    ("anpd", lambda: ANPD(order=4, num_draft=6)),
+    ("anpd of order 2", lambda: ANPD(order=2, num_draft=3)),
+    ("prompt lookup", lambda: PromptLookup(3, 5)),
+    ("original prompt lookup", lambda: PromptLookup(2, 4, partial=False)),
+]
+each_drafter = pytest.mark.parametrize("make", [make for _, make in EVERY], ids=[name for name, _ in EVERY])
+
+
 @pytest.mark.parametrize("order", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(8))
 def test_anpd_drafts_what_its_tables_say(order, seed):
@@ -97,7 +124,6 @@ def test_anpd_drafts_what_its_tables_say(order, seed):
             assert chain(fast.propose(seq, FAR)) == slow.draft(seq)
             emitted = words(rng, rng.randrange(1, 5), vocab=4)
             seq = seq + emitted
-            fast.observe(told(emitted))
             slow.read(emitted)
 
 
@@ -119,15 +145,61 @@ def test_anpd_takes_of_equally_frequent_tokens_the_one_first_seen_last():
 def test_anpd_counts_the_prompt_once():
     drafter = ANPD(order=2, num_draft=1)
     drafter.begin([5, 6, 5])
-    drafter.observe(told([7]))
-    assert chain(drafter.propose([5], FAR)) == [7], "one 6 of the prompt and one emitted 7 are equal"
+    assert chain(drafter.propose([5, 6, 5, 7, 5], FAR)) == [7], "one 6 of the prompt and one emitted 7 are equal"
 
 
 def test_anpd_without_update_knows_only_the_prompt():
-    drafter = ANPD(order=2, update=False)
-    drafter.begin([1, 2])
-    drafter.observe(told([3, 4]))
-    assert chain(drafter.propose([1, 2, 3], FAR)) == []
+    drafter = ANPD(order=3, num_draft=2, update=False)
+    drafter.begin([1, 2, 3])
+    seq = [1, 2, 3, 4, 5, 4]
+    assert chain(drafter.propose(seq, FAR)) == []
+    drafter.rewind(4)
+    assert chain(drafter.propose([1, 2, 3, 1], FAR)) == [2, 3]
+
+
+@each_drafter
+@pytest.mark.parametrize("vocab", [2, 4, 9])
+def test_a_text_cut_back_and_gone_on_with_leaves_no_trace(make, vocab):
+    """What an inner session does: tokens nobody told of, cuts at any depth, other words after them."""
+    rng = random.Random(vocab)
+    drafter = make()
+    drafter.begin(seq := words(rng, 5, vocab))
+    for _ in range(120):
+        if rng.random() < 0.5:
+            length = rng.randrange(max(5, len(seq) - 9), len(seq) + 1)
+            drafter.rewind(length)
+            del seq[length:]
+        seq += words(rng, rng.randrange(4), vocab)
+        fresh = make()
+        fresh.begin(seq)
+        assert chain(drafter.propose(seq, FAR)) == chain(fresh.propose(seq, FAR))
+        drafter.rewind(len(seq) - 2)
+        fresh = make()
+        fresh.begin(seq[:-2])
+        assert vars(drafter) == vars(fresh)
+
+
+@each_drafter
+def test_a_text_taken_back_wholly_leaves_nothing(make):
+    drafter = make()
+    drafter.begin([])
+    empty = str(vars(drafter))
+    drafter.begin(words(random.Random(0), 300, vocab=3))
+    assert str(vars(drafter)) != empty
+    drafter.rewind(0)
+    assert str(vars(drafter)) == empty
+
+
+@each_drafter
+def test_a_step_reads_only_the_end_of_the_text_and_what_it_copies(make):
+    rng, drafter = random.Random(0), make()
+    seq = Watched(words(rng, 3000, vocab=3))
+    drafter.begin(list.copy(seq))
+    for _ in range(20):
+        seq += words(rng, 3, vocab=3)
+        seq.read = 0
+        assert chain(drafter.propose(seq, FAR))
+        assert seq.read <= 3 + 4 + 6, "new tokens, the longest context, the longest copy"
 
 
 @pytest.mark.parametrize("drafter", [ANPD(), PromptLookup()])
@@ -142,6 +214,7 @@ def test_a_prompt_without_repetition_gives_no_draft(drafter):
 def test_drafts_end_at_their_limits(drafter, depth):
     seq = [1, 2, 3, 4] * 5
     drafter.begin(seq)
+    assert len(drafter.propose(seq, Limits(max_depth=50, max_nodes=depth))) == min(depth, 7)
     assert chain(drafter.propose(seq, Limits(max_depth=depth))) == (seq + seq)[: min(depth, 7)]
 
 
@@ -153,51 +226,76 @@ def test_anpd_drafts_nothing_after_an_end_token():
     assert chain(drafter.propose(seq, Limits(100, eos=frozenset({3})))) == slow.draft(seq, eos={3}) == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("partial", "rule"), [(True, slow_prompt_lookup), (False, slow_original_prompt_lookup)], ids=["partial", "full"]
+)
 @pytest.mark.parametrize(("max_ngram", "num_draft"), [(1, 3), (2, 10), (3, 10), (4, 2)])
 @pytest.mark.parametrize("seed", range(5))
-def test_prompt_lookup_copies_what_followed_the_leftmost_match(max_ngram, num_draft, seed):
+def test_prompt_lookup_copies_what_followed_the_leftmost_match(partial, rule, max_ngram, num_draft, seed):
     rng = random.Random(seed)
-    drafter = PromptLookup(max_ngram, num_draft)
+    drafter = PromptLookup(max_ngram, num_draft, partial)
     for _ in range(2):
         seq = words(rng, rng.choice([1, 2, 3, 20]), vocab=5)
         drafter.begin(seq)
         for _ in range(25):
             depth = rng.choice([1, 2, 100])
-            expected = slow_prompt_lookup(seq, max_ngram, num_draft)[:depth]
+            expected = rule(seq, max_ngram, num_draft)[:depth]
             assert chain(drafter.propose(seq, Limits(depth))) == expected
-            emitted = words(rng, rng.randrange(1, 5), vocab=5)
-            seq = seq + emitted
-            drafter.observe(told(emitted))
+            seq = seq + words(rng, rng.randrange(1, 5), vocab=5)
 
 
 @pytest.mark.parametrize(
-    ("seq", "draft"),
+    ("seq", "draft", "original"),
     [
-        ([7, 1, 2, 8, 1, 2, 9, 1, 2], [8, 1, 2]),  # leftmost of two matches
-        ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),  # (1, 2) before the earlier (2)
-        ([1, 1], [1]),  # a partial continuation
-        ([4, 4, 4, 4], [4]),  # the match may overlap the suffix
-        ([1, 2, 3], []),
+        ([7, 1, 2, 8, 1, 2, 9, 1, 2], [8, 1, 2], [8, 1, 2]),  # leftmost of two matches
+        ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2], [8, 1, 2]),  # (1, 2) before the earlier (2)
+        ([1, 1], [1], []),  # a partial continuation
+        ([5, 2, 6, 7, 1, 2, 8, 1, 2], [8, 1, 2], [8, 1, 2]),  # just long enough
+        ([5, 2, 6, 7, 1, 2, 1, 2], [1, 2], [6, 7, 1]),  # too little behind (1, 2): enough behind (2)
+        ([4, 4, 4, 4], [4], [4, 4, 4]),  # the match may overlap the suffix; the original falls back to (4)
+        ([1, 2, 3], [], []),
+        ([3], [], []),
     ],
 )
-def test_prompt_lookup_on_drawn_texts(seq, draft):
-    drafter = PromptLookup(max_ngram=3, num_draft=3)
-    drafter.begin(seq)
-    assert chain(drafter.propose(seq, FAR)) == draft == slow_prompt_lookup(seq, 3, 3)
+def test_prompt_lookup_on_drawn_texts_by_both_rules(seq, draft, original):
+    for partial, expected in ((True, draft), (False, original)):
+        drafter = PromptLookup(max_ngram=3, num_draft=3, partial=partial)
+        drafter.begin(seq)
+        assert chain(drafter.propose(seq, FAR)) == expected
+    assert draft == slow_prompt_lookup(seq, 3, 3) and original == slow_original_prompt_lookup(seq, 3, 3)
 
 
-def test_prompt_lookup_agrees_with_transformers_own():
+@pytest.mark.parametrize(("after", "partial", "full"), [(9, [5], [5, 9]), (5, [5, 5, 6], [5, 5, 6])])
+def test_prompt_lookup_stops_before_an_end_token_and_the_original_behind_it(after, partial, full):
+    seq = [1, 5, after, 6, 7, 8, 1]
+    for rule, expected in ((True, partial), (False, full)):
+        drafter = PromptLookup(max_ngram=3, num_draft=3, partial=rule)
+        drafter.begin(seq)
+        assert chain(drafter.propose(seq, Limits(100, eos=frozenset({9})))) == expected
+
+
+@pytest.mark.parametrize("eos", [None, 3])
+def test_prompt_lookup_agrees_with_transformers_own(eos):
     import torch
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     rng = random.Random(0)
-    theirs = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=3, max_length=1000)
+    theirs = PromptLookupCandidateGenerator(
+        eos_token_id=None if eos is None else torch.tensor([eos]),
+        num_output_tokens=4,
+        max_matching_ngram_size=3,
+        max_length=1000,
+    )
+    limits = Limits(100, eos=frozenset([] if eos is None else [eos]))
+    drafted = 0
     for _ in range(60):
         seq = words(rng, rng.randrange(2, 25), vocab=5)
         drafter = PromptLookup(max_ngram=3, num_draft=4)
-        drafter.begin(seq)
+        drafter.begin(seq[:1])
         candidates, _ = theirs.get_candidates(torch.tensor([seq]))
-        assert chain(drafter.propose(seq, FAR)) == candidates[0, len(seq) :].tolist()
+        assert chain(drafter.propose(seq, limits)) == candidates[0, len(seq) :].tolist()
+        drafted += candidates.shape[1] > len(seq)
+    assert drafted > 30
 
 
 @pytest.mark.parametrize(

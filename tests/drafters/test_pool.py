@@ -1,0 +1,92 @@
+"""The n-gram pool against plain lists."""
+
+import random
+
+import pytest
+
+from drafters import NgramPool
+
+
+class Lists:
+    """The published pools: a list for each key, remove and append, cut at the front."""
+
+    def __init__(self, most):
+        self.most, self.grams = most, {}
+
+    def insert(self, key, gram):
+        grams = self.grams.setdefault(key, [])
+        if gram in grams:
+            grams.remove(gram)
+        grams.append(gram)
+        if self.most:
+            del grams[: -self.most]
+
+    def replace_newest(self, key, grams):
+        held = self.grams.setdefault(key, [])
+        del held[max(0, len(held) - len(grams)) :]
+        for gram in grams:
+            self.insert(key, gram)
+
+    def keep_newest(self, count):
+        self.grams = {key: grams[max(0, len(grams) - count) :] for key, grams in self.grams.items()}
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_pool_is_a_list_for_each_key_without_duplicates(most, seed):
+    rng, pool, lists = random.Random(seed), NgramPool(most), Lists(most)
+
+    def gram():
+        return (rng.randrange(2), rng.randrange(3))
+
+    for _ in range(300):
+        key, what = rng.randrange(3), rng.random()
+        if what < 0.85:
+            call = ("insert", key, gram())
+        elif what < 0.97:
+            call = ("replace_newest", key, [gram() for _ in range(rng.randrange(4))])
+        else:
+            call = ("keep_newest", rng.randrange(3))
+        for each in (pool, lists):
+            getattr(each, call[0])(*call[1:])
+        for key in range(4):
+            held = lists.grams.get(key, [])
+            assert pool.newest(key) == held
+            assert len(held) == len(set(held))
+            for count in range(5):
+                assert pool.newest(key, count) == (held[-count:] if count else [])
+        assert len(pool) == sum(map(len, lists.grams.values()))
+
+
+def test_a_full_key_forgets_its_oldest_and_inserting_again_makes_the_newest():
+    pool = NgramPool(2)
+    for gram in ([1, 1], [2, 2], [1, 1], [3, 3]):
+        pool.insert(7, gram)
+    pool.insert(8, [4, 4])
+    assert pool.newest(7) == [(1, 1), (3, 3)]
+    assert pool.newest(8) == [(4, 4)]
+
+
+def test_asking_refreshes_nothing():
+    pool = NgramPool(2)
+    pool.insert(7, (1, 1))
+    pool.insert(7, (2, 2))
+    pool.newest(7, 2).clear()
+    pool.insert(7, (3, 3))
+    assert pool.newest(7) == [(2, 2), (3, 3)]
+
+
+def test_the_newest_are_replaced_in_place_and_an_equal_elder_goes():
+    pool = NgramPool()
+    for gram in ((1, 1), (2, 2), (3, 3)):
+        pool.insert(7, gram)
+    pool.replace_newest(7, [(1, 1), (4, 4)])
+    assert pool.newest(7) == [(1, 1), (4, 4)]
+
+
+def test_a_cleared_pool_holds_nothing():
+    pool = NgramPool()
+    pool.insert(7, (1, 1))
+    pool.clear()
+    assert len(pool) == 0
+    assert pool.newest(7) == []

@@ -33,6 +33,14 @@ class ModelSession:
         self.session.begin(prompt)
         self._known = len(prompt)
 
+    def rewind(self, length: int) -> None:
+        """The text that was asked about is good only up to ``length`` tokens: it was a draft itself, and refused."""
+        self._known = min(self._known, length)
+
+    def reset(self) -> None:
+        """Forget what the model's own drafter keeps across texts."""
+        self.session.drafter.reset()
+
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
     ) -> Written:
@@ -45,16 +53,22 @@ class ModelSession:
         while len(session.seq) < end:
             emitted, _ = session.step(end, eos)
             self.forwards += 1
+            doubtful = self._doubtful(emitted, threshold) if threshold else []
+            emitted = emitted[: 1 + doubtful[0]] if doubtful else emitted
             tokens += emitted
             if isinstance(session.sampler, KeyedSampler):
                 laws += self._laws(len(emitted))
-            if emitted[-1] in eos or (threshold and self._probability(emitted) < threshold):
+            if doubtful or emitted[-1] in eos:
                 break
         self.forwards += session.drafter.draft_forwards - before
         return Written(tokens, laws)
 
     def _go_back_to(self, seq: Sequence[int]) -> None:
-        """Make the session's text ``seq``, keeping of the cache what both begin with."""
+        """Make the session's text ``seq``, keeping of the cache what both begin with.
+
+        The first ``_known`` tokens of both are the same; comparing starts there, so that a step costs the same however
+        long the text is.
+        """
         session, runner = self.session, self.session.runner
         mine, same = session.seq, self._known
         while same < min(len(mine), len(seq)) and mine[same] == seq[same]:
@@ -66,12 +80,17 @@ class ModelSession:
         mine += seq[same:]
         self._known = len(seq)
 
-    @torch.inference_mode()
-    def _laws(self, count: int) -> list[Tensor]:
+    def _logits(self, count: int) -> Tensor:
+        """What decided each of the last step's first ``count`` tokens: (count, V)."""
         rows = [0, *(1 + node for node in self.session.path)][:count]
-        return list(self.session.sampler.probabilities(self.session.rows.logits[rows]))
+        return self.session.rows.logits[rows]
 
     @torch.inference_mode()
-    def _probability(self, emitted: list[int]) -> float:
-        row = [0, *(1 + node for node in self.session.path)][len(emitted) - 1]
-        return self.session.rows.logits[row].float().softmax(-1)[emitted[-1]].item()
+    def _laws(self, count: int) -> list[Tensor]:
+        return list(self.session.sampler.probabilities(self._logits(count)))
+
+    @torch.inference_mode()
+    def _doubtful(self, emitted: list[int], threshold: float) -> list[int]:
+        """Which of the last step's tokens are less probable than the threshold."""
+        probabilities = self._logits(len(emitted)).float().softmax(-1)[range(len(emitted)), emitted]
+        return (probabilities < threshold).nonzero()[:, 0].tolist()

@@ -39,3 +39,9 @@ class DraftModel(Drafter):
         written = self.inner.write(seq, room, limits.eos, self.threshold)
         laws = (ChildLaw(node - 1, probs, (node,)) for node, probs in enumerate(written.laws))
         return DraftTree(written.tokens, range(-1, len(written.tokens) - 1), laws=tuple(laws))
+
+    def rewind(self, length: int) -> None:
+        self.inner.rewind(length)
+
+    def reset(self) -> None:
+        self.inner.reset()

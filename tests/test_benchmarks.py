@@ -1,0 +1,205 @@
+"""The benchmarks run in a tiny setting and print what they promise; nothing here looks at a time."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters import DraftTree, Needs, NoDrafter
+from inference.session import Session
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder_is_searched():
+    """As it is where a script is run."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def side_by_side(folder_is_searched):
+    return load("side_by_side")
+
+
+@pytest.fixture(scope="module")
+def overhead(side_by_side):
+    return load("drafter_overhead")
+
+
+def rows(markdown):
+    """The cells of every line of every table."""
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in markdown.splitlines() if line[:1] == "|"]
+
+
+def test_each_arm_is_first_as_often_as_another_and_every_run_happens_once(side_by_side):
+    order = list(side_by_side.in_turn(["a", "b", "c"], num_items=2, repeats=3, title=""))
+    assert len(set(order)) == len(order) == 3 * 2 * 3
+    assert sorted(arm for _, _, arm in order[::3]) == ["a", "a", "b", "b", "c", "c"]
+    assert all({arm for _, _, arm in order[turn : turn + 3]} == {"a", "b", "c"} for turn in range(0, 18, 3))
+
+
+def test_spread_and_percentile_of_a_small_example(side_by_side):
+    assert side_by_side.spread([9.0, 10.0, 12.0]) == pytest.approx(0.3)
+    assert side_by_side.percentile(range(100), 0.99) == 98
+    assert side_by_side.percentile([3, 1, 2], 0.5) == 2
+
+
+def test_a_table_is_written_with_its_origin(side_by_side, tmp_path, capsys):
+    table = side_by_side.Measured("Title", ["arm", "ms"], [["a[b]", "1.0"]], ["a note"])
+    side_by_side.show([table], torch.device("cpu"), str(tmp_path / "new" / "out.md"))
+    written = (tmp_path / "new" / "out.md").read_text()
+    assert rows(written) == [["arm", "ms"], ["---", "---:"], ["a[b]", "1.0"]]
+    for name in ("command", "machine", "date", "versions"):
+        assert f"- {name}: `" in written
+    assert "a note" in written and "a note" in capsys.readouterr().out
+
+
+def test_dashes_flags_and_mistakes_of_the_command_line(side_by_side, capsys):
+    given = []
+
+    def wanted(num_steps: int = 1, fast: bool = False, words: list[str] = []):  # noqa: B006
+        """Take them."""
+        given.append((num_steps, fast, words))
+        if num_steps < 1:
+            raise ValueError("num_steps must be at least 1")
+
+    side_by_side.main(wanted, ["--num-steps", "3", "--fast", "--words", "[a,b-c]"])
+    side_by_side.main(wanted, ["--num-steps=2", "--fast=false"])
+    assert given == [(3, True, ["a", "b-c"]), (2, False, [])]
+    with pytest.raises(SystemExit) as stop:
+        side_by_side.main(wanted, ["--num-steps", "0"])
+    assert stop.value.code == 2 and capsys.readouterr().err == "wanted: error: num_steps must be at least 1\n"
+
+
+@pytest.mark.parametrize("num_kept", [1, 3])
+def test_a_random_base_writes_on_from_what_it_has_read(side_by_side, num_kept):
+    base = side_by_side.random_llama("draft", 50, "float32", torch.device("cpu"))
+    tokens = torch.arange(3, 11)[None]
+    whole = base.model(tokens).logits
+    assert whole.isfinite().all() and whole[0, -1].std() > 0
+    torch.testing.assert_close(base.model(tokens[:, :num_kept]).logits, whole[:, :num_kept])
+    again = side_by_side.random_llama("draft", 50, "float32", torch.device("cpu"))
+    torch.testing.assert_close(again.model(tokens).logits, whole)
+
+
+def test_against_transformers_in_small(side_by_side, repository, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(repository)
+    bench = load("against_transformers")
+    sizes = {"max_new_tokens": 10, "num_prompts": 2, "repeats": 2, "num_lookup": 4, "num_draft": 3}
+    monkeypatch.setitem(side_by_side.SHAPES, "100m", (32, 64, 1, 2, 2))
+    out = tmp_path / "out.md"
+    bench.against_transformers(**sizes, dtypes=["float32"], out=str(out))
+    found = [row for row in rows(out.read_text()) if row[0] in bench.PAIRS]
+    assert [row[0] for row in found] == [*bench.PAIRS, *bench.PAIRS]
+    assert all(row[-1] == "2/2" for row in found)  # texts alike
+    assert all(float(row[1]) > 0 and float(row[2]) > 0 for row in found)
+    assert found[0][-2] == "1.00" and float(found[2][-2]) > 1  # its own first layers guess some words
+    assert "tiny-chat" in capsys.readouterr().out
+
+
+def test_another_text_stops_the_comparison(side_by_side, make_base):
+    bench = load("against_transformers")
+    base = make_base(dtype=torch.float32)
+    with pytest.raises(ValueError, match="another text"):
+        bench._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 9]}, "vanilla", "float32")
+    assert bench._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 8]}, "vanilla", "float32") == []
+
+
+def test_drafter_overhead_in_small(overhead, repository, monkeypatch, tmp_path):
+    monkeypatch.chdir(repository)
+    out = tmp_path / "out.md"
+    overhead.drafter_overhead(
+        ["anpd", "prompt_lookup:num_draft=3"], [64, 256], steps=12, repeats=2, data="embedded:40:0", out=str(out)
+    )
+    table = rows(out.read_text())
+    cells = [(row[0], row[1]) for row in table if len(row) == len(overhead.HEADINGS)]
+    names = "none", "anpd", "prompt_lookup:num_draft=3"
+    assert cells[2:] == [(name, length) for name in names for length in ("64", "256")]
+    assert [row[0] for row in table if len(row) == 3 and row[0] in names] == list(names)
+    fed = {(row[0], row[1]): float(row[-1]) for row in table[2:] if len(row) == len(overhead.HEADINGS)}
+    assert fed["none", "64"] == 1 and 1 < fed["prompt_lookup:num_draft=3", "256"] <= 4
+
+
+def test_every_offered_drafter_is_built_without_a_model_or_a_file(overhead):
+    from inference import zoo
+
+    runner = overhead.WrittenRunner([3, 4, 5] * 20, vocab_size=40)
+    offered = overhead.offered()
+    assert {"none", "anpd", "prompt_lookup"} <= set(offered) and len(set(offered)) == len(offered)
+    for spec in offered:
+        session = Session(runner, zoo.make(spec, runner))
+        session.begin(runner.text[:10])
+        while len(session.seq) < 40:
+            session.step(40)
+        assert session.seq == runner.text[:40]
+
+
+def test_the_written_base_recites_its_text_and_knows_which_nodes_are_on_it(overhead):
+    text = [5, 6, 7, 5, 6, 8, 5, 6, 7, 9, 5, 6]
+    runner = overhead.WrittenRunner(text, vocab_size=30)
+    assert Session(runner, NoDrafter()).run(text[:4], 8).tokens == text[4:]
+    runner.reset()
+    tree = DraftTree([6, 7, 8, 5], [-1, 0, 0, 2])  # after 5 6 7 5: 6 is next, then 8; 7 is off the path
+    picks = runner.forward(text[:4], tree, Needs()).logits.topk(3).indices
+    assert picks[[0, 1, 3, 4], 0].tolist() == [6, 8, 5, 6]
+    assert picks[1, 1] == 7  # what else follows 6, and most often
+
+
+def test_too_short_a_text_is_said(overhead, repository, monkeypatch):
+    monkeypatch.chdir(repository)
+    with pytest.raises(ValueError, match="are needed: pass more --data"):
+        overhead.drafter_overhead(lengths=[100000], data="embedded:2:0")
+
+
+def test_step_cost_in_small(side_by_side, monkeypatch, tmp_path):
+    bench = load("step_cost")
+    monkeypatch.setitem(side_by_side.SHAPES, "tiny", (32, 64, 1, 2, 2))
+    out = tmp_path / "out.md"
+    bench.step_cost(
+        "tiny", ["float32", "bfloat16"], "cpu", nodes=[1, 5], contexts=[8, 9], repeats=2, bandwidth=10.0, out=str(out)
+    )
+    table = rows(out.read_text())
+    arms = [row[0] for row in table if row[0] not in ("arm", "---")]
+    assert arms == ["vanilla", "chain 1", "bushy 1", "chain 5", "bushy 5"] * 4
+    assert all(row[2] == "1.00×" for row in table if row[0] == "vanilla")
+    with pytest.raises(ValueError, match="the context of tiny ends at 4096"):
+        bench.step_cost("tiny", contexts=[4096])
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 7, 40])
+def test_the_trees_of_step_cost_keep_the_rules(side_by_side, num_nodes):
+    bench = load("step_cost")
+    for make in (bench.chain, bench.bushy):
+        tree = make(num_nodes, 50)
+        tree.validate(50)
+        assert len(tree) == num_nodes
+    assert max(bench.chain(num_nodes, 50).depths) == num_nodes
+
+
+def test_the_bushy_tree_holds_the_most_probable_nodes(side_by_side):
+    bench = load("step_cost")
+    tree, p = bench.bushy(6, 50), bench.CHILD_PROBABILITY
+    # .6 | .6*.6=.36 | .4*.6=.24 | .216 | .6*.24=.144 (twice) | .1296: first child's line, second child, and so on
+    assert p == 0.6 and tree.parents[:4] == [-1, 0, -1, 1]
+    assert sorted(tree.parents[4:]) == [0, 2]
+
+
+def test_the_bound_of_the_weights_leaves_out_an_embedding_that_is_not_the_head(side_by_side):
+    bench = load("step_cost")
+    base = side_by_side.random_llama("draft", 50, "float32", torch.device("cpu"))
+    num_read = sum(weight.numel() for weight in base.model.parameters()) - 50 * 256
+    assert bench._weight_seconds(base, 2.0) == pytest.approx(4 * num_read / 2e9)
+    assert bench._weight_seconds(base, None) is None

@@ -6,21 +6,25 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
 from drafters.protocol import Drafter, Limits, Needs, StepResult
-from drafters.training_free.followers import Followers, FollowerTable, extended
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.followers import BITS, Followers, FollowerTable, extended
 from drafters.tree import ROOT, DraftTree
 
-TEXT, HISTORY, RUNNERS_UP = range(3)
+TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)
 _BUCKETS = 64
+_TOKEN = (1 << BITS) - 1
+_MOST = 8  # followers of one context that a corpus is asked for
 
 
 class Joint(Drafter):
     """Context n-grams, history across texts, and the base's runner-up tokens in one best-first tree. Our own.
 
-    For a context of the last ``order`` tokens and its shorter ends there are up to three sources: what followed it in
-    this text, what followed it in earlier texts, and what the base held most probable after it when it was last fed,
-    accepted or not. They are asked from the longest context down, as in PPM: each is believed as often as it has held
-    the next token so far (counted apart by source, width and how much it has seen), what is left goes to the next.
-    The tree takes the most probable nodes first, and stops at the budget or where a node is too improbable to pay.
+    For a context of the last ``order`` tokens and its shorter ends there are up to four sources: what followed it in
+    this text, what followed it in earlier texts, what follows it most often in a corpus, and what the base held most
+    probable after it when it was last fed, accepted or not. They are asked from the longest context down, as in PPM:
+    each is believed as often as it has held the next token so far (counted apart by source, width and how much it has
+    seen), what is left goes to the next. The tree takes the most probable nodes first, and stops at the budget or
+    where a node is too improbable to pay.
 
     Args:
         num_nodes: Nodes of the tree at most.
@@ -30,6 +34,7 @@ class Joint(Drafter):
         runner_up: How many of the base's most probable tokens are remembered after each fed token; 0 makes the drafter
             depend on tokens alone.
         fade: What a follower weighs against the one seen next.
+        corpus: N-grams of a fixed text, if there is one.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class Joint(Drafter):
         history: bool = True,
         runner_up: int = 4,
         fade: float = 0.9,
+        corpus: CorpusTable | None = None,
     ) -> None:
         if num_nodes < 1 or order < 2 or runner_up < 0 or not 0 < min_probability < 1 or not 0 < fade <= 1:
             raise ValueError(
@@ -48,13 +54,16 @@ class Joint(Drafter):
             )
         self.num_nodes, self.min_probability, self.order = num_nodes, min_probability, order
         self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
+        self.corpus = corpus
+        self._in_corpus: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # what was asked for already
         self.needs, self.history_only = Needs(top_k=runner_up), runner_up == 0
         self.reset()
 
     def reset(self) -> None:
         self._past = FollowerTable(self.order, self.growth)
         self._tops: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
-        self._ranks = [[1 / (1 + rank) for rank in range(self.runner_up)] for _ in self._tops]
+        ranks = [1 / (1 + rank) for rank in range(max(self.runner_up, _MOST))]
+        self._ranks = {kind: [list(ranks) for _ in range(self.order)] for kind in (RUNNERS_UP, CORPUS)}
         self._right: dict[int, list[float]] = {}  # bucket -> times asked, times it held the token
         self._text: list[int] = []
 
@@ -91,7 +100,8 @@ class Joint(Drafter):
             if token in (source.weights if type(source) is Followers else source):
                 asked[1] += 1
                 if type(source) is tuple:
-                    self._ranks[bucket // _BUCKETS // 3][source.index(token)] += 1
+                    kind, width = bucket // _BUCKETS % 4, bucket // _BUCKETS // 4
+                    self._ranks[kind][width][source.index(token)] += 1
                 return
 
     def observe(self, step: StepResult) -> None:
@@ -106,12 +116,22 @@ class Joint(Drafter):
     def _sources(self, keys: Sequence[int]) -> Iterator[tuple[int, Followers | tuple[int, ...]]]:
         """What is known after the contexts ``keys``, the longest first, each with the bucket it is weighed in."""
         for width in range(len(keys) - 1, -1, -1):
-            key, base = keys[width], 3 * _BUCKETS * width
+            key, base = keys[width], 4 * _BUCKETS * width
             if width < len(self._tops) and (top := self._tops[width].get(key)):
                 yield base + RUNNERS_UP * _BUCKETS, top
             for kind, table in ((TEXT, self._here), (HISTORY, self._past)):
                 if found := table.widths[width].get(key):
                     yield base + kind * _BUCKETS + 6 * min(len(found.weights), 5) + min(found.seen, 5), found
+            if self.corpus is not None and (found := self._after(width, key)):
+                yield base + CORPUS * _BUCKETS, found
+
+    def _after(self, width: int, key: int) -> tuple[int, ...]:
+        """The tokens that follow a context in the corpus, the most frequent first."""
+        known = self._in_corpus[width]
+        if key not in known:
+            context = [key >> BITS * place & _TOKEN for place in range(width, -1, -1)]
+            known[key] = tuple(dict.fromkeys(gram[0] for gram in self.corpus.after(context)))[:_MOST]
+        return known[key]
 
     def following(self, keys: Sequence[int], enough: float = 0.0) -> list[tuple[float, int]]:
         """Probable next tokens after the contexts ``keys``, the most probable first.
@@ -132,7 +152,8 @@ class Joint(Drafter):
             if type(source) is Followers:
                 weights, total = source.weights.items(), source.total
             else:
-                weights = list(zip(source, self._ranks[bucket // _BUCKETS // 3], strict=False))
+                kind, width = bucket // _BUCKETS % 4, bucket // _BUCKETS // 4
+                weights = list(zip(source, self._ranks[kind][width], strict=False))
                 total = sum(weight for _, weight in weights)
             if held:
                 weights = [(token, weight) for token, weight in weights if token not in held]

@@ -2,12 +2,15 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from drafters import DraftTree
 from drafters.protocol import Limits, StepResult
+from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.followers import Followers, FollowerTable, extended
 from drafters.training_free.joint import Joint
+from inference.corpus import count
 from inference.runner import Runner
 from inference.sampling import Greedy, KeyedSampler
 from inference.session import Session
@@ -143,6 +146,16 @@ def test_what_the_base_held_probable_is_drafted_where_nothing_else_is_known():
     drafter.reset()
     drafter.begin([1, 2])
     assert drafter.following([2]) == []
+
+
+def test_a_corpus_is_asked_after_the_texts_and_its_ranks_are_learned():
+    corpus = CorpusTable(*count(np.array([1, 2, 3, 4, 5] * 5 + [1, 2, 8, 4, 5] * 3, dtype=np.int32), 2, 20))
+    drafter = Joint(runner_up=0, history=False, corpus=corpus)
+    drafter.begin([7, 1, 2])
+    assert [token for _, token in drafter.following(drafter._keys)] == [3, 8]
+    drafter.propose([7, 1, 2, 8], FAR)
+    drafter.begin([7, 1, 2])  # nothing of the last text is remembered but how often each rank was right
+    assert [token for _, token in drafter.following(drafter._keys)] == [8, 3]
 
 
 def test_rows_of_a_tree_that_was_pruned_are_not_learned():

@@ -2,22 +2,42 @@
 
 from drafters.learned.ctc.drafter import CTC
 from drafters.protocol import BaseShape, Borrowed, Drafter, LearnedDrafter, Limits, Needs, NoDrafter, StepResult
+from drafters.training_free.corpus import CorpusCache
 from drafters.training_free.draft_model import DraftModel
+from drafters.training_free.joint import Joint
+from drafters.training_free.lookahead import Lookahead
 from drafters.training_free.ngram import ANPD, PromptLookup
+from drafters.training_free.ouroboros import Ouroboros
+from drafters.training_free.pool import NgramPool
+from drafters.training_free.recycling import TokenRecycling
+from drafters.training_free.retrieval import REST
+from drafters.training_free.self_draft import SelfDraft
+from drafters.training_free.skip_layers import SelfSpeculative
+from drafters.training_free.suffix_array import SuffixArray
 from drafters.tree import DraftTree
 
 __all__ = [
     "ANPD",
     "CTC",
+    "REST",
     "BaseShape",
     "Borrowed",
+    "CorpusCache",
     "DraftModel",
     "DraftTree",
     "Drafter",
+    "Joint",
     "LearnedDrafter",
     "Limits",
+    "Lookahead",
     "Needs",
+    "NgramPool",
     "NoDrafter",
+    "Ouroboros",
     "PromptLookup",
+    "SelfDraft",
+    "SelfSpeculative",
     "StepResult",
+    "SuffixArray",
+    "TokenRecycling",
 ]

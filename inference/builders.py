@@ -9,10 +9,14 @@ from functools import lru_cache
 
 import drafters
 from drafters.protocol import Drafter
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.pool import NgramPool
+from drafters.training_free.suffix_array import SuffixArray
 from inference.base import Base, load_base, tokenizer_hash
 from inference.inner import ModelSession
 from inference.runner import Runner
 from inference.sampling import RunningSampler
+from inference.skip import SkipSession, default_skips, read_skips
 
 
 def draft_model(
@@ -34,6 +38,126 @@ def cascade(runner: Runner, folder: str, num_draft: int = 5, inner_ngram: int = 
     """Vertical cascade: prompt lookup drafts for the draft model, which drafts for the base."""
     lowest = drafters.PromptLookup(inner_ngram, inner_draft)
     return drafters.DraftModel(ModelSession(model_runner(folder, runner.base), lowest), num_draft)
+
+
+def ouroboros(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 12,
+    num_phrases: int = 3,
+    level: int = 7,
+    window: int = 20,
+    phrases_draft: bool = True,
+    lengthen: bool = True,
+    verify_phrases: bool = True,
+    history: bool = True,
+    drop_last: bool = False,
+    seed: int = 0,
+) -> Drafter:
+    """Ouroboros: the draft model drafts by lookahead over the pool that also lengthens its drafts; without
+    ``phrases_draft`` it drafts token by token. A key keeps as many phrases as the window is wide, as in the paper's
+    code."""
+    pool = NgramPool(window)
+    lookahead = None
+    if phrases_draft:
+        lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
+    inner = ModelSession(model_runner(folder, runner.base), lookahead)
+    return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
+
+
+def self_draft(
+    runner: Runner,
+    file: str | None = None,
+    branch_len: int = 6,
+    num_branches: int = 6,
+    gram: int = 4,
+    max_pad: int = 2,
+    cache_size: int = 10,
+    text_ngrams: bool = True,
+    drop_last: bool = False,
+    seed: int = 0,
+) -> Drafter:
+    """Self-Draft, with a corpus cache where one is named."""
+    corpus = corpus_table(file, runner.base) if file else None
+    return drafters.SelfDraft(branch_len, num_branches, gram, max_pad, cache_size, text_ngrams, drop_last, seed, corpus)
+
+
+def corpus_cache(runner: Runner, file: str, num_chains: int = 3) -> Drafter:
+    """Self-Draft's corpus cache alone."""
+    return drafters.CorpusCache(corpus_table(file, runner.base), num_chains)
+
+
+def joint(
+    runner: Runner,
+    file: str | None = None,
+    num_nodes: int = 16,
+    min_probability: float = 0.02,
+    order: int = 3,
+    history: bool = True,
+    runner_up: int = 4,
+    fade: float = 0.9,
+) -> Drafter:
+    """The joint drafter, with a corpus cache where one is named."""
+    corpus = corpus_table(file, runner.base) if file else None
+    return drafters.Joint(num_nodes, min_probability, order, history, runner_up, fade, corpus)
+
+
+def corpus_table(file: str, base: Base) -> CorpusTable:
+    """A corpus cache of the base's vocabulary.
+
+    Raises:
+        ValueError: It is not there, or was built with another tokenizer.
+    """
+    table = CorpusTable.load(file)
+    if table.tokenizer_hash != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"the corpus cache {file} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters corpus OUT --tokenizer {base.name}`"
+        )
+    return table
+
+
+def rest(
+    runner: Runner,
+    file: str,
+    num_draft: int = 64,
+    longest: int = 16,
+    shortest: int = 2,
+    num_hits: int = 5000,
+    length: int = 10,
+    official_cut: bool = False,
+) -> Drafter:
+    """REST on a datastore of the base's vocabulary."""
+    store = SuffixArray.open(file)
+    if store.tokenizer_hash != tokenizer_hash(runner.base.tokenizer):
+        raise ValueError(
+            f"the datastore {file} was built with another tokenizer than that of {runner.base.name}: "
+            f"build it again with `drafters datastore OUT --tokenizer {runner.base.name}`"
+        )
+    return drafters.REST(store, num_draft, longest, shortest, num_hits, length, official_cut)
+
+
+def self_speculative(
+    runner: Runner,
+    file: str | None = None,
+    num_draft: int = 8,
+    threshold: float = 0.8,
+    adaptive: bool = True,
+    carry: bool = False,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Drafter:
+    """The base drafts for itself on its own cache, without the sublayers the file names, or every second layer.
+
+    Greedy chains at temperature 0, drawn ones with exact rejection above it.
+    """
+    num_layers = runner.base.model.config.num_hidden_layers
+    attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
+    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature > 0 else None
+    inner = SkipSession(runner, attention, mlp, sampler)
+    return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
 
 
 def model_runner(folder: str, base: Base) -> Runner:

@@ -36,8 +36,16 @@ TRAINING_FREE = {
     "none": Kind(drafters.NoDrafter),
     "anpd": Kind(drafters.ANPD),
     "prompt_lookup": Kind(drafters.PromptLookup),
+    "lookahead": Kind(drafters.Lookahead),
+    "token_recycling": Kind(drafters.TokenRecycling),
+    "joint": Kind(builders.joint, "CORPUS", optional=True),
     "draft_model": Kind(builders.draft_model, "MODEL"),
     "cascade": Kind(builders.cascade, "MODEL"),
+    "ouroboros": Kind(builders.ouroboros, "MODEL"),
+    "self_draft": Kind(builders.self_draft, "CORPUS", optional=True),
+    "corpus": Kind(builders.corpus_cache, "CORPUS"),
+    "rest": Kind(builders.rest, "STORE"),
+    "self_speculative": Kind(builders.self_speculative, "SKIPS.json", optional=True),
 }
 LEARNED = {"ctc": drafters.CTC}
 
@@ -122,7 +130,8 @@ def _arguments(name: str, build: Callable, text: str) -> dict[str, object]:
     """Typed arguments of ``key=value,...``; the types are those of the constructor."""
     if not text:
         return {}
-    known = {key: p for key, p in inspect.signature(build).parameters.items() if p.default is not p.empty}
+    parameters = inspect.signature(build).parameters
+    known = {key: p for key, p in parameters.items() if p.default is not p.empty and p.default is not None}
     values: dict[str, object] = {}
     for pair in text.split(","):
         key, equals, value = pair.partition("=")

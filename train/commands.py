@@ -9,12 +9,17 @@ from typing import Any
 
 COMMANDS = {
     "eval": ("inference.evaluate", "evaluate", "measure drafters side by side on MT-Bench, GSM8K or our own questions"),
+    "replay": ("inference.replay", "replay", "measure n-gram drafters exactly on recorded answers, without a base"),
     "verify": ("inference.verify", "verify", "show that a drafter changes no token of what the base writes"),
     "export": ("train.export", "export", "turn a training checkpoint into a drafter folder"),
     "show-mask": ("train.show_mask", "show_mask", "print conversations with their loss mask in colour"),
     "tokenizer": ("train.tokenizer", "tokenizer", "train a small tokenizer on conversations"),
+    "corpus": ("inference.corpus", "corpus", "count the n-grams of text files into a corpus cache for self_draft"),
+    "datastore": ("inference.datastore", "datastore", "sort text files into the datastore of the drafter rest"),
+    "ouroboros-search": ("inference.ouroboros_search", "ouroboros_search", "search the hyper-parameters of ouroboros"),
+    "skip-search": ("inference.skip_search", "skip_search", "search what self_speculative lets the base leave out"),
 }
-POSITIONAL = {"export": ["ckpt", "out"], "tokenizer": ["out"]}
+POSITIONAL = {"export": ["ckpt", "out"], "tokenizer": ["out"], "corpus": ["out"], "datastore": ["out"]}
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 
 {rows}
@@ -57,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run a subcommand; a mistake of the user ends in one line and exit code 2."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help", "help"):
-        rows = "\n".join(f"  {name:<10} {line}" for name, (_, _, line) in COMMANDS.items())
+        rows = "\n".join(f"  {name:<16} {line}" for name, (_, _, line) in COMMANDS.items())
         print(HELP.format(rows=rows), end="")
         return
     from train.errors import user_errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.numpy import save_file
 
 from drafters.protocol import Drafter, Limits
 from drafters.tree import DraftTree
+from drafters.whole_file import whole_file
 
 FORMAT = "drafters-corpus-1"
 
@@ -84,9 +84,8 @@ class CorpusTable:
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("keys", "offsets", "grams")}
         rest = {name: getattr(self, name) for name in ("tokenizer_hash", "min_count", "num_tokens", "sources")}
         about = {"format": FORMAT, "gram": self.grams.shape[1], **rest}
-        temporary = Path(f"{path}.{os.getpid()}.new")
-        save_file(arrays, temporary, {"corpus": json.dumps(about)})  # one entry: several are written in no fixed order
-        os.replace(temporary, path)
+        with whole_file(path) as new:
+            save_file(arrays, new, {"corpus": json.dumps(about)})  # one entry: several are written in no fixed order
 
     @classmethod
     def load(cls, path: str | Path) -> CorpusTable:

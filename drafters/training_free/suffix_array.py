@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
+
+from drafters.whole_file import whole_file
 
 FORMAT = "drafters-suffix-array-1"
 DTYPES = {"U16": np.uint16, "I32": np.int32, "U32": np.uint32, "U64": np.uint64}  # by their names in safetensors
@@ -158,12 +159,8 @@ class SuffixArray:
         """Write one safetensors file, which appears whole or not at all."""
         arrays = {name: getattr(self, name) for name in ("tokens", "suffixes", "heads")}
         about = {name: getattr(self, name) for name in ("depth", "tokenizer_hash", "sources")}
-        temporary = Path(f"{path}.{os.getpid()}.new")
-        try:
-            save_file(arrays, temporary, {"suffix_array": json.dumps({"format": FORMAT, **about})})
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with whole_file(path) as new:
+            save_file(arrays, new, {"suffix_array": json.dumps({"format": FORMAT, **about})})
 
     @classmethod
     def open(cls, path: str | Path) -> SuffixArray:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 FIELDS = ("text",), ("question", "answer"), ("instruction", "input", "output")
 EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`, or `conversations` or `messages`"
 
 
-def read_texts(files: Iterable[str]) -> Iterator[str]:
+def read_texts(files: Sequence[str]) -> Iterator[str]:
     """The documents of files, one after another; empty ones are left out.
 
     A record is one document if it has a field `text`; of a question and answer, an instruction and output, or a
@@ -24,13 +24,25 @@ def read_texts(files: Iterable[str]) -> Iterator[str]:
     Raises:
         ValueError: A file is missing, not in UTF-8, or holds a record without any text; file and line are named.
     """
-    for file in files:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ValueError(f"no text file at {file}: give .txt, .jsonl or .json files (.gz is read as well)")
+    for file, path in zip(files, text_paths(files), strict=True):
         kind = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
         read = {".jsonl": _lines_of_records, ".json": _list_of_records}.get(kind, _paragraphs)
         yield from (text for text in read(file, path) if text.strip())
+
+
+def text_paths(files: Sequence[str]) -> list[Path]:
+    """Where the files are.
+
+    Raises:
+        ValueError: One is missing, or none is named.
+    """
+    paths = [Path(file).expanduser() for file in files]
+    for file, path in zip(files, paths, strict=True):
+        if not path.is_file():
+            raise ValueError(f"no text file at {file}: give .txt, .jsonl or .json files (.gz is read as well)")
+    if not paths:
+        raise ValueError("no text file is named: give at least one")
+    return paths
 
 
 def _lines(file: str, path: Path) -> Iterator[tuple[str, str]]:

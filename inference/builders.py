@@ -30,7 +30,7 @@ def draft_model(
     seed: int = 0,
 ) -> Drafter:
     """Draft-model speculation: greedy chains at temperature 0, drawn ones with exact rejection above it."""
-    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature > 0 else None
+    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
     return drafters.DraftModel(ModelSession(model_runner(folder, runner.base), sampler=sampler), num_draft, threshold)
 
 
@@ -58,10 +58,8 @@ def ouroboros(
     ``phrases_draft`` it drafts token by token. A key keeps as many phrases as the window is wide, as in the paper's
     code."""
     pool = NgramPool(window)
-    lookahead = None
-    if phrases_draft:
-        lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
-    inner = ModelSession(model_runner(folder, runner.base), lookahead)
+    lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
+    inner = ModelSession(model_runner(folder, runner.base), lookahead if phrases_draft else None)
     return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
 
 
@@ -155,7 +153,7 @@ def self_speculative(
     """
     num_layers = runner.base.model.config.num_hidden_layers
     attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
-    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature > 0 else None
+    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
     inner = SkipSession(runner, attention, mlp, sampler)
     return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
 

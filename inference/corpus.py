@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from data import sharegpt
+from data.texts import text_paths
 from data.tokenizer import load_tokenizer
 from drafters.training_free.corpus import CorpusTable
 from inference.base import tokenizer_hash
+from inference.documents import encoded, progress
+from inference.outputs import folder_above, new_file
 
 GRAM, LONGEST_KEY = 4, 4  # Self-Draft's
 BORDER = -1  # stands between texts: no n-gram crosses it
-PIECE = 1 << 16  # characters encoded as one text
-BATCH = 1 << 20  # characters encoded at a time
 CHUNK = 1 << 26  # n-grams sorted at a time
 BLOCK = 1 << 22  # positions looked at at a time
 
@@ -28,43 +26,33 @@ def corpus(
 ) -> None:
     """Count which four tokens follow each one to four tokens in a text, for the drafters self_draft and corpus.
 
+    A text in .jsonl or .json is one document by its field `text`; of questions and answers, and of conversations, each
+    part is one. In other files blank lines separate documents. No n-gram crosses a document's end.
+
     Args:
         out: File to write.
         tokenizer: Folder or hub id of the base, or of its tokenizer.
-        files: Text of any kind; .jsonl with a field `text`, or conversations as .json or .jsonl; may be repeated.
+        files: Text files, or records as .jsonl or .json; .gz is read as well; may be repeated.
         min_count: N-grams that occur less often are left out.
         top: N-grams kept for each context.
         overwrite: Replace a file that is already there.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    path = Path(out)
     if min_count < 1 or top < 1:
         raise ValueError(f"min_count and top must be at least 1, not {min_count} and {top}")
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise ValueError(f"{out} is already there: give another name{'' if path.is_dir() else ', or --overwrite'}")
-    missing = [file for file in files if not Path(file).is_file()]
-    if missing or not files:
-        raise ValueError(f"no text file at {missing[0]}" if missing else "no text: give at least one --files FILE")
+    path = new_file(out, overwrite)
+    text_paths(files)
     loaded = load_tokenizer(tokenizer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with (
-        Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
-        tempfile.TemporaryDirectory(dir=path.parent, prefix=".corpus-") as folder,
+        progress(files, "count", LONGEST_KEY + GRAM) as (read, counted),
+        tempfile.TemporaryDirectory(dir=folder_above(path), prefix=".corpus-") as folder,
     ):
-        reading = progress.add_task("read", total=sum(Path(file).stat().st_size for file in files))
-        counting = progress.add_task("count", total=LONGEST_KEY + GRAM)
         num_tokens = 0
         with Path(folder, "tokens").open("wb") as stream:
-            for text in _encoded(files, loaded, lambda size: progress.advance(reading, size)):
-                np.array([*text, BORDER], dtype=np.int32).tofile(stream)
-                num_tokens += len(text)
-        if not num_tokens:
-            raise ValueError(f"there is no text in {', '.join(files)}")
+            for ids in encoded(files, loaded, read):
+                np.array([*ids, BORDER], dtype=np.int32).tofile(stream)
+                num_tokens += len(ids)
         tokens = np.memmap(Path(folder, "tokens"), np.int32, "r")
-        arrays = count(tokens, min_count, top, folder, lambda: progress.advance(counting))
+        arrays = count(tokens, min_count, top, folder, counted)
         del tokens
     if not len(arrays[0]):
         raise ValueError(
@@ -76,84 +64,12 @@ def corpus(
     print(f"wrote {out}: {len(arrays[2])} n-grams of {len(arrays[0])} contexts from {num_tokens} tokens")
 
 
-def texts(file: str) -> Iterator[str]:
-    """The texts of a file: each record's, each message's, or a whole file in pieces that end where a line does.
-
-    Raises:
-        ValueError: The file is not UTF-8, or a record of it is no text.
-    """
-    kind = [suffix for suffix in Path(file).suffixes if suffix != ".gz"][-1:]
-    if kind == [".json"] or (kind == [".jsonl"] and not _holds_texts(file)):
-        conversations, dropped = sharegpt.load([file])
-        if dropped.total:
-            print(f"{file}: {dropped}", file=sys.stderr)
-        return (text for conversation in conversations for _, text in conversation.messages)
-    return _records(file) if kind == [".jsonl"] else _pieces(file)
-
-
-def _holds_texts(file: str) -> bool:
-    """Whether the first record of a .jsonl file has a text; `sharegpt` reads all others, and says what is wrong."""
-    with Path(file).open("rb") as stream:
-        try:
-            record = json.loads(next((line for line in stream if line.strip()), b""))
-        except ValueError:
-            return False
-    return isinstance(record, dict) and isinstance(record.get("text"), str)
-
-
-def _records(file: str) -> Iterator[str]:
-    with Path(file).open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    text = json.loads(line)["text"]
-                    if not isinstance(text, str):
-                        raise ValueError("`text` is not a text")
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{file} line {number}: no record with a field `text` ({error!r})") from error
-                yield text
-
-
-def _pieces(file: str) -> Iterator[str]:
-    left = ""
-    with Path(file).open(encoding="utf-8") as stream:
-        try:
-            while read := stream.read(PIECE):
-                left += read
-                cut = (left.rfind("\n") + 1) or (left.rfind(" ") + 1) or len(left)
-                yield left[:cut]
-                left = left[cut:]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not a text in UTF-8 ({error}): convert it") from error
-    yield left
-
-
-def _encoded(files: Iterable[str], tokenizer, advance: Callable[[int], object]) -> Iterator[list[int]]:
-    """The token ids of every text; ``advance`` is told how many bytes were read."""
-    for file in files:
-        size, batch, characters = Path(file).stat().st_size, [], 0
-        for text in texts(file):
-            batch.append(text)
-            characters += len(text)
-            if characters >= BATCH:
-                yield from _ids(batch, tokenizer)
-                size -= characters
-                advance(characters)
-                batch, characters = [], 0
-        yield from _ids(batch, tokenizer)
-        advance(max(0, size))
-
-
-def _ids(batch: list[str], tokenizer) -> list[list[int]]:
-    return tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"] if batch else []
-
-
 def count(
     tokens: np.ndarray,
     min_count: int = 6,
     top: int = 20,
     folder: str | None = None,
-    counted: Callable[[], object] = lambda: None,
+    counted: Callable[[int], object] = lambda length: None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The arrays of a `CorpusTable`: which n-grams follow each context at least ``min_count`` times.
 
@@ -162,11 +78,11 @@ def count(
         min_count: N-grams that occur less often are left out.
         top: N-grams kept for each context; of equally frequent ones those of smaller token ids.
         folder: Where a temporary file of the size of ``tokens`` may lie.
-        counted: Called after each of the eight lengths.
+        counted: Told each of the eight lengths once its n-grams are counted.
     """
     keys, sizes, grams = np.empty(0, np.int64), [np.zeros(1, np.int64)], [np.empty((0, GRAM), np.int32)]
     for rows, counts in _frequent(tokens, min_count, folder):
-        counted()
+        counted(rows.shape[1])
         width = rows.shape[1] - GRAM  # of the context
         if width < 1:
             continue

@@ -15,6 +15,7 @@ from data import benchmarks
 from data.benchmarks import Question
 from inference import metrics, record, report, zoo
 from inference.base import Base, Dtype, load_base, resolve_device
+from inference.outputs import new_folder
 from inference.prompts import prompt_ids
 from inference.record import Answer, Turn
 from inference.runner import Runner
@@ -108,7 +109,7 @@ def evaluate(
     files = questions or []
     if files and len(files) != len(benchmark):
         raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
-    folder = _new_folder(out, overwrite)
+    folder = new_folder(out, overwrite)
     asked = {
         name: benchmarks.load(name, file, offset, limit)
         for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
@@ -164,18 +165,6 @@ def evaluate(
         (folder / "results.md").write_text(report.markdown(summaries, context), encoding="utf-8")
         page = report.write_report(folder, summaries, context, given, loaded.tokenizer.decode)
         console.print(f"Report: {page}")
-
-
-def _new_folder(out: str | None, overwrite: bool) -> Path | None:
-    if out is None:
-        return None
-    folder = Path(out)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{out} is a file: give --out a folder")
-    old = [folder / name for name in ("answers", "results.json")]
-    if any(path.exists() for path in old) and not overwrite:
-        raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
-    return folder
 
 
 def _clear(folder: Path) -> None:

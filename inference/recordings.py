@@ -250,7 +250,11 @@ def _tokenised(told: _Told, base: RecordedBase, max_new_tokens: int) -> list[int
 def _lines(path: str | Path) -> Iterator[tuple[str, dict]]:
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file; give a JSONL file of recorded answers")
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason}); convert the file") from error
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield f"{path} line {number}", json.loads(line)

@@ -17,6 +17,7 @@ from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, Needs
 from inference import recordings, zoo
 from inference.metrics import acceptance_length, decode_steps
+from inference.outputs import new_folder
 from inference.recordings import NoModel, Recorded, RecordedBase, Recording, Recordings, ReplayRunner
 from inference.session import Session, StepCost
 from inference.tables import number
@@ -169,9 +170,9 @@ def replay(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    folder = Path(out) if out else None
-    if folder and (folder / "results.json").exists() and not overwrite:
-        raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
+    folder = new_folder(out, overwrite)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
     runner = ReplayRunner(RecordedBase(answers, load_tokenizer(tokenizer)))
     drafters = {name: make(spec, runner) for name, spec in zoo.labels(drafter).items()}
     asked = benchmarks.load(benchmark, questions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 import numpy as np
@@ -77,9 +78,10 @@ class KeyedSampler(_Matching):
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1:
+        if not 0 < temperature < inf or top_k < 0 or not 0 < top_p <= 1 or seed < 0:
             raise ValueError(
-                f"need temperature > 0, top_k >= 0 and 0 < top_p <= 1, not {temperature}, {top_k}, {top_p}"
+                "need temperature > 0, top_k >= 0, 0 < top_p <= 1 and seed >= 0, not "
+                f"{temperature}, {top_k}, {top_p} and {seed}"
             )
         self.seed = seed
         self._warpers = LogitsProcessorList()

@@ -107,7 +107,7 @@ class CorpusTable:
             places = (len(table.keys) + 1,), (table.offsets[-1], gram)
             if (table.offsets.shape, table.grams.shape) != places:
                 raise ValueError("its arrays do not fit each other")
-        except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is no corpus cache ({error}): build it again with `drafters corpus OUT`"
             ) from error

@@ -9,9 +9,9 @@ import pytest
 
 from drafters.training_free.corpus import CorpusTable
 from inference import corpus as module
-from inference import zoo
+from inference import documents, zoo
 from inference.base import tokenizer_hash
-from inference.corpus import count, texts
+from inference.corpus import count
 from inference.runner import Runner
 from inference.session import Session
 from train.commands import main
@@ -117,31 +117,22 @@ def test_a_cache_of_another_tokenizer_is_refused(base, tmp_path):
         zoo.make("corpus", Runner(base))
 
 
-def test_conversations_and_records_are_texts(tmp_path):
-    turns = [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}]
-    records = [{"text": "w3 w4\nw5"}, {"text": ""}, {"id": 1, "text": "w6"}]
-    assert list(texts(write(tmp_path / "a.jsonl", *map(json.dumps, records)))) == ["w3 w4\nw5", "", "w6"]
-    assert list(texts(write(tmp_path / "b.jsonl", json.dumps({"conversations": turns})))) == ["w3 w4", "w5"]
-    assert list(texts(write(tmp_path / "c.json", json.dumps([{"conversations": turns}])))) == ["w3 w4", "w5"]
-    gsm8k = {"question": "w7?", "answer": "w8"}
-    assert list(texts(write(tmp_path / "d.jsonl", json.dumps(gsm8k)))) == ["w7?", "w8"]
-
-
-@pytest.mark.parametrize("size", [1, 5, 16, 1000])
-def test_a_long_text_is_cut_at_the_end_of_lines_and_nothing_is_lost(monkeypatch, tmp_path, size):
-    monkeypatch.setattr(module, "PIECE", size)
-    text = "One line.\nAnother, somewhat longer line\n\nünicode and\u2028separators"
-    pieces = list(texts(write(tmp_path / "a.txt", text)))
-    assert "".join(pieces) == text
-    if size == 16:
-        assert pieces[:2] == ["One line.\n", "Another, somewhat "]
+def test_no_ngram_crosses_a_blank_line_or_the_end_of_a_record(tokenizer, tmp_path):
+    out, half = tmp_path / "cache", "w3 w4 w5 w6"
+    lines = write(tmp_path / "a.txt", *["w3 w4", "w5 w6 w7", ""] * 2)
+    paragraphs = write(tmp_path / "b.txt", *["w3 w4 w5 w6", "", "w7 w8", ""] * 9)
+    question = write(tmp_path / "c.jsonl", *[json.dumps({"question": half, "answer": "w7"})] * 9)
+    run(out, tokenizer, lines, paragraphs, question, more=["--min-count", "2"])
+    cache = CorpusTable.load(out)
+    assert cache.grams.tolist() == [[4, 5, 6, 7]] and cache.after([3]) == [(4, 5, 6, 7)]
+    assert cache.num_tokens == 2 * 5 + 9 * 6 + 9 * 5
 
 
 def test_batches_change_nothing(monkeypatch, tokenizer, tmp_path):
     lines = [f"w{3 + i % 9} w{3 + i % 4} w5 w6 w7 w8" for i in range(200)]
     file = write(tmp_path / "a.jsonl", *(json.dumps({"text": line}) for line in lines))
     run(tmp_path / "one", tokenizer, file)
-    monkeypatch.setattr(module, "BATCH", 50)
+    monkeypatch.setattr(documents, "BATCH", 50)
     run(tmp_path / "two", tokenizer, file)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
@@ -157,9 +148,9 @@ def test_what_cannot_be_counted_is_refused_in_one_line(tokenizer, tmp_path, caps
     short = write(tmp_path / "short.jsonl", *['{"text": "w3 w4 w5 w6"}'] * 9)
     assert "no 5 tokens in a row" in refusal(capsys, out, tokenizer, short), "no n-gram runs from text to text"
     (tmp_path / "latin.txt").write_bytes("Grüße".encode("latin-1"))
-    assert "not a text in UTF-8" in refusal(capsys, out, tokenizer, str(tmp_path / "latin.txt"))
+    assert "latin.txt line 1: not UTF-8" in refusal(capsys, out, tokenizer, str(tmp_path / "latin.txt"))
     records = write(tmp_path / "a.jsonl", '{"text": "w3"}', '{"txt": "w3"}')
-    assert "a.jsonl line 2: no record with a field `text`" in refusal(capsys, out, tokenizer, records)
+    assert "a.jsonl line 2: no text; expected a field `text`" in refusal(capsys, out, tokenizer, records)
     assert "already there" in refusal(capsys, tmp_path, tokenizer, good, more=["--overwrite"])
     assert not out.exists() and not list(tmp_path.glob(".corpus-*"))
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from drafters import SuffixArray
-from inference import datastore as module
-from inference import zoo
+from inference import documents, zoo
 from inference.base import tokenizer_hash
 from inference.runner import Runner
 from inference.session import Session
@@ -41,7 +40,7 @@ def refusal(capsys, *args, **more):
     return message
 
 
-def documents(store):
+def documents_of(store):
     """The documents of a store, split at their borders."""
     found = [[]]
     for token in store.tokens.tolist():
@@ -60,7 +59,7 @@ def test_the_command_writes_a_store_that_rest_drafts_from(base, tokenizer, tmp_p
     store = SuffixArray.open(out)
     assert (store.depth, store.sources) == (26, ("a.txt", "b.jsonl"))
     assert store.tokenizer_hash == tokenizer_hash(base.tokenizer)
-    assert documents(store)[:1] + documents(store)[2:] == [[3, 4, 5], [8, 9], [10]]
+    assert documents_of(store)[:1] + documents_of(store)[2:] == [[3, 4, 5], [8, 9], [10]]
     assert [path.name for path in out.parent.iterdir()] == ["store"]
     for spec in (f"rest={out}", f"rest={out}:num_draft=4,shortest=1,official_cut=true"):
         result = Session(Runner(base), zoo.make(spec, Runner(base))).run([5, 6, 7], 20)
@@ -84,7 +83,7 @@ def test_batches_change_nothing(monkeypatch, tokenizer, tmp_path):
     rows = [{"text": f"w{3 + i % 9} w{3 + i % 4} w5 w6"} for i in range(60)]
     file = records(tmp_path / "a.jsonl", *rows)
     run(tmp_path / "one", tokenizer, file)
-    monkeypatch.setattr(module, "BATCH", 50)
+    monkeypatch.setattr(documents, "BATCH", 50)
     run(tmp_path / "two", tokenizer, file)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
@@ -106,7 +105,7 @@ def test_a_store_is_replaced_only_when_asked_and_an_open_one_stays_whole(tokeniz
     run(out, tokenizer, first)
     opened = SuffixArray.open(out)
     assert "already there: give another name, or --overwrite" in refusal(capsys, out, tokenizer, second)
-    assert documents(SuffixArray.open(out)) == [[3, 4, 5]]
+    assert documents_of(SuffixArray.open(out)) == [[3, 4, 5]]
     run(out, tokenizer, second, more=["--overwrite"])
-    assert documents(SuffixArray.open(out)) == [[6, 7]]
-    assert documents(opened) == [[3, 4, 5]]
+    assert documents_of(SuffixArray.open(out)) == [[6, 7]]
+    assert documents_of(opened) == [[3, 4, 5]]

@@ -63,43 +63,6 @@ def ouroboros(
     return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
 
 
-def self_draft(
-    runner: Runner,
-    file: str | None = None,
-    branch_len: int = 6,
-    num_branches: int = 6,
-    gram: int = 4,
-    max_pad: int = 2,
-    cache_size: int = 10,
-    text_ngrams: bool = True,
-    drop_last: bool = False,
-    seed: int = 0,
-) -> Drafter:
-    """Self-Draft, with a corpus cache where one is named."""
-    corpus = corpus_table(file, runner.base) if file else None
-    return drafters.SelfDraft(branch_len, num_branches, gram, max_pad, cache_size, text_ngrams, drop_last, seed, corpus)
-
-
-def corpus_cache(runner: Runner, file: str, num_chains: int = 3) -> Drafter:
-    """Self-Draft's corpus cache alone."""
-    return drafters.CorpusCache(corpus_table(file, runner.base), num_chains)
-
-
-def joint(
-    runner: Runner,
-    file: str | None = None,
-    num_nodes: int = 16,
-    min_probability: float = 0.02,
-    order: int = 3,
-    history: bool = True,
-    runner_up: int = 4,
-    fade: float = 0.9,
-) -> Drafter:
-    """The joint drafter, with a corpus cache where one is named."""
-    corpus = corpus_table(file, runner.base) if file else None
-    return drafters.Joint(num_nodes, min_probability, order, history, runner_up, fade, corpus)
-
-
 def corpus_table(file: str, base: Base) -> CorpusTable:
     """A corpus cache of the base's vocabulary.
 
@@ -115,24 +78,19 @@ def corpus_table(file: str, base: Base) -> CorpusTable:
     return table
 
 
-def rest(
-    runner: Runner,
-    file: str,
-    num_draft: int = 64,
-    longest: int = 16,
-    shortest: int = 2,
-    num_hits: int = 5000,
-    length: int = 10,
-    official_cut: bool = False,
-) -> Drafter:
-    """REST on a datastore of the base's vocabulary."""
+def datastore(file: str, base: Base) -> SuffixArray:
+    """A datastore of the base's vocabulary.
+
+    Raises:
+        ValueError: It is not there, or was built with another tokenizer.
+    """
     store = SuffixArray.open(file)
-    if store.tokenizer_hash != tokenizer_hash(runner.base.tokenizer):
+    if store.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
-            f"the datastore {file} was built with another tokenizer than that of {runner.base.name}: "
-            f"build it again with `drafters datastore OUT --tokenizer {runner.base.name}`"
+            f"the datastore {file} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters datastore OUT --tokenizer {base.name}`"
         )
-    return drafters.REST(store, num_draft, longest, shortest, num_hits, length, official_cut)
+    return store
 
 
 def self_speculative(

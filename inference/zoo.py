@@ -21,15 +21,19 @@ class Kind:
     """A training-free drafter.
 
     Args:
-        build: A class with flat arguments; or, where there is something to name, a function of the base's runner, of
-            what is named, and of flat arguments.
+        build: A class with flat arguments; or, where a model is named, a function of the base's runner, of what is
+            named, and of flat arguments.
         named: What ``NAME=...`` names; empty where nothing.
         optional: Whether it may be left out.
+        load: Where a file is named, what reads it, given the base.
+        loaded: Argument of ``build`` that takes what was read.
     """
 
     build: Callable[..., Drafter]
     named: str = ""
     optional: bool = False
+    load: Callable[[str, Base], object] | None = None
+    loaded: str = ""
 
 
 TRAINING_FREE = {
@@ -38,13 +42,13 @@ TRAINING_FREE = {
     "prompt_lookup": Kind(drafters.PromptLookup),
     "lookahead": Kind(drafters.Lookahead),
     "token_recycling": Kind(drafters.TokenRecycling),
-    "joint": Kind(builders.joint, "CORPUS", optional=True),
+    "joint": Kind(drafters.Joint, "CORPUS", True, builders.corpus_table, "corpus"),
     "draft_model": Kind(builders.draft_model, "MODEL"),
     "cascade": Kind(builders.cascade, "MODEL"),
     "ouroboros": Kind(builders.ouroboros, "MODEL"),
-    "self_draft": Kind(builders.self_draft, "CORPUS", optional=True),
-    "corpus": Kind(builders.corpus_cache, "CORPUS"),
-    "rest": Kind(builders.rest, "STORE"),
+    "self_draft": Kind(drafters.SelfDraft, "CORPUS", True, builders.corpus_table, "corpus"),
+    "corpus": Kind(drafters.CorpusCache, "CORPUS", False, builders.corpus_table, "table"),
+    "rest": Kind(drafters.REST, "STORE", False, builders.datastore, "store"),
     "self_speculative": Kind(builders.self_speculative, "SKIPS.json", optional=True),
 }
 LEARNED = {"ctc": drafters.CTC}
@@ -109,6 +113,8 @@ def make(spec: str, runner: Runner) -> Drafter:
     if not folder and kind.named and not kind.optional:
         raise ValueError(f"the drafter {name} needs its {kind.named}: write {name}={kind.named}")
     arguments = _arguments(name, kind.build, text)
+    if kind.load:
+        return kind.build(**arguments, **({kind.loaded: kind.load(folder, runner.base)} if folder else {}))
     return kind.build(runner, folder, **arguments) if kind.named else kind.build(**arguments)
 
 

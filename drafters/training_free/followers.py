@@ -6,26 +6,33 @@ from collections.abc import Sequence
 from itertools import islice
 
 BITS = 20  # a token id fits: a context of w tokens is one integer
+EXPERIENCES = 36
 
 
 def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
     """The contexts of 1 to ``order`` tokens that end in ``token``, from those that ended before it."""
-    return [token, *((key << BITS) | token for key in keys[: order - 1])]
+    longer = [token]
+    for key in keys[: order - 1]:  # twice as fast as a comprehension: this runs for every node
+        longer.append(key << BITS | token)
+    return longer
 
 
 class Followers:
     """Tokens that followed one context; each new one weighs more than the last by a constant factor.
 
+    Its ``experience`` tells few tokens from many, and seen seldom from seen often: a number below `EXPERIENCES`.
+
     Args:
         token: The first.
     """
 
-    __slots__ = ("seen", "step", "total", "weights")
+    __slots__ = ("experience", "seen", "step", "total", "weights")
 
     def __init__(self, token: int) -> None:
         self.weights = {token: 1.0}
         self.total = self.step = 1.0
         self.seen = 1
+        self.experience = _experience(1, 1)
 
     def add(self, token: int, growth: float, most: int) -> None:
         """Count a token; of more than ``most`` the lightest is forgotten.
@@ -43,6 +50,11 @@ class Followers:
             for other in weights:
                 weights[other] /= self.step
             self.total, self.step = self.total / self.step, 1.0
+        self.experience = _experience(len(weights), self.seen)
+
+
+def _experience(num_tokens: int, seen: int) -> int:
+    return 6 * (num_tokens if num_tokens < 5 else 5) + (seen if seen < 5 else 5)
 
 
 class FollowerTable:
@@ -61,7 +73,8 @@ class FollowerTable:
 
     def learn(self, keys: Sequence[int], token: int) -> None:
         """Count ``token`` behind the contexts ``keys``, the shortest first."""
-        for contexts, key in zip(self.widths, keys, strict=False):
+        for width, key in enumerate(keys):
+            contexts = self.widths[width]
             found = contexts.get(key)
             if found is not None:
                 found.add(token, self.growth, self.most)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from heapq import heappop, heappush
 
 from drafters.protocol import Drafter, Limits, Needs, StepResult
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.followers import BITS, Followers, FollowerTable, extended
-from drafters.tree import ROOT, DraftTree
+from drafters.training_free.followers import BITS, EXPERIENCES, FollowerTable, extended
+from drafters.tree import DraftTree
 
 TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)
-_BUCKETS = 64
 _TOKEN = (1 << BITS) - 1
+_UNASKED = 1  # stands where heap entries have a token, negated
+_MOST_PAIRS = 1_000_000  # contexts of two tokens whose runners-up are remembered
 _MOST = 8  # followers of one context that a corpus is asked for
 
 
@@ -62,18 +64,32 @@ class Joint(Drafter):
     def reset(self) -> None:
         self._past = FollowerTable(self.order, self.growth)
         self._tops: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
+        widths = range(self.order)
+        # Of each kind of source and width: times asked and times it held the token, by the source's experience.
+        self._right = [[[[2.0, 1.0] for _ in range(EXPERIENCES)] for _ in widths] for _ in range(4)]
+        # Of each kind whose sources are ranked: how often each rank was right.
         ranks = [1 / (1 + rank) for rank in range(max(self.runner_up, _MOST))]
-        self._ranks = {kind: [list(ranks) for _ in range(self.order)] for kind in (RUNNERS_UP, CORPUS)}
-        self._right: dict[int, list[float]] = {}  # bucket -> times asked, times it held the token
+        self._ranks = {kind: [list(ranks) for _ in widths] for kind in (RUNNERS_UP, CORPUS)}
         self._text: list[int] = []
 
     def begin(self, prompt: Sequence[int]) -> None:
         if self.history:
             self._past.learn_text(self._text)
         self._here = FollowerTable(self.order, self.growth)
+        self._tables = [list(self._lookups(num_keys)) for num_keys in range(self.order + 1)]
         self._text, self._keys = [], []
         self._fed: tuple[DraftTree, list[list[int]]] | None = None
         self._learn(prompt, weigh=False)
+
+    def _lookups(self, num_keys: int) -> Iterator[tuple[int, Callable, list[list[float]], list[float]]]:
+        """The sources in the order of asking: width, look-up by context, how often it was right, weights of ranks."""
+        for width in reversed(range(num_keys)):
+            if width < len(self._tops):
+                yield width, self._tops[width].get, self._right[RUNNERS_UP][width], self._ranks[RUNNERS_UP][width]
+            yield width, self._here.widths[width].get, self._right[TEXT][width], []
+            yield width, self._past.widths[width].get, self._right[HISTORY][width], []
+            if self.corpus is not None:
+                yield width, partial(self._after, width), self._right[CORPUS][width], self._ranks[CORPUS][width]
 
     def rewind(self, length: int) -> None:
         """The n-grams of what was refused stay: they were this base's own guess."""
@@ -94,36 +110,29 @@ class Joint(Drafter):
 
     def _weigh(self, token: int) -> None:
         """Count which sources held the token that came: those asked before the first that did were wrong."""
-        for bucket, source in self._sources(self._keys):
-            asked = self._right.setdefault(bucket, [2.0, 1.0])
-            asked[0] += 1
-            if token in (source.weights if type(source) is Followers else source):
-                asked[1] += 1
-                if type(source) is tuple:
-                    kind, width = bucket // _BUCKETS % 4, bucket // _BUCKETS // 4
-                    self._ranks[kind][width][source.index(token)] += 1
-                return
+        keys = self._keys
+        for width, table, right, ranks in self._tables[len(keys)]:
+            if source := table(keys[width]):
+                counts = right[0 if ranks else source.experience]
+                counts[0] += 1
+                if token in (source if ranks else source.weights):
+                    counts[1] += 1
+                    if ranks:
+                        ranks[source.index(token)] += 1
+                    return
 
     def observe(self, step: StepResult) -> None:
+        self._learn(step.emitted)  # first, so that sources are weighed by what they held before this step
         if self.runner_up and self._fed and step.tree is self._fed[0]:
-            for keys, top in zip(self._fed[1], step.top, strict=True):
-                top = tuple(top)
-                for tops, key in zip(self._tops, keys, strict=False):
-                    tops[key] = top
+            after_one, after_two = self._tops
+            for keys, top in zip(self._fed[1], map(tuple, step.top), strict=True):
+                after_one[keys[0]] = top
+                if len(keys) > 1:
+                    after_two[keys[1]] = top
+            if len(after_two) > _MOST_PAIRS:
+                after_two.clear()
 
     # ---- drafting
-
-    def _sources(self, keys: Sequence[int]) -> Iterator[tuple[int, Followers | tuple[int, ...]]]:
-        """What is known after the contexts ``keys``, the longest first, each with the bucket it is weighed in."""
-        for width in range(len(keys) - 1, -1, -1):
-            key, base = keys[width], 4 * _BUCKETS * width
-            if width < len(self._tops) and (top := self._tops[width].get(key)):
-                yield base + RUNNERS_UP * _BUCKETS, top
-            for kind, table in ((TEXT, self._here), (HISTORY, self._past)):
-                if found := table.widths[width].get(key):
-                    yield base + kind * _BUCKETS + 6 * min(len(found.weights), 5) + min(found.seen, 5), found
-            if self.corpus is not None and (found := self._after(width, key)):
-                yield base + CORPUS * _BUCKETS, found
 
     def _after(self, width: int, key: int) -> tuple[int, ...]:
         """The tokens that follow a context in the corpus, the most frequent first."""
@@ -133,65 +142,81 @@ class Joint(Drafter):
             known[key] = tuple(dict.fromkeys(gram[0] for gram in self.corpus.after(context)))[:_MOST]
         return known[key]
 
-    def following(self, keys: Sequence[int], enough: float = 0.0) -> list[tuple[float, int]]:
+    def _shares(self, keys: Sequence[int]) -> Iterator[tuple[float, dict[int, float], float]]:
+        """Ask one source after the other what follows the contexts ``keys``.
+
+        Yields:
+            The probability of a weight of one, the weights of the tokens that no source before held, and the
+            probability left for later sources.
+        """
+        left = 1.0
+        held: dict[int, float] = {}
+        for width, table, right, ranks in self._tables[len(keys)]:
+            source = table(keys[width])
+            if not source:
+                continue
+            if ranks:
+                asked, correct = right[0]
+                weights = dict(zip(source, ranks))  # noqa: B905 - the keyword would double its time
+                total = sum(weights.values())
+            else:
+                asked, correct = right[source.experience]
+                weights, total = source.weights, source.total
+            if held:
+                weights = {token: weight for token, weight in weights.items() if token not in held}
+                if not weights:
+                    continue
+                total = sum(weights.values())
+            share = left * (correct / asked)
+            left -= share
+            yield share / total, weights, left
+            held |= weights
+
+    def following(self, keys: Sequence[int]) -> list[tuple[float, int]]:
         """Probable next tokens after the contexts ``keys``, the most probable first.
 
         Args:
             keys: Contexts, the shortest first, as `extended` makes them.
-            enough: Sources are no longer asked once what is left for them is less.
 
         Returns:
             (probability, token) pairs; the probabilities add up to one at most.
         """
-        left = 1.0
-        found: list[tuple[float, int]] = []
-        held: set[int] = set()
-        for bucket, source in self._sources(keys):
-            asked = self._right.get(bucket)
-            share = left * (asked[1] / asked[0] if asked else 0.5)
-            if type(source) is Followers:
-                weights, total = source.weights.items(), source.total
-            else:
-                kind, width = bucket // _BUCKETS % 4, bucket // _BUCKETS // 4
-                weights = list(zip(source, self._ranks[kind][width], strict=False))
-                total = sum(weight for _, weight in weights)
-            if held:
-                weights = [(token, weight) for token, weight in weights if token not in held]
-                total = sum(weight for _, weight in weights)
-                if not weights:
-                    continue
-            scale = share / total
-            for token, weight in weights:
-                found.append((scale * weight, token))
-                held.add(token)
-            left -= share
-            if left < enough:
-                break
-        found.sort(reverse=True)
-        return found
+        shares = self._shares(keys)
+        found = [(unit * weight, token) for unit, weights, _ in shares for token, weight in weights.items()]
+        return sorted(found, reverse=True)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._learn(seq[len(self._text) :])
         least, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
         tokens: list[int] = []
         parents: list[int] = []
-        contexts = [self._keys]
-        # (-probability, tie-break, parent, depth, its probability, what may follow it, which of them)
-        heap: list[tuple] = []
-        if limits.max_depth > 0 and (found := self.following(self._keys, least)):
-            heap.append((-found[0][0], 0, ROOT, 0, 1.0, found, 0))
-        while heap and len(tokens) < room and heap[0][0] <= -least:
-            negative, order, parent, depth, above, siblings, rank = heappop(heap)
-            node, token = len(tokens), siblings[rank][1]
-            tokens.append(token)
-            parents.append(parent)
-            contexts.append(extended(contexts[1 + parent], token, self.order))
-            if rank + 1 < len(siblings):
-                heappush(heap, (-above * siblings[rank + 1][0], order, parent, depth, above, siblings, rank + 1))
-            if depth + 1 < limits.max_depth and token not in limits.eos:
-                found = self.following(contexts[-1], -least / negative)
-                if found:
-                    heappush(heap, (negative * found[0][0], 1 + node, node, depth + 1, -negative, found, 0))
+        # Of the root and of each node: its contexts, depth, probability, and the sources not yet asked what follows.
+        contexts, depths, probabilities, unasked = [self._keys], [0], [1.0], [self._shares(self._keys)]
+        # What may come next, the most probable first: (-probability, place of the contexts, -token). What a context has
+        # left for its next source waits among them, as no token of that source is more probable: so few are ever asked.
+        heap: list[tuple[float, int, int]] = [(-1.0, 0, _UNASKED)] if limits.max_depth > 0 else []
+        while heap and len(tokens) < room:
+            negative, place, token = heappop(heap)
+            if token != _UNASKED:
+                token = -token
+                tokens.append(token)
+                parents.append(place - 1)
+                contexts.append(extended(contexts[place], token, self.order))
+                depths.append(depths[place] + 1)
+                probabilities.append(-negative)
+                place = len(tokens)
+                unasked.append(self._shares(contexts[place]))
+                if depths[place] >= limits.max_depth or token in limits.eos or place == room:
+                    continue
+            above = probabilities[place]
+            for unit, weights, left in unasked[place]:  # one source
+                for token, weight in weights.items():
+                    probability = above * (unit * weight)
+                    if probability >= least:
+                        heappush(heap, (-probability, place, -token))
+                if above * left >= least:
+                    heappush(heap, (-above * left, place, _UNASKED))
+                break
         tree = DraftTree(tokens, parents)
         self._fed = tree, contexts
         return tree

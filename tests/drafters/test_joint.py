@@ -9,7 +9,7 @@ from drafters import DraftTree
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.followers import Followers, FollowerTable, extended
-from drafters.training_free.joint import Joint
+from drafters.training_free.joint import RUNNERS_UP, Joint
 from inference.corpus import count
 from inference.runner import Runner
 from inference.sampling import Greedy, KeyedSampler
@@ -146,6 +146,20 @@ def test_what_the_base_held_probable_is_drafted_where_nothing_else_is_known():
     drafter.reset()
     drafter.begin([1, 2])
     assert drafter.following([2]) == []
+
+
+def test_a_source_is_weighed_by_what_it_held_before_the_step():
+    drafter = Joint(runner_up=2, history=False)
+    drafter.begin([1, 2])
+    before = [list(counts) for counts in drafter._right[RUNNERS_UP][0]]
+    tree = drafter.propose([1, 2], FAR)
+    drafter.observe(StepResult(2, tree, None, [], [3], [[3, 8]]))
+    assert drafter._right[RUNNERS_UP][0] == before, "the base's own row was no guess"
+    drafter.begin([1, 2])
+    tree = drafter.propose([1, 2], FAR)
+    drafter.observe(StepResult(2, tree, None, [], [8], [[8, 3], *([0, 1] for _ in tree.tokens)]))
+    (asked, right), *_ = drafter._right[RUNNERS_UP][1]
+    assert (asked, right) == (3, 2), "it had held 8 as its second guess"
 
 
 def test_a_corpus_is_asked_after_the_texts_and_its_ranks_are_learned():

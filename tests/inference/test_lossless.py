@@ -93,9 +93,19 @@ DRAFTERS = {
     "token_recycling": lambda runner, make_base, truth: drafters.TokenRecycling(num_nodes=20, top_k=4),
     "joint": lambda runner, make_base, truth: drafters.Joint(num_nodes=10),
     "joint, tokens only": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, runner_up=0),
+    "joint, corpus": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, corpus=corpus_table(truth)),
+    **dict.fromkeys(["ctc", "ctc_deep", "adversarial", "oracle"]),  # those of conftest
 }
+LLAMA_ONLY = {"ctc", "ctc_deep", "self_speculative"}
 CACHES = ["static", "dynamic"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
+
+
+def fitting(kind):
+    """The drafters that a kind of base can have."""
+    return [name for name in DRAFTERS if kind != "gpt2" or name not in LLAMA_ONLY]
+
+
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 each_cache = pytest.mark.parametrize("cache_kind", CACHES)
 each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
@@ -115,32 +125,39 @@ def alone(base, prompt, max_new_tokens, eos=frozenset(), sampler="greedy"):
     return seq[len(prompt) :]
 
 
-def session(name, runner, make_base, prompt, truth, sampler="greedy"):
-    return Session(runner, DRAFTERS[name](runner, make_base, [*prompt, *truth]), SAMPLERS[sampler])
+@pytest.fixture
+def session(make_base, make_drafter):
+    """Makes a session with one of `DRAFTERS` for the text that the base will write."""
+
+    def make(name, runner, prompt, truth, sampler="greedy"):
+        if DRAFTERS[name] is None:
+            drafter = make_drafter(name, runner.base, [*prompt, *truth])
+        else:
+            drafter = DRAFTERS[name](runner, make_base, [*prompt, *truth])
+        return Session(runner, drafter, SAMPLERS[sampler])
+
+    return make
 
 
-@each_drafter
+@pytest.mark.parametrize(("kind", "attention", "name"), [(*kind, name) for kind in KINDS for name in fitting(kind[0])])
 @each_sampler
 @each_cache
-@pytest.mark.parametrize(("kind", "attention"), KINDS)
-def test_text_is_the_bases_own(make_base, name, kind, attention, cache_kind, sampler):
-    if name == "self_speculative" and kind == "gpt2":
-        pytest.skip("layers are skipped in LLaMA-like bases only")
+def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_kind, sampler):
     base = make_base(kind, attention)
     for length in (1, 2, 3, 17):
         prompt = prompt_of(length)
         expected = alone(base, prompt, LENGTH, sampler=sampler)
         runner = Runner(base, cache_kind)
-        assert session(name, runner, make_base, prompt, expected, sampler).run(prompt, LENGTH).tokens == expected
+        assert session(name, runner, prompt, expected, sampler).run(prompt, LENGTH).tokens == expected
 
 
 @each_drafter
 @each_cache
-def test_an_end_token_ends_the_text_wherever_it_falls(make_base, name, cache_kind):
+def test_an_end_token_ends_the_text_wherever_it_falls(session, make_base, name, cache_kind):
     base, prompt = make_base(), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
     runner = Runner(base, cache_kind)
-    writing = session(name, runner, make_base, prompt, truth)
+    writing = session(name, runner, prompt, truth)
     for index in range(10):
         eos = frozenset({truth[index]})
         assert writing.run(prompt, LENGTH, eos).tokens == truth[: truth.index(truth[index]) + 1]
@@ -149,34 +166,33 @@ def test_an_end_token_ends_the_text_wherever_it_falls(make_base, name, cache_kin
 
 @each_drafter
 @pytest.mark.parametrize("cap", [1, 2, 3, 7])
-def test_a_text_is_cut_where_asked(make_base, name, cap):
+def test_a_text_is_cut_where_asked(session, make_base, name, cap):
     base, prompt = make_base(), prompt_of(3)
     truth = alone(base, prompt, LENGTH)
-    assert session(name, Runner(base), make_base, prompt, truth).run(prompt, cap).tokens == truth[:cap]
+    assert session(name, Runner(base), prompt, truth).run(prompt, cap).tokens == truth[:cap]
 
 
-@each_drafter
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("llama", "gpt2") for name in fitting(kind)])
 @each_cache
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("length", [1, 14, 22, 23])
-def test_a_text_ends_where_the_context_ends(make_base, name, kind, cache_kind, length):
-    if name == "self_speculative" and kind == "gpt2":
-        pytest.skip("layers are skipped in LLaMA-like bases only")
+def test_a_text_ends_where_the_context_ends(session, make_base, name, kind, cache_kind, length):
     base, prompt = make_base(kind, context=24), prompt_of(length)
     expected = alone(base, prompt, 100)
     assert len(prompt) + len(expected) == 24
     runner = Runner(base, cache_kind)
-    assert session(name, runner, make_base, prompt, expected).run(prompt, 100).tokens == expected
+    assert session(name, runner, prompt, expected).run(prompt, 100).tokens == expected
 
 
 @each_drafter
 @each_cache
 @pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-9), ("eager", 1e-4)])
 @torch.inference_mode()
-def test_after_every_step_the_cache_is_that_of_a_fresh_forward(make_base, name, cache_kind, attention, tolerance):
+def test_after_every_step_the_cache_is_that_of_a_fresh_forward(
+    session, make_base, name, cache_kind, attention, tolerance
+):
     base, prompt = make_base("llama", attention), prompt_of(3)
     runner = Runner(base, cache_kind)
-    writing = session(name, runner, make_base, prompt, alone(base, prompt, 20))
+    writing = session(name, runner, prompt, alone(base, prompt, 20))
     seq = list(prompt)
     for emitted, _ in writing.decode(prompt, 20):
         seq += emitted
@@ -188,11 +204,11 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_forward(make_base, name, 
 
 
 @each_drafter
-def test_a_node_budget_changes_nothing(make_base, name):
+def test_a_node_budget_changes_nothing(session, make_base, name):
     base, prompt = make_base(), prompt_of(5)
     truth = alone(base, prompt, LENGTH)
     for most in (0, 1, 3, 12):
-        writing = session(name, Runner(base), make_base, prompt, truth)
+        writing = session(name, Runner(base), prompt, truth)
         writing.max_nodes = most
         result = writing.run(prompt, LENGTH)
         assert result.tokens == truth
@@ -200,11 +216,11 @@ def test_a_node_budget_changes_nothing(make_base, name):
 
 
 @each_drafter
-def test_costs_add_up_and_a_step_is_one_base_forward(make_base, name):
+def test_costs_add_up_and_a_step_is_one_base_forward(session, make_base, name):
     base, prompt = make_base(), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
     runner = Runner(base)
-    writing = session(name, runner, make_base, prompt, truth)
+    writing = session(name, runner, prompt, truth)
     forwards, forward = [], runner.forward
     runner.forward = lambda pending, tree, needs: forwards.append(len(tree)) or forward(pending, tree, needs)
     result = writing.run(prompt, LENGTH)
@@ -217,23 +233,23 @@ def test_costs_add_up_and_a_step_is_one_base_forward(make_base, name):
 
 
 @each_drafter
-def test_a_drafter_writes_the_same_again_after_another_text(make_base, name):
+def test_a_drafter_writes_the_same_again_after_another_text(session, make_base, name):
     base, prompt, other = make_base(), prompt_of(3), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
-    writing = session(name, Runner(base), make_base, prompt, truth)
+    writing = session(name, Runner(base), prompt, truth)
     for asked in (prompt, other, prompt):
         assert writing.run(asked, LENGTH).tokens == alone(base, asked, LENGTH)
     writing.drafter.reset()
     assert writing.run(prompt, LENGTH).tokens == truth
 
 
-def test_drafts_are_accepted_somewhere_in_the_matrix(make_base):
+def test_drafts_are_accepted_somewhere_in_the_matrix(session, make_base):
     """Else it would prove little."""
     base, prompt = make_base(), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
     gained = {}
     for name in DRAFTERS:
-        result = session(name, Runner(base), make_base, prompt, truth).run(prompt, LENGTH)
+        result = session(name, Runner(base), prompt, truth).run(prompt, LENGTH)
         gained[name] = sum(step.accepted for step in result.steps)
     assert gained.pop("none") == 0
     assert sum(count > 0 for count in gained.values()) >= len(gained) // 2, gained

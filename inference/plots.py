@@ -17,6 +17,7 @@ Colours = dict[str, str]  # by drafter
 
 VANILLA_GREY = "#969ba3"
 PALETTE = ("#3f7fdb", "#e2803a", "#2ea583", "#c4579f", "#8b6fd8", "#cfa02a", "#45acc9", "#d65a5a", "#7d9a3c", "#a5765a")
+FADED = ("#9fbfed", "#f0bf9c", "#96d2c1", "#e1abcf", "#c5b7eb", "#e7cf94", "#a2d5e5", "#eaacac", "#becc9d", "#d2baac")
 PHASE_COLOURS = {
     "prefill": "#b4bac3",
     "propose": "#e3a13f",
@@ -33,7 +34,7 @@ def choose_colours(summaries: Iterable[Summary]) -> Colours:
     """One colour for each drafter, whatever the plot; the baseline is grey."""
     is_baseline = {summary.drafter: summary.is_baseline for summary in summaries}
     others = [drafter for drafter, is_it in is_baseline.items() if not is_it]
-    colours = {drafter: PALETTE[index % len(PALETTE)] for index, drafter in enumerate(others)}
+    colours = {drafter: (PALETTE + FADED)[index % (2 * len(PALETTE))] for index, drafter in enumerate(others)}
     return {drafter: colours.get(drafter, VANILLA_GREY) for drafter in is_baseline}
 
 
@@ -78,7 +79,7 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
         if shares := summary.acceptance_by_depth:
             percents = [100 * share for share in shares]
             axes.plot(range(1, len(shares) + 1), percents, color=colours[drafter], label=drafter, marker="o")
-            deepest = max(deepest, len(shares))
+            deepest = max(deepest, sum(percent >= 1 for percent in percents))
     axes.set_xlabel("d, draft tokens")
     axes.set_ylabel("% of steps")
     axes.set_xlim(0.7, deepest + 0.3)
@@ -159,7 +160,7 @@ def _figure(height: float, title: str) -> tuple[Figure, Axes]:
 
 def _as_rows(axes: Axes, names: Iterable[str]) -> None:
     """One row for each name, the first on top, ruled by values."""
-    labels = [textwrap.fill(name, 18) for name in names]
+    labels = [textwrap.fill(textwrap.shorten(name.replace(",", ", "), 44, placeholder=" …"), 24) for name in names]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.grid(axis="x")
@@ -175,7 +176,10 @@ def _mark_one(axes: Axes) -> None:
 def _legend_below(figure: Figure) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
+        labels = [label if len(label) <= 40 else f"{label[:39]}…" for label in labels]
         ncols = min(4, max(1, 70 // (6 + max(map(len, labels)))))
+        width, height = figure.get_size_inches()
+        figure.set_size_inches(width, height + 0.17 * max(0, -(-len(labels) // ncols) - 2))
         figure.legend(
             handles, labels, loc="outside lower center", ncols=ncols, handlelength=1.1, columnspacing=1.4, fontsize=9
         )

@@ -39,9 +39,14 @@ def load(name: str, questions: str | None = None, offset: int = 0, limit: int | 
         questions: JSONL file; MT-Bench form (question_id, category, turns), or GSM8K form (question, answer).
         offset: skip this many questions.
         limit: load at most this many.
+
+    Raises:
+        ValueError: The benchmark is unknown, out of reach or malformed, or no question is selected.
     """
     if name not in NAMES():
         raise ValueError(f"unknown benchmark {name!r}; choose one of: {', '.join(NAMES())}")
+    if offset < 0 or (limit is not None and limit < 1):
+        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
     if questions is not None:
         rows: Iterable[tuple[str, object]] = _file_rows(questions)
     elif name == "embedded":
@@ -68,7 +73,11 @@ def _file_rows(file: str) -> Iterator[tuple[str, object]]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"{file}: no such file; give a JSONL file of questions")
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error.reason}); convert the file") from error
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield f"{file} line {number}", json.loads(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import drafters
 from drafters.protocol import BaseShape, LearnedDrafter
+from drafters.whole_file import whole_file
 
 FORMAT = 1
 
@@ -56,13 +56,11 @@ class DrafterConfig:
 
 def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
     """Write a drafter's folder; each file appears whole or not at all, the weights last."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(config)}, indent=2)
-    (folder / "config.json.new").write_text(text + "\n", encoding="utf-8")
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(weights, folder / "model.safetensors.new", metadata={"format": "pt"})
-    for name in ("config.json", "model.safetensors"):
-        os.replace(folder / f"{name}.new", folder / name)
+    with whole_file(folder / "model.safetensors") as new, whole_file(folder / "config.json") as new_config:
+        new_config.write_text(text + "\n", encoding="utf-8")
+        save_file(weights, new, metadata={"format": "pt"})
 
 
 def read_config(folder: Path) -> DrafterConfig:

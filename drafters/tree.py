@@ -161,7 +161,7 @@ class DraftTree:
 
     def _goes_on_after(self, eos: Collection[int]) -> bool:
         """Whether a candidate hangs on an end-of-sequence token."""
-        if not eos or not any(token in eos for token in self.tokens):
+        if not eos or frozenset(eos).isdisjoint(self.tokens):
             return False
         parents = self.parents[: self.num_candidates]
         return any(parent != ROOT and self.tokens[parent] in eos for parent in parents)

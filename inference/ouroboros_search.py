@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +12,12 @@ from typing import Literal
 
 from data import benchmarks
 from data.benchmarks import Question
+from drafters.whole_file import whole_file
 from inference import zoo
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.evaluate import answer
 from inference.metrics import decode_steps
+from inference.outputs import folder_above
 from inference.prompts import prompt_ids
 from inference.record import Turn
 from inference.runner import Runner
@@ -146,8 +147,8 @@ def ouroboros_search(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if draft_cost is not None and draft_cost < 0:
-        raise ValueError(f"--draft-cost must be at least 0, not {draft_cost}")
+    if draft_cost is not None and not 0 <= draft_cost < float("inf"):
+        raise ValueError(f"--draft-cost must be at least 0 and finite, not {draft_cost}")
     where = resolve_device(device)
     asked = benchmarks.load(benchmark, questions, offset, limit)
     ledger = Ledger(out, (base, benchmark, questions, offset, limit, max_new_tokens, template, dtype, where.type))
@@ -206,12 +207,12 @@ class Ledger:
         arguments: What a trial depends on besides its spec.
 
     Raises:
-        ValueError: The file is not one of trials, or there is no folder for it.
+        ValueError: The file is not one of trials, or there is no folder for it that may be written to.
     """
 
     def __init__(self, file: str | None, arguments: tuple[object, ...]) -> None:
         self.path, self.key, self.pages = Path(file) if file else None, json.dumps(arguments), {}
-        if self.path and not self.path.parent.is_dir():
+        if self.path and folder_above(self.path) != self.path.absolute().parent:
             raise ValueError(f"{file}: there is no folder {self.path.parent}; make it, or give another --out")
         if self.path and self.path.exists():
             try:
@@ -231,9 +232,8 @@ class Ledger:
         """Write a trial down."""
         self.pages.setdefault(self.key, {})[spec] = asdict(trial)
         if self.path:
-            new = self.path.with_name(f"{self.path.name}.new")
-            new.write_text(json.dumps(self.pages, indent=1), encoding="utf-8")
-            os.replace(new, self.path)
+            with whole_file(self.path) as new:
+                new.write_text(json.dumps(self.pages, indent=1), encoding="utf-8")
 
 
 def _print(trials: dict[Setting, Trial], best: Setting, draft_cost: float | None) -> None:

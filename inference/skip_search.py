@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from data import benchmarks
+from drafters.whole_file import whole_file
 from inference.base import Dtype, load_base, resolve_device
+from inference.outputs import new_file
 from inference.prompts import prompt_ids
 from inference.sampling import Greedy
+from inference.session import check_prompt
 from inference.skip import default_skips, sublayers
 from inference.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
 from inference.verify import alone
@@ -81,38 +83,40 @@ def search(
 class SearchLog:
     """What is known of each skip set, a line each in a file: a search that was stopped goes on where it was.
 
+    Nothing is written before the first set is added: a search that is refused leaves the file as it was.
+
     Args:
         path: Of the file; made where it is not there.
         settings: What the results depend on.
+        overwrite: Begin anew, whatever the file holds.
 
     Raises:
         ValueError: The file is of other settings, or damaged.
     """
 
-    def __init__(self, path: Path, settings: dict[str, object]) -> None:
-        self.path, self.known = path, {}
-        header = json.dumps(settings, sort_keys=True)
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []  # without a line cut short
-        if lines and lines[0] != header:
-            raise ValueError(f"{path} is of a search with other settings: pass --overwrite, or another --out")
+    def __init__(self, path: Path, settings: dict[str, object], overwrite: bool = False) -> None:
+        self.path, header = path, json.dumps(settings, sort_keys=True)
         try:
-            rows = [json.loads(line) for line in lines[1:]]
-            self.known: dict[SkipSet, list[float]] = {frozenset(row["skips"]): row["survival"] for row in rows}
+            text = path.read_text(encoding="utf-8") if path.exists() and not overwrite else ""
+            self._kept = text.split("\n")[:-1] or [header]  # without a line cut short
+            rows = [json.loads(line) for line in self._kept]
+            self.known: dict[SkipSet, list[float]] = {frozenset(row["skips"]): row["survival"] for row in rows[1:]}
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error}): pass --overwrite to search anew") from error
-        _replace(path, "".join(f"{line}\n" for line in lines or [header]))
+        if self._kept[0] != header:
+            raise ValueError(f"{path} is of a search with other settings: pass --overwrite, or another --out")
 
     def add(self, skips: SkipSet, survival: list[float]) -> None:
         """Remember what was found."""
         self.known[skips] = survival
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"skips": sorted(skips), "survival": survival}) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name(f"{path.name}.new").write_text(text, encoding="utf-8")
-    os.replace(path.with_name(f"{path.name}.new"), path)
+        line = json.dumps({"skips": sorted(skips), "survival": survival})
+        if self._kept:
+            with whole_file(self.path) as new:
+                new.write_text("".join(f"{each}\n" for each in [*self._kept, line]), encoding="utf-8")
+            self._kept = []
+        else:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
 
 
 def skip_search(
@@ -164,19 +168,19 @@ def skip_search(
             "need num_draft, stride and evaluations of at least 1 and max_new_tokens above num_draft, not "
             f"{num_draft}, {stride}, {evaluations} and {max_new_tokens}"
         )
-    path = Path(out)
-    log_path = path.with_suffix(".search.jsonl")
-    if overwrite:
-        log_path.unlink(missing_ok=True)
-    elif path.exists() and not log_path.exists():
+    path = new_file(out, overwrite=True)  # a search that goes on replaces it
+    log_path = new_file(str(path.with_suffix(".search.jsonl")), overwrite=True)
+    if path.exists() and not log_path.exists() and not overwrite:
         raise ValueError(f"{out} is there and {log_path}, to go on from, is not: pass --overwrite, or another --out")
     about = {"base": base, "benchmark": benchmark, "questions": questions, "limit": limit, "template": template}
     about |= {"max_new_tokens": max_new_tokens, "longest_draft": num_draft, "stride": stride, "dtype": dtype}
+    log = SearchLog(log_path, about, overwrite)
     asked = benchmarks.load(benchmark, questions, limit=limit)
     loaded = load_base(base, dtype, resolve_device(device))
     num_layers = len(sublayers(loaded.model.base_model)[0])
-    log = SearchLog(log_path, about)
     prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
+    for prompt in prompts:
+        check_prompt(loaded, prompt, max_new_tokens)
     default = frozenset(layer + half * num_layers for half in (0, 1) for layer in default_skips(num_layers)[half])
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         answers = progress.track(prompts, description="the base answers")
@@ -205,7 +209,8 @@ def skip_search(
         "cost": cost,
         "predicted_speedup": predicted,
     }
-    _replace(path, json.dumps(found, indent=2) + "\n")
+    with whole_file(path) as new:
+        new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"best set: attention of layers {list(attention)} and MLP of layers {list(mlp)} skipped\n"

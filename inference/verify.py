@@ -63,16 +63,10 @@ def first_divergence(base: Base, index: int, prompt: list[int], expected: list[i
 
 
 def compare(
-    base: Base,
-    spec: str,
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    max_new_tokens: int,
-    sampler: Sampler,
+    session: Session, prompts: list[list[int]], expected: list[list[int]], max_new_tokens: int
 ) -> tuple[int, float, list[Divergence]]:
-    """Decode every prompt with the drafter and compare: identical texts, acceptance length, divergences."""
-    runner = Runner(base)
-    session = Session(runner, zoo.make(spec, runner), sampler)
+    """Decode every prompt with a drafter and compare: identical texts, acceptance length, divergences."""
+    base = session.runner.base
     tokens = steps = 0
     divergences = []
     for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
@@ -126,6 +120,10 @@ def verify(
     loaded = load_base(base, dtype, resolve_device(device))
     picks = make_sampler(temperature, top_k, top_p, seed)
     prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
+    for prompt in prompts:
+        check_prompt(loaded, prompt, max_new_tokens)
+    runner = Runner(loaded)
+    sessions = [(spec, Session(runner, zoo.make(spec, runner), picks)) for spec in drafter]
     expected = [alone(loaded, prompt, max_new_tokens, picks) for prompt in prompts]
     console = Console()
     how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
@@ -134,8 +132,9 @@ def verify(
     for column in ("drafter", "identical texts", "acceptance length"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     lines, differing = [], 0
-    for spec in track(drafter, "verify", console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()):
-        identical, length, divergences = compare(loaded, spec, prompts, expected, max_new_tokens, picks)
+    silent = not sys.stderr.isatty()
+    for spec, session in track(sessions, "verify", console=Console(stderr=True), transient=True, disable=silent):
+        identical, length, divergences = compare(session, prompts, expected, max_new_tokens)
         differing += len(divergences)
         colour = "green" if identical == len(prompts) else "red"
         table.add_row(zoo.label(spec), f"[{colour}]{identical}/{len(prompts)}[/]", f"{length:.2f}")

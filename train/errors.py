@@ -17,7 +17,7 @@ def user_errors(command: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        files = FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError
+        files = FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError
         is_users = isinstance(error, (ValueError, *files)) or type(error).__name__ == "MisconfigurationException"
         if os.environ.get("DRAFTERS_DEBUG") == "1" or not is_users:
             raise

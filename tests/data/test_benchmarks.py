@@ -60,6 +60,19 @@ def test_an_offset_past_the_end_selects_nothing_and_says_so(write):
         load("gsm8k", write(GSM8K), offset=9)
 
 
+@pytest.mark.parametrize(("offset", "limit"), [(-1, None), (-1, 2), (0, 0), (0, -1)])
+def test_a_part_that_is_no_part_is_refused(write, offset, limit):
+    with pytest.raises(ValueError, match=f"at least 0 and limit at least 1, not {offset} and {limit}"):
+        load("gsm8k", write(GSM8K), offset, limit)
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"question": "Grüße", "answer": ""}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+        load("gsm8k", str(file))
+
+
 def test_an_unknown_benchmark_and_a_missing_file_are_named(tmp_path):
     with pytest.raises(ValueError, match=f"'mtbench'; choose one of: {', '.join(NAMES())}"):
         load("mtbench")

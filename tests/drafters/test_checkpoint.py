@@ -1,8 +1,10 @@
 """The folder of a trained drafter: what is written is what is read, and what is broken is said in one line."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +56,30 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(config, tmp_path, dtype):
         assert torch.equal(weight, saved.state_dict()[name])
     assert not loaded.training
     assert not any(weight.requires_grad for weight in loaded.parameters())
+
+
+def test_files_are_for_whom_the_umask_lets_read_them(config, tmp_path):
+    before = os.umask(0o027)
+    try:
+        checkpoint.save(tmp_path, config.build(), config)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "config.json": 0o640,
+        "model.safetensors": 0o640,
+    }
+
+
+def test_a_save_that_fails_leaves_what_was_there(folder, config, monkeypatch):
+    def full(weights, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(folder, config.build(), replace(config, base_name="another"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_the_recipe_reaches_the_drafter(folder):

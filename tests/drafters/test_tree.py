@@ -72,6 +72,13 @@ def test_an_end_token_may_be_drafted_but_nothing_below_it():
     assert THE_CAT.pruned(9, 9, {13, 14}) is THE_CAT
 
 
+@pytest.mark.parametrize("kind", [set, frozenset, tuple, list, dict.fromkeys])
+def test_end_tokens_are_any_collection(kind):
+    assert paths(THE_CAT.pruned(9, 9, kind([12, 40]))) == {(11,), (11, 12), (13,)}
+    assert THE_CAT.pruned(9, 9, kind([13, 40])) is THE_CAT
+    assert THE_CAT.pruned(9, 9, kind([])) is THE_CAT
+
+
 @pytest.mark.parametrize(
     ("tokens", "parents", "broken"),
     [

@@ -174,7 +174,7 @@ def test_the_command_prints_the_quickest_setting_and_takes_up_where_it_was(folde
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"draft_cost": -1.0}, "--draft-cost must be at least 0, not -1.0"),
+        ({"draft_cost": -1.0}, "--draft-cost must be at least 0 and finite, not -1.0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"num_phrases": 0}, "num_phrases >= 1"),
         ({"questions": "no/such/file"}, "no such file"),

@@ -196,6 +196,18 @@ def test_a_log_remembers_and_drops_a_line_cut_short(tmp_path):
     assert SearchLog(path, {"base": "b"}).known == known | {frozenset({2}): [0.0, 0.0]}
 
 
+def test_a_log_is_touched_only_by_what_is_added(tmp_path):
+    path = tmp_path / "x.search.jsonl"
+    SearchLog(path, {"base": "b"})
+    assert not path.exists()
+    SearchLog(path, {"base": "b"}).add(frozenset({1}), [1.0])
+    before = path.read_text()
+    log = SearchLog(path, {"base": "c"}, overwrite=True)
+    assert log.known == {} and path.read_text() == before
+    log.add(frozenset({2}), [0.5])
+    assert SearchLog(path, {"base": "c"}).known == {frozenset({2}): [0.5]}
+
+
 def test_a_log_of_other_settings_or_a_damaged_one_is_refused(tmp_path):
     path = tmp_path / "x.search.jsonl"
     SearchLog(path, {"base": "b"}).add(frozenset(), [1.0])
@@ -278,6 +290,26 @@ def test_what_another_search_left_is_kept_unless_asked(asked, tmp_path):
         skip_search(**asked | {"limit": 2}, out=str(out), evaluations=1)
     skip_search(**asked | {"limit": 2}, out=str(out), evaluations=1, overwrite=True)
     assert json.loads(out.read_text())["limit"] == 2
+
+
+@pytest.mark.parametrize("name", ["skips.json", "skips.search.jsonl", "file/a/skips.json"])
+def test_what_cannot_be_written_is_refused_before_the_base_is_loaded(asked, tmp_path, monkeypatch, name):
+    if "/" in name:
+        (tmp_path / "file").write_text("")
+    else:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(module, "load_base", lambda *arguments: pytest.fail("the base was loaded"))
+    out = tmp_path / name.replace(".search.jsonl", ".json")
+    with pytest.raises(ValueError, match="give another name"):
+        skip_search(**asked, out=str(out), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {name.split("/")[0], "questions.jsonl"}
+
+
+def test_a_search_that_finds_no_draft_to_look_at_leaves_no_log(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "alone", lambda *arguments: [5])
+    with pytest.raises(ValueError, match="ends within 3 tokens"):
+        skip_search(**asked, out=str(tmp_path / "x.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
 
 
 @pytest.mark.parametrize("wrong", [{"num_draft": 0}, {"evaluations": 0}, {"stride": 0}, {"max_new_tokens": 3}])

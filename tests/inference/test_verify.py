@@ -1,12 +1,16 @@
 """``verify`` finds nothing where nothing is lost, and finds what is lost."""
 
+import json
+
 import pytest
 import torch
 
 from data import embedded
 from drafters import Drafter, DraftTree
 from inference import runner, zoo
+from inference import verify as module
 from inference.sampling import Greedy, KeyedSampler
+from inference.session import Session
 from inference.verify import alone, compare, first_divergence, verify
 
 
@@ -29,7 +33,8 @@ def folder(make_base, tmp_path_factory):
 
 def compared(base, spec, prompts, max_new_tokens, sampler):
     expected = [alone(base, prompt, max_new_tokens, sampler) for prompt in prompts]
-    return compare(base, spec, prompts, expected, max_new_tokens, sampler)
+    own = runner.Runner(base)
+    return compare(Session(own, zoo.make(spec, own), sampler), prompts, expected, max_new_tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -54,6 +59,21 @@ def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypa
     assert "Nothing is lost" not in printed
     assert "differs from token" in printed
     assert "logit gap" in printed
+
+
+@pytest.mark.parametrize(
+    ("drafters", "turns", "said"),
+    [(["none", "anpd:order=1"], "hello", "order must be at least 2"), (["none"], "hello " * 600, "shorten the prompt")],
+)
+def test_nothing_is_decoded_before_all_drafters_and_prompts_are_known_to_be_good(
+    folder, tmp_path, monkeypatch, drafters, turns, said
+):
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"question_id": 1, "category": "toy", "turns": [text]} for text in ("hello", turns)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(module, "alone", lambda *arguments: pytest.fail("the base was asked"))
+    with pytest.raises(ValueError, match=said):
+        verify(folder, drafters, questions=str(questions))
 
 
 def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):

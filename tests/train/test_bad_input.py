@@ -98,7 +98,9 @@ DRAFTERS = {
     EVAL + "--drafter anpd extra": "extra",
     EVAL + "--drafter": "drafter",
     EVAL + "--drafter anpd --limit two": "limit",
-    EVAL + "--drafter anpd --limit 0": "no question selected",
+    EVAL + "--drafter anpd --limit 0": "limit at least 1, not 0 and 0",
+    EVAL + "--drafter anpd --limit -1": "limit at least 1, not 0 and -1",
+    EVAL + "--drafter anpd --offset -1": "offset must be at least 0",
     EVAL + "--drafter anpd --offset 1000": "no question selected",
     EVAL + "--drafter anpd --dtype float8": "dtype",
     EVAL + "--drafter anpd --device cuda": "no CUDA device here",
@@ -244,6 +246,18 @@ def test_a_defect_of_ours_is_not_taken_for_a_mistake_of_the_user():
 
     with pytest.raises(TypeError), user_errors("drafters"):
         raise TypeError("ours")
+
+
+@pytest.mark.parametrize(
+    "kind", [FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError]
+)
+def test_what_is_wrong_with_a_path_is_told_in_one_line(capsys, kind):
+    from train.errors import user_errors
+
+    with pytest.raises(SystemExit) as ended, user_errors("drafters"):
+        raise kind(1, "No such luck", "a/b")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "drafters: error: [Errno 1] No such luck: 'a/b'\n"
 
 
 def test_a_message_of_several_lines_is_told_in_one(capsys):

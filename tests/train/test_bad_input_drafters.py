@@ -53,6 +53,7 @@ def place(tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
     }.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "latin.txt").write_bytes(b"Gr\xfc\xdfe")
+    (folder / "latin.search.jsonl").write_bytes(b"Gr\xfc\xdfe\n")
     (folder / "latin.jsonl").write_bytes(b'{"question_id": "Gr\xfc\xdfe"}')
     for command in ("corpus", "datastore"):
         for name, base in ((command, "tiny"), (f"{command}-of-others", "other-words")):
@@ -207,6 +208,7 @@ CORPUS, STORE = "corpus --tokenizer @tiny", "datastore --tokenizer @tiny"
 REPLAY = "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @new"
 OUROBOROS = "ouroboros-search --base @tiny --drafter-model @tiny --limit 1 --max-new-tokens 4 --out @new.json"
 SKIPS = "skip-search --base @tiny --limit 1 --max-new-tokens 9 --evaluations 2 --out @new.json"
+VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 --drafter anpd"
 EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 --drafter anpd --out @new"
 ROWS = {
     # ---- corpus and datastore
@@ -273,11 +275,16 @@ ROWS = {
     f"{OUROBOROS} --questions @empty.jsonl": "no question selected",
     f"{OUROBOROS} --questions @huge.jsonl": "shorten the prompt",
     f"{OUROBOROS} --template chatml": "unknown chat template 'chatml'",
-    f"{OUROBOROS} --limit 0": "no question selected",
+    f"{OUROBOROS} --questions @latin.jsonl": "latin.jsonl is not UTF-8",
+    f"{OUROBOROS} --limit 0": "limit at least 1, not 0 and 0",
+    f"{OUROBOROS} --offset -1": "offset must be at least 0",
     f"{OUROBOROS} --max-new-tokens 0": "max_new_tokens must be at least 1, not 0",
     f"{OUROBOROS} --homogeneity some": "homogeneity",
     f"{OUROBOROS} --num-phrases 0": "num_phrases >= 1",
-    f"{OUROBOROS} --draft-cost -0.1": "--draft-cost must be at least 0, not -0.1",
+    f"{OUROBOROS} --draft-cost -0.1": "--draft-cost must be at least 0 and finite, not -0.1",
+    f"{OUROBOROS} --draft-cost .nan": "--draft-cost must be at least 0 and finite, not nan",
+    f"{OUROBOROS} --draft-cost .inf": "--draft-cost must be at least 0 and finite, not inf",
+    f"{OUROBOROS} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
     f"{OUROBOROS} --out @nowhere/new.json": "there is no folder",
     f"{OUROBOROS} --out @hollow": "hollow holds no trials of ouroboros-search: give another --out",
     f"{OUROBOROS} --out @text.txt": "text.txt holds no trials of ouroboros-search: give another --out",
@@ -285,13 +292,25 @@ ROWS = {
     f"{SKIPS} --base @nowhere": "no base at",
     f"{SKIPS} --questions @nowhere.jsonl": "nowhere.jsonl: no such file",
     f"{SKIPS} --questions @empty.jsonl": "no question selected",
-    f"{SKIPS} --limit 0": "no question selected",
+    f"{SKIPS} --questions @latin.jsonl": "latin.jsonl is not UTF-8",
+    f"{SKIPS} --questions @huge.jsonl": "shorten the prompt",
+    f"{SKIPS} --questions @huge.jsonl --out @skips.json --overwrite": "shorten the prompt",
+    f"{SKIPS} --template chatml": "unknown chat template 'chatml'",
+    f"{SKIPS} --limit 0": "limit at least 1, not 0 and 0",
     f"{SKIPS} --max-new-tokens 8": "max_new_tokens above num_draft",
     f"{SKIPS} --evaluations 0": "evaluations of at least 1",
     f"{SKIPS} --cost time": "cost",
     f"{SKIPS} --out @lone.json": "pass --overwrite, or another --out",
     f"{SKIPS} --out @skips.json": "is of a search with other settings",
+    f"{SKIPS} --out @latin.json": "latin.search.jsonl is damaged",
+    f"{SKIPS} --out @hollow": "hollow is already there: give another name",
+    f"{SKIPS} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
+    # ---- verify
+    f"{VERIFY} --drafter corpus=@corpus-cut": "is no corpus cache",
+    f"{VERIFY} --drafter anpd --questions @latin.jsonl": "latin.jsonl is not UTF-8",
+    f"{VERIFY} --drafter anpd --limit -1": "limit at least 1, not 0 and -1",
     # ---- eval
+    f"{EVAL} --questions @latin.jsonl": "latin.jsonl is not UTF-8",
     f"{EVAL} --typical": "typical acceptance is a rule for sampling: give a --temperature above 0",
     f"{EVAL} --typical --temperature -1": "need temperature > 0",
     f"{EVAL} --temperature nan": "temperature",

@@ -21,12 +21,12 @@ from inference.session import Session, StepCost
 EOS = 2
 SPECS = [
     *("none", "anpd", "anpd:order=2,num_draft=3", "anpd:update=false"),
-    *("prompt_lookup", "prompt_lookup:partial=false,num_draft=3"),
+    *("prompt_lookup", "prompt_lookup:partial=false,num_draft=3", "joint:runner_up=0"),
 ]
 SPECS += [
     name
     for name, kind in zoo.TRAINING_FREE.items()
-    if isinstance(kind.build, type) and kind.build().history_only and name not in SPECS
+    if not kind.named and kind.build().history_only and name not in SPECS
 ]
 QUESTIONS = [
     Question(7, "first", ("w5 w6 w7 w5 w6", "w9 w5")),

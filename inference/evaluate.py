@@ -83,8 +83,8 @@ def evaluate(
 
     Args:
         base: Folder or hub id of the base.
-        drafter: none, anpd, prompt_lookup or ctc=FOLDER, each with :key=value,... if wanted; may be repeated. none,
-            the base alone, is always run: all else is measured against it.
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; a wrong name lists all; may be
+            repeated. none, the base alone, is always run: all else is measured against it.
         benchmark: embedded, mt_bench or gsm8k; may be repeated.
         questions: A local file for each benchmark, in the same order, where it is not to come from the hub.
         offset: Leave out the first questions of each benchmark.

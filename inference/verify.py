@@ -99,7 +99,8 @@ def verify(
 
     Args:
         base: Folder or hub id of the base.
-        drafter: none, anpd, prompt_lookup or ctc=FOLDER, each with :key=value,... if wanted; may be repeated.
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; a wrong name lists all; may be
+            repeated.
         benchmark: Whose first turns are the prompts: embedded, mt_bench or gsm8k.
         questions: File of the benchmark, where it is not to come from the hub.
         limit: Prompts at most.

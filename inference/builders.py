@@ -6,6 +6,7 @@ Each function takes the base's runner and what ``NAME=...`` names, and then the 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
 
 import drafters
 from drafters.protocol import Drafter
@@ -17,6 +18,8 @@ from inference.inner import ModelSession
 from inference.runner import Runner
 from inference.sampling import RunningSampler
 from inference.skip import SkipSession, default_skips, read_skips
+
+Built = TypeVar("Built", CorpusTable, SuffixArray)
 
 
 def draft_model(
@@ -69,13 +72,7 @@ def corpus_table(file: str, base: Base) -> CorpusTable:
     Raises:
         ValueError: It is not there, or was built with another tokenizer.
     """
-    table = CorpusTable.load(file)
-    if table.tokenizer_hash != tokenizer_hash(base.tokenizer):
-        raise ValueError(
-            f"the corpus cache {file} was built with another tokenizer than that of {base.name}: "
-            f"build it again with `drafters corpus OUT --tokenizer {base.name}`"
-        )
-    return table
+    return _of_the_bases_vocabulary(CorpusTable.load(file), f"corpus cache {file}", "corpus", base)
 
 
 def datastore(file: str, base: Base) -> SuffixArray:
@@ -84,13 +81,16 @@ def datastore(file: str, base: Base) -> SuffixArray:
     Raises:
         ValueError: It is not there, or was built with another tokenizer.
     """
-    store = SuffixArray.open(file)
-    if store.tokenizer_hash != tokenizer_hash(base.tokenizer):
+    return _of_the_bases_vocabulary(SuffixArray.open(file), f"datastore {file}", "datastore", base)
+
+
+def _of_the_bases_vocabulary(built: Built, name: str, command: str, base: Base) -> Built:
+    if built.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
-            f"the datastore {file} was built with another tokenizer than that of {base.name}: "
-            f"build it again with `drafters datastore OUT --tokenizer {base.name}`"
+            f"the {name} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters {command} OUT --tokenizer {base.name}`"
         )
-    return store
+    return built
 
 
 def self_speculative(

@@ -118,7 +118,8 @@ class KeyedSampler(_Matching):
         return picks[:, None]
 
     def _draws(self, laws: Tensor, positions: Sequence[int]) -> Tensor:
-        draws = torch.tensor([[self.uniform(position)] for position in positions], dtype=torch.float64)
+        at = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # nodes of one depth share it
+        draws = torch.tensor([[at[position]] for position in positions], dtype=torch.float64)
         cumulative = laws.cumsum(-1)
         index = torch.searchsorted(cumulative, draws.to(laws.device) * cumulative[:, -1:], right=True)
         return index.clamp(max=laws.shape[-1] - 1)[:, 0]

@@ -14,7 +14,11 @@ COMMANDS = {
     "export": ("train.export", "export", "turn a training checkpoint into a drafter folder"),
     "show-mask": ("train.show_mask", "show_mask", "print conversations with their loss mask in colour"),
     "tokenizer": ("train.tokenizer", "tokenizer", "train a small tokenizer on conversations"),
-    "corpus": ("inference.corpus", "corpus", "count the n-grams of text files into a corpus cache for self_draft"),
+    "corpus": (
+        "inference.corpus",
+        "corpus",
+        "count the n-grams of text files into a corpus cache for self_draft, joint and corpus",
+    ),
     "datastore": ("inference.datastore", "datastore", "sort text files into the datastore of the drafter rest"),
     "ouroboros-search": ("inference.ouroboros_search", "ouroboros_search", "search the hyper-parameters of ouroboros"),
     "skip-search": ("inference.skip_search", "skip_search", "search what self_speculative lets the base leave out"),

@@ -1,7 +1,17 @@
 """What proposes: the drafters, the draft tree, and the folder a trained drafter is kept in."""
 
 from drafters.learned.ctc.drafter import CTC
-from drafters.protocol import BaseShape, Borrowed, Drafter, LearnedDrafter, Limits, Needs, NoDrafter, StepResult
+from drafters.protocol import (
+    BaseShape,
+    Borrowed,
+    Drafter,
+    LearnedDrafter,
+    Limits,
+    Needs,
+    NoDrafter,
+    StepResult,
+    TrainingBatch,
+)
 from drafters.training_free.corpus import CorpusCache
 from drafters.training_free.draft_model import DraftModel
 from drafters.training_free.joint import Joint
@@ -40,4 +50,5 @@ __all__ = [
     "StepResult",
     "SuffixArray",
     "TokenRecycling",
+    "TrainingBatch",
 ]

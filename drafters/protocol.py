@@ -83,6 +83,25 @@ UNLIMITED = Limits(max_depth=1024)
 
 
 @dataclass(frozen=True)
+class TrainingBatch:
+    """Texts, and what the frozen base says about them.
+
+    Args:
+        hidden: (B, S, F * D) hidden states of the layers the drafter needs.
+        last: (B, S, D) the normed last state, which the head reads: the base's law of the next token.
+        input_ids: (B, S).
+        labels: (B, S) the base's own next token at each position.
+        loss_mask: (B, S) bool, true on assistant tokens.
+    """
+
+    hidden: Tensor
+    last: Tensor
+    input_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one step showed and decided.
 
@@ -218,18 +237,8 @@ class LearnedDrafter(nn.Module, ABC):
         """Nothing is kept across texts."""
 
     @abstractmethod
-    def loss(
-        self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor, borrowed: Borrowed
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Training loss over anchors sampled from a batch, and scalars worth logging.
-
-        Args:
-            hidden: (B, S, F * D) hidden states of the base.
-            input_ids: (B, S).
-            labels: (B, S) the base's own next token at each position.
-            loss_mask: (B, S) bool, true on assistant tokens.
-            borrowed: The base's embedding and head.
-        """
+    def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss of a batch, a scalar, and scalars worth logging."""
 
     @abstractmethod
     def draft_at(

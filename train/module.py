@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from drafters.protocol import BaseShape, LearnedDrafter
+from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.base import Base, Dtype, load_base, shape_of, tokenizer_hash
 from train.answers import Answers, with_own_answers
 from train.metrics import AcceptanceLength, DepthAcceptance
@@ -81,17 +81,16 @@ class DrafterTraining(L.LightningModule):
             )
 
     @torch.no_grad()
-    def look(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The base's hidden states (B, S, F * D), as the drafter fuses them, and its next tokens (B, S)."""
+    def look(self, input_ids: Tensor, loss_mask: Tensor) -> TrainingBatch:
+        """What the base says about texts (B, S)."""
         with torch.autocast(input_ids.device.type, enabled=False):  # what the base says when it decodes, it says here
             hidden, last = self.base.hidden_states(input_ids, self.drafter.needs.hidden_layers)
             head = self.base.borrowed.head
             labels = torch.stack([(row @ head.T).argmax(-1) for row in last])  # one sequence's logits at a time
-        return hidden, labels
+        return TrainingBatch(hidden, last, input_ids, labels, loss_mask)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        hidden, labels = self.look(batch["input_ids"])
-        loss, seen = self.drafter.loss(hidden, batch["input_ids"], labels, batch["loss_mask"], self.base.borrowed)
+        loss, seen = self.drafter.loss(self.look(batch["input_ids"], batch["loss_mask"]), self.base.borrowed)
         self.log("train/loss", loss, prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in seen.items()})
         return loss
@@ -101,10 +100,10 @@ class DrafterTraining(L.LightningModule):
             if batch_idx not in self._own_answers:
                 self._own_answers[batch_idx] = with_own_answers(self.base, batch, self.max_val_tokens)
             batch = {name: value.to(self.device) for name, value in self._own_answers[batch_idx].items()}
-        hidden, labels = self.look(batch["input_ids"])
-        loss, _ = self.drafter.loss(hidden, batch["input_ids"], labels, batch["loss_mask"], self.base.borrowed)
-        self.log("val/loss", loss, batch_size=len(labels), sync_dist=True)
-        for states, tokens, mask in zip(hidden, batch["input_ids"], batch["loss_mask"].tolist(), strict=True):
+        seen = self.look(batch["input_ids"], batch["loss_mask"])
+        loss, _ = self.drafter.loss(seen, self.base.borrowed)
+        self.log("val/loss", loss, batch_size=len(seen.labels), sync_dist=True)
+        for states, tokens, mask in zip(seen.hidden, seen.input_ids, seen.loss_mask.tolist(), strict=True):
             for span in answer_spans(mask):
                 emitted = simulate(self.drafter, states, tokens, span, self.base.borrowed, self.base.eos)
                 self.acceptance_length.update(emitted)

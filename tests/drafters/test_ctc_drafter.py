@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters import DraftTree, Limits, StepResult
+from drafters import DraftTree, Limits, StepResult, TrainingBatch
 from drafters.learned.draft_cache import DraftCache
 from drafters.learned.layers import block_mask
 
@@ -199,7 +199,7 @@ def test_it_learns_a_text_that_repeats(make_ctc, borrowed, objective):
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     losses = []
     for _ in range(120):
-        loss, _ = drafter.loss(hidden, ids, labels, mask, borrowed)
+        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, labels, mask), borrowed)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from drafters import TrainingBatch
 from drafters.learned.ctc.loss import anchor_loss, gathered_log_probs
 
 A, T, D, V, U = 7, 9, 6, 11, 4
@@ -117,8 +118,9 @@ def test_a_sequence_without_anchors_adds_nothing_to_its_batch(make_ctc, borrowed
     hidden, ids = torch.randn(2, 12, 16), torch.randint(0, 23, (2, 12))
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[1, 2:] = False
-    both, _ = drafter.loss(hidden, ids, ids.roll(-1, 1), mask, borrowed)
-    alone, _ = drafter.loss(hidden[:1], ids[:1], ids[:1].roll(-1, 1), mask[:1], borrowed)
+    both, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, ids.roll(-1, 1), mask), borrowed)
+    first = TrainingBatch(hidden[:1], hidden[:1], ids[:1], ids[:1].roll(-1, 1), mask[:1])
+    alone, _ = drafter.loss(first, borrowed)
     torch.testing.assert_close(both, alone)
 
 
@@ -126,7 +128,7 @@ def test_a_sequence_without_anchors_adds_nothing_to_its_batch(make_ctc, borrowed
 def test_a_batch_without_anchors_gives_a_finite_loss_that_touches_every_weight(make_ctc, borrowed, objective):
     drafter = make_ctc(objective=objective, num_layers=2, hidden_layers=[1, -1])
     hidden, ids = torch.randn(2, 8, 32), torch.randint(0, 23, (2, 8))
-    loss, _ = drafter.loss(hidden, ids, ids, torch.zeros(2, 8, dtype=torch.bool), borrowed)
+    loss, _ = drafter.loss(TrainingBatch(hidden, hidden[..., :16], ids, ids, torch.zeros(2, 8, dtype=torch.bool)), borrowed)
     loss.backward()
     assert loss.item() == 0
     for name, weight in drafter.named_parameters():

@@ -96,7 +96,8 @@ def test_a_checkpoint_knows_its_base_its_command_and_its_acceptance_length(train
 @pytest.mark.parametrize("layers", [(-1,), (0, 1, 2)])
 def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, layers):
     module = DrafterTraining(str(tiny), partial(CTC, hidden_layers=layers, **SMALL))
-    hidden, labels = module.look(own_text["input_ids"])
+    seen = module.look(own_text["input_ids"], own_text["loss_mask"])
+    hidden, labels = seen.hidden, seen.labels
     with torch.no_grad():
         plain = module.base.model(own_text["input_ids"], output_hidden_states=True)
     assert torch.equal(labels, plain.logits.argmax(-1))
@@ -107,7 +108,7 @@ def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, lay
 def test_the_first_label_of_an_anchor_is_what_the_base_predicts_after_the_anchor(tiny, own_text):
     module = make(tiny)
     ids = torch.randint(3, 400, (2, 20), generator=torch.Generator().manual_seed(0))
-    _, labels = module.look(ids)
+    labels = module.look(ids, torch.ones_like(ids, dtype=torch.bool)).labels
     mask = torch.ones_like(ids, dtype=torch.bool)
     anchors = torch.tensor([[4, 9, 15], [1, 10, 17]])
     targets, valid = following(labels, mask, anchors, num_labels=3)
@@ -124,6 +125,6 @@ def test_the_first_label_of_an_anchor_is_what_the_base_predicts_after_the_anchor
 
 
 def test_labels_of_the_bases_own_greedy_text_are_the_text_itself(tiny, own_text):
-    _, labels = make(tiny).look(own_text["input_ids"])
+    labels = make(tiny).look(own_text["input_ids"], own_text["loss_mask"]).labels
     inside = own_text["loss_mask"][:, 1:]
     assert torch.equal(labels[:, :-1][inside], own_text["input_ids"][:, 1:][inside])

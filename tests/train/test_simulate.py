@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import CTC, DraftTree, NoDrafter
+from drafters import CTC, DraftTree, NoDrafter, TrainingBatch
 from inference.base import load_base
 from inference.prompts import prompt_ids
 from inference.runner import Runner
@@ -56,10 +56,10 @@ def drafters(base, prompts):
                     base.shape, FRAMES, num_labels=4, hidden_layers=layers, num_anchors=24, num_nodes=8, top_k=4
                 ).double()
                 with torch.no_grad():
-                    hidden = base.hidden_states(texts, layers)[0]
+                    hidden, last = base.hidden_states(texts, layers)
                 optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
                 for _ in range(steps):
-                    loss, _ = drafter.loss(hidden, texts, labels, answers, base.borrowed)
+                    loss, _ = drafter.loss(TrainingBatch(hidden, last, texts, labels, answers), base.borrowed)
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()

@@ -14,7 +14,7 @@ from drafters.learned.ctc import prefix
 from drafters.learned.ctc.loss import Objective, anchor_loss, gathered_log_probs
 from drafters.learned.draft_cache import DraftCache
 from drafters.learned.layers import Trunk, block_mask
-from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult
+from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult, TrainingBatch
 from drafters.tree import DraftTree
 
 
@@ -107,13 +107,12 @@ class CTC(LearnedDrafter):
 
     # ---- training
 
-    def loss(
-        self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor, borrowed: Borrowed
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        anchors, kept = anchor_positions.sample(loss_mask, self.num_anchors)
-        targets, valid = anchor_positions.following(labels, loss_mask, anchors, self.num_labels)
+    def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
+        anchors, kept = anchor_positions.sample(batch.loss_mask, self.num_anchors)
+        targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
         valid = valid & kept[..., None]
-        frames = self(hidden, anchors, input_ids.gather(1, anchors), borrowed.embedding).flatten(0, 1)  # (B*A, T, D)
+        roots = batch.input_ids.gather(1, anchors)
+        frames = self(batch.hidden, anchors, roots, borrowed.embedding).flatten(0, 1)  # (B*A, T, D)
         targets, valid = targets.flatten(0, 1), valid.flatten(0, 1)
         label_log_probs, blank_log_probs = gathered_log_probs(
             frames, targets, borrowed.head, self.blank_row, self.blank_bias, self.chunk_anchors

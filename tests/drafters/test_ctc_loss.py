@@ -128,7 +128,8 @@ def test_a_sequence_without_anchors_adds_nothing_to_its_batch(make_ctc, borrowed
 def test_a_batch_without_anchors_gives_a_finite_loss_that_touches_every_weight(make_ctc, borrowed, objective):
     drafter = make_ctc(objective=objective, num_layers=2, hidden_layers=[1, -1])
     hidden, ids = torch.randn(2, 8, 32), torch.randint(0, 23, (2, 8))
-    loss, _ = drafter.loss(TrainingBatch(hidden, hidden[..., :16], ids, ids, torch.zeros(2, 8, dtype=torch.bool)), borrowed)
+    nothing = torch.zeros(2, 8, dtype=torch.bool)
+    loss, _ = drafter.loss(TrainingBatch(hidden, hidden[..., :16], ids, ids, nothing), borrowed)
     loss.backward()
     assert loss.item() == 0
     for name, weight in drafter.named_parameters():

@@ -155,7 +155,10 @@ class Drafter(Protocol):
         """Learn from what the step showed."""
 
     def rewind(self, length: int) -> None:
-        """Forget what lies beyond the first ``length`` tokens of the text: they were a draft, and rejected."""
+        """Forget what lies beyond the first ``length`` tokens of the text: they were a draft, and rejected.
+
+        The last token that stays is a root again: what was observed at its position is handed over once more.
+        """
 
     def reset(self) -> None:
         """Forget everything, what is kept across texts too."""
@@ -230,8 +233,9 @@ class LearnedDrafter(nn.Module, ABC):
         """Take the base's embedding and head for drafting; they stay outside ``state_dict``."""
         self.__dict__["borrowed"] = borrowed
 
+    @abstractmethod
     def rewind(self, length: int) -> None:
-        raise NotImplementedError("a learned drafter drafts for the base, not for a draft model")
+        """As `Drafter.rewind`: observed positions from ``length - 1`` on are forgotten."""
 
     def reset(self) -> None:
         """Nothing is kept across texts."""

@@ -73,7 +73,7 @@ class ModelSession:
         mine, same = session.seq, self._known
         while same < min(len(mine), len(seq)) and mine[same] == seq[same]:
             same += 1
-        runner.truncate(min(runner.cached, same, len(seq) - 1))
+        runner.truncate(min(runner.cached, same - 1))  # the last token both share is a root again
         if same < len(mine):
             session.drafter.rewind(same)
             del mine[same:]

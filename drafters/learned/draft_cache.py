@@ -36,6 +36,10 @@ class DraftCache:
             grown[..., : self.length, :] = buffer[..., : self.length, :]
         return grown
 
+    def truncate(self, length: int) -> None:
+        """Forget all but the first ``length`` positions, if more are held."""
+        self.length = min(self.length, length)
+
     def read(self) -> list[tuple[Tensor, Tensor]]:
         """Per layer, views of the keys and values held: two of (1, h, length, d)."""
         return [(keys[..., : self.length, :], values[..., : self.length, :]) for keys, values in self._buffers]

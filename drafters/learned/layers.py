@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
+from drafters.learned.anchor_attention import attend
 from drafters.protocol import BaseShape
 
 
@@ -45,9 +47,8 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         return rotate(self.q_norm(self._heads(self.q_proj(x))), *turn)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return self.o_proj(out.transpose(-3, -2).flatten(-2))
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+        return self.o_proj(attend(queries, keys, values, mask).transpose(-3, -2).flatten(-2))
 
 
 class FeedForward(nn.Module):
@@ -72,7 +73,7 @@ class TrunkLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor | None
+        self, x: Tensor, turn: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
         """Frames (B, Q, D) attend to context keys and values (B, h, S, d) and to each other, as far as the mask
         (B, 1, Q, S + Q) lets them."""
@@ -115,28 +116,14 @@ class Trunk(nn.Module):
         return [layer.self_attn.keys_values(context, turn) for layer in self.layers]
 
     def forward(
-        self, frames: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]], mask: Tensor | None = None
+        self,
+        frames: Tensor,
+        positions: Tensor,
+        context: list[tuple[Tensor, Tensor]],
+        mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may look."""
         turn = self.turn(positions)
         for layer, (keys, values) in zip(self.layers, context, strict=True):
             frames = layer(frames, turn, keys, values, mask)
         return self.norm(frames)
-
-
-def block_mask(anchors: Tensor, num_frames: int, num_context: int) -> Tensor:
-    """Which frame sees what: context strictly before its anchor, and the frames of its own block.
-
-    The anchor itself is left out because, when drafting, the base has not yet seen it.
-
-    Args:
-        anchors: (B, A) positions.
-
-    Returns:
-        (B, 1, A * T, S + A * T) bool.
-    """
-    owner = anchors.repeat_interleave(num_frames, dim=1)[:, None, :, None]  # (B, 1, A*T, 1)
-    before = torch.arange(num_context, device=anchors.device) < owner
-    block = torch.arange(owner.shape[2], device=anchors.device) // num_frames
-    own = (block[:, None] == block[None, :]).expand(len(anchors), 1, -1, -1)
-    return torch.cat([before, own], dim=-1)

@@ -5,7 +5,6 @@ import torch
 
 from drafters import DraftTree, Limits, StepResult, TrainingBatch
 from drafters.learned.draft_cache import DraftCache
-from drafters.learned.layers import block_mask
 
 S = 20
 
@@ -36,7 +35,14 @@ def decode_frames(drafter, hidden, ids, anchors, borrowed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"root_everywhere": False}, {"num_layers": 3}, {"hidden_layers": [0, -1], "num_layers": 2}]
+    "arguments",
+    [
+        {},
+        {"root_everywhere": False},
+        {"num_layers": 3},
+        {"causal": True, "num_layers": 2},
+        {"hidden_layers": [0, -1], "num_layers": 2},
+    ],
 )
 def test_training_at_an_anchor_is_decoding_at_that_root(make_ctc, borrowed, text, monkeypatch, arguments):
     drafter, (hidden, ids) = make_ctc(**arguments), text
@@ -94,18 +100,6 @@ def test_sequences_of_a_batch_do_not_leak(make_ctc, borrowed):
     together = drafter(hidden, anchors, roots, borrowed.embedding)
     rows = [drafter(hidden[i : i + 1], anchors[i : i + 1], roots[i : i + 1], borrowed.embedding) for i in range(3)]
     torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
-
-
-def test_the_mask_of_two_anchors_drawn():
-    """Anchors 1 and 3, two frames each, over four positions: context strictly before, then the own block."""
-    drawn = """
-        #... ##..
-        #... ##..
-        ###. ..##
-        ###. ..##
-    """
-    expected = [[letter == "#" for letter in line.replace(" ", "")] for line in drawn.split("\n") if line.strip()]
-    assert block_mask(torch.tensor([[1, 3]]), 2, 4)[0, 0].tolist() == expected
 
 
 def test_the_draft_cache_holds_what_was_appended_beyond_its_first_capacity():

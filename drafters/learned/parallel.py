@@ -1,0 +1,148 @@
+"""Drafters that give T frames in one pass: a trunk over the base's hidden states, and its cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from drafters.learned import anchors as anchor_positions
+from drafters.learned.anchor_attention import AnchorMask
+from drafters.learned.draft_cache import DraftCache
+from drafters.learned.layers import Trunk
+from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult, TrainingBatch
+from drafters.tree import DraftTree
+
+
+class ParallelDrafter(LearnedDrafter):
+    """One pass over T frames an anchor, each with a state that the base's head can read.
+
+    The frames' input is an embedding of their own and that of the root token; they read keys and values projected
+    from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass has a ``loss`` and
+    says by `trees` what it makes of frame states.
+
+    Args:
+        base: Numbers of the base.
+        num_frames: T.
+        num_labels: U, next tokens a draft is trained to cover.
+        num_layers: Layers of the trunk.
+        hidden_layers: Base layers fused as context.
+        root_everywhere: Whether every frame carries the root's embedding, not frame 0 alone.
+        frames_differ: Whether each frame has its own input embedding; else all but frame 0 share one, as in DFlash.
+        causal: Whether a frame sees only the frames before it in its block.
+        num_anchors: Anchors sampled from each training sequence.
+        chunk_anchors: Anchors drafted for at once on known text.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        num_frames: int,
+        num_labels: int,
+        num_layers: int,
+        hidden_layers: Sequence[int],
+        root_everywhere: bool,
+        frames_differ: bool,
+        causal: bool,
+        num_anchors: int,
+        chunk_anchors: int = 64,
+    ) -> None:
+        super().__init__()
+        self.needs = Needs(tuple(hidden_layers))
+        self.num_frames, self.num_labels = num_frames, num_labels
+        self.root_everywhere, self.causal = root_everywhere, causal
+        self.num_anchors, self.chunk_anchors = num_anchors, chunk_anchors
+        self.vocab_size = base.vocab_size
+        self.trunk = Trunk(base, num_layers, num_fused=len(self.needs.hidden_layers))
+        self.frame_embedding = nn.Parameter(torch.randn(num_frames if frames_differ else 1, base.hidden_size) * 0.02)
+        self._cache: DraftCache | None = None
+
+    @abstractmethod
+    def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
+        """The draft trees of frame states (A, T, D) below the root tokens (A,)."""
+
+    # ---- hidden states in, frames out
+
+    def _block(self, roots: Tensor, anchors: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Input frames (B, A * T, D) and their positions (B, A * T) for roots (B, A) at anchors (B, A)."""
+        root = embedding[roots][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
+        if self.root_everywhere:
+            frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
+        elif len(self.frame_embedding) > 1:
+            frames = self.frame_embedding + nn.functional.pad(root, (0, 0, 0, self.num_frames - 1))
+        else:
+            masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
+            frames = torch.cat([root, masked], dim=-2)
+        positions = anchors[..., None] + torch.arange(self.num_frames, device=anchors.device)
+        return frames.flatten(1, 2), positions.flatten(1)
+
+    def forward(self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor) -> Tensor:
+        """Frames of many anchors at once, as training sees them; context keys and values once a sequence.
+
+        Args:
+            hidden: (B, S, F * D). anchors: (B, A). roots: (B, A) token ids. embedding: (V, D).
+
+        Returns:
+            (B, A, T, D) frame states, to be read by the head.
+        """
+        hidden = hidden.to(self.frame_embedding.dtype)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        context = self.trunk.context(hidden, positions)
+        frames, frame_positions = self._block(roots, anchors, embedding)
+        mask = AnchorMask(anchors, self.num_frames, hidden.shape[1], self.causal).best()
+        return self.trunk(frames, frame_positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+
+    def sampled_anchors(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Frames of sampled anchors and what they should become, anchors of all sequences in one row.
+
+        Returns:
+            ``frames`` (B * A, T, D), ``anchors`` (B, A), and of each anchor ``targets`` (B * A, U) and ``valid``
+            (B * A, U) bool, a leading run.
+        """
+        anchors, kept = anchor_positions.sample(batch.loss_mask, self.num_anchors)
+        targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
+        valid = valid & kept[..., None]
+        frames = self(batch.hidden, anchors, batch.input_ids.gather(1, anchors), borrowed.embedding)
+        return frames.flatten(0, 1), anchors, targets.flatten(0, 1), valid.flatten(0, 1)
+
+    # ---- drafting
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._cache = DraftCache(len(self.trunk.layers))
+
+    @torch.inference_mode()
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        assert self.borrowed is not None and self._cache is not None, "borrow() and begin() come before propose()"
+        if self._cache.length == 0 or limits.max_depth < 1:
+            return DraftTree()
+        device = self.frame_embedding.device
+        anchor = torch.tensor([[self._cache.length]], device=device)
+        root = torch.tensor([[seq[-1]]], device=device)
+        frames, positions = self._block(root, anchor, self.borrowed.embedding)
+        mask = AnchorMask(anchor, self.num_frames, self._cache.length, causal=True).dense() if self.causal else None
+        frames = self.trunk(frames, positions, self._cache.read(), mask)
+        self.draft_forwards += 1
+        return self.trees(frames, root[0], self.borrowed, limits)[0]
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        hidden = step.committed_hidden()[None].to(self.frame_embedding.dtype)
+        start = self._cache.length
+        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
+        self._cache.append(self.trunk.context(hidden, positions))
+
+    def rewind(self, length: int) -> None:
+        if self._cache is not None:
+            self._cache.truncate(length - 1)
+
+    @torch.inference_mode()
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, borrowed: Borrowed, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        trees = []
+        for part in anchors.split(self.chunk_anchors):
+            frames = self(hidden[None], part[None], input_ids[part][None], borrowed.embedding)[0]
+            trees += self.trees(frames, input_ids[part], borrowed, limits)
+        return trees

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import time
 from statistics import median, quantiles
 from typing import Literal
 
@@ -12,36 +10,18 @@ import torch
 from side_by_side import SHAPES, Measured, in_turn, main, num_millions, random_llama, show
 
 from drafters import DraftTree, Needs
-from drafters.tree import ROOT
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.runner import Runner
+from inference.step_cost import WARMUP, bushy, prefill, step_seconds
 
 VANILLA = "vanilla"
-CHILD_PROBABILITY = 0.6  # of the first child; each further one has this share of what is left
-WARMUP = 3  # steps of every arm
+ROOM = 1024  # behind the context: at least the largest step
 
 
 def chain(num_nodes: int, vocab_size: int) -> DraftTree:
     """One path of random tokens."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, num_nodes).tolist()
     return DraftTree(tokens, range(-1, num_nodes - 1))
-
-
-def bushy(num_nodes: int, vocab_size: int) -> DraftTree:
-    """The most probable nodes of an endless tree whose children are as probable as a good drafter's: best-first."""
-    parents: list[int] = []
-    heap = [(-CHILD_PROBABILITY, ROOT, 0, 1.0)]  # -probability, parent, rank among its children, parent's probability
-    while len(parents) < num_nodes:
-        probability, parent, rank, above = heapq.heappop(heap)
-        node, left = len(parents), (1 - CHILD_PROBABILITY) ** (rank + 1)
-        parents.append(parent)
-        heapq.heappush(heap, (-above * left * CHILD_PROBABILITY, parent, rank + 1, above))
-        heapq.heappush(heap, (probability * CHILD_PROBABILITY, node, 0, -probability))
-    rng, tokens = np.random.default_rng(0), np.empty(num_nodes, dtype=int)
-    for parent in {*parents}:
-        children = [node for node in range(num_nodes) if parents[node] == parent]
-        tokens[children] = rng.choice(vocab_size, len(children), replace=False)  # siblings differ
-    return DraftTree(tokens.tolist(), parents)
 
 
 SHAPES_OF_TREES = {"chain": chain, "bushy": bushy}
@@ -113,33 +93,13 @@ def _compile(runner: Runner, context: int) -> str:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     runner.model = torch.compile(eager)
     try:
-        _prefill(runner, context)
+        prefill(runner, context, ROOM)
         for num_nodes in (1, 2, 3):
-            _step(runner, chain(num_nodes, runner.vocab_size), context)
+            step_seconds(runner, chain(num_nodes, runner.vocab_size), context)
     except Exception as error:  # torch's compiler raises what it likes
         runner.model = eager
         return f"torch.compile failed ({type(error).__name__}), so eager"
     return "torch.compile on the base's layers"
-
-
-def _prefill(runner: Runner, context: int) -> None:
-    tokens = np.random.default_rng(1).integers(0, runner.vocab_size, context).tolist()
-    runner.reset(context + 1024)
-    runner.forward(tokens, DraftTree(), Needs())
-    runner.commit([])
-
-
-def _step(runner: Runner, tree: DraftTree, context: int) -> float:
-    """Seconds of one step; what it cached is taken back."""
-    _wait(runner.device)
-    started = time.perf_counter()
-    rows = runner.forward([1], tree, Needs())
-    rows.logits.argmax(-1).tolist()
-    runner.commit([])
-    _wait(runner.device)
-    seconds = time.perf_counter() - started
-    runner.truncate(context)
-    return seconds
 
 
 def _measure(runner: Runner, nodes: list[int], context: int, repeats: int, title: str) -> dict[str, list[float]]:
@@ -148,14 +108,14 @@ def _measure(runner: Runner, nodes: list[int], context: int, repeats: int, title
         f"{kind} {count}": make(count, runner.vocab_size) for count in nodes for kind, make in SHAPES_OF_TREES.items()
     }
     arms = {VANILLA: DraftTree(), **trees}
-    _prefill(runner, context)
+    prefill(runner, context, ROOM)
     _same_root(runner, arms, context)
     for tree in arms.values():
         for _ in range(WARMUP):
-            _step(runner, tree, context)
+            step_seconds(runner, tree, context)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _, _, name in in_turn(list(arms), 1, repeats, title):
-        seconds[name].append(_step(runner, arms[name], context))
+        seconds[name].append(step_seconds(runner, arms[name], context))
     return seconds
 
 
@@ -188,11 +148,6 @@ def _weight_seconds(base: Base, bandwidth: float | None) -> float | None:
     embedding, head = base.borrowed.embedding, base.borrowed.head
     num_bytes = sum(weight.nbytes for weight in base.model.parameters())
     return (num_bytes - (0 if embedding is head else embedding.nbytes)) / (1e9 * bandwidth)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

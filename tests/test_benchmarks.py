@@ -9,6 +9,7 @@ import torch
 
 from drafters import DraftTree, Needs, NoDrafter
 from inference.session import Session
+from inference.step_cost import CHILD_PROBABILITY
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -78,7 +79,8 @@ def test_dashes_flags_and_mistakes_of_the_command_line(side_by_side, capsys):
 
     side_by_side.main(wanted, ["--num-steps", "3", "--fast", "--words", "[a,b-c]"])
     side_by_side.main(wanted, ["--num-steps=2", "--fast=false"])
-    assert given == [(3, True, ["a", "b-c"]), (2, False, [])]
+    side_by_side.main(wanted, [])
+    assert given == [(3, True, ["a", "b-c"]), (2, False, []), (1, False, [])]
     with pytest.raises(SystemExit) as stop:
         side_by_side.main(wanted, ["--num-steps", "0"])
     assert stop.value.code == 2 and capsys.readouterr().err == "wanted: error: num_steps must be at least 1\n"
@@ -191,7 +193,7 @@ def test_the_trees_of_step_cost_keep_the_rules(side_by_side, num_nodes):
 
 def test_the_bushy_tree_holds_the_most_probable_nodes(side_by_side):
     bench = load("step_cost")
-    tree, p = bench.bushy(6, 50), bench.CHILD_PROBABILITY
+    tree, p = bench.bushy(6, 50), CHILD_PROBABILITY
     # .6 | .6*.6=.36 | .4*.6=.24 | .216 | .6*.24=.144 (twice) | .1296: first child's line, second child, and so on
     assert p == 0.6 and tree.parents[:4] == [-1, 0, -1, 1]
     assert sorted(tree.parents[4:]) == [0, 2]
@@ -203,3 +205,48 @@ def test_the_bound_of_the_weights_leaves_out_an_embedding_that_is_not_the_head(s
     num_read = sum(weight.numel() for weight in base.model.parameters()) - 50 * 256
     assert bench._weight_seconds(base, 2.0) == pytest.approx(4 * num_read / 2e9)
     assert bench._weight_seconds(base, None) is None
+
+
+def test_tree_building_in_small(side_by_side, tmp_path):
+    bench = load("tree_building")
+    out = tmp_path / "out.md"
+    bench.tree_building([1, 6], num_frames=4, top_k=3, vocab_size=50, num_blocks=2, repeats=2, out=str(out))
+    table = [row for row in rows(out.read_text()) if row[0] not in ("arm", "---")]
+    assert [row[0] for row in table] == [*bench.BUILDS, *bench.BUILDS]
+    assert all(row[2] == "1.00×" for row in table if row[0] == bench.OURS)
+    ours, *others = (float(row[-1]) for row in table[5:] if row[-1])
+    assert all(gain <= ours + 0.001 for gain in others), "no other tree of as many nodes gains more"
+    with pytest.raises(ValueError, match="repeats at least 2"):
+        bench.tree_building(repeats=1)
+
+
+def test_the_plain_beam_finds_our_tree_where_nothing_is_cut(side_by_side):
+    """All tokens are candidates of every frame and the beam holds every text, so both are exact."""
+    bench = load("tree_building")
+    for seed in range(3):
+        frames = bench.Frames(num_frames=4, top_k=3, vocab_size=3, seed=seed)
+        plain, ours = bench.prefix_beam(frames, 500), bench.BUILDS[bench.OURS](frames, 500)
+        paths = [{tuple(tree.path_tokens(node)) for node in range(len(tree))} for tree in (plain, ours)]
+        assert paths[0] == paths[1] and len(plain) == len(ours) > 50
+        found = bench.prefix.search(frames.probs, frames.blank, frames.tokens, 9, 4)[1].sum()
+        assert bench.gain(frames, bench.BUILDS[bench.OURS](frames, 9)) == pytest.approx(found, rel=1e-5)
+
+
+def test_loss_memory_in_small(side_by_side, tmp_path):
+    bench = load("loss_memory")
+    out = tmp_path / "out.md"
+    sizes = {"num_anchors": 6, "num_frames": 5, "num_labels": 3, "hidden_size": 8, "vocab_size": 50, "rank": 2}
+    bench.loss_memory(**sizes, max_bytes=4000, arms=[*bench.ARMS], device="cpu", repeats=1, out=str(out))
+    table = [row for row in rows(out.read_text()) if row[0] in bench.ARMS]
+    assert [row[0] for row in table] == [*bench.ARMS, *bench.ARMS]
+    assert all(float(row[3]) >= 0 and row[4] == "1.00" for row in table if row[0] == bench.PLAIN)
+    with pytest.raises(ValueError, match="known are plain"):
+        bench.loss_memory(arms=["ctx"])
+
+
+def test_the_plain_route_of_loss_memory_has_our_loss_and_our_gradients(side_by_side):
+    bench = load("loss_memory")
+    anchors = bench.Anchors((6, 5, 3, 8, 50), "float32", torch.device("cpu"), 4000, 2)
+    losses = [anchors.loss(arm) for arm in (bench.PLAIN, bench.CTC)]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, anchors.leaves) for loss in losses), rtol=1e-4, atol=1e-6)

@@ -59,9 +59,9 @@ def test_imports_follow_the_arrows(module):
 
 
 @pytest.mark.parametrize("module", [name for name in SOURCES if name.startswith("drafters")])
-def test_drafters_need_only_torch_numpy_and_safetensors(module):
+def test_drafters_need_only_torch_numpy_numba_and_safetensors(module):
     roots = {name.split(".")[0] for name in imports(module)}
-    assert roots <= {*sys.stdlib_module_names, "drafters", "torch", "numpy", "safetensors"}
+    assert roots <= {*sys.stdlib_module_names, "drafters", "torch", "numpy", "numba", "safetensors"}
 
 
 def test_no_circle_of_imports():

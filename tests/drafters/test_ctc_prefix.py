@@ -1,12 +1,14 @@
 """CTC prefix search against the prefixes of every alignment, enumerated."""
 
 from collections import defaultdict
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import torch
 
-from drafters.learned.ctc.prefix import search
+from drafters.learned.ctc.alignment import prefix_log_probs
+from drafters.learned.ctc.prefix import chain, search
 
 TOKENS = np.array([11, 12, 13])
 SHAPES = [(1, 1), (3, 3), (4, 3), (5, 2), (6, 2)]  # frames, candidate tokens
@@ -32,6 +34,31 @@ def enumerated(probs, blank, tokens):
         probability = columns[range(len(probs)), alignment].prod()
         for length in range(1, len(text) + 1):
             found[tuple(text[:length])] += probability
+    return found
+
+
+def labelled_frames(num_frames, num_tokens, seed=0):
+    """Laws (C + 1, T, C + 1) of the frames after each token, and last after none; the last column is the blank."""
+    logits = np.random.default_rng(seed).normal(size=(num_tokens + 1, num_frames, num_tokens + 1)) * 1.5
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+
+def enumerated_with_labels(laws, tokens):
+    """As `enumerated`, where each frame's law is that of the last token emitted before it."""
+    num_tokens, num_frames = len(tokens), laws.shape[1]
+    found, total = defaultdict(float), 0.0
+    for alignment in product(range(num_tokens + 1), repeat=num_frames):
+        text, last, emitted, probability = [], num_tokens, num_tokens, 1.0
+        for frame, symbol in enumerate(alignment):
+            probability *= laws[emitted, frame, symbol]
+            if symbol not in (last, num_tokens):
+                text.append(int(tokens[symbol]))
+                emitted = symbol
+            last = symbol
+        total += probability
+        for length in range(1, len(text) + 1):
+            found[tuple(text[:length])] += probability
+    assert np.isclose(total, 1.0, atol=1e-12), "the laws are normalised, so the alignments are"
     return found
 
 
@@ -114,3 +141,113 @@ def test_rounding_lifts_no_child_above_its_parent(num_nodes, scale):
         tree, _ = search(probs[:, :3], probs[:, 3], TOKENS, num_nodes, 8)
         tree.validate(vocab_size=100)
         assert 0 < len(tree) <= num_nodes
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 2)])
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 12, 1000])
+@pytest.mark.parametrize("seed", range(3))
+def test_laws_that_look_at_the_last_token_give_its_most_probable_prefixes(shape, num_nodes, seed):
+    laws, tokens = labelled_frames(*shape, seed), TOKENS[: shape[1]]
+    every = enumerated_with_labels(laws, tokens)
+    assert shape[0] < 3 or any(a == b for path in every for a, b in pairwise(path))
+    best = dict(sorted(every.items(), key=lambda pair: -pair[1])[:num_nodes])
+    tree, probs = search(laws[..., :-1], laws[..., -1], tokens, num_nodes, shape[0])
+    assert_same(by_path(tree, probs), best)
+    assert all(parent == -1 or probs[node] <= probs[parent] for node, parent in enumerate(tree.parents))
+    assert (np.diff(probs) <= 0).all()
+
+
+def test_laws_that_are_alike_after_every_token_are_one_law():
+    probs, blank, tokens = random_frames(6, 3)
+    alike = search(np.repeat(probs[None], 4, 0), np.repeat(blank[None], 4, 0), tokens, 30, 6)
+    alone = search(probs, blank, tokens, 30, 6)
+    assert alike[0] == alone[0] == search(probs[None], blank[None], tokens, 30, 6)[0]
+    assert (alike[1] == alone[1]).all()
+
+
+@pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3]], ids=["one law", "labelled"])
+@pytest.mark.parametrize("find", [search, chain])
+def test_a_token_that_stands_twice_counts_once(rows, find):
+    laws = labelled_frames(5, 3)
+    places = [1, 0, 1, 2, 0]
+    more_rows = rows if len(rows) == 1 else [*places, 3]
+    once = find(laws[rows, :, :-1], laws[rows, :, -1], TOKENS, 25, 5)
+    twice = find(laws[more_rows][..., places], laws[more_rows, :, -1], TOKENS[places], 25, 5)
+    assert_same(by_path(*twice), by_path(*once))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("depth", [0, 1, 3, 9])
+def test_a_chain_goes_on_with_the_most_probable_child(seed, depth):
+    laws = labelled_frames(6, 3, seed)
+    every = enumerated_with_labels(laws, TOKENS)
+    expected, path = {}, ()
+    while len(path) < depth:
+        children = [child for child in every if child[:-1] == path]
+        if not children:  # repeats need blanks between, so six frames may not hold six tokens
+            break
+        path = max(children, key=every.get)
+        expected[path] = every[path]
+    assert_same(by_path(*chain(laws[..., :-1], laws[..., -1], TOKENS, 100, depth)), expected)
+    assert len(chain(laws[..., :-1], laws[..., -1], TOKENS, 2, depth)[0]) == min(2, depth)
+
+
+def test_a_chain_ends_at_an_end_token_and_at_the_floor():
+    frames = random_frames(6, 3)
+    tree, probs = chain(*frames, 9, 6)
+    assert len(set(tree.tokens)) > 1 and tree.parents == list(range(-1, len(tree) - 1))
+    for end in set(tree.tokens):
+        cut = tree.tokens[: tree.tokens.index(end) + 1]
+        assert chain(*frames, 9, 6, eos=(end,))[0].tokens == cut
+    assert len(chain(*frames, 9, 6, min_probability=probs[2])[0]) == 3
+
+
+@pytest.mark.parametrize("num_frames, num_tokens", [(0, 2), (3, 0), (0, 0)])
+def test_no_frames_or_no_candidates_give_no_tree(num_frames, num_tokens):
+    nothing = np.zeros((num_frames, num_tokens)), np.ones(num_frames), np.arange(num_tokens)
+    tree, probs = search(*nothing, 5, 5)
+    assert len(tree) == len(probs) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_large_search_finds_what_the_recursion_of_the_loss_finds(labelled, seed):
+    """Every node is as probable as training says, and no child left out is more probable than the last node."""
+    logits = np.random.default_rng(seed).normal(size=(41, 12, 41)) * 3
+    logits = logits if labelled else np.repeat(logits[:1], 41, 0)
+    laws = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    tree, found = search(laws[..., :-1], laws[..., -1], np.arange(40), 64, 12)
+    paths = [tuple(tree.path_tokens(node)) for node in range(64)]
+    assert np.allclose(by_recursion(laws, paths), found, rtol=1e-9)
+    children = [(*path, token) for path in [(), *paths] for token in range(40)]
+    assert by_recursion(laws, [path for path in children if path not in paths]).max() <= found[-1]
+
+
+def by_recursion(laws, paths):
+    """P(text begins with the path), by what the loss is computed with."""
+    log_laws, found = torch.from_numpy(laws).log(), np.empty(len(paths))
+    for length in {len(path) for path in paths}:
+        these = [place for place, path in enumerate(paths) if len(path) == length]
+        labels = torch.tensor([paths[place] for place in these])  # (A, U)
+        last = torch.nn.functional.pad(labels, (1, 0), value=len(laws) - 1)  # (A, U + 1), first none
+        after = log_laws[last]  # (A, U + 1, T, C + 1)
+        emitted = labels[:, :, None].expand(-1, -1, laws.shape[1])[..., None]
+        enter, stay = (law.gather(-1, emitted)[..., 0].transpose(1, 2) for law in (after[:, :-1], after[:, 1:]))
+        prefix = prefix_log_probs(enter, stay, after[..., -1].transpose(1, 2), labels)[1]
+        found[these] = prefix[:, -1].exp().numpy()
+    return found
+
+
+def test_frames_in_single_precision_are_searched_as_they_are():
+    laws = labelled_frames(6, 3).astype(np.float32)
+    single, probs = search(laws[..., :-1], laws[..., -1], TOKENS, 40, 6)
+    double, expected = search(laws[..., :-1].astype(float), laws[..., -1].astype(float), TOKENS, 40, 6)
+    assert single == double and probs.dtype == np.float64
+    assert np.allclose(probs, expected, rtol=1e-6)
+
+
+def test_equally_probable_prefixes_come_in_the_order_of_the_candidates():
+    even = np.full((2, 3), 0.25), np.full(2, 0.25), np.array([13, 11, 12])
+    tree, _ = search(*even, 3, 2)
+    assert tree.tokens == [13, 11, 12] and tree.parents == [-1, -1, -1]
+    assert type(tree.tokens) is list and {type(token) for token in [*tree.tokens, *tree.parents]} == {int}

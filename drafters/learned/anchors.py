@@ -41,3 +41,26 @@ def following(labels: Tensor, loss_mask: Tensor, anchors: Tensor, num_labels: in
     batch = torch.arange(len(labels), device=labels.device)[:, None, None]
     valid = (inside & loss_mask[batch, at + 1]).int().cumprod(-1).bool()
     return labels[batch, at], valid
+
+
+def deciding(
+    last: Tensor, input_ids: Tensor, labels: Tensor, anchors: Tensor, num_labels: int
+) -> tuple[Tensor, Tensor]:
+    """The base's states that decided the labels of each anchor: its law of y_u given the text up to y_{u-1}.
+
+    Args:
+        last: (B, S, D) normed last states. input_ids: (B, S). labels: (B, S). anchors: (B, A).
+
+    Returns:
+        ``states`` (B, A, U, D), and ``read`` (B, A, U) bool, true where the text before goes on with y_1..y_{u-1}: the
+        base's law is that of another text where it does not.
+    """
+    at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): y_u is decided at a + u - 1
+    inside = at < input_ids.shape[1]
+    at = at.clamp(max=input_ids.shape[1] - 1)
+    batch = torch.arange(len(last), device=last.device)[:, None, None]
+    follows = (
+        labels[batch, (at - 1).clamp(min=0)] == input_ids[batch, at]
+    )  # (B, A, U): the text at a + u is y_u, from u = 1
+    follows[..., 0] = True  # the root is decided already
+    return last[batch, at], (follows & inside).int().cumprod(-1).bool()

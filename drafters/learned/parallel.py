@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,36 @@ from drafters.learned.draft_cache import DraftCache
 from drafters.learned.layers import Trunk
 from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult, TrainingBatch
 from drafters.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """Anchors of a batch in one row, A of them.
+
+    Args:
+        frames: (A, T, D) states.
+        labels: (A, U) the base's next tokens y_1..y_U.
+        valid: (A, U) bool, a leading run: as far as the assistant's turn goes.
+        roots: (A,) tokens at the anchors.
+        positions: (B, A / B) of the anchors in their sequences.
+    """
+
+    frames: Tensor
+    labels: Tensor
+    valid: Tensor
+    roots: Tensor
+    positions: Tensor
+
+    def teacher(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """The base's last states that decide the labels (A, U, D), and whether it has read the labels before (A, U)."""
+        states, read = anchor_positions.deciding(
+            batch.last, batch.input_ids, batch.labels, self.positions, self.num_labels
+        )
+        return states.flatten(0, 1), read.flatten(0, 1)
+
+    @property
+    def num_labels(self) -> int:
+        return self.labels.shape[1]
 
 
 class ParallelDrafter(LearnedDrafter):
@@ -94,18 +125,14 @@ class ParallelDrafter(LearnedDrafter):
         mask = AnchorMask(anchors, self.num_frames, hidden.shape[1], self.causal).best()
         return self.trunk(frames, frame_positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
 
-    def sampled_anchors(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Frames of sampled anchors and what they should become, anchors of all sequences in one row.
-
-        Returns:
-            ``frames`` (B * A, T, D), ``anchors`` (B, A), and of each anchor ``targets`` (B * A, U) and ``valid``
-            (B * A, U) bool, a leading run.
-        """
+    def sampled_anchors(self, batch: TrainingBatch, borrowed: Borrowed) -> Anchored:
+        """Frames of sampled anchors and what they should become."""
         anchors, kept = anchor_positions.sample(batch.loss_mask, self.num_anchors)
-        targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
-        valid = valid & kept[..., None]
-        frames = self(batch.hidden, anchors, batch.input_ids.gather(1, anchors), borrowed.embedding)
-        return frames.flatten(0, 1), anchors, targets.flatten(0, 1), valid.flatten(0, 1)
+        labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
+        roots = batch.input_ids.gather(1, anchors)
+        frames = self(batch.hidden, anchors, roots, borrowed.embedding)
+        valid = (valid & kept[..., None]).flatten(0, 1)
+        return Anchored(frames.flatten(0, 1), labels.flatten(0, 1), valid, roots.flatten(), anchors)
 
     # ---- drafting
 
@@ -124,7 +151,11 @@ class ParallelDrafter(LearnedDrafter):
         mask = AnchorMask(anchor, self.num_frames, self._cache.length, causal=True).dense() if self.causal else None
         frames = self.trunk(frames, positions, self._cache.read(), mask)
         self.draft_forwards += 1
-        return self.trees(frames, root[0], self.borrowed, limits)[0]
+        return self.draft(frames, root[0], self.borrowed, limits)
+
+    def draft(self, frames: Tensor, root: Tensor, borrowed: Borrowed, limits: Limits) -> DraftTree:
+        """What decoding proposes, of frame states (1, T, D) below a root (1,): the tree of `trees`, unless drawn."""
+        return self.trees(frames, root, borrowed, limits)[0]
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:

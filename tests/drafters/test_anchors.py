@@ -71,3 +71,13 @@ def test_valid_labels_are_a_leading_run():
     positions, _ = anchors.sample(spoken, 10)
     _, valid = anchors.following(torch.zeros(8, 30, dtype=torch.long), spoken, positions, 5)
     assert (valid.int().diff(dim=-1) <= 0).all()
+
+
+def test_the_state_that_decided_a_label_stands_before_it_and_counts_while_the_text_goes_on_with_the_labels():
+    """Labels 6 7 9 after the anchor 5, but the text goes on 6 7 8: what decided y_4 had read another text."""
+    ids = torch.tensor([[1, 5, 6, 7, 8, 9]])
+    labels = torch.tensor([[5, 6, 7, 9, 9, 2]])  # at position p the base's token after it
+    last = torch.arange(6.0)[None, :, None]
+    states, read = anchors.deciding(last, ids, labels, torch.tensor([[1, 4]]), num_labels=4)
+    assert states[0, 0, :, 0].tolist() == [1, 2, 3, 4]  # y_1 is decided at the anchor itself
+    assert read[0].tolist() == [[True, True, True, False], [True, True, False, False]]

@@ -24,8 +24,8 @@ def decode_frames(drafter, hidden, ids, anchors, borrowed, monkeypatch):
     """The frames and trees of every anchor, as the decoding loop gets them: step by step, with the draft cache."""
     drafter.borrow(borrowed)
     drafter.begin(ids[: anchors[0]].tolist())
-    frames, trees, done, top_frames = [], [], 0, drafter.top_frames
-    monkeypatch.setattr(drafter, "top_frames", lambda x, head: frames.append(x[0].clone()) or top_frames(x, head))
+    frames, trees, done, read = [], [], 0, drafter.trees
+    monkeypatch.setattr(drafter, "trees", lambda x, *others: frames.append(x[0].clone()) or read(x, *others))
     for anchor in anchors:
         drafter.observe(committed(hidden[done:anchor]))
         done = anchor
@@ -52,7 +52,7 @@ def test_training_at_an_anchor_is_decoding_at_that_root(make_ctc, borrowed, text
     trained = drafter(hidden[None], at, ids[at], borrowed.embedding)[0]
     decoded, trees = decode_frames(drafter, hidden, ids, anchors, borrowed, monkeypatch)
     torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
-    assert all(len(tree) == 12 for tree in trees)
+    assert all(0 < len(tree) <= 12 for tree in trees)
     assert trees == drafter.draft_at(hidden, ids, at[0], borrowed)
 
 
@@ -203,3 +203,64 @@ def test_it_learns_a_text_that_repeats(make_ctc, borrowed, objective):
     expected = [ids[0, a + 1 : a + 5].tolist() for a in range(10, 30)]
     drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
     assert sum(path in paths for path, paths in zip(expected, drafted, strict=True)) >= 18
+
+
+def test_a_tree_grows_no_further_than_the_cost_of_a_step_allows(make_ctc, borrowed, text, tmp_path):
+    """Four nodes are free and every other one costs a step of its own."""
+    hidden, ids = text
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"nodes": [0, 4, 5, 12], "seconds": [1.0, 1.0, 9.0, 99.0]}')
+    free, cut = make_ctc(), make_ctc(step_costs=str(costs))
+    anchors = torch.arange(1, S)
+    whole = free.draft_at(hidden, ids, anchors, borrowed)
+    for tree, expected in zip(cut.draft_at(hidden, ids, anchors, borrowed), whole, strict=True):
+        assert tree == DraftTree(expected.tokens[:4], expected.parents[:4])
+
+
+def test_the_papers_tree_feeds_no_more_nodes_and_a_chain_has_no_branches(make_ctc, borrowed, text):
+    hidden, ids = text
+    anchors = torch.arange(1, S)
+    trees = {
+        tree: make_ctc(tree=tree).draft_at(hidden, ids, anchors, borrowed) for tree in ("prefix", "paper", "chain")
+    }
+    assert sum(map(len, trees["paper"])) < sum(map(len, trees["prefix"]))
+    assert all(list(tree.parents) == list(range(-1, len(tree) - 1)) for tree in trees["chain"])
+
+
+def test_drawn_drafts_carry_their_laws_and_keep_to_their_limits(make_ctc, borrowed, text):
+    hidden, ids = text
+    drafter = make_ctc(draws=5, markov_rank=2)
+    drafter.borrow(borrowed)
+    drafter.begin([])
+    drafter.observe(committed(hidden[:6]))
+    trees = [drafter.propose(ids[:7].tolist(), Limits(3, 6)) for _ in range(4)]
+    for tree in trees:
+        tree.validate(vocab_size=23)
+        assert len(tree) <= 6 and max(tree.depths, default=0) <= 3
+        assert {law.parent for law in tree.laws} == set(tree.parents)
+    assert len({tuple(tree.tokens) for tree in trees}) > 1
+
+
+def test_warm_up_fades_out_and_is_kept_in_the_state(make_ctc, borrowed, text):
+    hidden, ids = text
+    batch = TrainingBatch(
+        hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
+    )
+    drafter = make_ctc(warm_up_steps=4)
+    shares = [drafter._warm_up() for _ in range(6)]
+    assert shares == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert drafter.state_dict()["steps_trained"] == 6
+    drafter.eval()
+    drafter.loss(batch, borrowed)
+    assert drafter.steps_trained == 6, "validation is no training"
+
+
+@pytest.mark.parametrize(("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first")])
+def test_unknown_choices_are_refused(make_ctc, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        make_ctc(**{name: value})
+
+
+def test_the_papers_tree_is_refused_where_frames_depend_on_the_token_before(make_ctc):
+    with pytest.raises(ValueError, match="markov_rank"):
+        make_ctc(tree="paper", markov_rank=2)

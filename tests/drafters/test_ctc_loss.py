@@ -1,114 +1,281 @@
-"""The CTC losses against the same things computed over the whole vocabulary."""
+"""The CTC losses against the sum over every alignment, written out, in float64."""
+
+from itertools import product
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from drafters import TrainingBatch
-from drafters.learned.ctc.loss import anchor_loss, gathered_log_probs
+from drafters.learned.ctc.alignment import collapse
+from drafters.learned.ctc.loss import ctc_loss
+from drafters.learned.markov import Markov
 
-A, T, D, V, U = 7, 9, 6, 11, 4
-
-
-@pytest.fixture
-def parts():
-    generator = torch.Generator().manual_seed(0)
-    frames = torch.randn(A, T, D, generator=generator).requires_grad_()
-    head = torch.randn(V, D, generator=generator)
-    blank_row = torch.randn(D, generator=generator).requires_grad_()
-    blank_bias = torch.tensor(-0.5, requires_grad=True)
-    labels = torch.randint(0, 3, (A, U), generator=generator)
-    return frames, labels, head, blank_row, blank_bias
+T, V, U, D, R, BLANK = 5, 3, 3, 4, 2, 3
+ALIGNMENTS = torch.tensor(list(product(range(V + 1), repeat=T)))
+TEXTS = [tuple(collapse(alignment, BLANK)) for alignment in ALIGNMENTS]
+LABELS = torch.tensor([[0, 1, 2], [1, 1, 0], [2, 2, 2], [0, 1, 0], [2, 0, 0], [1, 2, 1]])
+LENGTHS = torch.tensor([3, 3, 3, 2, 0, 1])
+ROOTS = torch.tensor([0, 2, 2, 1, 1, 0])  # the second anchor's first label is not its root, the first's and third's is
+A = len(LABELS)
+VALID = torch.arange(U) < LENGTHS[:, None]
 
 
-def whole_log_probs(frames, head, blank_row, blank_bias):
-    return torch.cat([frames @ head.T, (frames @ blank_row + blank_bias)[..., None]], -1).log_softmax(-1)
+def last_emitted(root):
+    """(N, T) for every alignment, the last label emitted before each frame."""
+    rows = []
+    for alignment in ALIGNMENTS.tolist():
+        row, last = [], root
+        for symbol in alignment:
+            row.append(last)
+            last = last if symbol == BLANK else symbol
+        rows.append(row)
+    return torch.tensor(rows)
 
 
-def leading(*lengths):
-    return torch.arange(U) < torch.tensor(lengths)[:, None]
+class Case:
+    """Six anchors, their weights, and a loss that spells out softmax, alignments and products."""
+
+    def __init__(self, has_bias, num_frames=T):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.frames, self.head, self.teacher = draw(A, T, D), draw(V, D), draw(A, U, D)
+        self.blank_row, self.blank_bias = draw(D), draw(()) - 1
+        self.markov = None
+        self.leaves = [self.frames, self.blank_row, self.blank_bias]
+        if has_bias:
+            self.markov = Markov(V, R, V + 1).double()
+            for weight in self.markov.parameters():
+                weight.data = draw(*weight.shape)
+            self.leaves += [*self.markov.parameters()]
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+
+    def loss(self, **settings):
+        weights = self.head, self.blank_row, self.blank_bias, self.markov
+        return ctc_loss(self.frames, LABELS, VALID, ROOTS, *weights, **settings)
+
+    def log_laws(self, anchor):
+        """(T, V, V + 1): the law of each frame after each last label."""
+        frames = self.frames[anchor]
+        logits = torch.cat([frames @ self.head.T, (frames @ self.blank_row + self.blank_bias)[:, None]], 1)
+        bias = torch.zeros(V, V + 1) if self.markov is None else self.markov(torch.arange(V))
+        return (logits[:, None] + bias).log_softmax(-1)
+
+    def texts(self, anchor):
+        """Probability that the text begins with some tokens, or that it is all of them."""
+        root = int(ROOTS[anchor])
+        each = self.log_laws(anchor)[torch.arange(T), last_emitted(root), ALIGNMENTS].sum(1).exp()
+
+        def probability(tokens, whole=False):
+            tokens = tuple(tokens)
+            return each[
+                torch.tensor([text == tokens or (not whole and text[: len(tokens)] == tokens) for text in TEXTS])
+            ].sum()
+
+        return probability
+
+    def written_out(self, objective="prefix", weights="decay", decay=0.9, warm_up=0.0, distillation=0.0):
+        total = 0.0
+        for anchor in range(A):
+            label, probability = LABELS[anchor, : LENGTHS[anchor]].tolist(), self.texts(anchor)
+            prefix = [probability(label[:n]) for n in range(1, len(label) + 1)]
+            prefix = [p for p in prefix if p > 0]
+            factor = torch.tensor([decay**u for u in range(len(prefix))], dtype=torch.float64)
+            if weights == "survival":
+                factor = torch.tensor([p.item() for p in prefix], dtype=torch.float64)
+            factor = factor / factor.sum()
+            loss = torch.zeros((), dtype=torch.float64)
+            if objective == "prefix":
+                loss = loss - sum(w * p.log() for w, p in zip(factor, prefix, strict=True))
+            elif label and (whole := probability(label, whole=True)) > 0:
+                loss = loss - whole.log() / len(label)
+            if warm_up:
+                laws, before = self.log_laws(anchor), [int(ROOTS[anchor]), *label]
+                share = torch.tensor([decay**u for u in range(len(label))], dtype=torch.float64)
+                plain = -sum(w * laws[u, before[u], label[u]] for u, w in enumerate(share / share.sum()))
+                loss = (1 - warm_up) * loss + warm_up * plain
+            if distillation:
+                base = (self.teacher[anchor] @ self.head.T).softmax(-1)
+                for u, w in enumerate(factor):
+                    begins = [tuple(label[:u])] + [(*label[:u], v) for v in range(V)]
+                    reach, *nexts = (probability(g) for g in begins)
+                    least = torch.full((), -60.0, dtype=torch.float64)
+                    q = torch.stack([(p / reach).log() if p > 0 else least for p in nexts])
+                    loss = loss + distillation * w * (base[u] * (base[u].log() - q)).sum()
+            total = total + loss
+        return total / (LENGTHS > 0).sum()
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, A, 100])
-def test_gathered_columns_equal_the_whole_softmax_in_value_and_gradient(parts, chunk):
-    frames, labels, head, *blank = parts
-    ours = gathered_log_probs(frames, labels, head, *blank, chunk)
-    whole = whole_log_probs(frames, head, *blank)
-    expected = whole.gather(-1, labels[:, None].expand(-1, T, -1)), whole[..., V]
-    torch.testing.assert_close(ours, expected)
-    weights = [torch.randn_like(x) for x in expected]
-    leaves = [frames, *blank]
-    ours, expected = (sum((w * x).sum() for w, x in zip(weights, pair, strict=True)) for pair in (ours, expected))
-    gradients = [torch.autograd.grad(x, leaves) for x in (ours, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["frame laws", "Markov bias"])
 
 
-def test_objective_ctc_is_torchs_ctc_loss_divided_by_the_length(parts):
-    frames, labels, head, *blank = parts
-    valid = leading(4, 3, 2, 1, 4, 2, 4)
-    whole = whole_log_probs(frames, head, *blank)
-    lengths = valid.sum(-1)
-    theirs = F.ctc_loss(whole.transpose(0, 1), labels, torch.full((A,), T), lengths, blank=V, reduction="none")
-    ours = anchor_loss(*gathered_log_probs(frames, labels, head, *blank, 3), labels, valid, "ctc", 0.9)
-    torch.testing.assert_close(ours, theirs / lengths, rtol=1e-4, atol=1e-5)
-    gradients = [torch.autograd.grad(x.sum(), [frames, *blank]) for x in (ours, theirs / lengths)]
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+@has_bias
+@pytest.mark.parametrize("max_bytes", [1, 4 * 60 * V, 2**20], ids=["one", "some", "all"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "ctc"},
+        {"objective": "prefix", "decay": 0.6},
+        {"weights": "survival"},
+        {"warm_up": 1.0},
+        {"warm_up": 0.3, "objective": "ctc"},
+        {"distillation": 0.5},
+        {"distillation": 2.0, "weights": "survival", "warm_up": 0.2, "objective": "ctc"},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_the_written_out_sum(has_bias, settings, max_bytes):
+    case = Case(has_bias)
+    teacher = {"teacher": case.teacher} if "distillation" in settings else {}
+    ours, expected = case.loss(max_bytes=max_bytes, **teacher, **settings)[0], case.written_out(**settings)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * loss, case.leaves) for loss in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
 
 
-def test_objective_prefix_is_the_weighted_mean_of_the_prefix_log_probabilities():
-    """One frame a label and no blank: the prefix y_1..y_u is frames 1..u, and nothing else."""
-    log_p = torch.tensor([0.5, 0.25, 0.125]).log()
-    label_log_probs = torch.full((1, 3, 3), -1e30)
-    label_log_probs[0].diagonal().copy_(log_p)
-    blank = torch.full((1, 3), -1e30)
-    labels = torch.tensor([[4, 5, 6]])
-    prefix = log_p.cumsum(0)
-    for length, decay in [(3, 0.5), (3, 1.0), (2, 0.5), (1, 0.9)]:
-        valid = torch.arange(3)[None] < length
-        weights = decay ** torch.arange(length)
-        expected = -(weights * prefix[:length]).sum() / weights.sum()
-        ours = anchor_loss(label_log_probs, blank, labels, valid, "prefix", decay)
-        torch.testing.assert_close(ours, expected[None])
+@has_bias
+def test_survival_weights_climb_the_expected_acceptance(has_bias):
+    """The gradient of -sum_u P(text begins with y_1..y_u), divided by that sum, anchor by anchor."""
+    case = Case(has_bias)
+    expected = 0.0
+    for anchor, length in enumerate(LENGTHS.tolist()):
+        probability, label = case.texts(anchor), tuple(LABELS[anchor].tolist())
+        accepted = [probability(label[:n]) for n in range(1, length + 1)]
+        if accepted:
+            expected = expected - sum(accepted) / sum(accepted).detach()
+    ours, _ = case.loss(weights="survival")
+    gradients = [torch.autograd.grad(x, case.leaves) for x in (ours, expected / (LENGTHS > 0).sum())]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("objective", ["ctc", "prefix"])
-def test_labels_that_are_not_valid_change_nothing(parts, objective):
-    frames, labels, head, *blank = parts
-    valid = leading(3, 2, 1, 2, 3, 1, 2)
-    other = torch.where(valid, labels, (labels + 5) % V)
-    ours = [
-        anchor_loss(*gathered_log_probs(frames, y, head, *blank, 4), y, valid, objective, 0.9) for y in (labels, other)
-    ]
-    torch.testing.assert_close(*ours)
+@has_bias
+def test_the_numbers_are_the_mean_blank_share_and_the_mean_expected_acceptance(has_bias):
+    case = Case(has_bias)
+    blank, acceptance = [], []
+    for anchor, length in enumerate(LENGTHS.tolist()):
+        probability, label = case.texts(anchor), tuple(LABELS[anchor].tolist())
+        if length:
+            blank.append(case.log_laws(anchor)[:, ROOTS[anchor], BLANK].exp().mean())
+            acceptance.append(sum(probability(label[:n]) for n in range(1, length + 1)))
+    for max_bytes in (1, 2**20):
+        _, numbers = case.loss(max_bytes=max_bytes)
+        assert not any(number.requires_grad for number in numbers.values())
+        torch.testing.assert_close(numbers["blank_share"], torch.stack(blank).mean())
+        torch.testing.assert_close(numbers["expected_acceptance"], torch.stack(acceptance).mean())
 
 
-@pytest.mark.parametrize("objective", ["ctc", "prefix"])
-def test_an_anchor_without_valid_labels_costs_nothing(parts, objective):
-    frames, labels, head, *blank = parts
-    losses = anchor_loss(
-        *gathered_log_probs(frames, labels, head, *blank, 4), labels, leading(*[0] * A), objective, 0.9
+@has_bias
+def test_positions_without_a_teacher_are_not_distilled(has_bias):
+    case = Case(has_bias)
+    settings = {"teacher": case.teacher, "distillation": 1.0}
+    taught = torch.zeros_like(VALID)
+    taught[:, 0] = True
+    none, first, every = (
+        case.loss(teacher_valid=known, **settings)[0].item() for known in (taught & False, taught, None)
     )
-    assert losses.tolist() == [0.0] * A
-    gradients = torch.autograd.grad(losses.sum(), [frames, *blank])
-    assert all(gradient.eq(0).all() for gradient in gradients)
+    assert none == pytest.approx(case.loss()[0].item(), abs=1e-12)
+    assert none < first < every
 
 
-def test_labels_no_alignment_reaches_cost_nothing_and_their_gradients_are_finite(parts):
-    frames, _, head, *blank = parts
-    short = frames[:2, :4]  # four frames: 1 1 1 needs five, 1 2 3 4 just fits
-    labels = torch.tensor([[1, 1, 1, 1], [1, 2, 3, 4]])
-    for objective in ("ctc", "prefix"):
-        columns = gathered_log_probs(short, labels, head, *blank, 4)
-        losses = anchor_loss(*columns, labels, torch.ones_like(labels, dtype=torch.bool), objective, 0.9)
-        gradients = torch.autograd.grad(losses.sum(), [frames, *blank])
-        assert all(gradient.isfinite().all() for gradient in gradients)
-        assert losses[1] > 0
-        if objective == "ctc":
-            assert losses[0] == 0
-            assert gradients[0][0].eq(0).all()
-        else:  # the prefixes that do fit still count
-            reachable = torch.tensor([[True, True, False, False], [True] * 4])
-            torch.testing.assert_close(losses, anchor_loss(*columns, labels, reachable, objective, 0.9))
+@has_bias
+def test_labels_that_are_not_valid_change_nothing(has_bias, monkeypatch):
+    case = Case(has_bias)
+    settings = {"warm_up": 0.5, "distillation": 1.0, "teacher": case.teacher}
+    expected, _ = case.loss(**settings)
+    monkeypatch.setitem(globals(), "LABELS", torch.where(VALID, LABELS, (LABELS + 1) % V))
+    torch.testing.assert_close(case.loss(**settings)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+@has_bias
+def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero(has_bias, objective, monkeypatch):
+    case = Case(has_bias)
+    monkeypatch.setitem(globals(), "VALID", VALID & False)
+    settings = {"warm_up": 0.5, "distillation": 1.0, "teacher": case.teacher}
+    loss, numbers = case.loss(objective=objective, **settings)
+    assert loss.item() == numbers["blank_share"].item() == numbers["expected_acceptance"].item() == 0
+    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+@has_bias
+def test_labels_no_alignment_reaches_add_nothing(has_bias, objective):
+    """Three frames hold y y but not y y y."""
+    case = Case(has_bias)
+    short = [case.frames[:2, :3], torch.tensor([[1, 1, 1], [1, 2, 0]])]
+    rest = torch.tensor([0, 0]), case.head, case.blank_row, case.blank_bias, case.markov, objective
+    all_valid, two_valid = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True] * 3])
+    loss, _ = ctc_loss(*short, all_valid, *rest)
+    gradients = torch.autograd.grad(loss, case.leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    if objective == "ctc":
+        assert gradients[0][0].eq(0).all()
+        assert loss > 0
+    else:
+        torch.testing.assert_close(loss, ctc_loss(*short, two_valid, *rest)[0])
+
+
+@has_bias
+def test_a_token_the_draft_cannot_say_costs_a_finite_divergence(has_bias):
+    """In four frames 1 1 may go on to 0 but not to a third 1, which the base still holds possible."""
+    case = Case(has_bias)
+    labels, valid = torch.tensor([[1, 1, 0]]), torch.ones(1, 3, dtype=torch.bool)
+    rest = torch.tensor([0]), case.head, case.blank_row, case.blank_bias, case.markov
+    settings = {"teacher": case.teacher[:1], "weights": "survival"}
+    plain, _ = ctc_loss(case.frames[:1, :4], labels, valid, *rest, weights="survival")
+    loss, _ = ctc_loss(case.frames[:1, :4], labels, valid, *rest, distillation=1.0, **settings)
+    assert plain < loss < plain + 60
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+@has_bias
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_multiplies_coarsely_and_sums_finely(has_bias, head_dtype):
+    """Frames in bfloat16 and an autocast around: sums of thousands of tokens still come out as in float64."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, anchors = 4000, 5
+    head = torch.randn(num_tokens, D, generator=generator)
+    frames = torch.randn(anchors, T, D, generator=generator).bfloat16()
+    labels, roots = torch.randint(num_tokens, (anchors, U), generator=generator), torch.arange(anchors)
+    blank, markov = (torch.randn(D, generator=generator), torch.tensor(-1.0)), None
+    if has_bias:
+        markov = Markov(num_tokens, R, num_tokens + 1)
+        torch.nn.init.normal_(markov.right, std=0.1)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    exact = ctc_loss(
+        frames.double(), labels, valid, roots, head.to(head_dtype).double(), *(x.double() for x in blank), markov
+    )[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, _ = ctc_loss(frames, labels, valid, roots, head.to(head_dtype), *blank, markov)
+    assert ours.dtype == torch.float32
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[head_dtype]
+    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "plain"}, "objective"),
+        ({"weights": "even"}, "weights"),
+        ({"warm_up": 1.5}, "warm_up"),
+        ({"distillation": 0.1}, "teacher"),
+        ({"max_bytes": 0}, "max_bytes"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Case(False).loss(**settings)
+
+
+def test_a_bias_without_a_column_for_the_blank_is_refused():
+    case = Case(False)
+    case.markov = Markov(V, R, V)
+    with pytest.raises(ValueError, match="4 columns"):
+        case.loss()
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafters.learned.ctc import prefix
-from drafters.learned.ctc.loss import Objective, anchor_loss, gathered_log_probs
+from drafters.learned import budget
+from drafters.learned.candidates import tables, wide
+from drafters.learned.ctc import paper_tree, prefix
+from drafters.learned.ctc.drawn import draw
+from drafters.learned.ctc.loss import Objective, ctc_loss
+from drafters.learned.label_weights import Weights
+from drafters.learned.markov import Markov
 from drafters.learned.parallel import ParallelDrafter
 from drafters.protocol import BaseShape, Borrowed, Limits, TrainingBatch
 from drafters.tree import DraftTree
+
+Tree = Literal["prefix", "paper", "chain"]
 
 
 class CTC(ParallelDrafter):
@@ -32,13 +39,24 @@ class CTC(ParallelDrafter):
             followed that token before; off, only frame 0 does.
         hidden_layers: Base layers fused as context; [-1], the last hidden state, is the paper's.
         causal: Whether a frame sees only the frames before it; else all frames of its draft.
+        markov_rank: Rank of a bias on each frame's logits given the last token emitted; 0 for none, as in the paper.
         objective: ``ctc``, the paper's sequence loss, or ``prefix``, the loss of what verification rewards.
-        decay: Weight of label u against label u - 1 in the prefix objective.
+        weights: How labels weigh in the prefix objective: by ``decay``, or by their own ``survival`` so far.
+        decay: Weight of label u against label u - 1.
+        warm_up_steps: Training steps over which a share of plain cross-entropy, one at first, fades out; it keeps the
+            blank from taking all frames.
+        distillation: Factor of the divergence from the base's law of the next token to the draft's exact one.
         num_anchors: Anchors sampled from each training sequence.
-        chunk_anchors: Anchors whose logits are held at once; lower it where memory is short.
+        tree: ``prefix``, the most probable collapsed prefixes; ``paper``, the most probable frame sequences, collapsed
+            after; or ``chain``, the most probable path.
         num_nodes: M, nodes of a draft tree at most.
-        top_k: Tokens of each frame that may enter the tree.
+        top_k: The T * top_k tokens that are most probable in any frame may enter the tree.
         min_probability: Draft tokens less probable than this are not fed to the base.
+        step_costs: File that ``drafters step-cost`` wrote; with it a tree stops growing where it no longer pays.
+        draws: Texts that decoding draws at random from the frames in place of the tree, for exact rejection; 0 for
+            none. Validation and simulation keep to the tree.
+        draw_temperature: Of the draws.
+        draw_seed: Of the draws.
         blank_bias: Where the blank's bias starts; below zero keeps training out of all-blank.
     """
 
@@ -51,19 +69,34 @@ class CTC(ParallelDrafter):
         root_everywhere: bool = True,
         hidden_layers: Sequence[int] = (-1,),
         causal: bool = False,
+        markov_rank: int = 0,
         objective: Objective = "prefix",
+        weights: Weights = "decay",
         decay: float = 0.9,
+        warm_up_steps: int = 0,
+        distillation: float = 0.0,
         num_anchors: int = 64,
-        chunk_anchors: int = 64,
+        tree: Tree = "prefix",
         num_nodes: int = 32,
         top_k: int = 8,
         min_probability: float = 0.0,
+        step_costs: str = "",
+        draws: int = 0,
+        draw_temperature: float = 1.0,
+        draw_seed: int = 0,
         blank_bias: float = -2.0,
     ) -> None:
-        if objective not in get_args(Objective):
-            raise ValueError(f"objective must be one of {', '.join(get_args(Objective))}, not {objective!r}")
+        for name, value, known in (
+            ("objective", objective, Objective),
+            ("weights", weights, Weights),
+            ("tree", tree, Tree),
+        ):
+            if value not in get_args(known):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
         if num_frames < num_labels:
             raise ValueError(f"num_frames ({num_frames}) must be at least num_labels ({num_labels})")
+        if markov_rank and tree == "paper":
+            raise ValueError("the paper's tree knows no bias between tokens: set markov_rank to 0, or tree to prefix")
         super().__init__(
             base,
             num_frames=num_frames,
@@ -74,44 +107,80 @@ class CTC(ParallelDrafter):
             frames_differ=True,
             causal=causal,
             num_anchors=num_anchors,
-            chunk_anchors=chunk_anchors,
         )
-        self.objective, self.decay = objective, decay
-        self.num_nodes, self.top_k, self.min_probability = num_nodes, top_k, min_probability
+        self.objective, self.weights, self.decay = objective, weights, decay
+        self.warm_up_steps, self.distillation = warm_up_steps, distillation
+        self.tree, self.num_nodes, self.min_probability = tree, num_nodes, min_probability
+        self.top_k, self.num_candidates = min(top_k, base.vocab_size), top_k * num_frames
+        self.step_seconds = budget.read_costs(step_costs) if step_costs else None
+        self.draws, self.draw_temperature = draws, draw_temperature
+        self._generator = np.random.default_rng((draw_seed, 0xC7C))  # owes nothing to the base's numbers
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor(float(blank_bias)))
+        self.markov = Markov(base.vocab_size, markov_rank, base.vocab_size + 1) if markov_rank else None
+        if warm_up_steps:
+            self.register_buffer("steps_trained", torch.zeros((), dtype=torch.long))
+
+    # ---- training
 
     def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
-        frames, _, targets, valid = self.sampled_anchors(batch, borrowed)
-        label_log_probs, blank_log_probs = gathered_log_probs(
-            frames, targets, borrowed.head, self.blank_row, self.blank_bias, self.chunk_anchors
+        anchored = self.sampled_anchors(batch, borrowed)
+        teacher, read = anchored.teacher(batch) if self.distillation else (None, None)
+        return ctc_loss(
+            anchored.frames,
+            anchored.labels,
+            anchored.valid,
+            anchored.roots,
+            borrowed.head,
+            self.blank_row,
+            self.blank_bias,
+            self.markov,
+            objective=self.objective,
+            weights=self.weights,
+            decay=self.decay,
+            warm_up=self._warm_up(),
+            distillation=self.distillation,
+            teacher=teacher,
+            teacher_valid=read,
         )
-        losses = anchor_loss(label_log_probs, blank_log_probs, targets, valid, self.objective, self.decay)
-        num_kept = valid[:, 0].sum().clamp(min=1)
-        return losses.sum() / num_kept, {"blank_share": blank_log_probs.detach().exp().mean()}
 
-    def top_frames(self, frames: Tensor, head: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The candidates of each block and their probability in every frame, on the host after one copy.
+    def _warm_up(self) -> float:
+        """The share of cross-entropy in this step's loss."""
+        if not (self.warm_up_steps and self.training):
+            return 0.0
+        share = 1 - min(1.0, int(self.steps_trained) / self.warm_up_steps)
+        self.steps_trained += 1
+        return share
 
-        Args:
-            frames: (A, T, D). head: (V, D).
+    # ---- drafting
 
-        Returns:
-            ``probs`` (A, T, T * k), ``blank`` (A, T) and ``tokens`` (A, T * k); a token may stand more than once.
-        """
-        blank = (frames @ self.blank_row).float() + self.blank_bias.float()
-        logits = torch.cat([(frames.to(head.dtype) @ head.T).float(), blank[..., None]], dim=-1)
-        probs = logits.softmax(-1)  # (A, T, V + 1)
-        top = probs[..., :-1].topk(min(self.top_k, self.vocab_size), dim=-1).indices.flatten(-2)  # (A, T*k)
-        picked = probs.gather(-1, top[:, None].expand(-1, frames.shape[1], -1))
-        packed = torch.cat([torch.cat([picked, probs[..., -1:]], -1), nn.functional.pad(top, (0, 1))[:, None]], dim=1)
-        host = packed.double().cpu().numpy()
-        return host[:, :-1, :-1], host[:, :-1, -1], host[:, -1, :-1].astype(np.int64)
+    def logits(self, frames: Tensor, head: Tensor) -> Tensor:
+        """(..., V + 1) of frame states (..., D), the blank last."""
+        blank = wide(frames @ self.blank_row) + wide(self.blank_bias)
+        return torch.cat([wide(frames.to(head.dtype) @ head.T), blank[..., None]], dim=-1)
 
     def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
-        return [self._tree(*block, limits) for block in zip(*self.top_frames(frames, borrowed.head), strict=True)]
+        logits = self.logits(frames, borrowed.head)
+        each = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
+        return [self._tree(table[..., :-1], table[..., -1], tokens, limits) for table, tokens in each]
 
     def _tree(self, probs: np.ndarray, blank: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
-        tokens, columns = np.unique(tokens, return_index=True)
-        budget, depth = min(self.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
-        return prefix.search(probs[:, columns], blank, tokens, budget, depth, limits.eos, self.min_probability)[0]
+        num_nodes, depth = min(self.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
+        if self.tree == "paper":
+            ranks = np.argsort(-probs[0], axis=1, kind="stable")[:, : self.top_k]  # (T, k)
+            best = np.take_along_axis(probs[0], ranks, axis=1)
+            return paper_tree.search(best, blank[0], tokens[ranks], num_nodes, depth, limits.eos)[0]
+        grow = prefix.chain if self.tree == "chain" else prefix.search
+        tree, reached = grow(probs, blank, tokens, num_nodes, depth, limits.eos, self.min_probability)
+        if self.step_seconds is None:
+            return tree
+        size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
+        return DraftTree(tree.tokens[:size], tree.parents[:size])
+
+    def draft(self, frames: Tensor, root: Tensor, borrowed: Borrowed, limits: Limits) -> DraftTree:
+        if not self.draws:
+            return super().draft(frames, root, borrowed, limits)
+        logits, room = self.logits(frames, borrowed.head)[0], (min(self.num_nodes, limits.max_nodes), limits.max_depth)
+        return draw(
+            logits, self.markov, int(root), self.draws, *room, limits.eos, self._generator, self.draw_temperature
+        )

@@ -1,68 +1,128 @@
-"""The CTC losses over anchors, holding only the label columns of the vocabulary."""
+"""The CTC losses over anchors, in chunks: the logits over the vocabulary are never held whole."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
-from drafters.learned.ctc.alignment import IMPOSSIBLE, prefix_log_probs
+from drafters.learned import label_weights
+from drafters.learned.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.learned.ctc import alignment
+from drafters.learned.ctc.alignment import is_possible
+from drafters.learned.ctc.emissions import divergence, emit
+from drafters.learned.label_weights import Weights
+from drafters.learned.markov import Markov
 
 Objective = Literal["ctc", "prefix"]
 
 
-def gathered_log_probs(
-    frames: Tensor, labels: Tensor, head: Tensor, blank_row: Tensor, blank_bias: Tensor, chunk_anchors: int
-) -> tuple[Tensor, Tensor]:
-    """log p_t of the labels and of the blank, without ever holding (A, T, V).
+def ctc_loss(
+    frames: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    roots: Tensor,
+    head: Tensor,
+    blank_row: Tensor,
+    blank_bias: Tensor,
+    markov: Markov | None = None,
+    objective: Objective = "prefix",
+    weights: Weights = "decay",
+    decay: float = 0.9,
+    warm_up: float = 0.0,
+    distillation: float = 0.0,
+    teacher: Tensor | None = None,
+    teacher_valid: Tensor | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss of the anchors that have a label, and what is worth logging of them.
 
-    Anchors go through the head a chunk at a time, and a chunk's logits are computed again in the backward pass.
-
-    Args:
-        frames: (A, T, D). labels: (A, U). head: (V, D), frozen. blank_row: (D,), trainable. blank_bias: (),
-            trainable.
-
-    Returns:
-        (A, T, U) and (A, T), float32.
-    """
-
-    def columns(frames: Tensor, labels: Tensor, blank_row: Tensor, blank_bias: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (frames.to(head.dtype) @ head.T).float()  # (a, T, V)
-        blank = (frames @ blank_row).float() + blank_bias.float()
-        normaliser = torch.logaddexp(logits.logsumexp(-1), blank)
-        index = labels[:, None].expand(-1, frames.shape[1], -1)
-        return logits.gather(-1, index) - normaliser[..., None], blank - normaliser
-
-    parts = [
-        checkpoint(columns, part, label, blank_row, blank_bias, use_reentrant=False, preserve_rng_state=False)
-        for part, label in zip(frames.split(chunk_anchors), labels.split(chunk_anchors), strict=True)
-    ]
-    return torch.cat([label for label, _ in parts]), torch.cat([blank for _, blank in parts])
-
-
-def anchor_loss(
-    label_log_probs: Tensor, blank_log_probs: Tensor, labels: Tensor, valid: Tensor, objective: Objective, decay: float
-) -> Tensor:
-    """Loss of each anchor.
-
-    ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) for the n valid labels, divided by n.
-    ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u) with w_u = decay^(u-1), normalised: what a
-    verifier rewards. Labels no alignment can reach (more repeats than spare frames) add nothing.
+    ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels.
+    ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The weights of
+    an anchor sum to one: ``decay`` takes w_u ~ decay^(u-1), ``survival`` the w_u that make the gradient that of
+    -log of the expected acceptance (``label_weights.by_survival``). Labels no alignment can reach, for want of
+    frames, add nothing.
 
     Args:
-        label_log_probs: (A, T, U). blank_log_probs: (A, T). labels: (A, U). valid: (A, U) bool, a leading run.
+        frames: (A, T, D). labels: (A, U) y_1..y_U. valid: (A, U) bool, a leading run. roots: (A,) tokens at the
+            anchors. head: (V, D), frozen. blank_row: (D,). blank_bias: ().
+        markov: Bias on V + 1 symbols given the last emitted label, the root at first.
+        objective: ``ctc`` or ``prefix``.
+        weights: ``decay`` or ``survival``; of the prefix objective and of distillation.
+        decay: Weight of label u against label u - 1.
+        warm_up: Share, 0 to 1, of the plain cross-entropy of frame u on label u, weighted by ``decay``. It keeps the
+            blank from taking all frames early in training; frames beyond U are left free.
+        distillation: Factor of sum_u w_u KL(base's law || q(. | y_<u)), q the exact law of the draft's next token.
+        teacher: (A, U, D) the base's last states at the positions that decide y_1..y_U; needed for distillation.
+        teacher_valid: (A, U) bool, where the base has read y_<u; everywhere if None.
+        max_bytes: Memory for the tensors of one chunk.
 
     Returns:
-        (A,), zero where an anchor has no valid label.
+        The loss, and ``blank_share``, the mean p_t(blank | root), and ``expected_acceptance``, the mean of
+        sum_u P(text begins with y_1..y_u) over valid labels. Scalars, zero without any label.
+
+    Raises:
+        ValueError: for an unknown objective or kind of weights, a share outside 0 to 1, a Markov bias without a
+            column for the blank, and distillation without a teacher.
     """
-    exact, prefix = prefix_log_probs(label_log_probs, blank_log_probs, labels)
-    if objective == "ctc":
-        lengths = valid.sum(-1)
-        log_prob = exact.gather(1, lengths[:, None])[:, 0]
-        reachable = (log_prob > IMPOSSIBLE / 2) & (lengths > 0)
-        return torch.where(reachable, -log_prob, 0.0) / lengths.clamp(min=1)
-    weights = valid * decay ** torch.arange(labels.shape[1], device=labels.device)
-    weights = weights * (prefix > IMPOSSIBLE / 2)
-    return -(weights * torch.where(weights > 0, prefix, 0.0)).sum(-1) / weights.sum(-1).clamp(min=1e-6)
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective must be one of {', '.join(get_args(Objective))}, not {objective!r}")
+    if not 0 <= warm_up <= 1:
+        raise ValueError(f"warm_up is a share between 0 and 1, not {warm_up}")
+    if markov is not None and len(markov.right) != len(head) + 1:
+        raise ValueError(f"the Markov bias of a CTC drafter has {len(head) + 1} columns, not {len(markov.right)}")
+    label_weights.check(weights)
+    per_anchor = {"frames": frames, "labels": labels, "valid": valid}
+    shared = {"blank_row": blank_row, "blank_bias": blank_bias}
+    if markov is not None:
+        per_anchor["left"] = F.embedding(torch.cat([roots[:, None], labels], 1), markov.left)
+        shared["right"] = markov.right
+    if distillation:
+        if teacher is None:
+            raise ValueError(f"distillation ({distillation}) needs the base's last states, but teacher is None")
+        per_anchor |= {"teacher": teacher, "taught": valid if teacher_valid is None else valid & teacher_valid}
+
+    def sums(frames, labels, valid, teacher=None, taught=None, **emission) -> tuple[Tensor, Tensor]:
+        laws = emit(frames, labels, head, **emission)
+        states = alignment.states(laws.enter, laws.stay, laws.blank, labels)
+        exact, prefix = alignment.summed(*states)
+        counts = valid & is_possible(prefix)
+        prefix = torch.where(counts, prefix, 0.0)
+        if weights == "decay":
+            weight = label_weights.by_depth(counts, decay, prefix.dtype)
+        else:
+            weight = label_weights.by_survival(prefix, counts)
+        if objective == "prefix":
+            loss = -(weight * prefix).sum()
+        else:
+            lengths = valid.sum(-1)
+            log_prob = exact.gather(1, lengths[:, None])[:, 0]
+            reached = is_possible(log_prob) & (lengths > 0)
+            loss = -(torch.where(reached, log_prob, 0.0) / lengths.clamp(min=1)).sum()
+        if warm_up:
+            own = laws.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
+            plain = -(label_weights.by_depth(valid, decay, own.dtype)[:, : own.shape[1]] * own).sum()
+            loss = (1 - warm_up) * loss + warm_up * plain
+        if distillation:
+            reached = taught & F.pad(counts[:, :-1], (1, 0), value=True)
+            apart = divergence(laws, states, labels, teacher, head)
+            loss = loss + distillation * torch.where(reached, weight * apart, 0.0).sum()
+        blank_share = (laws.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
+        return loss, torch.stack([blank_share, alignment.expected_acceptance(prefix, counts).sum()])
+
+    planes = _planes(frames.shape[1], labels.shape[1], markov is not None, bool(distillation))
+    size = anchors_per_chunk(round(planes * len(head)), max_bytes)
+    loss, (blank_share, acceptance) = chunked(sums, per_anchor, shared, size)
+    num_anchors = valid[:, 0].sum().clamp(min=1)
+    return loss / num_anchors, {
+        "blank_share": blank_share / num_anchors,
+        "expected_acceptance": acceptance / num_anchors,
+    }
+
+
+def _planes(num_frames: int, num_labels: int, has_bias: bool, is_distilled: bool) -> float:
+    """Vectors over the vocabulary alive per anchor at the worst moment, as counted with float32."""
+    frames = 2 * num_frames if has_bias or is_distilled else 1.5 * num_frames  # the half is the head's bfloat16
+    return frames + has_bias * 2 * (num_labels + 1) + is_distilled * 5 * num_labels

@@ -1,0 +1,208 @@
+"""Peak memory and seconds of a CTC loss and its gradient, beside the plain route over the whole logits."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from time import perf_counter as clock
+from typing import Literal
+
+import torch
+from side_by_side import Measured, in_turn, main, show, spread
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.learned.chunks import MAX_BYTES
+from drafters.learned.cross_entropy import cross_entropy
+from drafters.learned.ctc.loss import ctc_loss
+from drafters.learned.markov import Markov
+from inference.base import Dtype, resolve_device
+
+PLAIN, CTC, PREFIX, MARKOV, CROSS = "plain F.ctc_loss", "ctc", "prefix", "prefix, Markov bias", "cross-entropy"
+ARMS = PLAIN, CTC, PREFIX, MARKOV, CROSS
+
+
+class Anchors:
+    """Random frames with labels that often repeat, and a random head.
+
+    Args:
+        sizes: A, T, U, D, V.
+        dtype: Of the head; the frames and the blank are float32, as trained weights are.
+        device: Where all of it stands.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], dtype: Dtype, device: torch.device, max_bytes: int, rank: int) -> None:
+        num_anchors, num_frames, num_labels, width, num_tokens = sizes
+        generator = torch.Generator(device).manual_seed(0)
+        here = {"generator": generator, "device": device}
+        self.frames = torch.randn(num_anchors, num_frames, width, **here).requires_grad_()
+        self.head = torch.empty(num_tokens, width, dtype=getattr(torch, dtype), device=device)
+        self.head.normal_(0, width**-0.5, generator=generator)
+        self.labels = torch.randint(num_tokens, (num_anchors, num_labels), **here)
+        repeats = torch.rand(num_anchors, num_labels - 1, **here) < 0.1
+        self.labels[:, 1:] = torch.where(repeats, self.labels[:, :-1], self.labels[:, 1:])
+        self.roots, self.valid = self.labels[:, -1], torch.ones_like(self.labels, dtype=torch.bool)
+        self.blank_row = torch.zeros(width, device=device, requires_grad=True)
+        self.blank_bias = torch.tensor(-2.0, device=device, requires_grad=True)
+        self.max_bytes, self.rank = max_bytes, rank
+        self.leaves = [self.frames, self.blank_row, self.blank_bias]
+
+    def loss(self, arm: str) -> Tensor:
+        anchors = self.frames, self.labels, self.valid, self.roots, self.head
+        if arm == PLAIN:
+            return self._plain()
+        if arm == CROSS:
+            return cross_entropy(*anchors, max_bytes=self.max_bytes)[0]
+        markov = Markov(len(self.head), self.rank, len(self.head) + 1).to(self.head.device) if arm == MARKOV else None
+        objective = "ctc" if arm == CTC else "prefix"
+        blank = self.blank_row, self.blank_bias
+        return ctc_loss(*anchors, *blank, markov, objective, max_bytes=self.max_bytes)[0]
+
+    def _plain(self) -> Tensor:
+        logits = (self.frames.to(self.head.dtype) @ self.head.T).float()
+        blank = (self.frames @ self.blank_row + self.blank_bias)[..., None]
+        log_probs = torch.cat([logits, blank], -1).log_softmax(-1)
+        del logits
+        num_anchors, num_labels = self.labels.shape
+        num_frames = self.frames.shape[1]
+        lengths = torch.full((num_anchors,), num_frames), torch.full((num_anchors,), num_labels)
+        log_probs = log_probs.transpose(0, 1)
+        costs = F.ctc_loss(log_probs, self.labels, *lengths, blank=len(self.head), reduction="none", zero_infinity=True)
+        return costs.mean() / num_labels
+
+    def step(self, arm: str) -> float:
+        """One loss with its gradient; the value of the loss."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        loss = self.loss(arm)
+        loss.backward()
+        return loss.item()
+
+
+def _resident() -> tuple[int, int]:
+    """Bytes of memory this process has now, and at most so far."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # not Linux: what it has now is taken for the most so far
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
+        return most, most
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
+
+
+def extra_bytes(sizes: tuple[int, ...], dtype: Dtype, max_bytes: int, rank: int, arm: str, threads: int) -> int:
+    """Peak of one step on the CPU over what the inputs take. To be called in a process of its own."""
+    torch.set_num_threads(threads)
+    small = 2, *sizes[1:3], 16, 64
+    Anchors(small, dtype, torch.device("cpu"), max_bytes, rank).step(arm)  # the libraries' own memory
+    anchors = Anchors(sizes, dtype, torch.device("cpu"), max_bytes, rank)
+    before, _ = _resident()
+    anchors.step(arm)
+    return _resident()[1] - before
+
+
+def _peak(anchors: Anchors, sizes: tuple[int, ...], dtype: Dtype, arm: str) -> int:
+    device = anchors.head.device
+    if device.type == "cuda":
+        anchors.step(arm)
+        for leaf in anchors.leaves:
+            leaf.grad = None
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        anchors.step(arm)
+        return torch.cuda.max_memory_allocated(device) - before
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        settings = anchors.max_bytes, anchors.rank, arm, torch.get_num_threads()
+        return alone.submit(extra_bytes, sizes, dtype, *settings).result()
+
+
+def _seconds(anchors: Anchors, arm: str) -> float:
+    device = anchors.head.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = clock()
+    anchors.step(arm)  # ends with a copy of the loss to the host
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - started
+
+
+def loss_memory(
+    num_anchors: int = 512,
+    num_frames: int = 12,
+    num_labels: int = 8,
+    hidden_size: int | None = None,
+    vocab_size: int = 32000,
+    rank: int = 64,
+    max_bytes: int = MAX_BYTES,
+    dtypes: list[Dtype] = ["float32", "bfloat16"],  # noqa: B006
+    arms: list[str] = [PLAIN, CTC, PREFIX],  # noqa: B006
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    repeats: int = 3,
+    threads: int = 0,
+    out: str | None = None,
+) -> None:
+    """Peak extra memory and time of the loss and its gradient, ours in chunks and the plain route.
+
+    Args:
+        num_anchors: A.
+        num_frames: T.
+        num_labels: U.
+        hidden_size: D; if not given, 128 on the CPU, where larger ones take minutes, 4096 on a GPU.
+        vocab_size: V.
+        rank: Of the Markov bias.
+        max_bytes: Memory of one chunk.
+        dtypes: Number formats of the head.
+        arms: What to measure beside the plain route: ctc, prefix, "prefix, Markov bias", cross-entropy.
+        device: auto takes the GPU where there is one.
+        repeats: Timed steps of every arm, after one to warm up; arms in turn, another one first each time.
+        threads: Of torch; 0 leaves them as they are.
+        out: Markdown file for the tables.
+    """
+    if min(num_anchors, num_frames, num_labels, vocab_size, rank, repeats) < 1 or num_frames < num_labels:
+        raise ValueError("sizes and repeats must be at least 1, and num_frames at least num_labels")
+    if unknown := set(arms) - set(ARMS):
+        raise ValueError(f"unknown arm {sorted(unknown)[0]!r}: known are {'; '.join(ARMS)}")
+    arms = [arm for arm in ARMS if arm in {PLAIN, *arms}]
+    if threads:
+        torch.set_num_threads(threads)
+    place = resolve_device(device)
+    width = hidden_size or (4096 if place.type == "cuda" else 128)
+    sizes = num_anchors, num_frames, num_labels, width, vocab_size
+    tables = []
+    for dtype in dtypes:
+        title = f"A = {num_anchors}, T = {num_frames}, U = {num_labels}, D = {width}, V = {vocab_size}, head {dtype}"
+        anchors = Anchors(sizes, dtype, place, max_bytes, rank)
+        peaks = {arm: _peak(anchors, sizes, dtype, arm) for arm in arms}
+        values = {arm: anchors.step(arm) for arm in arms}  # also the warm-up
+        if CTC in arms and abs(values[CTC] - values[PLAIN]) > 1e-3 * abs(values[PLAIN]):
+            raise ValueError(f"the losses differ: {values[CTC]} and F.ctc_loss's {values[PLAIN]}")
+        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+        for _, _, arm in in_turn(arms, 1, repeats, title):
+            seconds[arm].append(_seconds(anchors, arm))
+        tables.append(_table(title, peaks, seconds, values))
+    tables[-1].notes.append(f"chunks of {max_bytes / 2**20:.0f} MiB, {repeats} repeats, arms in turn. {NOTE}")
+    show(tables, place, out)
+
+
+NOTE = (
+    "MB = peak memory of one loss with its gradient, over what stood there before it: of a process of its own on the "
+    "CPU, of torch's allocator on a GPU; s = median; ratios to the plain route, of times repeat by repeat; "
+    "spread = (slowest - fastest) / median."
+)
+
+
+def _table(title: str, peaks: dict[str, int], seconds: dict[str, list[float]], values: dict[str, float]) -> Measured:
+    table = Measured(title, ["arm", "MB", "of plain", "s", "of plain", "spread", "loss"])
+    for arm, taken in seconds.items():
+        ratio = median(mine / plain for mine, plain in zip(taken, seconds[PLAIN], strict=True))
+        cells = [arm, f"{peaks[arm] / 1e6:.1f}", f"{peaks[arm] / max(peaks[PLAIN], 1):.3f}", f"{median(taken):.3f}"]
+        table.rows.append([*cells, f"{ratio:.2f}", f"{spread(taken):.0%}", f"{values[arm]:.4f}"])
+    return table
+
+
+if __name__ == "__main__":
+    main(loss_memory)

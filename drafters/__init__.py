@@ -1,6 +1,11 @@
 """What proposes: the drafters, the draft tree, and the folder a trained drafter is kept in."""
 
+from drafters.learned.block import Block
 from drafters.learned.ctc.drafter import CTC
+from drafters.learned.eagle import EAGLE
+from drafters.learned.eagle3 import EAGLE3
+from drafters.learned.hydra import Hydra
+from drafters.learned.medusa import Medusa
 from drafters.protocol import (
     BaseShape,
     Borrowed,
@@ -29,17 +34,22 @@ from drafters.tree import DraftTree
 __all__ = [
     "ANPD",
     "CTC",
+    "EAGLE",
+    "EAGLE3",
     "REST",
     "BaseShape",
+    "Block",
     "Borrowed",
     "CorpusCache",
     "DraftModel",
     "DraftTree",
     "Drafter",
+    "Hydra",
     "Joint",
     "LearnedDrafter",
     "Limits",
     "Lookahead",
+    "Medusa",
     "Needs",
     "NgramPool",
     "NoDrafter",

@@ -240,6 +240,9 @@ class LearnedDrafter(nn.Module, ABC):
     def reset(self) -> None:
         """Nothing is kept across texts."""
 
+    def initialise(self, borrowed: Borrowed) -> None:
+        """Start weights that begin as copies of the base's; called once, before training and before any checkpoint."""
+
     @abstractmethod
     def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
         """Training loss of a batch, a scalar, and scalars worth logging."""

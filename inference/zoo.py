@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,14 @@ TRAINING_FREE = {
     "rest": Kind(drafters.REST, "STORE", False, builders.datastore, "store"),
     "self_speculative": Kind(builders.self_speculative, "SKIPS.json", optional=True),
 }
-LEARNED = {"ctc": drafters.CTC}
+LEARNED = {
+    "ctc": drafters.CTC,
+    "block": drafters.Block,
+    "medusa": drafters.Medusa,
+    "hydra": drafters.Hydra,
+    "eagle": drafters.EAGLE,
+    "eagle3": drafters.EAGLE3,
+}
 
 
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<folder>.+?))?(:(?P<arguments>\w+=.*))?")
@@ -144,11 +152,24 @@ def _arguments(name: str, build: Callable, text: str) -> dict[str, object]:
         if key not in known or not equals:
             raise ValueError(f"{name} takes {', '.join(known) or 'no arguments'}; not {pair!r}")
         default = known[key].default
+        if isinstance(default, tuple) and value.endswith(".json"):
+            values[key] = _entry(value, key)
+            continue
         try:
             values[key] = _typed(value, type(default))
         except ValueError as error:
             raise ValueError(f"{key} must be {type(default).__name__}, not {value!r}") from error
     return values
+
+
+def _entry(file: str, key: str) -> object:
+    """What a JSON file, such as `drafters tree-search` writes, holds under the name of an argument."""
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is not a JSON file with an entry {key!r}: give the file that was made for it"
+        ) from error
 
 
 def _typed(value: str, kind: type) -> object:

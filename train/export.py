@@ -102,7 +102,7 @@ def _export_base(saved: dict, arguments: dict, folder: Path) -> None:
 
 def model_card(config: DrafterConfig, num_parameters: int) -> str:
     """The README of an exported drafter."""
-    training = config.training
+    training, name = config.training, config.class_path.removeprefix("drafters.").lower()
     length = training["val_acceptance_length"]
     decoded = (
         "the base's own greedy answers to held-out prompts" if training["val_answers"] == "greedy" else "held-out text"
@@ -112,11 +112,11 @@ def model_card(config: DrafterConfig, num_parameters: int) -> str:
         if length
         else "not measured in training"
     )
-    arguments = "\n".join(f"| {name} | {value} |" for name, value in config.init_args.items())
+    arguments = "\n".join(f"| {key} | {value} |" for key, value in config.init_args.items())
     return f"""---
 base_model: {config.base_name}
 library_name: drafters
-tags: [speculative-decoding, ctc]
+tags: [speculative-decoding, {name}]
 ---
 # {config.class_path} for {config.base_name}
 
@@ -129,7 +129,7 @@ the text stays the base's own. {num_parameters:,} parameters.
 - Acceptance length: {measured}
 - Command: `{training["command"] or "not recorded"}`
 
-Use it: `drafters eval --base {config.base_name} --drafter ctc=THIS_FOLDER --benchmark mt_bench`
+Use it: `drafters eval --base {config.base_name} --drafter {name}=THIS_FOLDER --benchmark mt_bench`
 
 | argument | value |
 |---|---|

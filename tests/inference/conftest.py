@@ -79,13 +79,17 @@ def adversary():
 
 @pytest.fixture(scope="session")
 def make_random_ctc():
-    """Makes an untrained CTC drafter for a base."""
+    """Makes an untrained CTC drafter, or another of one pass, for a base."""
 
-    def make(base, **arguments):
+    def make(base, kind=drafters.CTC, **arguments):
         with torch.random.fork_rng():
             torch.manual_seed(1)
             shape = base.shape
-            drafter = drafters.CTC(shape, **{"num_frames": 5, "num_labels": 3, "num_nodes": 9, "top_k": 5} | arguments)
+            usual = {"num_frames": 5, "num_nodes": 9, "top_k": 5} | ({"num_labels": 3} if kind is drafters.CTC else {})
+            drafter = kind(shape, **usual | arguments)
+            for name, weight in drafter.named_parameters():
+                if name == "markov.right":  # it starts as no bias
+                    torch.nn.init.normal_(weight)
         drafter.to(base.model.dtype).eval().requires_grad_(False).borrow(base.borrowed)
         return drafter
 
@@ -93,7 +97,21 @@ def make_random_ctc():
 
 
 @pytest.fixture(scope="session")
-def make_drafter(make_random_ctc):
+def make_random_eagle():
+    """Makes an untrained EAGLE or EAGLE-3 drafter for a base."""
+
+    def make(kind, base, **arguments):
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            drafter = kind(base.shape, **{"depth": 4, "width": 3, "top_k": 4, "num_nodes": 9} | arguments)
+        drafter.to(base.model.dtype).eval().requires_grad_(False).borrow(base.borrowed)
+        return drafter
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_drafter(make_random_ctc, make_random_eagle):
     """Makes one of the drafters named in ``DRAFTERS`` for a base and the text it writes, prompt included."""
 
     def make(name, base, truth):
@@ -106,8 +124,22 @@ def make_drafter(make_random_ctc):
                 return drafters.PromptLookup()
             case "ctc":
                 return make_random_ctc(base)
+            case "ctc, paper tree":
+                return make_random_ctc(base, tree="paper", num_nodes=20)
+            case "ctc, chain":
+                return make_random_ctc(base, tree="chain", causal=True)
+            case "ctc, bias between tokens":
+                return make_random_ctc(base, markov_rank=3)
+            case "block":
+                return make_random_ctc(base, drafters.Block, num_frames=4, markov_rank=2)
             case "ctc_deep":
                 return make_random_ctc(base, num_layers=2, hidden_layers=[0, 1, -1])
+            case "eagle":
+                return make_random_eagle(drafters.EAGLE, base)
+            case "eagle, chain":
+                return make_random_eagle(drafters.EAGLE, base, tree="chain")
+            case "eagle3":
+                return make_random_eagle(drafters.EAGLE3, base)
             case "adversarial":
                 return AdversarialTrees(truth, vocab=base.model.config.vocab_size)
             case "oracle":

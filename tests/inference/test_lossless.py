@@ -48,6 +48,28 @@ def rest(runner, make_base, truth):
     return drafters.REST(store, num_draft=12, shortest=1)
 
 
+def heads(kind, runner, **arguments):
+    """Medusa or Hydra, untrained but for output layers that begin as the base's."""
+    base = runner.base
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drafter = kind(base.shape, **{"num_heads": 4, "num_nodes": 9, "top_k": 4} | arguments)
+        for weight in drafter.blocks.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+    drafter.initialise(base.borrowed)
+    drafter.to(base.model.dtype).eval().requires_grad_(False).borrow(base.borrowed)
+    return drafter
+
+
+def cascade_of_ctc(runner):
+    """A draft model that is drafted for by a learned drafter, which is taken back whenever its model is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        inner = drafters.CTC(runner.base.shape, 5, 3, num_nodes=9, top_k=5)
+    inner.to(runner.base.model.dtype).eval().requires_grad_(False).borrow(runner.base.borrowed)
+    return drafters.DraftModel(ModelSession(runner, inner), num_draft=4)
+
+
 def corpus_table(truth):
     from drafters.training_free.corpus import CorpusTable
 
@@ -81,6 +103,7 @@ DRAFTERS = {
     "cascade": lambda runner, make_base, truth: drafters.DraftModel(
         ModelSession(other_runner(runner, make_base), drafters.PromptLookup(2, 4)), num_draft=5
     ),
+    "cascade, ctc": lambda runner, make_base, truth: cascade_of_ctc(other_runner(runner, make_base)),
     "ouroboros": lambda runner, make_base, truth: ouroboros(runner, make_base),
     "ouroboros, drop_last": lambda runner, make_base, truth: ouroboros(runner, make_base, drop_last=True),
     "ouroboros, no phrases": lambda runner, make_base, truth: ouroboros(
@@ -94,9 +117,49 @@ DRAFTERS = {
     "joint": lambda runner, make_base, truth: drafters.Joint(num_nodes=10),
     "joint, tokens only": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, runner_up=0),
     "joint, corpus": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, corpus=corpus_table(truth)),
-    **dict.fromkeys(["ctc", "ctc_deep", "adversarial", "oracle"]),  # those of conftest
+    "medusa": lambda runner, make_base, truth: heads(drafters.Medusa, runner),
+    "medusa, static": lambda runner, make_base, truth: heads(
+        drafters.Medusa, runner, static=[[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 0, 3]]
+    ),
+    "medusa, chain": lambda runner, make_base, truth: heads(drafters.Medusa, runner, tree="chain", own_heads=False),
+    "hydra": lambda runner, make_base, truth: heads(drafters.Hydra, runner, width=3),
+    "hydra++": lambda runner, make_base, truth: heads(
+        drafters.Hydra, runner, num_layers=4, prefix_attention=True, distillation=True, own_heads=False
+    ),
+    **dict.fromkeys(
+        [
+            "ctc",
+            "ctc, paper tree",
+            "ctc, chain",
+            "ctc, bias between tokens",
+            "ctc_deep",
+            "block",
+            "eagle",
+            "eagle, chain",
+            "eagle3",
+            "adversarial",
+            "oracle",
+        ]
+    ),  # those of conftest
 }
-LLAMA_ONLY = {"ctc", "ctc_deep", "self_speculative"}
+LLAMA_ONLY = {
+    "ctc",
+    "ctc, paper tree",
+    "ctc, chain",
+    "ctc, bias between tokens",
+    "ctc_deep",
+    "block",
+    "cascade, ctc",
+    "self_speculative",
+    "eagle",
+    "eagle, chain",
+    "eagle3",
+    "medusa",
+    "medusa, static",
+    "medusa, chain",
+    "hydra",
+    "hydra++",
+}
 CACHES = ["static", "dynamic"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 

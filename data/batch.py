@@ -16,18 +16,24 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     """Pad rows on the right.
 
     Returns:
-        input_ids (B, S) int64, loss_mask (B, S) bool, lengths (B,) int64.
+        input_ids (B, S) int64, loss_mask (B, S) bool, lengths (B,) int64; of rows from a feature store also labels
+        (B, S) int64, and states (B, S, ...) as they are stored, zero at the padding.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     ids = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows]
     masks = [torch.as_tensor(row["loss_mask"], dtype=torch.bool) for row in rows]
-    return {
+    batch = {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_id),
         "loss_mask": pad_sequence(masks, batch_first=True, padding_value=False),
         "lengths": torch.tensor([len(row) for row in ids]),
     }
+    for name in [name for name in rows[0] if name not in ("id", *batch)]:
+        batch[name] = pad_sequence([row[name] for row in rows], batch_first=True)
+    if "labels" in batch:
+        batch["labels"] = batch["labels"].long()
+    return batch
 
 
 class BucketSampler:

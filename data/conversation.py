@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
+
+from data.tokenizer import short_hash, tokenizer_hash
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -47,26 +50,46 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True)
+class Written:
+    """A conversation as the very tokens that the base read and wrote: its text may not give them back.
+
+    Args:
+        input_ids: (S,) tokens; an answer that was cut short has no EOS.
+        loss_mask: (S,) 1 on the base's own tokens.
+        tokenizer: `tokenizer_hash` of the tokenizer they belong to.
+        template: `short_hash` of the text of the chat template they were rendered with.
+    """
+
+    input_ids: array
+    loss_mask: array
+    tokenizer: str
+    template: str
+
+
+@dataclass(frozen=True)
 class Conversation:
     """What was said, in turns: an optional system message, then user and assistant in alternation."""
 
     id: str
     messages: tuple[tuple[str, str], ...]  # (role, text); the roles are "system", "user", "assistant"
+    written: Written | None = None  # taken as it is, in place of the messages
 
     def as_dicts(self) -> list[dict[str, str]]:
         """Return the messages in the form that chat templates read."""
         return [{"role": role, "content": text} for role, text in self.messages]
 
 
-def parse(record: object, index: int) -> Conversation:
+def parse(record: object, index: int, needs_answers: bool = True) -> Conversation:
     """Read one record of ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
     A single exchange may also stand as `question`, `answer` (GSM8K) or `instruction`, `input`, `output` (Alpaca).
     Assistant turns before the first user turn are dropped, as FastChat does. Broken records raise `ValueError`.
+    What `drafters regenerate` wrote carries its tokens: `input_ids`, `loss_mask`, `tokenizer`, `template`.
 
     Args:
         record: the decoded JSON object.
         index: place of the record in its file, the id where the record has none.
+        needs_answers: False where only the user's turns are wanted: the answers may be empty, or missing.
     """
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -78,13 +101,29 @@ def parse(record: object, index: int) -> Conversation:
     messages = messages[len(system) :]
     while messages and messages[0][0] == "assistant":
         messages.pop(0)
-    if "assistant" not in dict(messages):
-        raise ValueError("no assistant turn after a user turn")
+    if "assistant" not in dict(messages) and (needs_answers or not messages):
+        raise ValueError(f"no {'assistant turn after a ' if needs_answers else ''}user turn")
     if any(role != ("user", "assistant")[n % 2] for n, (role, _) in enumerate(messages)):
         raise ValueError("user and assistant do not alternate")
-    if any(role == "assistant" and not text.strip() for role, text in messages):
+    if needs_answers and any(role == "assistant" and not text.strip() for role, text in messages):
         raise ValueError("an assistant turn is empty")
-    return Conversation(str(record.get("id", index)), (*system, *messages))
+    written = _written(record) if needs_answers and "input_ids" in record else None
+    return Conversation(str(record.get("id", index)), (*system, *messages), written)
+
+
+def _written(record: dict) -> Written:
+    ids, mask, *names = (record.get(key) for key in ("input_ids", "loss_mask", "tokenizer", "template"))
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("input_ids without the tokenizer and template they belong to")
+    try:
+        written = Written(array("i", ids), array("b", mask), *names)
+    except (TypeError, OverflowError) as error:
+        raise ValueError("input_ids or loss_mask is not a list of whole numbers") from error
+    if not written.input_ids or min(written.input_ids) < 0 or not set(written.loss_mask) <= {0, 1}:
+        raise ValueError("input_ids holds no or negative tokens, or loss_mask another number than 0 and 1")
+    if len(written.input_ids) != len(written.loss_mask):
+        raise ValueError("input_ids and loss_mask differ in length")
+    return written
 
 
 def _exchange(record: dict) -> list[dict] | None:
@@ -134,11 +173,29 @@ def encode(
         max_length: longest S; what is beyond is cut off.
     """
     text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
+    if conversation.written:
+        return _as_written(conversation.written, tokenizer, text, max_length)
     if "{% generation" in text or "{%- generation" in text:
         ids, mask = _render(messages, tokenizer, text, return_assistant_tokens_mask=True)
     else:
         ids, mask = _mask_by_prefixes(messages, tokenizer, text)
     return ids[:max_length], mask[:max_length]
+
+
+def _as_written(
+    written: Written, tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
+) -> tuple[list[int], list[int]]:
+    for name, ours, theirs in (
+        ("tokenizer", tokenizer_hash(tokenizer), written.tokenizer),
+        ("chat template", short_hash(text), written.template),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"its tokens were written with another {name}: take that one, or remove input_ids from the records"
+            )
+    if max(written.input_ids) >= len(tokenizer):
+        raise ValueError("input_ids holds tokens that the tokenizer does not know")
+    return written.input_ids[:max_length].tolist(), written.loss_mask[:max_length].tolist()
 
 
 def encode_prompt(messages: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:

@@ -12,8 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
 from data.batch import BucketSampler, collate
+from data.conversation import resolve_template
+from data.features import FeatureStore, StoredRows
 from data.sharegpt import Statistics, lengths, load, tokenise
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,6 +57,8 @@ class ShareGPTData(L.LightningDataModule):
         num_workers: processes that read ahead.
         limit: read at most this many conversations.
         cache_dir: folder of the tokenised data, by default $DRAFTERS_CACHE or ~/.cache/drafters.
+        features: folder that `drafters features` wrote from these files: training reads the base's hidden states and
+            labels there in place of running it; validation runs the base as ever.
     """
 
     def __init__(
@@ -70,9 +74,11 @@ class ShareGPTData(L.LightningDataModule):
         num_workers: int = 0,
         limit: int | None = None,
         cache_dir: str | None = None,
+        features: str | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.store: FeatureStore | None = None
         self.train_set: Dataset | None = None
         self.val_set: Dataset | None = None
 
@@ -81,8 +87,10 @@ class ShareGPTData(L.LightningDataModule):
         self._load()
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the tokenised data."""
+        """Load the tokenised data, and for training see that the feature store fits it."""
         self._load()
+        if self.hparams.features and stage in (None, "fit") and self.store is None:
+            self.store, self._places = self._open_store()
 
     def _load(self) -> None:
         if self.train_set is not None:
@@ -105,6 +113,15 @@ class ShareGPTData(L.LightningDataModule):
             train, val = split(train, args.val_size, args.seed)
         self.val_set = self._tokenise("validation", val) if val else None
         self.train_set = self._tokenise("training", train)
+
+    def _open_store(self) -> tuple[FeatureStore, list[tuple[int, int, int]]]:
+        args, tokenizer = self.hparams, self.tokenizer_object
+        store = FeatureStore(args.features)
+        template = short_hash(resolve_template(args.template, tokenizer))
+        store.check(tokenizer_hash(tokenizer), template, args.template, args.max_length)
+        places = store.find(self.train_set)
+        rank_zero_info(f"training: hidden states of {len(places):,} conversations come from {store.folder}")
+        return store, places
 
     def _tokenise(self, name: str, conversations: list[Conversation]) -> Dataset:
         args = self.hparams
@@ -138,8 +155,10 @@ class ShareGPTData(L.LightningDataModule):
             raise ValueError(
                 "the batches are shared out over the ranks already; set trainer.use_distributed_sampler: false"
             )
+        is_stored = self.store is not None and rows is self.train_set
+        source = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
         return (ResumableLoader if is_shuffled else DataLoader)(
-            rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy"),
+            StoredRows(self.store, self._places) if is_stored else source,
             batch_sampler=BucketSampler(
                 lengths(rows), self.hparams.batch_size, self.hparams.seed, rank, world_size, is_shuffled=is_shuffled
             ),

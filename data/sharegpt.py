@@ -25,10 +25,11 @@ NUM_EXAMPLES = 3
 
 @dataclass
 class Dropped:
-    """Broken records: how many for which reason, and where the first of them stand."""
+    """Broken records, or other things left out: how many for which reason, and where the first of them stand."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
+    what: str = "records"
 
     def add(self, reason: str, place: str) -> None:
         """Count one record; the first `NUM_EXAMPLES` of each reason are remembered."""
@@ -43,9 +44,9 @@ class Dropped:
 
     def __str__(self) -> str:
         if not self.counts:
-            return "no record dropped"
+            return f"no {self.what} dropped"
         reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.items())
-        return "\n  ".join([f"dropped {self.total} records ({reasons}), for example", *self.examples])
+        return "\n  ".join([f"dropped {self.total} {self.what} ({reasons}), for example", *self.examples])
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,15 @@ def lengths(rows: Dataset) -> list[int]:
     return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
 
 
-def load(files: Sequence[str], limit: int | None = None) -> tuple[list[Conversation], Dropped]:
+def load(
+    files: Sequence[str], limit: int | None = None, needs_answers: bool = True
+) -> tuple[list[Conversation], Dropped]:
     """Read conversations; broken records are counted, broken files raise `ValueError`.
 
     Args:
         files: paths to .json or .jsonl (also .gz), or `embedded[:COUNT[:SEED]]` for the project's own corpus.
         limit: read at most this many conversations in total.
+        needs_answers: False where only the user's turns are wanted, see `parse`.
     """
     conversations: list[Conversation] = []
     dropped = Dropped()
@@ -94,7 +98,7 @@ def load(files: Sequence[str], limit: int | None = None) -> tuple[list[Conversat
             if limit is not None and len(conversations) >= limit:
                 return conversations, dropped
             try:
-                conversations.append(parse(record, number))
+                conversations.append(parse(record, number, needs_answers))
                 read += 1
             except ValueError as error:
                 last_reason = str(error)
@@ -199,6 +203,9 @@ def _key(
         digest.update(json.dumps(part).encode() + b"\n")
     for conversation in conversations:
         digest.update(json.dumps([conversation.id, conversation.messages]).encode() + b"\n")
+        if written := conversation.written:
+            digest.update(written.input_ids.tobytes() + written.loss_mask.tobytes())
+            digest.update(f"{written.tokenizer} {written.template}\n".encode())
     return f"tokens-{digest.hexdigest()[:24]}"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,3 +48,22 @@ def _require_folder_or_hub_id(name: str) -> None:
 def first_line(error: Exception) -> str:
     """What went wrong, without the pages that libraries add."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A short name of a vocabulary: equal for tokenizers that give every token the same id."""
+    return _vocabulary_hash(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)  # asked for once a conversation; a vocabulary only grows
+def _vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
+    return short_hash("\n".join(f"{index} {token}" for token, index in _by_index(tokenizer)))
+
+
+def _by_index(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
+    return sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+
+
+def short_hash(text: str) -> str:
+    """A short name of a text: the first 16 hexadecimal digits of its SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

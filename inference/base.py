@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from data.tokenizer import first_line, load_tokenizer
+from data.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, Borrowed
 
@@ -105,10 +105,20 @@ def shape_of(config) -> BaseShape:
     )
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short name of a vocabulary: equal for tokenizers that give every token the same id."""
-    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
-    return hashlib.sha256("\n".join(f"{index} {token}" for token, index in pairs).encode()).hexdigest()[:16]
+def base_hash(base: Base) -> str:
+    """A short name of a base's weights: of their shapes and 32 values of each as they are loaded.
+
+    A base that was trained further has another name; its folder or the version of transformers does not matter.
+    """
+    shape = base.shape
+    numbers = shape.num_heads, shape.head_dim, shape.rope_theta, shape.norm_eps  # what the weights do not show
+    digest = hashlib.sha256(repr(numbers).encode())
+    for name, weight in base.model.named_parameters():
+        flat = weight.detach().flatten()
+        at = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(flat[at.to(flat.device)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu") -> Base:

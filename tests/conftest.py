@@ -4,8 +4,13 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test looks outside
 
+import json
 import random
+import threading
+import time
+from collections import Counter
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -120,6 +125,66 @@ class PseudoRunner:
     def truncate(self, length):
         assert length <= len(self.text)
         del self.text[length:]
+
+
+class ChatServer(ThreadingHTTPServer):
+    """A small chat server: it answers with its prompt read backwards, and fails when the prompt tells it to."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), ChatHandler)
+        self.seen, self.tries, self.open, self.most_open = [], Counter(), 0, 0
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class ChatHandler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.server.open += 1
+        self.server.most_open = max(self.server.most_open, self.server.open)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, dict(self.headers), body))
+        asked = body["messages"][-1]["content"]
+        self.server.tries[asked] += 1
+        time.sleep(0.05 if asked.startswith("slow") else 0)
+        self.server.open -= 1
+        word, _, number = asked.partition(" ")
+        if word == "fail" and self.server.tries[asked] <= int(number.split()[1]):
+            return self.reply(int(number.split()[0]), b"{}", {"Location": self.server.url, "Retry-After": "0"})
+        if asked == "hang up":
+            return self.connection.close()
+        if asked == "babble":
+            return self.reply(200, b'{"choices": []}')
+        words = asked.split()[::-1]
+        kept = words[: body["max_tokens"]]
+        choice = {
+            "message": {"role": "assistant", "content": " ".join(kept)},
+            "finish_reason": "stop" if kept == words else "length",
+        }
+        usage = {"prompt_tokens": len(words), "completion_tokens": len(kept)}
+        return self.reply(200, json.dumps({"choices": [choice], "usage": usage}).encode())
+
+    def reply(self, code, content, headers=None):
+        self.send_response(code)
+        for name, value in ((headers or {}) | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *given):
+        pass
+
+
+@pytest.fixture
+def chat_server():
+    """A `ChatServer` at work in a thread."""
+    with ChatServer() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,14 @@ COMMANDS = {
     "eval": ("inference.evaluate", "evaluate", "measure drafters side by side on MT-Bench, GSM8K or our own questions"),
     "replay": ("inference.replay", "replay", "measure n-gram drafters exactly on recorded answers, without a base"),
     "verify": ("inference.verify", "verify", "show that a drafter changes no token of what the base writes"),
+    "regenerate": (
+        "inference.regenerate",
+        "regenerate",
+        "let the base answer the prompts of a data set itself, to train on its own text",
+    ),
     "export": ("train.export", "export", "turn a training checkpoint into a drafter folder"),
     "show-mask": ("train.show_mask", "show_mask", "print conversations with their loss mask in colour"),
+    "features": ("train.features", "features", "write the base's hidden states of conversations for training"),
     "tokenizer": ("train.tokenizer", "tokenizer", "train a small tokenizer on conversations"),
     "corpus": (
         "inference.corpus",
@@ -21,6 +27,8 @@ COMMANDS = {
     ),
     "datastore": ("inference.datastore", "datastore", "sort text files into the datastore of the drafter rest"),
     "ouroboros-search": ("inference.ouroboros_search", "ouroboros_search", "search the hyper-parameters of ouroboros"),
+    "step-cost": ("inference.step_cost", "step_cost", "measure what a step of the base costs by the nodes it feeds"),
+    "tree-search": ("train.tree_search", "tree_search", "make Medusa's static tree by its heads' accuracies"),
     "skip-search": ("inference.skip_search", "skip_search", "search what self_speculative lets the base leave out"),
 }
 POSITIONAL = {"export": ["ckpt", "out"], "tokenizer": ["out"], "corpus": ["out"], "datastore": ["out"]}

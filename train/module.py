@@ -12,6 +12,7 @@ from torch import Tensor
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.base import Base, Dtype, load_base, shape_of, tokenizer_hash
 from train.answers import Answers, with_own_answers
+from train.look import choose_layers, look, recall
 from train.metrics import AcceptanceLength, DepthAcceptance
 from train.optimizer import Schedule, adamw
 from train.simulate import answer_spans, simulate
@@ -58,6 +59,7 @@ class DrafterTraining(L.LightningModule):
         with torch.random.fork_rng(devices=[]):  # loading weights must not move the generator that shuffles and samples
             self.__dict__["base"] = load_base(base, base_dtype)
         self.drafter = drafter(self.base.shape)
+        self.drafter.initialise(self.base.borrowed)  # a checkpoint that is resumed or validated is loaded over it
         self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(DEPTHS)
         self._own_answers: dict[int, dict[str, Tensor]] = {}
 
@@ -79,18 +81,22 @@ class DrafterTraining(L.LightningModule):
                 f"data.max_length is {longest}, but the context of {self.base.name} ends at "
                 f"{self.base.context_length}: pass --data.max_length {self.base.context_length} or less"
             )
+        if store := getattr(self.trainer.datamodule, "store", None):
+            choose_layers(store, self.base, self.drafter.needs.hidden_layers)
 
-    @torch.no_grad()
     def look(self, input_ids: Tensor, loss_mask: Tensor) -> TrainingBatch:
         """What the base says about texts (B, S)."""
-        with torch.autocast(input_ids.device.type, enabled=False):  # what the base says when it decodes, it says here
-            hidden, last = self.base.hidden_states(input_ids, self.drafter.needs.hidden_layers)
-            head = self.base.borrowed.head
-            labels = torch.stack([(row @ head.T).argmax(-1) for row in last])  # one sequence's logits at a time
+        hidden, last, labels = look(self.base, self.drafter.needs.hidden_layers, input_ids)
         return TrainingBatch(hidden, last, input_ids, labels, loss_mask)
 
+    def seen(self, batch: dict[str, Tensor]) -> TrainingBatch:
+        """What the base says about a batch: read from it where it comes from a feature store."""
+        if "hidden" in batch:
+            return recall(batch, self.drafter.needs.hidden_layers, self.base.model.dtype)
+        return self.look(batch["input_ids"], batch["loss_mask"])
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, seen = self.drafter.loss(self.look(batch["input_ids"], batch["loss_mask"]), self.base.borrowed)
+        loss, seen = self.drafter.loss(self.seen(batch), self.base.borrowed)
         self.log("train/loss", loss, prog_bar=True)
         self.log_dict({f"train/{name}": value for name, value in seen.items()})
         return loss

@@ -208,6 +208,7 @@ CORPUS, STORE = "corpus --tokenizer @tiny", "datastore --tokenizer @tiny"
 REPLAY = "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @new"
 OUROBOROS = "ouroboros-search --base @tiny --drafter-model @tiny --limit 1 --max-new-tokens 4 --out @new.json"
 SKIPS = "skip-search --base @tiny --limit 1 --max-new-tokens 9 --evaluations 2 --out @new.json"
+STEP_COST = "step-cost --base @tiny --max-nodes 2 --context 4 --repeats 1 --out @new.json"
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 --drafter anpd"
 EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 --drafter anpd --out @new"
 ROWS = {
@@ -305,6 +306,16 @@ ROWS = {
     f"{SKIPS} --out @latin.json": "latin.search.jsonl is damaged",
     f"{SKIPS} --out @hollow": "hollow is already there: give another name",
     f"{SKIPS} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
+    # ---- step-cost
+    f"{STEP_COST} --base @nowhere": "no base at",
+    f"{STEP_COST} --max-nodes 0": "max_nodes, context and repeats must be at least 1, not 0, 4 and 1",
+    f"{STEP_COST} --context 0": "max_nodes, context and repeats must be at least 1, not 2, 0 and 1",
+    f"{STEP_COST} --repeats -1": "max_nodes, context and repeats must be at least 1, not 2, 4 and -1",
+    f"{STEP_COST} --context 510": "pass a smaller --context or --max-nodes",
+    f"{STEP_COST} --dtype float8": "dtype",
+    f"{STEP_COST} --out @hollow": "hollow is already there: give another name",
+    f"{STEP_COST} --out @text.txt": "text.txt is already there: give another name, or --overwrite",
+    f"{STEP_COST} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
     # ---- verify
     f"{VERIFY} --drafter corpus=@corpus-cut": "is no corpus cache",
     f"{VERIFY} --drafter anpd --questions @latin.jsonl": "latin.jsonl is not UTF-8",

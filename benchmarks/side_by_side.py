@@ -176,7 +176,7 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
                 equals, value = "=", "true"
         args.append(key + equals + value)
     try:
-        auto_cli(function, args=args)
+        auto_cli(function, args=args, as_positional=False)
     except ValueError as error:
         print(f"{function.__name__}: error: {error}", file=sys.stderr)
         sys.exit(2)

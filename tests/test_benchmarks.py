@@ -250,3 +250,76 @@ def test_the_plain_route_of_loss_memory_has_our_loss_and_our_gradients(side_by_s
     losses = [anchors.loss(arm) for arm in (bench.PLAIN, bench.CTC)]
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(*(torch.autograd.grad(loss, anchors.leaves) for loss in losses), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def learned_run(side_by_side, tmp_path_factory, repository):
+    """Two arms trained for ten steps on the shipped base, and the arguments that did it."""
+    load("arms")
+    load("learned_plots")
+    module, folder = load("learned"), tmp_path_factory.mktemp("learned")
+    arguments = {
+        "base": str(repository / "checkpoints" / "tiny-chat"),
+        "files": ["embedded:40"],
+        "questions": "",
+        "out": str(folder),
+        "benchmark": "embedded",
+        "limit": 2,
+        "max_new_tokens": 12,
+        "arms": ["medusa", "ctc"],
+        "seeds": [0],
+        "steps": 10,
+        "table": str(folder / "table.md"),
+        "figures": str(folder / "plots"),
+    }
+    module.learned(**arguments)
+    return module, folder, arguments
+
+
+def test_the_learned_drafters_are_trained_and_decoded_by_node_budget_and_tree(learned_run):
+    _, folder, _ = learned_run
+    headings, _, *arms = rows((folder / "table.md").read_text())
+    assert [arm[:2] for arm in arms] == [["medusa", tree] for tree in ("best-first", "chain")] + [
+        ["ctc", tree] for tree in ("prefix", "paper", "chain")
+    ]
+    assert "64 nodes" in headings and float(arms[0][-1]) == 1.0, "the baseline is one time itself"
+    for arm in arms:
+        lengths = [float(cell.split()[0]) for cell in arm[3:6]]
+        assert lengths == sorted(lengths) and lengths[0] >= 1, "more nodes accept no less"
+    assert {path.name for path in (folder / "plots").iterdir()} == {"budget.png", "depth.png", "blank_share.png"}
+
+
+def test_what_is_trained_is_not_trained_again_and_other_settings_are_refused(learned_run):
+    module, folder, arguments = learned_run
+    weights = folder / "medusa" / "seed0" / "drafter" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    module.learned(**arguments)
+    assert weights.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="trained with other settings"):
+        module.learned(**arguments | {"steps": 11})
+    with pytest.raises(ValueError, match="unknown arms"):
+        module.learned(**arguments | {"arms": ["ctcc"]})
+
+
+def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
+    """One tree of 64 nodes serves all budgets: the same as drafting with so many nodes."""
+    import arms
+
+    from drafters import checkpoint
+    from inference.base import load_base
+
+    _, folder, arguments = learned_run
+    base = load_base(arguments["base"])
+    prompts = [[1, 5, 9, 11], [1, 7, 8]]
+    answers = arms.own_answers(base, prompts, 12, folder / "other.json")
+    exported = folder / "ctc" / "seed0" / "drafter"
+    together = arms.simulated(exported, "prefix", {"num_nodes": 64}, base, answers, (2, 8, 64))
+    for budget in (2, 8, 64):
+        config = checkpoint.read_config(exported)
+        drafter, _ = checkpoint.load(
+            exported,
+            config=checkpoint.DrafterConfig(**vars(config) | {"init_args": config.init_args | {"num_nodes": budget}}),
+        )
+        alone = arms.simulate(drafter, base, answers, (budget,))
+        assert alone.length[str(budget)] == together["length"][str(budget)]
+        assert alone.fed[str(budget)] == together["fed"][str(budget)]

@@ -38,6 +38,9 @@ def decode_frames(drafter, hidden, ids, anchors, borrowed, monkeypatch):
     "arguments",
     [
         {},
+        {"markov_rank": 3},
+        {"tree": "chain", "markov_rank": 3},
+        {"tree": "paper"},
         {"root_everywhere": False},
         {"num_layers": 3},
         {"causal": True, "num_layers": 2},

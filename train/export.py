@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from drafters.protocol import BaseShape
+from drafters.protocol import BaseShape, LearnedDrafter
+from train import export_vllm
+
+Format = Literal["drafters", "vllm"]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -28,7 +31,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False) -> None:
+def export(
+    ckpt: str,
+    out: str,
+    base: str | None = None,
+    overwrite: bool = False,
+    format: Format = "drafters",
+    mask_token_id: int | None = None,
+) -> None:
     """Turn a training checkpoint into a folder: config.json, model.safetensors, README.md.
 
     A drafter's folder goes to `drafters eval --drafter ctc=OUT`; that of a pre-trained base is a transformers model.
@@ -36,8 +46,11 @@ def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False
     Args:
         ckpt: Checkpoint that `lightning fit` wrote.
         out: Folder to make.
-        base: Name the model card gives the base, where it is not the one it was trained with.
+        base: Name the model card gives the base, where it is not the one it was trained with; ``vllm`` reads the
+            embedding of a block drafter's base from there.
         overwrite: Replace a drafter that is already there.
+        format: ``drafters``, which `drafters eval` reads, or ``vllm``: Medusa, or Block as speculators' DSpark.
+        mask_token_id: For a block drafter in vllm's format, a token that no text holds; its embedding is the mask's.
     """
     folder = Path(out)
     if (folder / "model.safetensors").exists() and not overwrite:
@@ -45,7 +58,15 @@ def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False
     saved = read_checkpoint(Path(ckpt))
     arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
     if "drafter" in arguments:
-        _export_drafter(saved, arguments, ckpt, folder, base)
+        drafter, config = _drafter(saved, arguments, base)
+        if format == "vllm":
+            export_vllm.write(folder, drafter, config, mask_token_id)
+        else:
+            checkpoint.save(folder, drafter, config)
+            card = model_card(config, sum(p.numel() for p in drafter.parameters()))
+            (folder / "README.md").write_text(card, encoding="utf-8")
+    elif "context_length" in arguments and format == "vllm":
+        raise ValueError(f"{ckpt} holds a base, which vLLM reads as a transformers model: leave out --format")
     elif "context_length" in arguments:
         _export_base(saved, arguments, folder)
     else:
@@ -53,7 +74,7 @@ def export(ckpt: str, out: str, base: str | None = None, overwrite: bool = False
     print(f"wrote {folder}")
 
 
-def _export_drafter(saved: dict, arguments: dict, ckpt: str, folder: Path, base: str | None) -> None:
+def _drafter(saved: dict, arguments: dict, base: str | None) -> tuple[LearnedDrafter, DrafterConfig]:
     recipe, trained_on = arguments["drafter"], saved["base"]
     measured = saved.get("measured")
     data = saved.get("datamodule_hyper_parameters", {})
@@ -84,10 +105,7 @@ def _export_drafter(saved: dict, arguments: dict, ckpt: str, folder: Path, base:
             if name.startswith("drafter.")
         }
     )
-    checkpoint.save(folder, drafter, config)
-    (folder / "README.md").write_text(
-        model_card(config, sum(p.numel() for p in drafter.parameters())), encoding="utf-8"
-    )
+    return drafter, config
 
 
 def _export_base(saved: dict, arguments: dict, folder: Path) -> None:

@@ -44,14 +44,14 @@ def tiny_tokenizer():
     return embedded.train_tokenizer(embedded.conversations(100, seed=0), vocab_size=400)
 
 
-def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, seed=2):
-    """A random LLaMA of two layers whose next token hangs mostly on the last one, so that a drafter can learn it."""
+def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, num_layers=2, seed=2, **others):
+    """A random LLaMA of few layers whose next token hangs mostly on the last one, so that a drafter can learn it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocab_size or len(tokenizer),
         hidden_size=hidden_size,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=512,
@@ -60,6 +60,7 @@ def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, seed=2):
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
         initializer_range=0.15,
+        **others,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from torch import Tensor
 from data.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, Borrowed
+from inference.layers import PLAIN, kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,12 +47,19 @@ class Base:
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """One forward over (B, S) tokens: the named layers side by side (B, S, F * D), and the last state (B, S, D).
 
-        Layer -1 is the normed last state that the head reads, 0 the embedding.
+        Layer -1 is the normed last state that the head reads, 0 the embedding. Of `PLAIN` models only the layers asked
+        for are kept.
         """
-        fused = any(layer != -1 for layer in layers)
-        seen = self.model.base_model(input_ids, use_cache=False, output_hidden_states=fused)
-        last = seen.last_hidden_state
-        return torch.cat([last if layer == -1 else seen.hidden_states[layer] for layer in layers], dim=-1), last
+        model, wanted = self.model.base_model, {layer for layer in layers if layer != -1}
+        if model.config.model_type not in PLAIN:
+            seen = model(input_ids, use_cache=False, output_hidden_states=bool(wanted))
+            states = {layer: seen.hidden_states[layer] for layer in wanted}
+        else:
+            with kept(model, wanted) as states:
+                seen = model(input_ids, use_cache=False)
+            states[len(model.layers)] = seen.last_hidden_state  # transformers counts the normed state as the last's
+        last = states[-1] = seen.last_hidden_state
+        return torch.cat([states[layer] for layer in layers], dim=-1), last
 
     @torch.no_grad()
     def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:

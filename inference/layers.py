@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,6 +13,27 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 PLAIN = {"llama", "mistral", "qwen2", "qwen3"}  # embedding, layers with rotary positions, norm: nothing else
+
+
+@contextmanager
+def kept(model: PreTrainedModel, wanted: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """A dictionary that a forward of a `PLAIN` model fills with what the layers ``wanted`` give.
+
+    Args:
+        model: The base without its head.
+        wanted: 0 is the embedding, i the output of layer i, of the last too before the norm.
+    """
+    states: dict[int, Tensor] = {}
+    modules = [model.embed_tokens, *model.layers]
+    hooks = [
+        modules[layer].register_forward_hook(lambda module, given, state, layer=layer: states.update({layer: state}))
+        for layer in wanted
+    ]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def hidden_states(

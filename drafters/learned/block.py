@@ -13,7 +13,7 @@ from drafters.learned.candidates import tables, wide
 from drafters.learned.cross_entropy import cross_entropy
 from drafters.learned.label_weights import Weights
 from drafters.learned.markov import Markov
-from drafters.learned.parallel import ParallelDrafter
+from drafters.learned.parallel import ParallelDrafter, check_at_least
 from drafters.protocol import BaseShape, Borrowed, Limits, TrainingBatch
 from drafters.tree import DraftTree
 
@@ -70,6 +70,9 @@ class Block(ParallelDrafter):
             raise ValueError(f"tree must be one of {', '.join(get_args(Tree))}, not {tree!r}")
         if weights not in get_args(Weights):
             raise ValueError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
+        check_at_least(0, markov_rank=markov_rank, num_nodes=num_nodes, decay=decay, distillation=distillation)
+        check_at_least(0, min_probability=min_probability)
+        check_at_least(1, top_k=top_k)
         super().__init__(
             base,
             num_frames=num_frames,

@@ -48,7 +48,8 @@ def _after(markov: Markov, probs: Tensor, best: Tensor, symbols: Tensor, root: T
 
     softmax(z + B) is softmax(z) * exp(B), normalised anew.
     """
-    bias = markov(torch.cat([best, root[None]])).to(probs.dtype)  # (L, W)
-    factors = (bias - bias.amax(-1, keepdim=True)).exp()
-    total = factors @ probs.T  # (L, T)
+    with torch.autocast(probs.device.type, enabled=False):  # a sum over the vocabulary, not to be made in bfloat16
+        bias = markov(torch.cat([best, root[None]])).to(probs.dtype)  # (L, W)
+        factors = (bias - bias.amax(-1, keepdim=True)).exp()
+        total = factors @ probs.T  # (L, T)
     return factors[:, symbols][:, None] * probs[:, symbols] / total[..., None]

@@ -25,5 +25,6 @@ class Markov(nn.Module):
         self.right = nn.Parameter(torch.zeros(num_columns, rank))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """B of tokens (...): (..., columns)."""
-        return nn.functional.embedding(tokens, self.left) @ self.right.T
+        """B of tokens (...): (..., columns), at least float32: in less, a row would hang on the others of its batch."""
+        work = torch.promote_types(self.left.dtype, torch.float32)
+        return nn.functional.embedding(tokens, self.left).to(work) @ self.right.to(work).T

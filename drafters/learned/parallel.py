@@ -17,6 +17,13 @@ from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Li
 from drafters.tree import DraftTree
 
 
+def check_at_least(least: int, **arguments: float) -> None:
+    """Refuse an argument that is smaller, or no number."""
+    for name, value in arguments.items():
+        if not value >= least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
 @dataclass(frozen=True)
 class Anchored:
     """Anchors of a batch in one row, A of them.
@@ -81,6 +88,12 @@ class ParallelDrafter(LearnedDrafter):
         chunk_anchors: int = 64,
     ) -> None:
         super().__init__()
+        check_at_least(1, num_frames=num_frames, num_labels=num_labels, num_layers=num_layers, num_anchors=num_anchors)
+        if not hidden_layers or not all(-1 <= layer <= base.num_layers for layer in hidden_layers):
+            raise ValueError(
+                f"hidden_layers are {[*hidden_layers]}, but the base has {base.num_layers} layers: name layers from 0, "
+                f"the embedding, to {base.num_layers}, or -1, the normed last state"
+            )
         self.needs = Needs(tuple(hidden_layers))
         self.num_frames, self.num_labels = num_frames, num_labels
         self.root_everywhere, self.causal = root_everywhere, causal
@@ -118,12 +131,19 @@ class ParallelDrafter(LearnedDrafter):
         Returns:
             (B, A, T, D) frame states, to be read by the head.
         """
-        hidden = hidden.to(self.frame_embedding.dtype)
-        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
-        context = self.trunk.context(hidden, positions)
-        frames, frame_positions = self._block(roots, anchors, embedding)
-        mask = AnchorMask(anchors, self.num_frames, hidden.shape[1], self.causal).best()
-        return self.trunk(frames, frame_positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+        return self._frames(self._context(hidden), anchors, roots, embedding)
+
+    def _context(self, hidden: Tensor, start: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Per layer, keys and values of hidden states (B, S, F * D) at the positions from ``start`` on."""
+        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        return self.trunk.context(hidden.to(self.frame_embedding.dtype), positions)
+
+    def _frames(
+        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
+    ) -> Tensor:
+        frames, positions = self._block(roots, anchors, embedding)
+        mask = AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal).best()
+        return self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
 
     def sampled_anchors(self, batch: TrainingBatch, borrowed: Borrowed) -> Anchored:
         """Frames of sampled anchors and what they should become."""
@@ -145,24 +165,22 @@ class ParallelDrafter(LearnedDrafter):
         if self._cache.length == 0 or limits.max_depth < 1:
             return DraftTree()
         device = self.frame_embedding.device
-        anchor = torch.tensor([[self._cache.length]], device=device)
-        root = torch.tensor([[seq[-1]]], device=device)
+        anchor, root = (  # filled there: a copy would wait for the device
+            torch.full((1, 1), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
+        )
         frames, positions = self._block(root, anchor, self.borrowed.embedding)
         mask = AnchorMask(anchor, self.num_frames, self._cache.length, causal=True).dense() if self.causal else None
         frames = self.trunk(frames, positions, self._cache.read(), mask)
         self.draft_forwards += 1
-        return self.draft(frames, root[0], self.borrowed, limits)
+        return self.draft(frames, seq[-1], self.borrowed, limits)
 
-    def draft(self, frames: Tensor, root: Tensor, borrowed: Borrowed, limits: Limits) -> DraftTree:
-        """What decoding proposes, of frame states (1, T, D) below a root (1,): the tree of `trees`, unless drawn."""
-        return self.trees(frames, root, borrowed, limits)[0]
+    def draft(self, frames: Tensor, root: int, borrowed: Borrowed, limits: Limits) -> DraftTree:
+        """What decoding proposes, of frame states (1, T, D) below a root token: the tree of `trees`, unless drawn."""
+        return self.trees(frames, torch.full((1,), root, dtype=torch.long, device=frames.device), borrowed, limits)[0]
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        hidden = step.committed_hidden()[None].to(self.frame_embedding.dtype)
-        start = self._cache.length
-        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
-        self._cache.append(self.trunk.context(hidden, positions))
+        self._cache.append(self._context(step.committed_hidden()[None], self._cache.length))
 
     def rewind(self, length: int) -> None:
         if self._cache is not None:
@@ -172,8 +190,8 @@ class ParallelDrafter(LearnedDrafter):
     def draft_at(
         self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, borrowed: Borrowed, limits: Limits = UNLIMITED
     ) -> list[DraftTree]:
-        trees = []
+        trees, context = [], self._context(hidden[None])
         for part in anchors.split(self.chunk_anchors):
-            frames = self(hidden[None], part[None], input_ids[part][None], borrowed.embedding)[0]
+            frames = self._frames(context, part[None], input_ids[part][None], borrowed.embedding)[0]
             trees += self.trees(frames, input_ids[part], borrowed, limits)
         return trees

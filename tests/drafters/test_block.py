@@ -112,3 +112,33 @@ def test_wrong_arguments_are_refused(make):
         make(tree="paper")
     with pytest.raises(ValueError, match="weights must be one of"):
         make(weights="none")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_frames": 0},
+        {"num_layers": 0},
+        {"num_anchors": 0},
+        {"num_nodes": -1},
+        {"top_k": 0},
+        {"markov_rank": -1},
+        {"decay": -0.5},
+        {"distillation": -1.0},
+        {"min_probability": -0.1},
+        {"hidden_layers": [4]},
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(make, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        make(**arguments)
+
+
+def test_one_frame_drafts_one_token_and_trains_every_weight(make, borrowed, text):
+    (hidden, ids), drafter = text, make(num_frames=1, top_k=99, num_nodes=99)
+    mask = torch.ones(1, S, dtype=torch.bool)
+    loss, _ = drafter.loss(TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), mask), borrowed)
+    loss.backward()
+    assert loss.isfinite() and all(weight.grad is not None for weight in drafter.parameters())
+    for tree in drafter.draft_at(hidden, ids, torch.arange(1, S), borrowed):
+        assert sorted(tree.tokens) == list(range(23))

@@ -53,3 +53,14 @@ def test_with_a_bias_row_l_is_the_law_after_candidate_l_and_the_last_row_that_af
             law = (logits[anchor] + markov(before)[:, None]).softmax(-1)  # (5, T, V + 1)
             columns = [*tokens.tolist(), V]
             torch.testing.assert_close(torch.tensor(probs), law[..., columns])
+
+
+def test_laws_with_a_bias_are_the_same_under_autocast(logits, markov):
+    """A validation in mixed precision sees the law that decoding sees."""
+    logits, markov, roots = logits.float(), markov.float(), torch.tensor([2, 7, 0])
+    with torch.no_grad():
+        plain = tables(logits, roots, V, 4, markov)
+        with torch.autocast("cpu", torch.bfloat16):
+            mixed = tables(logits, roots, V, 4, markov)
+    for (probs, tokens), (others, other_tokens) in zip(plain, mixed, strict=True):
+        assert (probs == others).all() and (tokens == other_tokens).all()

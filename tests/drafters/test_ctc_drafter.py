@@ -267,3 +267,64 @@ def test_unknown_choices_are_refused(make_ctc, name, value):
 def test_the_papers_tree_is_refused_where_frames_depend_on_the_token_before(make_ctc):
     with pytest.raises(ValueError, match="markov_rank"):
         make_ctc(tree="paper", markov_rank=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_frames": 0, "num_labels": 0},
+        {"num_labels": 0},
+        {"num_layers": 0},
+        {"num_anchors": 0},
+        {"num_nodes": -1},
+        {"top_k": 0},
+        {"markov_rank": -1},
+        {"decay": -0.5},
+        {"decay": float("nan")},
+        {"warm_up_steps": -5},
+        {"distillation": -1.0},
+        {"min_probability": -0.1},
+        {"draws": -1},
+        {"draw_temperature": 0.0},
+        {"hidden_layers": []},
+        {"hidden_layers": [-2]},
+        {"hidden_layers": [4]},
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_by_name(make_ctc, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        make_ctc(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"min_probability": 0.1}, {"step_costs": "costs.json"}])
+def test_the_papers_tree_is_refused_where_it_would_need_probabilities_of_nodes(make_ctc, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        make_ctc(tree="paper", **arguments)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_frame_for_one_label_and_more_candidates_than_tokens(make_ctc, borrowed, text, objective, rank):
+    hidden, ids = text
+    sizes = {"num_frames": 1, "num_labels": 1, "top_k": 99, "num_nodes": 99}
+    drafter = make_ctc(objective=objective, markov_rank=rank, distillation=1.0, warm_up_steps=2, **sizes)
+    mask = torch.ones(1, S, dtype=torch.bool)
+    loss, _ = drafter.loss(TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), mask), borrowed)
+    loss.backward()
+    assert loss.isfinite() and all(weight.grad.isfinite().all() for weight in drafter.parameters())
+    for tree in drafter.draft_at(hidden, ids, torch.arange(1, S), borrowed):
+        assert sorted(tree.tokens) == list(range(23)) and set(tree.parents) == {-1}
+
+
+def test_context_of_a_known_text_is_read_once_however_many_the_chunks(make_ctc, borrowed, text):
+    (hidden, ids), drafter, reads = text, make_ctc(), []
+    drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))
+    drafter.chunk_anchors = 2
+    drafter.draft_at(hidden, ids, torch.arange(1, S), borrowed)
+    assert len(reads) == 1
+
+
+def test_the_blank_of_a_bfloat16_drafter_is_as_precise_as_in_its_loss(make_ctc):
+    drafter, frames = make_ctc().bfloat16(), torch.randn(6, 16).bfloat16()
+    blank = drafter.logits(frames, torch.zeros(23, 16).bfloat16())[..., -1]
+    torch.testing.assert_close(blank, frames.float() @ drafter.blank_row.float() + drafter.blank_bias.float())

@@ -24,3 +24,10 @@ def test_the_bias_is_the_product_of_its_factors():
 def test_a_bias_without_rank_is_refused():
     with pytest.raises(ValueError, match="rank"):
         Markov(5, 0, 5)
+
+
+def test_a_bias_of_bfloat16_weights_is_summed_in_float32():
+    markov = Markov(num_tokens=5, rank=3, num_columns=6)
+    torch.nn.init.normal_(markov.right)
+    markov = markov.bfloat16()
+    torch.testing.assert_close(markov(torch.arange(5)), markov.left.float() @ markov.right.float().T)

@@ -1,5 +1,6 @@
 """The base: its numbers, and one line for everything that is not one."""
 
+import gc
 import shutil
 
 import pytest
@@ -131,6 +132,28 @@ def test_hidden_states_stand_side_by_side(make_base):
     assert torch.equal(states[..., :32], base.borrowed.embedding[ids])
     torch.testing.assert_close(states[..., 64:], base.hidden_states(ids, (-1,))[0])
     torch.testing.assert_close(states[..., 64:] @ base.borrowed.head.T, base.model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_hidden_states_are_those_that_transformers_counts(make_base, kind):
+    base, ids = make_base(kind, layers=3), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    every = base.model.base_model(ids, output_hidden_states=True)  # leaves hooks of its own
+    hooks = [len(module._forward_hooks) for module in base.model.modules()]
+    for layers in [(0,), (1,), (2, 1), (3,), (-1, 3, 0, 2, 2)]:
+        states, last = base.hidden_states(ids, layers)
+        assert torch.equal(states, torch.cat([every.hidden_states[layer] for layer in layers], -1))
+        assert torch.equal(last, every.last_hidden_state)
+    assert hooks == [len(module._forward_hooks) for module in base.model.modules()]
+
+
+def test_only_the_layers_asked_for_are_kept(make_base):
+    """Counted when the last layer is through: the states of a text of a length of its own."""
+    base, alive = make_base(layers=12, seed=3), []
+    count = lambda: sum(type(x) is torch.Tensor and x.shape == (1, 37, 32) for x in gc.get_objects())  # noqa: E731
+    hook = base.model.base_model.norm.register_forward_pre_hook(lambda *_: alive.append(count()))
+    base.hidden_states(torch.ones(1, 37, dtype=torch.long), (2, 9))
+    hook.remove()
+    assert alive[0] < 8
 
 
 @pytest.mark.parametrize(("given", "eos"), [(None, {2}), (7, {7}), ([7, 9], {7, 9})])

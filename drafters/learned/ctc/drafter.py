@@ -16,7 +16,7 @@ from drafters.learned.ctc.drawn import draw
 from drafters.learned.ctc.loss import Objective, ctc_loss
 from drafters.learned.label_weights import Weights
 from drafters.learned.markov import Markov
-from drafters.learned.parallel import ParallelDrafter
+from drafters.learned.parallel import ParallelDrafter, check_at_least
 from drafters.protocol import BaseShape, Borrowed, Limits, TrainingBatch
 from drafters.tree import DraftTree
 
@@ -54,7 +54,7 @@ class CTC(ParallelDrafter):
         min_probability: Draft tokens less probable than this are not fed to the base.
         step_costs: File that ``drafters step-cost`` wrote; with it a tree stops growing where it no longer pays.
         draws: Texts that decoding draws at random from the frames in place of the tree, for exact rejection; 0 for
-            none. Validation and simulation keep to the tree.
+            none. Of the tree's arguments only num_nodes counts then. Validation and simulation keep to the tree.
         draw_temperature: Of the draws.
         draw_seed: Of the draws.
         blank_bias: Where the blank's bias starts; below zero keeps training out of all-blank.
@@ -95,8 +95,16 @@ class CTC(ParallelDrafter):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, not {value!r}")
         if num_frames < num_labels:
             raise ValueError(f"num_frames ({num_frames}) must be at least num_labels ({num_labels})")
-        if markov_rank and tree == "paper":
-            raise ValueError("the paper's tree knows no bias between tokens: set markov_rank to 0, or tree to prefix")
+        if tree == "paper" and (markov_rank or min_probability or step_costs):
+            raise ValueError(
+                "the paper's tree knows no bias between tokens, and no probability of a node: leave markov_rank, "
+                "min_probability and step_costs away, or set tree to prefix"
+            )
+        check_at_least(0, warm_up_steps=warm_up_steps, draws=draws, draw_seed=draw_seed, markov_rank=markov_rank)
+        check_at_least(0, num_nodes=num_nodes, decay=decay, distillation=distillation, min_probability=min_probability)
+        check_at_least(1, top_k=top_k)
+        if not draw_temperature > 0:
+            raise ValueError(f"draw_temperature must be above 0, not {draw_temperature}")
         super().__init__(
             base,
             num_frames=num_frames,
@@ -111,7 +119,7 @@ class CTC(ParallelDrafter):
         self.objective, self.weights, self.decay = objective, weights, decay
         self.warm_up_steps, self.distillation = warm_up_steps, distillation
         self.tree, self.num_nodes, self.min_probability = tree, num_nodes, min_probability
-        self.top_k, self.num_candidates = min(top_k, base.vocab_size), top_k * num_frames
+        self.num_candidates = top_k * num_frames
         self.step_seconds = budget.read_costs(step_costs) if step_costs else None
         self.draws, self.draw_temperature = draws, draw_temperature
         self._generator = np.random.default_rng((draw_seed, 0xC7C))  # owes nothing to the base's numbers
@@ -156,7 +164,7 @@ class CTC(ParallelDrafter):
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
         """(..., V + 1) of frame states (..., D), the blank last."""
-        blank = wide(frames @ self.blank_row) + wide(self.blank_bias)
+        blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as the loss has it
         return torch.cat([wide(frames.to(head.dtype) @ head.T), blank[..., None]], dim=-1)
 
     def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
@@ -167,9 +175,8 @@ class CTC(ParallelDrafter):
     def _tree(self, probs: np.ndarray, blank: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
         num_nodes, depth = min(self.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
         if self.tree == "paper":
-            ranks = np.argsort(-probs[0], axis=1, kind="stable")[:, : self.top_k]  # (T, k)
-            best = np.take_along_axis(probs[0], ranks, axis=1)
-            return paper_tree.search(best, blank[0], tokens[ranks], num_nodes, depth, limits.eos)[0]
+            every = np.broadcast_to(tokens, probs[0].shape)  # the same candidates as for our own tree
+            return paper_tree.search(probs[0], blank[0], every, num_nodes, depth, limits.eos)[0]
         grow = prefix.chain if self.tree == "chain" else prefix.search
         tree, reached = grow(probs, blank, tokens, num_nodes, depth, limits.eos, self.min_probability)
         if self.step_seconds is None:
@@ -177,10 +184,8 @@ class CTC(ParallelDrafter):
         size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
         return DraftTree(tree.tokens[:size], tree.parents[:size])
 
-    def draft(self, frames: Tensor, root: Tensor, borrowed: Borrowed, limits: Limits) -> DraftTree:
+    def draft(self, frames: Tensor, root: int, borrowed: Borrowed, limits: Limits) -> DraftTree:
         if not self.draws:
             return super().draft(frames, root, borrowed, limits)
         logits, room = self.logits(frames, borrowed.head)[0], (min(self.num_nodes, limits.max_nodes), limits.max_depth)
-        return draw(
-            logits, self.markov, int(root), self.draws, *room, limits.eos, self._generator, self.draw_temperature
-        )
+        return draw(logits, self.markov, root, self.draws, *room, limits.eos, self._generator, self.draw_temperature)

@@ -23,7 +23,7 @@ from drafters.whole_file import whole_file
 from inference.base import Base, base_hash
 from inference.batched import greedy_batch
 from train import lightning_cli
-from train.export import export
+from train.export import export, read_checkpoint
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -131,6 +131,8 @@ def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
         except SystemExit as stopped:
             if stopped.code:
                 raise ValueError(f"the training in {folder} failed: see output.txt there") from stopped
+        if (done := read_checkpoint(last)["global_step"]) < common.steps:
+            raise ValueError(f"the training in {folder} was stopped at step {done}: run the same command again")
         export(str(last), str(exported))
     with whole_file(folder / "training.json") as new:
         new.write_text(json.dumps({"seconds": time.perf_counter() - started, "threads": torch.get_num_threads()}))
@@ -243,7 +245,8 @@ def simulated(
     path = folder.parent / "simulated.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     key = json.dumps([variant, overrides, list(budgets), len(answers)])
-    if key not in known:
+    of = hashlib.sha256(json.dumps([answer.tokens.tolist() for answer in answers]).encode()).hexdigest()[:16]
+    if known.get(key, {"answers": None}).get("answers", of) != of:  # older files do not say which answers
         config = checkpoint.read_config(folder)
         arguments = config.init_args | overrides
         drafter, _ = checkpoint.load(
@@ -251,7 +254,7 @@ def simulated(
         )
         drafter.to(base.model.device)
         result = vars(simulate(drafter, base, answers, budgets))
-        known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters())}
+        known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters()), "answers": of}
         with whole_file(path) as new:
             new.write_text(json.dumps(known, indent=1), encoding="utf-8")
     return known[key]

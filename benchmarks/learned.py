@@ -122,7 +122,7 @@ def learned(
         offset: Skip so many questions.
         limit: Questions at most.
         max_new_tokens: Longest answer.
-        group: Arms to train: drafters, layers or options.
+        group: Arms to train: drafters, layers, anchors or options.
         arms: Arms by name instead.
         seeds: Of weights, anchors and order.
         steps: Training steps of each arm.

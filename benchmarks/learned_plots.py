@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,7 +19,7 @@ Found = dict[tuple[str, str], list[dict[str, Any]]]  # by arm and tree, a result
 def plot(found: Found, folder: Path) -> list[Path]:
     """Write the plots as PNG and return where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    colours = dict(zip(found, PALETTE + FADED, strict=False))
+    colours = dict(zip(found, cycle(PALETTE + FADED), strict=False))
     plots = {"budget": by_budget, "depth": by_depth, "blank_share": blank_share}
     written = []
     for name, drawn in plots.items():

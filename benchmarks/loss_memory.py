@@ -49,6 +49,7 @@ class Anchors:
         self.blank_row = torch.zeros(width, device=device, requires_grad=True)
         self.blank_bias = torch.tensor(-2.0, device=device, requires_grad=True)
         self.max_bytes, self.rank = max_bytes, rank
+        self.markov = Markov(num_tokens, rank, num_tokens + 1).to(device)
         self.leaves = [self.frames, self.blank_row, self.blank_bias]
 
     def loss(self, arm: str) -> Tensor:
@@ -57,7 +58,7 @@ class Anchors:
             return self._plain()
         if arm == CROSS:
             return cross_entropy(*anchors, max_bytes=self.max_bytes)[0]
-        markov = Markov(len(self.head), self.rank, len(self.head) + 1).to(self.head.device) if arm == MARKOV else None
+        markov = self.markov if arm == MARKOV else None
         objective = "ctc" if arm == CTC else "prefix"
         blank = self.blank_row, self.blank_bias
         return ctc_loss(*anchors, *blank, markov, objective, max_bytes=self.max_bytes)[0]
@@ -74,10 +75,14 @@ class Anchors:
         costs = F.ctc_loss(log_probs, self.labels, *lengths, blank=len(self.head), reduction="none", zero_infinity=True)
         return costs.mean() / num_labels
 
+    def forget(self) -> None:
+        """Drop the gradients."""
+        for leaf in (*self.leaves, *self.markov.parameters()):
+            leaf.grad = None
+
     def step(self, arm: str) -> float:
         """One loss with its gradient; the value of the loss."""
-        for leaf in self.leaves:
-            leaf.grad = None
+        self.forget()
         loss = self.loss(arm)
         loss.backward()
         return loss.item()
@@ -108,8 +113,7 @@ def _peak(anchors: Anchors, sizes: tuple[int, ...], dtype: Dtype, arm: str) -> i
     device = anchors.head.device
     if device.type == "cuda":
         anchors.step(arm)
-        for leaf in anchors.leaves:
-            leaf.grad = None
+        anchors.forget()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         anchors.step(arm)

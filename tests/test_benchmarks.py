@@ -1,6 +1,7 @@
 """The benchmarks run in a tiny setting and print what they promise; nothing here looks at a time."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -323,3 +324,87 @@ def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learn
         alone = arms.simulate(drafter, base, answers, (budget,))
         assert alone.length[str(budget)] == together["length"][str(budget)]
         assert alone.fed[str(budget)] == together["fed"][str(budget)]
+
+
+@pytest.fixture(scope="module")
+def table2_run(learned_run):
+    """The table of the same two arms: nothing is trained for it."""
+    _, folder, arguments = learned_run
+    load("frame_trees")
+    kept = {key: value for key, value in arguments.items() if key != "figures"}
+    given = kept | {"table": str(folder / "table2.md"), "budgets": [8, 64]}
+    module = load("table2")
+    module.table2(**given)
+    return module, folder, given
+
+
+def test_table2_reads_each_module_as_tokens_and_as_frames(table2_run):
+    _, folder, _ = table2_run
+    _, _, *table = rows((folder / "table2.md").read_text())
+    linear, ctc = "linear heads + cross-entropy", "transformer + CTC"
+    assert [row[:3] for row in table] == [["medusa", linear, way] for way in ("plain", "CTC")] + [
+        ["ctc", ctc, way] for way in ("plain, blanks kept", "plain, blanks dropped", "CTC", "prefix")
+    ]
+    for _, _, _, small, fed_small, large, fed_large, _ in table:
+        assert 1 <= float(small.split()[0]) <= float(large.split()[0])
+        assert float(fed_small) <= 8 and float(fed_large) <= 64
+    assert [row[-1] for row in table if row[2].startswith("plain")][::2] == ["1.000", "1.000"]
+
+
+def test_table2_finds_the_lengths_that_the_drafters_have(table2_run, learned_run):
+    """Where a way of reading is a tree of the shipped drafters, two simulations meet."""
+    _, folder, _ = table2_run
+    for arm, way, tree in (("medusa", "plain", "best-first"), ("ctc", "prefix", "prefix")):
+        seed = folder / arm / "seed0"
+        (found,) = json.loads((seed / "table2.json").read_text()).values()
+        simulated = json.loads((seed / "simulated.json").read_text())
+        (drafted,) = (result for key, result in simulated.items() if key.startswith(f'["{tree}"') and "2, 4" in key)
+        for budget in ("8", "64"):
+            assert found[way][budget]["length"] == drafted["length"][budget]
+            assert found[way][budget]["ended"] == drafted["ended"][budget]
+            assert found[way][budget]["fed"] == drafted["fed"][budget]
+
+
+def test_table2_goes_on_where_it_stopped_and_says_what_does_not_fit(table2_run):
+    module, folder, given = table2_run
+    kept = folder / "ctc" / "seed0" / "table2.json"
+    before = kept.stat().st_mtime_ns
+    module.table2(**given)
+    assert kept.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="arms hydra, ctc_markov have no place in this table"):
+        module.table2(**given | {"arms": ["hydra", "ctc_markov"]})
+    with pytest.raises(ValueError, match="budgets at least 1"):
+        module.table2(**given | {"budgets": [0]})
+
+
+def test_table2_counts_the_tokens_that_repeat_the_one_before(table2_run):
+    import arms
+
+    module, _, _ = table2_run
+    answers = [arms.Answer(torch.tensor([3, 3, 4, 4, 4]), 2, True), arms.Answer(torch.tensor([5, 5, 6]), 1, False)]
+    assert module.repeats(answers) == 3 / 5
+
+
+def test_lines_may_be_more_than_the_colours_are(tmp_path):
+    plots = load("learned_plots")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "metrics.csv").write_text("step,train/loss\n1,2.0\n")
+    run = {"length": {"1": 1.5, "2": 1.75}, "by_depth": [0.5, 0.25], "folder": tmp_path}
+    found = {(f"arm {number}", "prefix"): [run] for number in range(30)}
+    assert [path.name for path in plots.plot(found, tmp_path / "plots")] == ["budget.png", "depth.png"]
+
+
+def test_what_was_decoded_of_other_answers_is_decoded_again(learned_run):
+    """As many answers, but other ones."""
+    import arms
+
+    from inference.base import load_base
+
+    _, folder, arguments = learned_run
+    base, exported = load_base(arguments["base"]), folder / "medusa" / "seed0" / "drafter"
+    found = []
+    for prompts in ([[1, 5, 9, 11], [1, 7, 8]], [[1, 30, 12], [1, 44, 3, 8]]):
+        answers = arms.own_answers(base, prompts, 12, folder / "others.json")
+        found.append(arms.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4)))
+        assert found[-1] == arms.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4))
+    assert found[0]["answers"] != found[1]["answers"]

@@ -202,7 +202,8 @@ def simulate(drafter: LearnedDrafter, base: Base, answers: Sequence[Answer], bud
     """Decode the base's own answers with every budget at once.
 
     Trees come most probable node first, so the tree of a smaller budget is the beginning of that of the largest: a
-    node counts for all budgets above its place.
+    node counts for all budgets above its place. The CTC paper's tree spends its budget on frames: below the largest
+    budget it is cut to as many nodes as are fed, more than so many frames would give.
     """
     emitted, steps, fed = ({budget: [0, 0] for budget in budgets} for _ in range(3))
     depths: list[int] = []

@@ -65,7 +65,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMa
     """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of either kind."""
     if isinstance(mask, BlockMask):
         flex = _compiled() if queries.is_cuda else flex_attention
-        return flex(queries, keys, values, block_mask=mask)
+        dtype = values.dtype  # under autocast the norms leave queries and keys in float32
+        return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 

@@ -55,3 +55,13 @@ def test_flex_attention_is_attention_under_the_dense_mask(device, causal, num_co
 def test_a_sparse_mask_skips_blocks_that_nobody_looks_at():
     """Late context and the blocks of other anchors."""
     assert AnchorMask(torch.arange(10, 1000, 8)[None], 16, 1024).sparse().sparsity() > 60
+
+
+def test_flex_attention_takes_the_number_format_of_the_values():
+    """Under autocast queries and keys come from norms in float32, values from a projection in bfloat16."""
+    mask = AnchorMask(torch.tensor([[4, 9]]), 3, 20)
+    queries, keys = torch.randn(1, 2, 6, 16), torch.randn(1, 2, 26, 16)
+    values = torch.randn(1, 2, 26, 16).bfloat16()
+    mixed = attend(queries, keys, values, mask.sparse())
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.float(), attend(queries, keys, values.float(), mask.dense()), rtol=0.05, atol=0.05)

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from drafters.learned import best_first, budget
-from drafters.learned.candidates import tables, wide
+from drafters.learned import best_first
+from drafters.learned.candidates import tables
 from drafters.learned.cross_entropy import cross_entropy
 from drafters.learned.label_weights import Weights
 from drafters.learned.markov import Markov
@@ -70,9 +70,7 @@ class Block(ParallelDrafter):
             raise ValueError(f"tree must be one of {', '.join(get_args(Tree))}, not {tree!r}")
         if weights not in get_args(Weights):
             raise ValueError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
-        check_at_least(0, markov_rank=markov_rank, num_nodes=num_nodes, decay=decay, distillation=distillation)
-        check_at_least(0, min_probability=min_probability)
-        check_at_least(1, top_k=top_k)
+        check_at_least(0, markov_rank=markov_rank, decay=decay, distillation=distillation)
         super().__init__(
             base,
             num_frames=num_frames,
@@ -83,11 +81,13 @@ class Block(ParallelDrafter):
             frames_differ=frames_differ,
             causal=causal,
             num_anchors=num_anchors,
+            num_nodes=num_nodes,
+            top_k=top_k,
+            min_probability=min_probability,
+            step_costs=step_costs,
         )
         self.weights, self.decay, self.distillation = weights, decay, distillation
-        self.tree, self.num_nodes, self.min_probability = tree, num_nodes, min_probability
-        self.num_candidates = top_k * num_frames
-        self.step_seconds = budget.read_costs(step_costs) if step_costs else None
+        self.tree = tree
         self.markov = Markov(base.vocab_size, markov_rank, base.vocab_size) if markov_rank else None
 
     def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
@@ -108,15 +108,11 @@ class Block(ParallelDrafter):
         )
 
     def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
-        logits = wide(frames.to(borrowed.head.dtype) @ borrowed.head.T)
+        logits = self.logits(frames, borrowed.head)
         each = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
         return [self._tree(*draft, limits) for draft in each]
 
     def _tree(self, probs: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
         grow = best_first.chain if self.tree == "chain" else best_first.search
         num_nodes = min(self.num_nodes, limits.max_nodes)
-        tree, reached = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, self.min_probability)
-        if self.step_seconds is None:
-            return tree
-        size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
-        return DraftTree(tree.tokens[:size], tree.parents[:size])
+        return self.worth_feeding(*grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, self.min_probability))

@@ -38,11 +38,6 @@ def tables(
     return [(row[:-num_tokens].reshape(picked.shape[1:]), row[-num_tokens:].astype(np.int64)) for row in host]
 
 
-def wide(logits: Tensor) -> Tensor:
-    """In float32 at the least: sums over a vocabulary need it."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
 def _after(markov: Markov, probs: Tensor, best: Tensor, symbols: Tensor, root: Tensor) -> Tensor:
     """The laws of the frames (T, W) for the symbols (C + e,) after each candidate (C,) and the root: (C + 1, T, C + e).
 

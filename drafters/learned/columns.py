@@ -48,9 +48,14 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     return _Products.apply(left, right)
 
 
+def wide(x: Tensor) -> Tensor:
+    """In float32 at the least: sums over a vocabulary need it."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def logits(states: Tensor, head: Tensor) -> Tensor:
     """What the frozen head (V, D) reads from states (..., D): multiplied in its format, (..., V) at least float32."""
-    return (states.to(head.dtype) @ head.detach().T).to(torch.promote_types(head.dtype, torch.float32))
+    return wide(states.to(head.dtype) @ head.detach().T)
 
 
 def exponentials(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from drafters.learned import columns
+
 
 def soft_cross_entropy(
     states: Tensor, read: Callable[[Tensor], Tensor], last: Tensor, head: Tensor, chunk_positions: int
@@ -25,12 +27,8 @@ def soft_cross_entropy(
     """
 
     def losses(states: Tensor, last: Tensor) -> Tensor:
-        law = _wide(last.to(head.dtype) @ head.T).softmax(-1)
-        return -(law * _wide(read(states)).log_softmax(-1)).sum(-1)
+        law = columns.logits(last, head).softmax(-1)
+        return -(law * columns.wide(read(states)).log_softmax(-1)).sum(-1)
 
     parts = zip(states.split(chunk_positions), last.split(chunk_positions), strict=True)
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

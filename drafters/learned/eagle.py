@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafters.learned import columns
 from drafters.learned.autoregressive import AutoregressiveDrafter, Tree
 from drafters.learned.distillation import soft_cross_entropy
 from drafters.protocol import BaseShape, Borrowed, TrainingBatch
@@ -78,7 +79,7 @@ class EAGLE(AutoregressiveDrafter):
         return x, x  # EAGLE's layer has no norm before attention
 
     def read(self, states: Tensor, borrowed: Borrowed) -> Tensor:
-        return states.to(borrowed.head.dtype) @ borrowed.head.T
+        return columns.logits(states, borrowed.head)
 
     def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
         """Section 3.2: features and laws at every position whose next token is an assistant's."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from drafters.learned import columns
 from drafters.learned.autoregressive import AutoregressiveDrafter, Tree
 from drafters.learned.distillation import soft_cross_entropy
 from drafters.protocol import BaseShape, Borrowed, TrainingBatch
@@ -90,7 +91,7 @@ class EAGLE3(AutoregressiveDrafter):
 
     def read(self, states: Tensor, borrowed: Borrowed) -> Tensor:
         normed = self.norm(states)
-        return self.lm_head(normed) if self.lm_head is not None else normed.to(borrowed.head.dtype) @ borrowed.head.T
+        return self.lm_head(normed) if self.lm_head is not None else columns.logits(normed, borrowed.head)
 
     def unroll(self, hidden: Tensor, tokens: Tensor, borrowed: Borrowed, num_steps: int) -> Iterator[Tensor]:
         """The states of every depth at every position, each depth going on from the one before.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafters.learned import anchors as anchor_positions
+from drafters.learned import columns
 from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult, TrainingBatch
 from drafters.tree import DraftTree
 
@@ -109,8 +110,7 @@ class HeadDrafter(LearnedDrafter):
 
     def logits(self, head: int, x: Tensor, borrowed: Borrowed) -> Tensor:
         """(..., D) to (..., V), in float32 at least."""
-        out = self.lm_heads[head](x) if self.own_heads else x.to(borrowed.head.dtype) @ borrowed.head.T
-        return _wide(out)
+        return columns.wide(self.lm_heads[head](x)) if self.own_heads else columns.logits(x, borrowed.head)
 
     # ---- training
 
@@ -149,7 +149,7 @@ class HeadDrafter(LearnedDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy of one head on some anchors, and how often its most probable token is the label."""
         logits = self.logits(head, x, borrowed)  # (n, V)
-        goal = targets if teacher is None else _wide(teacher.to(borrowed.head.dtype) @ borrowed.head.T).softmax(-1)
+        goal = targets if teacher is None else columns.logits(teacher, borrowed.head).softmax(-1)
         losses = F.cross_entropy(logits, goal.to(logits.dtype) if goal.is_floating_point() else goal, reduction="none")
         right = (logits.detach().argmax(-1) == targets) & valid
         return torch.where(valid, losses, 0.0).sum(), right.sum()
@@ -190,7 +190,3 @@ class HeadDrafter(LearnedDrafter):
         for part in anchors.split(max(1, self.chunk_anchors // self.rows_per_anchor)):
             trees += self.trees(states[(part - 1).clamp(min=0)], input_ids[part], borrowed, limits)
         return [tree if anchor else DraftTree() for tree, anchor in zip(trees, anchors.tolist(), strict=True)]
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -6,10 +6,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from drafters.learned import anchors as anchor_positions
+from drafters.learned import budget, columns
 from drafters.learned.anchor_attention import AnchorMask
 from drafters.learned.draft_cache import DraftCache
 from drafters.learned.layers import Trunk
@@ -71,6 +73,10 @@ class ParallelDrafter(LearnedDrafter):
         frames_differ: Whether each frame has its own input embedding; else all but frame 0 share one, as in DFlash.
         causal: Whether a frame sees only the frames before it in its block.
         num_anchors: Anchors sampled from each training sequence.
+        num_nodes: M, nodes of a draft tree at most.
+        top_k: The T * top_k tokens that are most probable in any frame may enter the tree.
+        min_probability: Draft tokens less probable than this are not fed to the base.
+        step_costs: File of `budget.read_costs`, or empty.
         chunk_anchors: Anchors drafted for at once on known text.
     """
 
@@ -85,10 +91,16 @@ class ParallelDrafter(LearnedDrafter):
         frames_differ: bool,
         causal: bool,
         num_anchors: int,
+        num_nodes: int,
+        top_k: int,
+        min_probability: float,
+        step_costs: str,
         chunk_anchors: int = 64,
     ) -> None:
         super().__init__()
         check_at_least(1, num_frames=num_frames, num_labels=num_labels, num_layers=num_layers, num_anchors=num_anchors)
+        check_at_least(0, num_nodes=num_nodes, min_probability=min_probability)
+        check_at_least(1, top_k=top_k)
         if not hidden_layers or not all(-1 <= layer <= base.num_layers for layer in hidden_layers):
             raise ValueError(
                 f"hidden_layers are {[*hidden_layers]}, but the base has {base.num_layers} layers: name layers from 0, "
@@ -99,13 +111,26 @@ class ParallelDrafter(LearnedDrafter):
         self.root_everywhere, self.causal = root_everywhere, causal
         self.num_anchors, self.chunk_anchors = num_anchors, chunk_anchors
         self.vocab_size = base.vocab_size
+        self.num_nodes, self.num_candidates, self.min_probability = num_nodes, top_k * num_frames, min_probability
+        self.step_seconds = budget.read_costs(step_costs) if step_costs else None
         self.trunk = Trunk(base, num_layers, num_fused=len(self.needs.hidden_layers))
         self.frame_embedding = nn.Parameter(torch.randn(num_frames if frames_differ else 1, base.hidden_size) * 0.02)
         self._cache: DraftCache | None = None
 
+    def logits(self, frames: Tensor, head: Tensor) -> Tensor:
+        """(..., V) of frame states (..., D), in float32 at the least."""
+        return columns.logits(frames, head)
+
     @abstractmethod
     def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
         """The draft trees of frame states (A, T, D) below the root tokens (A,)."""
+
+    def worth_feeding(self, tree: DraftTree, reached: np.ndarray) -> DraftTree:
+        """The beginning of a tree, its most probable nodes first, that pays for what the base's step costs."""
+        if self.step_seconds is None:
+            return tree
+        size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
+        return DraftTree(tree.tokens[:size], tree.parents[:size])
 
     # ---- hidden states in, frames out
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafters.learned import budget
-from drafters.learned.candidates import tables, wide
+from drafters.learned import columns
+from drafters.learned.candidates import tables
 from drafters.learned.ctc import paper_tree, prefix
 from drafters.learned.ctc.drawn import draw
 from drafters.learned.ctc.loss import Objective, ctc_loss
@@ -101,8 +101,7 @@ class CTC(ParallelDrafter):
                 "min_probability and step_costs away, or set tree to prefix"
             )
         check_at_least(0, warm_up_steps=warm_up_steps, draws=draws, draw_seed=draw_seed, markov_rank=markov_rank)
-        check_at_least(0, num_nodes=num_nodes, decay=decay, distillation=distillation, min_probability=min_probability)
-        check_at_least(1, top_k=top_k)
+        check_at_least(0, decay=decay, distillation=distillation)
         if not draw_temperature > 0:
             raise ValueError(f"draw_temperature must be above 0, not {draw_temperature}")
         super().__init__(
@@ -115,12 +114,14 @@ class CTC(ParallelDrafter):
             frames_differ=True,
             causal=causal,
             num_anchors=num_anchors,
+            num_nodes=num_nodes,
+            top_k=top_k,
+            min_probability=min_probability,
+            step_costs=step_costs,
         )
         self.objective, self.weights, self.decay = objective, weights, decay
         self.warm_up_steps, self.distillation = warm_up_steps, distillation
-        self.tree, self.num_nodes, self.min_probability = tree, num_nodes, min_probability
-        self.num_candidates = top_k * num_frames
-        self.step_seconds = budget.read_costs(step_costs) if step_costs else None
+        self.tree = tree
         self.draws, self.draw_temperature = draws, draw_temperature
         self._generator = np.random.default_rng((draw_seed, 0xC7C))  # owes nothing to the base's numbers
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
@@ -164,8 +165,8 @@ class CTC(ParallelDrafter):
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
         """(..., V + 1) of frame states (..., D), the blank last."""
-        blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as the loss has it
-        return torch.cat([wide(frames.to(head.dtype) @ head.T), blank[..., None]], dim=-1)
+        blank = (columns.wide(frames) * columns.wide(self.blank_row)).sum(-1)  # as precise as the loss has it
+        return torch.cat([super().logits(frames, head), (blank + columns.wide(self.blank_bias))[..., None]], dim=-1)
 
     def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
         logits = self.logits(frames, borrowed.head)
@@ -178,11 +179,7 @@ class CTC(ParallelDrafter):
             every = np.broadcast_to(tokens, probs[0].shape)  # the same candidates as for our own tree
             return paper_tree.search(probs[0], blank[0], every, num_nodes, depth, limits.eos)[0]
         grow = prefix.chain if self.tree == "chain" else prefix.search
-        tree, reached = grow(probs, blank, tokens, num_nodes, depth, limits.eos, self.min_probability)
-        if self.step_seconds is None:
-            return tree
-        size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
-        return DraftTree(tree.tokens[:size], tree.parents[:size])
+        return self.worth_feeding(*grow(probs, blank, tokens, num_nodes, depth, limits.eos, self.min_probability))
 
     def draft(self, frames: Tensor, root: int, borrowed: Borrowed, limits: Limits) -> DraftTree:
         if not self.draws:

@@ -16,12 +16,14 @@ import torch
 import yaml
 from torch import Tensor
 
+from data.benchmarks import load
 from drafters import checkpoint
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import ROOT, DraftTree
 from drafters.whole_file import whole_file
 from inference.base import Base, base_hash
 from inference.batched import greedy_batch
+from inference.prompts import prompt_ids
 from train import lightning_cli
 from train.export import export, read_checkpoint
 
@@ -166,6 +168,15 @@ def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: in
         Answer(torch.tensor([*prompt, *answer]), len(prompt), answer[-1] in base.eos)
         for prompt, answer in zip(prompts, known["answers"], strict=True)
     ]
+
+
+def decoded_answers(
+    base: Base, benchmark: str, questions: str, offset: int, limit: int | None, max_new_tokens: int, folder: Path
+) -> list[Answer]:
+    """`own_answers` to the first turns of a benchmark's questions, kept in a folder."""
+    asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
+    prompts = [prompt_ids(base, [("user", question.turns[0])], "tokenizer") for question in asked]
+    return own_answers(base, prompts, max_new_tokens, folder / "answers.json")
 
 
 def reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:

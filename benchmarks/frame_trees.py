@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drafters import CTC, Block, Medusa
 from drafters.learned import best_first
-from drafters.learned.candidates import tables, wide
+from drafters.learned.candidates import tables
 from drafters.learned.ctc import paper_tree, prefix
 from drafters.protocol import Borrowed
 from drafters.tree import ROOT, DraftTree
@@ -50,10 +50,7 @@ def frames_at(
     for part in anchors.split(drafter.chunk_anchors):
         roots = input_ids[part]
         states = drafter(hidden[None], part[None], roots[None], borrowed.embedding)[0]  # (A, T, D)
-        if isinstance(drafter, CTC):
-            logits = drafter.logits(states, borrowed.head)
-        else:
-            logits = wide(states.to(borrowed.head.dtype) @ borrowed.head.T)
+        logits = drafter.logits(states, borrowed.head)
         for (probs,), tokens in tables(logits, roots, drafter.vocab_size, drafter.num_candidates):
             if isinstance(drafter, CTC):
                 found.append(Frames(probs[:, :-1], tokens, probs[:, -1], drafter.vocab_size))

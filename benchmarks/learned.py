@@ -7,13 +7,11 @@ from statistics import mean
 from typing import Any
 
 import torch
-from arms import BUDGETS, Arm, Common, own_answers, simulated, train
+from arms import BUDGETS, Arm, Common, decoded_answers, simulated, train
 from learned_plots import plot
 from side_by_side import Measured, main, show
 
-from data.benchmarks import load
 from inference.base import load_base
-from inference.prompts import prompt_ids
 
 TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}  # the CTC drafter's, with cross-entropy
 FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
@@ -143,9 +141,7 @@ def learned(
     if only_train:
         return
     frozen = load_base(base)
-    asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
-    prompts = [prompt_ids(frozen, [("user", question.turns[0])], "tokenizer") for question in asked]
-    answers = own_answers(frozen, prompts, max_new_tokens, folder / "answers.json")
+    answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for (name, seed), exported in trained.items():
         for tree, arguments in trees_of(ARMS[name]).items():

@@ -30,16 +30,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from arms import Answer, Common, own_answers, reached, train
+from arms import Answer, Common, decoded_answers, reached, train
 from frame_trees import WAYS, Build, frames_at
 from learned import ARMS
 from side_by_side import Measured, main, show
 
-from data.benchmarks import load
 from drafters import CTC, Block, Medusa, checkpoint
 from drafters.whole_file import whole_file
 from inference.base import Base, load_base
-from inference.prompts import prompt_ids
 
 MODULES = {
     "Medusa": "linear heads + cross-entropy",
@@ -158,9 +156,7 @@ def table2(
     common, folder = Common(base, files, steps, features=features), Path(out)
     trained = {name: [train(ARMS[name], seed, common, folder) for seed in seeds] for name in arms}
     frozen = load_base(base)
-    asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
-    prompts = [prompt_ids(frozen, [("user", question.turns[0])], "tokenizer") for question in asked]
-    answers = own_answers(frozen, prompts, max_new_tokens, folder / "answers.json")
+    answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
     found = {name: [measured(exported, frozen, answers, budgets) for exported in trained[name]] for name in arms}
     notes = [
         f"Base {base}; {len(answers)} answers of at most {max_new_tokens} tokens, simulated on the base's own greedy "

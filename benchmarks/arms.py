@@ -176,7 +176,7 @@ def decoded_answers(
     """`own_answers` to the first turns of a benchmark's questions, kept in a folder."""
     asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
     prompts = [prompt_ids(base, [("user", question.turns[0])], "tokenizer") for question in asked]
-    return own_answers(base, prompts, max_new_tokens, folder / "answers.json")
+    return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 
 def reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:

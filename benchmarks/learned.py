@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from arms import BUDGETS, Arm, Common, decoded_answers, simulated, train
+from arms import BUDGETS, Answer, Arm, Common, decoded_answers, simulated, train
 from learned_plots import plot
 from side_by_side import Measured, main, show
 
-from inference.base import load_base
+from inference.base import Base, load_base
 
 TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}  # the CTC drafter's, with cross-entropy
 FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
@@ -142,12 +143,7 @@ def learned(
         return
     frozen = load_base(base)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for (name, seed), exported in trained.items():
-        for tree, arguments in trees_of(ARMS[name]).items():
-            result = simulated(exported, tree, arguments, frozen, answers, BUDGETS)
-            found.setdefault((name, tree), []).append(result | {"folder": exported.parent})
-            print(f"{name} seed {seed} {tree}: {result['length']}", flush=True)
+    found = all_simulated(trained, frozen, answers)
     ended = sum(answer.ended for answer in answers)
     notes = [
         f"Base {base}; {len(answers)} answers of at most {max_new_tokens} tokens, {ended} ended by EOS; simulated on "
@@ -158,6 +154,19 @@ def learned(
     show([lengths(found, baseline, notes)], torch.device("cpu"), table)
     if figures:
         plot(found, Path(figures))
+
+
+def all_simulated(
+    trained: dict[tuple[str, int], Path], frozen: Base, answers: Sequence[Answer]
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """`simulated` of exported drafters, by name and seed, with every tree they have: by name and tree, a run a seed."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for (name, seed), exported in trained.items():
+        for tree, arguments in trees_of(ARMS[name]).items():
+            result = simulated(exported, tree, arguments, frozen, answers, BUDGETS)
+            found.setdefault((name, tree), []).append(result | {"folder": exported.parent})
+            print(f"{name} seed {seed} {tree}: {result['length']}", flush=True)
+    return found
 
 
 def lengths(found: dict[tuple[str, str], list[dict[str, Any]]], baseline: str, notes: list[str]) -> Measured:

@@ -408,3 +408,57 @@ def test_what_was_decoded_of_other_answers_is_decoded_again(learned_run):
         found.append(arms.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4)))
         assert found[-1] == arms.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4))
     assert found[0]["answers"] != found[1]["answers"]
+
+
+@pytest.fixture(scope="module")
+def all_run(learned_run, tmp_path_factory, repository):
+    """From nothing to the tables, with one arm, a few questions and a few tokens."""
+    module, folder = load("all_drafters"), tmp_path_factory.mktemp("all")
+    problems = [{"question": f"Tell me about the {word}.", "answer": "#### 1"} for word in ("compass", "clock", "map")]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    asked = [{"question_id": n, "category": "all", "turns": [f"Name a {w}.", "Why?"]} for n, w in enumerate("abcd")]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    base = str(repository / "checkpoints" / "tiny-chat")
+    arguments = {
+        "base": base,
+        "train_questions": str(folder / "problems.jsonl"),
+        "gsm8k": str(folder / "problems.jsonl"),
+        "mt_bench": str(folder / "asked.jsonl"),
+        "draft_model": base,
+        "out": str(folder / "run"),
+        "arms": ["medusa"],
+        "live": ["medusa"],
+        "seeds": [0],
+        "steps": 4,
+        "offset": 1,
+        "limit": 2,
+        "live_questions": 2,
+        "max_new_tokens": 8,
+        "budgets": [4, 16],
+        "dtypes": ["float32"],
+        "table": str(folder / "table.md"),
+    }
+    module.all_drafters(**arguments)
+    return module, folder, arguments
+
+
+def test_all_drafters_are_trained_simulated_and_decoded(all_run):
+    _, folder, _ = all_run
+    learned, *live = [row for row in rows((folder / "table.md").read_text()) if row[0] not in ("drafter", "---")]
+    assert learned[0] == "medusa" and len(learned) == 3 + 2 * 2
+    assert len(live) == 2 * (1 + 8 + 2), "on each benchmark vanilla, the training-free, and medusa with each budget"
+    first, *others = live[: len(live) // 2]
+    assert first[:4] == ["none", "1.00", "1.00×", "2/2"] and all(row[3] == "2/2" for row in others)
+    asked = [json.loads(line)["question_id"] for line in (folder / "run" / "mt_bench.jsonl").read_text().splitlines()]
+    assert asked == [0, 2], "evenly spaced"
+
+
+def test_all_drafters_goes_on_where_it_stopped(all_run):
+    module, folder, arguments = all_run
+    kept = [folder / "run" / "text.jsonl", folder / "run" / "medusa" / "seed0" / "drafter" / "model.safetensors"]
+    kept += [folder / "run" / "live" / "gsm8k-float32" / "results.json", folder / "run" / "store" / "manifest.json"]
+    before = [path.stat().st_mtime_ns for path in kept]
+    (folder / "run" / "live" / "mt_bench-float32" / "results.json").unlink()
+    module.all_drafters(**arguments)
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert (folder / "run" / "live" / "mt_bench-float32" / "results.json").exists()

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
 from data.tokenizer import short_hash, tokenizer_hash
@@ -82,18 +83,20 @@ class Conversation:
 def parse(record: object, index: int, needs_answers: bool = True) -> Conversation:
     """Read one record of ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
-    A single exchange may also stand as `question`, `answer` (GSM8K) or `instruction`, `input`, `output` (Alpaca).
+    A single exchange may also stand as `question`, `answer` (GSM8K) or `instruction`, `input`, `output` (Alpaca; also
+    `response` for `output`), several as `history` of `user` and `bot` (MT-Bench-101).
     Assistant turns before the first user turn are dropped, as FastChat does. Broken records raise `ValueError`.
     What `drafters regenerate` wrote carries its tokens: `input_ids`, `loss_mask`, `tokenizer`, `template`.
+    A key without a value (null, as parquet fills what a row lacks) counts as missing.
 
     Args:
-        record: the decoded JSON object.
+        record: the decoded JSON object; in its place, or a turn's, may stand the ValueError that says why it is not.
         index: place of the record in its file, the id where the record has none.
         needs_answers: False where only the user's turns are wanted: the answers may be empty, or missing.
     """
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    turns = record.get("conversations") or record.get("messages") or _exchange(record)
+    record = _object(record, "not a JSON object")
+    turns = next((record[name] for name in ("conversations", "conversation", "messages") if record.get(name)), None)
+    turns = turns or _exchange(record)
     if not isinstance(turns, list) or not turns:
         raise ValueError("no turns: neither `conversations` nor `messages` holds any")
     messages = [_message(turn) for turn in turns]
@@ -108,7 +111,27 @@ def parse(record: object, index: int, needs_answers: bool = True) -> Conversatio
     if needs_answers and any(role == "assistant" and not text.strip() for role, text in messages):
         raise ValueError("an assistant turn is empty")
     written = _written(record) if needs_answers and "input_ids" in record else None
-    return Conversation(str(record.get("id", index)), (*system, *messages), written)
+    name = record.get("id")
+    return Conversation(
+        _valid(str(name), "its id") if isinstance(name, str | int) else str(index), (*system, *messages), written
+    )
+
+
+def _object(value: object, problem: str) -> dict:
+    """A JSON object without the keys that have no value."""
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, dict):
+        raise ValueError(problem)
+    return {key: entry for key, entry in value.items() if entry is not None}
+
+
+def _valid(text: str, what: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} is not valid Unicode (half of a surrogate pair)") from error
+    return text
 
 
 def _written(record: dict) -> Written:
@@ -129,25 +152,26 @@ def _written(record: dict) -> Written:
 def _exchange(record: dict) -> list[dict] | None:
     if "question" in record and "answer" in record:
         asked, given = record["question"], record["answer"]
-    elif "instruction" in record and "output" in record:
+    elif "instruction" in record and (answer := next((key for key in ("output", "response") if key in record), "")):
         parts = [record["instruction"], record.get("input")]
-        asked, given = "\n\n".join(part for part in parts if isinstance(part, str) and part), record["output"]
+        asked, given = "\n\n".join(part for part in parts if isinstance(part, str) and part), record[answer]
+    elif isinstance(record.get("history"), list):
+        pairs = [_object(pair, "a turn is not a JSON object") for pair in record["history"]]
+        sides = ("user", "user"), ("assistant", "bot")
+        return [{"role": role, "content": pair.get(key)} for pair in pairs for role, key in sides]
     else:
         return None
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
 
 
 def _message(turn: object) -> tuple[str, str]:
-    if not isinstance(turn, dict):
-        raise ValueError("a turn is not a JSON object")
+    turn = _object(turn, "a turn is not a JSON object")
     speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     if not isinstance(speaker, str) or speaker not in ROLES:
-        raise ValueError(f"unknown speaker {speaker!r}")
+        raise ValueError(f"unknown speaker {shortened(speaker)}")
     if not isinstance(text, str):
         raise ValueError("a turn has no text")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("a turn is not valid Unicode (half of a surrogate pair)")
-    return ROLES[speaker], text
+    return ROLES[speaker], _valid(text, "a turn")
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:

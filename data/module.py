@@ -34,7 +34,7 @@ class ResumableLoader(DataLoader):
     def state_dict(self) -> dict[str, int]:
         """Return the epoch and the number of its batches that were trained on."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return {"epoch": self.trainer.current_epoch, "batch": progress.current.ready}
+        return {"epoch": self.trainer.current_epoch, "batch": progress.current.processed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Skip the batches that were trained on, the next time an iteration starts."""
@@ -47,18 +47,21 @@ class ShareGPTData(L.LightningDataModule):
 
     Args:
         tokenizer: folder or hub id of the base's tokenizer; on the command line the model's base by default.
-        files: ShareGPT .json or .jsonl files (also .gz), or `embedded[:COUNT[:SEED]]` for the project's own corpus.
+        files: conversations: .json or .jsonl (also .gz) or .parquet files, `hub:OWNER/NAME[[:CONFIG]:SPLIT]` or
+            `hub:OWNER/NAME/FILE` of the Hugging Face hub, or `embedded[:COUNT[:SEED]]` for the project's own corpus.
         val_files: files for validation; without them `val_size` conversations of `files` are held out.
         val_size: conversations held out of `files` where there are no `val_files`; 0 for none.
         template: chat template, `tokenizer` for the tokenizer's own, or `vicuna_v1.1`, `llama2_chat`.
         max_length: longest conversation in tokens; what is beyond is cut off.
-        batch_size: conversations a batch and device.
+        batch_size: conversations a batch and device at most.
         seed: of the held-out choice and of the order of the batches.
         num_workers: processes that read ahead.
         limit: read at most this many conversations.
         cache_dir: folder of the tokenised data, by default $DRAFTERS_CACHE or ~/.cache/drafters.
         features: folder that `drafters features` wrote from these files: training reads the base's hidden states and
             labels there in place of running it; validation runs the base as ever.
+        max_tokens: tokens a batch and device at most, padding among them: many short conversations or a few long ones;
+            without it every batch has `batch_size` conversations.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class ShareGPTData(L.LightningDataModule):
         limit: int | None = None,
         cache_dir: str | None = None,
         features: str | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -139,6 +143,7 @@ class ShareGPTData(L.LightningDataModule):
         """Return batches in an order that depends on seed and epoch, and that a resumed run continues."""
         loader = self._loader(self.train_set, is_shuffled=True)
         loader.trainer = self.trainer
+        rank_zero_info(f"training: {planned(loader.batch_sampler, self.trainer)}")
         return loader
 
     def val_dataloader(self) -> DataLoader | list:
@@ -160,11 +165,30 @@ class ShareGPTData(L.LightningDataModule):
         return (ResumableLoader if is_shuffled else DataLoader)(
             StoredRows(self.store, self._places) if is_stored else source,
             batch_sampler=BucketSampler(
-                lengths(rows), self.hparams.batch_size, self.hparams.seed, rank, world_size, is_shuffled=is_shuffled
+                lengths(rows),
+                self.hparams.batch_size,
+                self.hparams.seed,
+                rank,
+                world_size,
+                is_shuffled,
+                self.hparams.max_tokens,
             ),
             collate_fn=partial(collate, pad_id=self.pad_id),
             num_workers=self.hparams.num_workers,
         )
+
+
+def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
+    """Say how many batches an epoch has, how much of them is padding, and how many steps the trainer will take."""
+    text = f"{len(batches):,} batches an epoch and device, {batches.padding_share():.1%} of their tokens padding"
+    if trainer is None:
+        return text
+    limit = trainer.limit_train_batches
+    num_batches = int(len(batches) * limit) if isinstance(limit, float) else min(len(batches), limit)
+    per_epoch = -(-num_batches // trainer.accumulate_grad_batches)  # the last step of an epoch may take fewer batches
+    ends = [per_epoch * trainer.max_epochs] if trainer.max_epochs not in (None, -1) else []
+    ends += [trainer.max_steps] if trainer.max_steps != -1 else []
+    return f"{text}; {min(ends):,} steps, {per_epoch:,} an epoch" if ends else text
 
 
 def split(conversations: list[Conversation], val_size: int, seed: int) -> tuple[list[Conversation], list[Conversation]]:

@@ -1,19 +1,19 @@
-"""ShareGPT files read into conversations, and conversations tokenised once into a cached Arrow table."""
+"""Sources read into conversations, and conversations tokenised once into a cached Arrow table."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.conversation import Conversation, encode, parse, resolve_template
+from data.sources import records
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1  # part of the cache key: raise it when `encode` or the columns change
 NUM_EXAMPLES = 3
+NUM_REASONS = 12
 
 
 @dataclass
@@ -32,9 +33,9 @@ class Dropped:
     what: str = "records"
 
     def add(self, reason: str, place: str) -> None:
-        """Count one record; the first `NUM_EXAMPLES` of each reason are remembered."""
+        """Count one record; the first `NUM_EXAMPLES` of each of the first reasons are remembered."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        if self.counts[reason] <= NUM_EXAMPLES:
+        if self.counts[reason] <= NUM_EXAMPLES and len(self.examples) < NUM_EXAMPLES * NUM_REASONS:
             self.examples.append(f"{place}: {reason}")
 
     @property
@@ -45,7 +46,10 @@ class Dropped:
     def __str__(self) -> str:
         if not self.counts:
             return f"no {self.what} dropped"
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.counts.items())
+        listed = sorted(self.counts.items(), key=lambda entry: -entry[1])
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in listed[:NUM_REASONS])
+        if len(listed) > NUM_REASONS:
+            reasons += f", {sum(count for _, count in listed[NUM_REASONS:])} for other reasons"
         return "\n  ".join([f"dropped {self.total} {self.what} ({reasons}), for example", *self.examples])
 
 
@@ -56,20 +60,24 @@ class Statistics:
     num_conversations: int
     num_tokens: int
     num_assistant_tokens: int
+    median_length: int
+    longest: int
 
     @classmethod
     def of(cls, rows: Dataset) -> Statistics:
         """Count the tokens of the set that `tokenise` returned."""
         import pyarrow.compute as pc
 
-        masks = rows.with_format("arrow")[:]["loss_mask"]
-        return cls(len(rows), sum(lengths(rows)), pc.sum(pc.list_flatten(masks)).as_py())
+        masks, sizes = rows.with_format("arrow")[:]["loss_mask"], sorted(lengths(rows))
+        num_seen = pc.sum(pc.list_flatten(masks)).as_py()
+        return cls(len(rows), sum(sizes), num_seen, sizes[len(sizes) // 2], sizes[-1])
 
     def __str__(self) -> str:
         share = self.num_assistant_tokens / self.num_tokens
         return (
             f"{self.num_conversations:,} conversations, {self.num_tokens:,} tokens, "
-            f"{self.num_assistant_tokens:,} of the assistant ({share:.0%})"
+            f"{self.num_assistant_tokens:,} of the assistant ({share:.0%}), "
+            f"median length {self.median_length:,}, longest {self.longest:,}"
         )
 
 
@@ -86,7 +94,7 @@ def load(
     """Read conversations; broken records are counted, broken files raise `ValueError`.
 
     Args:
-        files: paths to .json or .jsonl (also .gz), or `embedded[:COUNT[:SEED]]` for the project's own corpus.
+        files: paths, `hub:OWNER/NAME` or `embedded`, see `data.sources.records`.
         limit: read at most this many conversations in total.
         needs_answers: False where only the user's turns are wanted, see `parse`.
     """
@@ -94,7 +102,7 @@ def load(
     dropped = Dropped()
     for file in files:
         read, last_reason = 0, "no records"
-        for number, record in enumerate(_records(file), 1):
+        for number, (place, record) in enumerate(records(file), 1):
             if limit is not None and len(conversations) >= limit:
                 return conversations, dropped
             try:
@@ -102,68 +110,13 @@ def load(
                 read += 1
             except ValueError as error:
                 last_reason = str(error)
-                dropped.add(last_reason, f"{Path(file).name} record {number}")
+                dropped.add(last_reason, f"{Path(file).name} {place}")
         if not read:
             raise ValueError(
                 f"{file}: no usable conversation ({last_reason}); "
                 'expected records like {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}'
             )
     return conversations, dropped
-
-
-def _records(file: str) -> Iterator[object]:
-    name, *numbers = file.split(":")
-    if name == "embedded":
-        from data import embedded
-
-        if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
-            raise ValueError(
-                f"{file}: expected embedded, embedded:COUNT or embedded:COUNT:SEED, for example embedded:4000:0"
-            )
-        count, seed = [*map(int, numbers), *[4000, 0][len(numbers) :]]
-        return iter(embedded.conversations(count, seed))
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ValueError(f"{file}: no such file; give the path of a ShareGPT .json or .jsonl file, or `embedded`")
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    kind = suffixes[-1] if suffixes else ""
-    if kind not in (".json", ".jsonl"):
-        raise ValueError(f"{file}: unknown kind of file; convert it to .json or .jsonl (.gz is read as well)")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as stream:
-            text = stream.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); fetch the file again") from error
-    if not text.strip():
-        raise ValueError(f"{file}: the file is empty; fetch it again")
-    return iter(_lines(file, text) if kind == ".jsonl" else _list(file, text))
-
-
-def _lines(file: str, text: str) -> Iterator[object]:
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: texts may hold other line separators
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{file} line {number}: invalid JSON ({error.msg}); repair or remove the line"
-                ) from error
-
-
-def _list(file: str, text: str) -> list[object]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{file} line {error.lineno}: invalid JSON ({error.msg}); "
-            "fetch it again, or name it .jsonl if it has a record a line"
-        ) from error
-    lists = [value] if isinstance(value, list) else []
-    if isinstance(value, dict):
-        lists = [entry for entry in value.values() if isinstance(entry, list)]
-    if len(lists) != 1:
-        raise ValueError(f"{file}: expected a list of conversations, or an object that holds one list")
-    return lists[0]
 
 
 def tokenise(

@@ -1,3 +1,4 @@
+import random
 from collections import Counter
 
 import pytest
@@ -67,6 +68,115 @@ def test_start_skips_batches_of_one_epoch_only():
     sampler.start = 10
     assert list(sampler) == whole[10:]
     assert list(sampler) == whole
+
+
+SETS = {
+    "one": [17],
+    "alike": [64] * 41,
+    "mixed": LENGTHS,
+    "skewed": [int(2 ** random.Random(n).uniform(0, 11)) for n in range(500)],
+    "longest": [*range(1, 30), 2048, 2048, 2048],
+}
+
+
+def sharded(lengths, world_size, epoch=0, **arguments):
+    """The sampler of each rank, and its batches in an epoch."""
+    samplers = [BucketSampler(lengths, rank=rank, world_size=world_size, **arguments) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return samplers, [list(sampler) for sampler in samplers]
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("spare", [1, 1.7, 16])  # the budget over the longest row
+@pytest.mark.parametrize("batch_size", [1, 4, 1000])
+def test_a_token_budget_is_kept_and_every_row_comes_once_an_epoch(name, world_size, spare, batch_size):
+    lengths = SETS[name]
+    max_tokens = int(spare * max(lengths))
+    arguments = {"batch_size": batch_size, "max_tokens": max_tokens, "seed": 3}
+    for epoch in range(3):
+        samplers, batches = sharded(lengths, world_size, epoch, **arguments)
+        assert {len(each) for each in batches} == {len(samplers[0])}, "as many batches as announced, on every rank"
+        seen = Counter(row for each in batches for batch in each for row in batch)
+        assert set(seen) == set(range(len(lengths)))
+        assert seen.total() - len(lengths) == -len(lengths) % world_size, "only the wrap comes twice"
+        for step in zip(*batches, strict=True):
+            assert len({len(batch) for batch in step}) == 1, "ranks weigh the same in a step"
+            for batch in step:
+                assert len(batch) <= batch_size
+                assert len(batch) * max(lengths[row] for row in batch) <= max_tokens
+
+
+def test_a_budgets_number_of_batches_is_that_of_every_epoch_and_each_has_its_own_batches():
+    sampler = BucketSampler(SETS["skewed"], 1000, max_tokens=4096)
+    epochs = []
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    assert {len(batches) for batches in epochs} == {len(sampler)}
+    as_sets = [{frozenset(batch) for batch in batches} for batches in epochs]
+    assert len(as_sets[0] & as_sets[1]) < len(sampler) / 2, "rows meet others in every epoch"
+    firsts = [max(SETS["skewed"][row] for row in batches[0]) for batches in epochs]
+    assert len(set(firsts)) > 3, "short and long batches come mixed"
+
+
+def test_a_budget_wastes_little():
+    lengths = [int(2 ** random.Random(n).uniform(5, 11)) for n in range(2000)]
+    sampler = BucketSampler(lengths, 1000, max_tokens=8192)
+    assert sampler.padding_share() < 0.06
+    assert len(sampler) < 1.15 * sum(lengths) / 8192, "batches are nearly full"
+
+
+def test_an_order_under_a_budget_depends_on_seed_and_epoch_only_or_on_nothing():
+    def order(seed, epoch, is_shuffled=True):
+        sampler = BucketSampler(LENGTHS, 50, seed=seed, is_shuffled=is_shuffled, max_tokens=400)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0, 1) == order(0, 1)
+    assert order(0, 0) != order(0, 1) != order(1, 1)
+    assert order(0, 0, is_shuffled=False) == order(5, 7, is_shuffled=False)
+    longest = [max(LENGTHS[row] for row in batch) for batch in order(0, 0, is_shuffled=False)]
+    assert longest == sorted(longest)
+
+
+@pytest.mark.parametrize("start", [0, 1, 13, 28])
+@pytest.mark.parametrize("max_tokens", [None, 400])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_epoch_goes_on_where_it_was_left(start, max_tokens, rank):
+    def make():
+        sampler = BucketSampler(LENGTHS, 4, seed=1, rank=rank, world_size=2, max_tokens=max_tokens)
+        sampler.set_epoch(2)
+        return sampler
+
+    resumed, whole = make(), list(make())
+    resumed.start = start
+    assert list(resumed) == whole[start:]
+    assert list(resumed) == whole, "the next epoch is whole"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("max_tokens", [None, 400])
+def test_the_share_of_padding_is_what_the_collated_batches_hold(world_size, max_tokens):
+    samplers, batches = sharded(LENGTHS, world_size, batch_size=4, max_tokens=max_tokens)
+    held = [
+        collate([{"input_ids": [1] * LENGTHS[n], "loss_mask": [1] * LENGTHS[n]} for n in batch], 0)
+        for each in batches
+        for batch in each
+    ]
+    num_tokens = sum(int(batch["lengths"].sum()) for batch in held)
+    num_padded = sum(batch["input_ids"].numel() for batch in held)
+    assert samplers[0].padding_share() == samplers[-1].padding_share() == pytest.approx(1 - num_tokens / num_padded)
+
+
+def test_a_budget_below_the_longest_row_or_an_empty_batch_is_refused():
+    with pytest.raises(
+        ValueError, match=r"data\.max_tokens is 100, but the longest conversation has 101 tokens: raise it"
+    ):
+        BucketSampler(LENGTHS, 4, max_tokens=100)
+    with pytest.raises(ValueError, match=r"data\.batch_size is 0: a batch has at least 1 conversation"):
+        BucketSampler(LENGTHS, 0)
 
 
 def test_lightning_finds_set_epoch_where_it_looks():

@@ -1,10 +1,17 @@
+import json
+import logging
+
 import lightning as L
 import pytest
 import torch
 
+from data.batch import BucketSampler
 from data.conversation import Conversation
-from data.module import ShareGPTData, split
+from data.module import ShareGPTData, planned, split
+from data.sharegpt import Statistics
 from data.tokenizer import load_tokenizer
+
+SAID = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 
 
 @pytest.fixture
@@ -65,6 +72,48 @@ def test_reading_ahead_does_not_count_as_trained_on(make, tmp_path):
     whole = fit(make(num_workers=1), tmp_path, limit_val_batches=0)
     resumed = fit(make(), tmp_path / "again", resume=tmp_path / "step=13.ckpt", limit_val_batches=0)
     assert resumed == whole[13:]
+
+
+@pytest.mark.parametrize("step", [5, 11, 26])
+def test_a_run_under_a_token_budget_resumes_as_exactly(make, tmp_path, step):
+    options = {"batch_size": 100, "max_tokens": 700}
+    whole = fit(make(**options), tmp_path, limit_val_batches=0)
+    assert len(whole) % 3 == 0 and all(len(ids) * len(ids[0]) <= 700 for ids in whole)
+    assert len({len(ids) for ids in whole}) > 1, "more of the short, fewer of the long"
+    resumed = fit(make(**options), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt", limit_val_batches=0)
+    assert resumed == whole[step:]
+
+
+def test_a_training_tells_its_data_its_batches_and_its_steps_before_it_starts(make, tmp_path, caplog):
+    broken = {"conversations": [{"from": "human", "value": "Hi"}]}
+    (tmp_path / "mute.jsonl").write_text(json.dumps(broken) + "\n" + json.dumps(SAID) + "\n")
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        data = make(["embedded:40", str(tmp_path / "mute.jsonl")])
+        seen = fit(data, tmp_path, accumulate_grad_batches=2, limit_train_batches=0.5)
+    told = "\n".join(caplog.messages)
+    assert "dropped 1 records (1 x no assistant turn after a user turn), for example\n  mute.jsonl line 1: no " in told
+    assert f"training: {Statistics.of(data.train_set)}" in told and "training: 33 conversations, " in told
+    assert "validation: 8 conversations, " in told
+    assert len(seen) == 3 * 4  # of the 9 batches of an epoch half is trained on, two a step
+    assert (tmp_path / "step=6.ckpt").is_file() and not (tmp_path / "step=7.ckpt").exists()
+    assert (
+        "training: 9 batches an epoch and device, " in told and "% of their tokens padding; 6 steps, 2 an epoch" in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_epochs": 3}, "; 48 steps, 16 an epoch"),
+        ({"max_epochs": 3, "max_steps": 20}, "; 20 steps, 16 an epoch"),
+        ({"max_epochs": -1, "max_steps": 20}, "; 20 steps, 16 an epoch"),
+        ({"max_epochs": -1}, "% of their tokens padding"),
+        ({"max_epochs": 3, "accumulate_grad_batches": 5, "limit_train_batches": 11}, "; 9 steps, 3 an epoch"),
+    ],
+)
+def test_the_number_of_steps_is_told_where_it_is_known(options, said):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+    assert planned(BucketSampler([1] * 63, 4), trainer).endswith(said)
 
 
 def test_held_out_conversations_are_not_trained_on(make):

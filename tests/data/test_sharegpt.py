@@ -2,9 +2,12 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from datasets.packaged_modules.json.json import Json
+from pyarrow import parquet
 
-from data import sharegpt
+from data import sharegpt, sources
 from data.conversation import TEMPLATES, encode
 from data.sharegpt import Statistics, load, tokenise
 
@@ -57,30 +60,106 @@ def test_broken_records_are_counted_by_reason_and_named(write):
     assert sum("no assistant turn" in line for line in lines[1:]) == 3
 
 
+FORMS = [
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
+    {"conversation": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]},
+    {"question": "Hi", "answer": "Hello!"},
+    {"instruction": "Hi", "input": "", "output": "Hello!"},
+    {"instruction": "Hi", "response": "Hello!"},
+    {"history": [{"user": "Hi", "bot": "Hello!"}]},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(reversed(form)))
+@pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
+def test_every_form_is_read_from_every_kind_of_file(tmp_path, form, kind):
+    file, said = tmp_path / f"talk.{kind}", [form | {"id": "a", "score": 1.5}, form | {"id": "b", "score": None}]
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(said), file)
+    else:
+        file.write_text(json.dumps(said) if kind == "json" else "\n".join(map(json.dumps, said)))
+    conversations, dropped = load([str(file)])
+    assert [conversation.id for conversation in conversations] == ["a", "b"] and not dropped.total
+    assert {conversation.messages for conversation in conversations} == {(("user", "Hi"), ("assistant", "Hello!"))}
+
+
+def test_rows_of_different_forms_in_one_parquet_file_are_told_apart_by_what_is_not_null(tmp_path):
+    turns = [message for form in FORMS[:2] for messages in form.values() for message in messages]
+    every_key = {key for form in FORMS for key in form} | {"input_ids", "id"}
+    both = [{"conversations": turns[:2]}, {"conversations": turns[2:]}, *FORMS[2:]]
+    parquet.write_table(
+        pa.Table.from_pylist([dict.fromkeys(every_key) | record for record in both]), tmp_path / "mixed.parquet"
+    )
+    conversations, dropped = load([str(tmp_path / "mixed.parquet")])
+    assert [conversation.id for conversation in conversations] == [*map(str, range(1, 8))] and not dropped.total
+    assert {conversation.messages for conversation in conversations} == {(("user", "Hi"), ("assistant", "Hello!"))}
+
+
+def test_several_files_of_several_kinds_are_one_set(write, tmp_path):
+    parquet.write_table(pa.Table.from_pylist([GOOD] * 600), tmp_path / "many.parquet")
+    files = [write("a.json", json.dumps([GOOD])), str(tmp_path / "many.parquet"), write("b.jsonl.gz", json.dumps(GOOD))]
+    assert len(load([*files, "embedded:3"])[0]) == 1 + 600 + 1 + 3
+    assert len(load([*files, "embedded:3"], limit=500)[0]) == 500
+
+
+def test_lines_are_read_one_by_one(tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text("\n".join([json.dumps(GOOD)] * 3) + "\n" + "x" * 1000)
+    found = sources.records(str(file))
+    assert next(found)[0] == "line 1"
+    file.write_bytes(b"")  # what is read ahead is a buffer, not the file
+    assert len(list(found)) == 3
+
+
+def test_a_set_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    from datasets import config
+
+    written = tmp_path / "talk.jsonl"
+    written.write_text("\n".join(map(json.dumps, [GOOD, MUTE, GOOD])))
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    builder = Json(dataset_name="talk", hash="0", data_files={"train": [str(written)]})
+    builder.download_and_prepare()
+    (tmp_path / "cache" / "someone___talk").mkdir()
+    (tmp_path / "cache" / "talk" / builder.config_id).rename(tmp_path / "cache" / "someone___talk" / "default")
+    for source in ("hub:someone/talk", "hub:someone/talk:train", "hub:someone/talk:default:train"):
+        conversations, dropped = load([source])
+        assert [conversation.id for conversation in conversations] == ["good", "good"]
+        assert dropped.total == 1 and dropped.examples[0].endswith(" record 2: no assistant turn after a user turn")
+    with pytest.raises(ValueError, match=r'cannot be had from the hub \(Unknown split "test"'):
+        load(["hub:someone/talk:test"])
+
+
+def test_a_file_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "datasets--someone--talk"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    (folder / "snapshots" / ("0" * 40) / "raw").mkdir(parents=True)
+    (folder / "snapshots" / ("0" * 40) / "raw" / "a.jsonl").write_text(json.dumps(GOOD))
+    assert load(["hub:someone/talk/raw/a.jsonl"])[0][0].id == "good"
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "reason"),
+    ("source", "said"),
     [
-        ("empty.json", " ", "the file is empty; fetch it again"),
-        ("cut.json", '[{"id": 1,', "line 1: invalid JSON"),
-        ("cut.jsonl", json.dumps(GOOD) + "\n{", "line 2: invalid JSON"),
-        ("two.json", '{"a": [], "b": []}', "expected a list of conversations"),
-        ("none.json", "[]", "no usable conversation"),
-        ("broken.json", json.dumps([MUTE, MUTE]), r"no usable conversation \(no assistant turn.*expected records like"),
-        ("data.parquet", "x", "unknown kind of file; convert"),
+        ("hub:someone/nothing", "hub:someone/nothing: cannot be had from the hub (Couldn't reach"),
+        ("hub:someone/nothing:test", "cannot be had from the hub"),
+        ("hub:someone/nothing/a.json", "hub:someone/nothing/a.json: cannot be had from the hub"),
+        ("hub:", "expected hub:OWNER/NAME"),
+        ("hub:talk", "expected hub:OWNER/NAME"),
+        ("hub:someone/", "expected hub:OWNER/NAME"),
+        ("hub:someone/talk:", "expected hub:OWNER/NAME"),
+        ("hub:someone/talk:a:b:c", "expected hub:OWNER/NAME"),
+        ("hub:someone/talk/a.json:train", "expected hub:OWNER/NAME"),
     ],
 )
-def test_a_bad_file_gives_one_line_with_its_name(write, name, text, reason):
-    with pytest.raises(ValueError, match=reason) as error:
-        load([write(name, text)])
-    assert name in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_missing_file_and_a_false_gzip_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere.json: no such file"):
-        load([str(tmp_path / "nowhere.json")])
-    (tmp_path / "false.jsonl.gz").write_text("plain")
-    with pytest.raises(ValueError, match=r"false.jsonl.gz: cannot be read"):
-        load([str(tmp_path / "false.jsonl.gz")])
+def test_what_the_hub_does_not_give_is_refused_in_one_line(source, said):
+    with pytest.raises(ValueError) as error:
+        load([source])
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rows_hold_what_encode_gives(tokenizer, tmp_path):
@@ -144,6 +223,8 @@ def test_statistics_count_the_tokens(tokenizer, tmp_path):
     statistics = Statistics.of(rows)
     assert statistics.num_tokens == sum(len(ids) for ids in rows["input_ids"]) == sum(sharegpt.lengths(rows))
     assert statistics.num_assistant_tokens == sum(sum(mask) for mask in rows["loss_mask"])
+    sizes = sorted(map(len, rows["input_ids"]))
+    assert (statistics.median_length, statistics.longest) == (sizes[3], sizes[6])
     assert str(statistics).startswith("7 conversations, ") and "\n" not in str(statistics)
 
 

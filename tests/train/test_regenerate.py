@@ -214,7 +214,7 @@ def test_broken_token_columns_are_counted_and_named(written, tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [good, *(good | change for change in changes)]))
     conversations, dropped = load([str(path)])
-    assert len(conversations) == 1 and dropped.total == len(changes) and "record 2: input_ids" in str(dropped)
+    assert len(conversations) == 1 and dropped.total == len(changes) and "line 2: input_ids" in str(dropped)
 
 
 def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base, tmp_path):

@@ -1,3 +1,4 @@
+import gzip
 import json
 from pathlib import Path
 
@@ -5,17 +6,34 @@ import datasets
 import pytest
 
 from data import embedded
-from data.benchmarks import NAMES, Question, load
+from data.benchmarks import BENCHMARKS, NAMES, Checks, Question, find, length_cap, load
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]
 GSM8K = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(4)]
+HUMANEVAL = [
+    {
+        "task_id": f"HumanEval/{n}",
+        "prompt": f'def add{n}(a):\n    """Add {n}."""\n',
+        "entry_point": f"add{n}",
+        "canonical_solution": f"    return a + {n}\n",
+        "test": f"def check(candidate):\n    assert candidate(1) == {1 + n}\n",
+    }
+    for n in range(2)
+]
+MBPP = [
+    {"task_id": n, "text": f"Return {n}.", "code": f"def f():\r\n    return {n}", "test_list": [f"assert f() == {n}"]}
+    for n in (1, 2, 3, 10, 11, 510, 511, 600, 601)
+]
+NEWS = [{"article": f"Story {n}. " * 3, "highlights": f"It is {n}.", "id": str(n)} for n in range(3)]
+XSUM = [{"document": f"Story {n}.", "summary": f"It is {n}.", "id": str(n)} for n in range(3)]
+PAIRS = [{"translation": {"de": f"Satz {n}", "en": f"Sentence {n}"}} for n in range(3)]
 
 
 @pytest.fixture
 def write(tmp_path):
-    def write(rows):
-        path = tmp_path / "questions.jsonl"
+    def write(rows, name="questions.jsonl"):
+        path = tmp_path / name
         path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         return str(path)
 
@@ -48,6 +66,24 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
         ("gsm8k", [*GSM8K, MT_BENCH[0]], "line 5: not a question of gsm8k, expected the fields question, answer"),
         ("gsm8k", ["[]"], "line 1: not a question"),
         ("gsm8k", [], "no question selected"),
+        ("gsm8k", [{"question": "a", "answer": 5}], "line 1.*answer is not a text"),
+        ("humaneval", [HUMANEVAL[0], MBPP[0]], "line 2: not a question of humaneval, expected the fields task_id"),
+        ("humaneval", [HUMANEVAL[0] | {"task_id": 5}], "line 1.*task_id is not a text"),
+        (
+            "mbpp",
+            [MBPP[0], {"task_id": 2, "text": "a", "code": "b", "test_list": "c"}],
+            "line 2.*test_list is not a list",
+        ),
+        ("mbpp", [MBPP[0]], "no question selected: mbpp has 0"),
+        ("cnn_dm", [{"docs": [], "result": {"text": "a"}}], "line 1: not a question of cnn_dm"),
+        ("cnn_dm", [{"docs": ["a"], "result": "a"}], "line 1: not a question of cnn_dm"),
+        ("xsum", [NEWS[0] | {"document": None}], "line 1.*document is not a text"),
+        ("wmt16", [{"translation": "a"}], "line 1: not a question of wmt16, expected the fields de, en"),
+        (
+            "spec_bench",
+            [{"question_id": "x", "category": "qa", "turns": ["a"]}],
+            "line 1: not a question of spec_bench",
+        ),
     ],
 )
 def test_a_malformed_file_is_named_with_its_line(write, name, rows, reason):
@@ -80,7 +116,10 @@ def test_an_unknown_benchmark_and_a_missing_file_are_named(tmp_path):
         load("gsm8k", str(tmp_path / "nowhere.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "mt_bench"])
+ON_THE_HUB = [name for name, benchmark in BENCHMARKS.items() if benchmark.hub]
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
 def test_without_the_hub_the_user_hears_what_to_download(name, monkeypatch):
     def unreachable(*arguments, **options):
         raise ConnectionError("no network")
@@ -96,8 +135,191 @@ def test_the_hubs_form_of_mt_bench_is_read(monkeypatch):
     assert load("mt_bench") == [Question(7, "math", ("a", "b"), None)]
 
 
+def test_what_has_no_copy_on_the_hub_says_what_to_download():
+    with pytest.raises(ValueError, match=r"spec_bench has no copy on the hub; download .*question\.jsonl"):
+        load("spec_bench")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "expected"),
+    [
+        ("gsm8k", GSM8K, Question(0, "math", ("What is 0 + 1?",), "#### 1")),
+        ("cnn_dm:alpaca", NEWS, Question(0, "summarization", ("Story 0. " * 3,), "It is 0.")),
+        ("xsum:alpaca", XSUM, Question(0, "summarization", ("Story 0.",), "It is 0.")),
+        ("wmt16", PAIRS, Question(0, "translation", ("Satz 0",), "Sentence 0")),
+        ("mbpp", MBPP, Question(11, "coding", ("Return 11.",), "def f():\n    return 11")),
+        ("humaneval", HUMANEVAL, Question(0, "coding", (HUMANEVAL[0]["prompt"],), "    return a + 0\n")),
+    ],
+)
+def test_the_columns_of_the_hub_are_read(monkeypatch, name, rows, expected):
+    asked = []
+
+    def serve(*arguments, **options):
+        asked.append((arguments, options))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", serve)
+    question = load(name)[0]
+    hub = find(name)[0].hub
+    assert asked[0][0] == (hub.repository, hub.configuration) and asked[0][1]["split"] == hub.split
+    assert (question.question_id, question.category, question.reference) == (
+        expected.question_id,
+        expected.category,
+        expected.reference,
+    )
+    assert expected.turns[0].rstrip() in question.turns[0]
+
+
+def test_the_examples_of_a_prompt_come_from_the_train_part_on_the_hub(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: NEWS[:1] if split == "train[:1]" else NEWS[1:])
+    question = load("cnn_dm:shot")[0]
+    assert question.turns == (
+        f"Article: {NEWS[0]['article']}\nSummary: It is 0.\nArticle: {NEWS[1]['article']}\nSummary:",
+    )
+
+
+def test_humaneval_keeps_what_judges_the_answer(write):
+    first = load("humaneval", write(HUMANEVAL))[1]
+    assert first.checks == Checks(HUMANEVAL[1]["prompt"], "add1", f"{HUMANEVAL[1]['test']}\ncheck(add1)\n")
+
+
+def test_mbpp_asks_its_test_part_and_its_validation_part(write):
+    file = write(MBPP)
+    assert [question.question_id for question in load("mbpp", file)] == [11, 510]
+    assert [question.question_id for question in load("mbpp_validation", file)] == [511, 600]
+    assert load("mbpp", file)[0].checks == Checks("", "", "assert f() == 11")
+
+
+def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
+    rows = [
+        {"question_id": 1, "category": "writing", "turns": ["a", "b"]},
+        {"question_id": 2, "category": "rag", "turns": ["c"], "reference": [["d", "e"]]},
+        {"question_id": 3, "category": "translation", "turns": ["f"], "reference": ["g"]},
+    ]
+    assert load("spec_bench", write(rows)) == [
+        Question(1, "mt_bench", ("a", "b")),
+        Question(2, "rag", ("c",), "d\n\ne"),
+        Question(3, "translation", ("f",), "g"),
+    ]
+
+
+def test_a_summary_is_read_from_the_forms_of_public_copies(write):
+    row = {"query": "a whole prompt", "docs": ["The article."], "result": {"text": "1####The summary."}}
+    whole = {
+        "article": "###\nArticle: Some news.\n\nSummarize the above article in 1 sentence.\n",
+        "summary_gt": "News.",
+    }
+    for name, form, article, summary in (
+        ("cnn_dm:ouroboros", row, "The article.", "The summary."),
+        ("xsum:ouroboros", whole, "Some news.", "News."),
+    ):
+        question = load(name, write([form]))[0]
+        assert question.turns[0].endswith(f"Document: {article}  Summary: ") and question.reference == summary
+
+
+def test_parallel_text_files_are_paired_line_by_line(tmp_path):
+    with gzip.open(tmp_path / "de.gz", "wt", encoding="utf-8") as file:
+        file.write("Grüß Gott.\nZwei\n")
+    (tmp_path / "en").write_text("Good day.\nTwo\n")
+    questions = load("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
+    assert [question.turns[0].rpartition("\n")[2] for question in questions] == ["Grüß Gott.", "Zwei"]
+    assert [question.reference for question in questions] == ["Good day.", "Two"]
+    (tmp_path / "en").write_text("Good day.\n")
+    with pytest.raises(ValueError, match=r"do not belong together: .*de\.gz has 2 lines, .*en has 1 lines"):
+        load("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
+
+
+def test_a_gzip_file_is_read_and_a_cut_one_is_named(tmp_path, write):
+    data = gzip.compress(Path(write(GSM8K)).read_bytes())
+    (tmp_path / "a.gz").write_bytes(data)
+    assert len(load("gsm8k", str(tmp_path / "a.gz"))) == 4
+    (tmp_path / "a.gz").write_bytes(data[:-10])
+    with pytest.raises(ValueError, match=r"a\.gz is a broken gzip file"):
+        load("gsm8k", str(tmp_path / "a.gz"))
+
+
+def test_a_style_with_examples_takes_them_from_the_second_file(write):
+    train = [{"question": f"Q{n}", "answer": f"A{n} #### {n}"} for n in range(9)]
+    files = f"{write(GSM8K)},{write(train, 'train.jsonl')}"
+    question = load("gsm8k:shots", files, offset=3)[0]
+    shown = "".join(f"Q: Q{n}\nA: A{n} #### {n}\n\n" for n in range(8))
+    assert question == Question(
+        3, "math", (f"{shown}Q: What is 3 + 1?\nA:",), "#### 4", is_raw=True, stops=("\nQ:",)
+    )  # nine were there, eight are shown
+
+
+def test_mbpp_shows_examples_of_its_own_prompt_part(write):
+    question = load("mbpp:shots", write(MBPP))[0]
+    assert question.turns[0].count("[DONE]") == 3 and question.turns[0].count("expert Python programmer") == 4
+    assert "Return 3." in question.turns[0] and "Return 10." not in question.turns[0]
+    assert question.turns[0].endswith("Return 11. Your code should pass these tests:\n\nassert f() == 11\n[BEGIN]\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "reason"),
+    [
+        ("gsm8k:shots", "{0}", r"gsm8k:shots shows examples of the train part: pass --questions .*,TRAIN_FILE"),
+        ("gsm8k:shots", "{0},{0}", "shows 8 examples, but 4 were found"),
+        ("gsm8k", "{0},{0}", "2 files are too many or too few for gsm8k"),
+        ("wmt16", "{0},{0},{0}", "3 files are too many or too few for wmt16"),
+        ("gsm8k:five", "{0}", "gsm8k has no prompt style 'five'; choose one of: plain, ctc, shots"),
+        ("gsm8k:", "{0}", "gsm8k has no prompt style ''"),
+        ("mt_bench:ctc", "{0}", "choose one of: plain"),
+    ],
+)
+def test_files_and_styles_that_do_not_fit_are_refused(write, name, files, reason):
+    with pytest.raises(ValueError, match=reason):
+        load(name, files.format(write(GSM8K)))
+
+
+def test_a_file_whose_name_holds_a_comma_is_one_file(write):
+    assert len(load("gsm8k", write(GSM8K, "a,b.jsonl"))) == 4
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_style_asks_all_of_the_question_and_says_what_it_is(name, write):
+    rows = {"mt_bench": MT_BENCH, "spec_bench": MT_BENCH, "gsm8k": GSM8K, "humaneval": HUMANEVAL, "cnn_dm": NEWS}
+    rows |= {"mbpp": MBPP, "mbpp_validation": MBPP, "xsum": XSUM, "wmt16": PAIRS, "embedded": MT_BENCH}
+    benchmark = BENCHMARKS[name]
+    bare = benchmark.read(rows[name][1], 1)
+    shots = [benchmark.read(row, index) for index, row in enumerate(rows[name]) if index != 1]
+    for style in benchmark.styles.values():
+        asked = style.put(bare, shots[: style.num_shots])
+        assert bare.turns[0].rstrip() in asked.turns[0] and asked.turns[1:] == bare.turns[1:]
+        assert asked.reference == bare.reference and asked.checks == bare.checks
+        assert (bare.reference or "no answer") not in asked.turns[0]
+        assert style.about and (not style.stops or style.is_raw)
+
+
+def test_an_answer_may_be_as_long_as_in_the_papers():
+    caps = {name: length_cap(name) for name in ("humaneval", "mbpp", "gsm8k:ctc", "cnn_dm", "wmt16:ouroboros")}
+    assert list(caps.values()) == [512, 512, 256, 128, 64]  # Ouroboros, section 4.1
+
+
+REAL = {
+    "mt_bench": ("mt_bench/question.jsonl", 80),
+    "spec_bench": ("spec_bench/question.jsonl", 480),
+    "gsm8k": ("gsm8k/test.jsonl", 1319),
+    "gsm8k:shots": ("gsm8k/test.jsonl,gsm8k/train.jsonl", 1319),
+    "humaneval": ("humaneval/HumanEval.jsonl.gz", 164),
+    "mbpp": ("mbpp/mbpp.jsonl", 500),
+    "mbpp_validation:shots": ("mbpp/mbpp.jsonl", 90),
+    "cnn_dm": ("summarization/cnndm.jsonl", 100),
+    "xsum": ("summarization/xsum_0shot.jsonl", 1000),
+    "wmt16": ("translation/test_2016_flickr.de.gz,translation/test_2016_flickr.en.gz", 1000),
+}
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks do not stand beside the project")
-def test_the_real_files_are_read():
-    assert len(load("mt_bench", str(SHARED / "mt_bench" / "question.jsonl"))) == 80
-    questions = load("gsm8k", str(SHARED / "gsm8k" / "test.jsonl"))
-    assert len(questions) == 1319 and questions[-1].question_id == 1318 and "####" in questions[0].reference
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_files_are_read(name):
+    files, count = REAL[name]
+    questions = load(name, ",".join(str(SHARED / file) for file in files.split(",")))
+    assert len(questions) == len({question.question_id for question in questions}) == count
+    assert all(turn.strip() for question in questions for turn in question.turns)
+    if name not in ("mt_bench", "spec_bench"):
+        assert all(question.reference.strip() for question in questions)
+    if name == "spec_bench":
+        assert {question.category for question in questions} == {
+            *("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+        }

@@ -1,0 +1,79 @@
+"""Rows of a benchmark with the place each stands at: from JSON lines, from parallel text files, or from the hub."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data.benchmarks.question import Benchmark, Hub
+
+Rows = Iterator[tuple[str, object]]
+
+
+def split_files(files: str) -> list[str]:
+    """Return the files that ``--questions`` names: one, or several with commas between them."""
+    return [files] if Path(files).expanduser().is_file() else files.split(",")
+
+
+def file_rows(files: Sequence[str], parallel: Sequence[str] = ()) -> Rows:
+    """Iterate over the objects of one JSONL file, or over the lines of as many text files as there are fields.
+
+    Raises:
+        ValueError: A file is missing, not UTF-8, broken, or shorter than its partner.
+    """
+    if len(files) == 1:
+        yield from _json_rows(files[0])
+        return
+    columns = [_lines(file) for file in files]
+    if len({len(lines) for lines in columns}) > 1:
+        lengths = ", ".join(f"{file} has {len(lines)} lines" for file, lines in zip(files, columns, strict=True))
+        raise ValueError(f"the files do not belong together: {lengths}")
+    for number, row in enumerate(zip(*columns, strict=True), 1):
+        yield f"{files[0]} line {number}", dict(zip(parallel, row, strict=True))
+
+
+def hub_rows(hub: Hub, split: str, benchmark: Benchmark) -> Rows:
+    """Iterate over the rows of a split on the hub.
+
+    Raises:
+        ValueError: The hub is out of reach; the message says what to download instead.
+    """
+    from datasets import load_dataset
+
+    more = {"revision": hub.revision} if hub.revision else {}
+    try:
+        rows = load_dataset(hub.repository, hub.configuration, split=split, **more)
+    except Exception as error:  # no network, no such repository, a proxy: each has its own
+        raise ValueError(
+            f"cannot reach {hub.repository} on the hub; download {benchmark.download} and pass --questions FILE"
+        ) from error
+    return ((f"{hub.repository} row {index}", row) for index, row in enumerate(rows))
+
+
+def _json_rows(file: str) -> Rows:
+    for number, line in enumerate(_lines(file), 1):
+        if line.strip():
+            try:
+                yield f"{file} line {number}", json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
+                why = getattr(error, "msg", "nested too deeply")
+                raise ValueError(f"{file} line {number}: invalid JSON ({why}); expected an object a line") from error
+
+
+def _lines(file: str) -> list[str]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{file}: no such file; give a file of questions, or several with commas between them")
+    data = path.read_bytes()
+    if data.startswith(b"\x1f\x8b"):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{file} is a broken gzip file ({error}); download it again") from error
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error.reason}); convert the file") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Callable, Iterable
 
@@ -27,6 +28,7 @@ PHASE_COLOURS = {
     "observe": "#d4719f",
     "other": "#868c95",
 }
+BUDGET_ARGUMENTS = ("num_nodes", "num_draft")
 THEMES = {"light": ("#ffffff", "#24292f", "#d8dce2"), "dark": ("#181b20", "#d7dbe0", "#3a3f47")}  # paper, ink, rules
 
 
@@ -39,14 +41,17 @@ def choose_colours(summaries: Iterable[Summary]) -> Colours:
 
 
 def plot_speedup(summaries: Summaries, colours: Colours) -> Figure:
-    """Speed-up of each drafter, a bar each."""
-    values = [summary.speedup or 0.0 for summary in summaries.values()]
-    figure, axes = _figure(1.3 + 0.36 * len(summaries), "Speed-up, times the baseline")
-    bars = axes.barh(range(len(values)), values, color=[colours[drafter] for drafter in summaries], height=0.68)
-    axes.bar_label(bars, [f"{value:.2f}×" for value in values], padding=4)
-    _mark_one(axes)
-    axes.set_xlim(0, 1.15 * max(1.0, *values))
-    _as_rows(axes, summaries)
+    """Speed-up of each drafter, a bar each, with its interval."""
+    figure = _bars(summaries, colours, "Speed-up, times the baseline", "speedup", "speedup_interval", "×")
+    figure.axes[0].set_xlabel("dashed: the baseline" + _interval_told(summaries, "speedup_interval"))
+    return figure
+
+
+def plot_acceptance(summaries: Summaries, colours: Colours) -> Figure:
+    """Acceptance length of each drafter, a bar each, with its interval."""
+    figure = _bars(summaries, colours, "Acceptance length", "acceptance_length", "acceptance_interval")
+    told = _interval_told(summaries, "acceptance_interval")
+    figure.axes[0].set_xlabel("tokens per base forward" + told)
     return figure
 
 
@@ -65,7 +70,7 @@ def plot_categories(summaries: Summaries, colours: Colours) -> Figure:
         axes.bar_label(bars, [f"{length:.1f}" if length else "" for length in lengths], padding=2, fontsize=7)
     _mark_one(axes)
     axes.margins(x=0.08, y=0.01)
-    axes.set_xlabel("tokens per base forward (dashed: without a drafter)")
+    axes.set_xlabel("tokens per base forward; dashed: without a drafter")
     _as_rows(axes, categories)
     _legend_below(figure)
     return figure
@@ -95,7 +100,7 @@ def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
     figure, axes = _figure(1.9 + 0.36 * len(summaries), "Time by phase")
     ends = dict.fromkeys(summaries, 0.0)
     for phase, colour in PHASE_COLOURS.items():
-        costs = [1000 * max(s.phase_seconds[phase], 0.0) / max(s.tokens, 1) for s in summaries.values()]
+        costs = [1000 * max(s.phase_seconds.get(phase, 0.0), 0.0) / max(s.tokens, 1) for s in summaries.values()]
         axes.barh(range(len(costs)), costs, left=list(ends.values()), color=colour, label=phase, height=0.68)
         ends = {drafter: end + cost for (drafter, end), cost in zip(ends.items(), costs, strict=True)}
     for row, end in enumerate(ends.values()):
@@ -107,12 +112,62 @@ def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
     return figure
 
 
+def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
+    """Acceptance length and speed-up against fed tokens a step, a line for each drafter run with several budgets."""
+    figure = Figure(figsize=(5.6, 4.6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.set_title("What a larger tree gives")
+    for family, drafters in budgets(summaries).items():
+        points = sorted((summaries[drafter] for drafter in drafters), key=lambda s: s.fed_per_step)
+        colour, fed = colours[drafters[0]], [s.fed_per_step for s in points]
+        for axes, measure, interval in (
+            (upper, "acceptance_length", "acceptance_interval"),
+            (lower, "speedup", "speedup_interval"),
+        ):
+            values = [getattr(s, measure) or 0.0 for s in points]
+            bounds = [getattr(s, interval) or (value, value) for s, value in zip(points, values, strict=True)]
+            axes.plot(fed, values, color=colour, label=family, marker="o")
+            axes.fill_between(fed, *zip(*bounds, strict=True), color=colour, alpha=0.15, linewidth=0)
+    lower.axhline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
+    upper.set_ylabel("acceptance length")
+    lower.set_ylabel("speed-up")
+    lower.set_xlabel("fed tokens a step; dashed: the baseline")
+    for axes in (upper, lower):
+        axes.grid(axis="both")
+    _legend_below(figure)
+    return figure
+
+
+def budgets(summaries: Summaries) -> dict[str, list[str]]:
+    """Drafters whose names differ only in `BUDGET_ARGUMENTS`, by what else their name says; at least two of each."""
+    families: dict[str, list[str]] = {}
+    for drafter, summary in summaries.items():
+        if summary.fed_per_step is not None and not summary.is_baseline:
+            spec = re.sub(r" \(.*\)$", "", drafter)  # the folder it comes from
+            name, _, arguments = spec.partition(":")
+            kept = [pair for pair in arguments.split(",") if pair and pair.partition("=")[0] not in BUDGET_ARGUMENTS]
+            families.setdefault(":".join([name, *([",".join(kept)] if kept else [])]), []).append(drafter)
+    fed = {family: {summaries[drafter].fed_per_step for drafter in own} for family, own in families.items()}
+    return {family: own for family, own in families.items() if len(fed[family]) > 1}
+
+
 PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
     "speedup": plot_speedup,
-    "phases": plot_phases,
+    "acceptance": plot_acceptance,
     "depths": plot_depths,
+    "phases": plot_phases,
     "categories": plot_categories,
+    "budget": plot_budget,
 }
+
+
+def applicable(summaries: Summaries) -> list[str]:
+    """The plots that have something to show."""
+    several = {
+        "categories": max(len(s.by_category) for s in summaries.values()) > 1,
+        "budget": bool(budgets(summaries)),
+    }
+    return [plot for plot in PLOTS if several.get(plot, True)]
 
 
 def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light") -> bytes:
@@ -144,6 +199,31 @@ def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light"
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=160)
     return png.getvalue()
+
+
+def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, interval: str, unit: str = "") -> Figure:
+    """A bar for each drafter; of several baselines, which all stand at the dashed line, the first."""
+    first = next((drafter for drafter, summary in summaries.items() if summary.is_baseline), None)
+    shown = {drafter: s for drafter, s in summaries.items() if not s.is_baseline or drafter == first}
+    values = [getattr(summary, measure) or 0.0 for summary in shown.values()]
+    bounds = [getattr(s, interval) or (value, value) for s, value in zip(shown.values(), values, strict=True)]
+    figure, axes = _figure(1.5 + 0.36 * len(shown), title)
+    axes.barh(range(len(values)), values, color=[colours[drafter] for drafter in shown], height=0.68)
+    ink, ends = matplotlib.rcParams["text.color"], []
+    for row, (value, (low, high)) in enumerate(zip(values, bounds, strict=True)):
+        if low < high:
+            axes.plot([low, high], [row, row], color=ink, linewidth=1.2, marker="|", markersize=7)
+        ends.append(max(value, high))
+        axes.annotate(f"{value:.2f}{unit}", (ends[-1], row), (5, 0), textcoords="offset points", va="center")
+    _mark_one(axes)
+    axes.set_xlim(0, 1.17 * max(1.0, *ends))
+    _as_rows(axes, shown)
+    return figure
+
+
+def _interval_told(summaries: Summaries, interval: str) -> str:
+    known = (bounds for s in summaries.values() if (bounds := getattr(s, interval)))
+    return "; whiskers: 95 %" if any(low < high for low, high in known) else ""
 
 
 def _acceptance_length(summary: Summary, category: str) -> float:

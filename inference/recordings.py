@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,9 @@ from torch import Tensor
 from data.benchmarks import Question
 from drafters.protocol import Needs
 from drafters.tree import ROOT, DraftTree
+from inference import answers
 from inference.acceptance import accept
+from inference.answers import RecordedTurn
 from inference.prompts import prompt_ids
 from inference.runner import Rows
 
@@ -184,13 +185,13 @@ def read(
     """
     asked = {question.question_id: question for question in questions}
     found = Recordings()
-    for place, row in list(_lines(path))[:limit]:
-        question_id, turns = _turns(place, row)
-        question = asked.get(question_id)
-        if question is None or len(turns) > len(question.turns):
+    for place, row in list(answers.lines(path))[:limit]:
+        answer = answers.parse(place, row)
+        question_id, question = answer.question_id, asked.get(answer.question_id)
+        if question is None or len(answer.turns) > len(question.turns):
             raise ValueError(f"{place}: no such question {question_id}: pass the --questions that were answered")
         messages: list[tuple[str, str]] = []
-        for turn, told in enumerate(turns):
+        for turn, told in enumerate(answer.turns):
             messages.append(("user", question.turns[turn]))
             prompt = prompt_ids(base, messages, template)
             messages.append(("assistant", told.text))
@@ -199,14 +200,14 @@ def read(
                     f"{place}: turn {turn + 1} followed {told.prompt_tokens} prompt tokens, and {len(prompt)} here: "
                     "pass the --tokenizer, --template and --questions of the recording"
                 )
-            if told.count > max_new_tokens:
-                raise ValueError(f"{place}: turn {turn + 1} has {told.count} tokens: pass its --max-new-tokens")
-            tokens = told.tokens or _tokenised(told, base, max_new_tokens)
-            if 0 < len(tokens) == told.count:
+            if told.num_tokens > max_new_tokens:
+                raise ValueError(f"{place}: turn {turn + 1} has {told.num_tokens} tokens: pass its --max-new-tokens")
+            tokens = told.token_ids or _tokenised(told, base, max_new_tokens)
+            if 0 < len(tokens) == told.num_tokens:
                 ended = tokens[-1] in base.eos if told.ended is None else told.ended
                 found.turns.append(Recording(question_id, question.category, turn, prompt, tokens, ended))
             else:
-                found.mismatches.append(Mismatch(question_id, turn, told.count, len(tokens)))
+                found.mismatches.append(Mismatch(question_id, turn, told.num_tokens, len(tokens)))
     if not found.turns:
         raise ValueError(
             f"{path}: no turn to replay; {len(found.mismatches)} were left out: is --tokenizer the base's?"
@@ -214,49 +215,8 @@ def read(
     return found
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a file tells of a turn: its text and number of tokens, and the rest where it is our own record."""
-
-    text: str
-    count: int
-    tokens: list[int] | None
-    ended: bool | None
-    prompt_tokens: int | None
-
-
-def _turns(place: str, row: dict) -> tuple[int, list[_Told]]:
-    try:
-        choice = row["choices"][0]
-        texts, nothing = choice["turns"], [None] * len(choice["turns"])
-        tokens, ended, prompts = (choice.get(key, nothing) for key in ("token_ids", "ended", "prompt_tokens"))
-        if "token_ids" in choice:
-            counts = list(map(len, tokens))
-        else:
-            counts = [new or steps + 1 for new, steps in zip(choice["new_tokens"], choice["idxs"], strict=True)]
-        turns = [_Told(*told) for told in zip(texts, counts, tokens, ended, prompts, strict=True)]
-        return row["question_id"], turns
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ValueError(f"{place}: not a recorded answer ({type(error).__name__}: {error})") from error
-
-
-def _tokenised(told: _Told, base: RecordedBase, max_new_tokens: int) -> list[int]:
+def _tokenised(told: RecordedTurn, base: RecordedBase, max_new_tokens: int) -> list[int]:
     """The text's tokens, and the end-of-sequence token that was stripped unless the length cap cut the text."""
     tokens = base.tokenizer(told.text, add_special_tokens=False, verbose=False).input_ids
-    was_cut = told.count == max_new_tokens == len(tokens)
+    was_cut = told.num_tokens == max_new_tokens == len(tokens)
     return tokens if was_cut else [*tokens, *base.eos]
-
-
-def _lines(path: str | Path) -> Iterator[tuple[str, dict]]:
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file; give a JSONL file of recorded answers")
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason}); convert the file") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield f"{path} line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: invalid JSON ({error.msg})") from error

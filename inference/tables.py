@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich import box
@@ -23,99 +23,152 @@ COLUMNS = (
     ("acceptance length", lambda s: number(s.acceptance_length)),
     ("mean per question", lambda s: number(s.acceptance_length_mean)),
     ("ended by EOS", lambda s: number(s.acceptance_length_ended)),
+    ("with prefill", lambda s: number(s.acceptance_length_with_prefill)),
     ("speed-up", lambda s: number(s.speedup, unit="×")),
+    ("noise", lambda s: number(None if s.noise is None else 100 * s.noise, places=1, unit=" %")),
     ("tokens/s", lambda s: number(s.tokens_per_second, places=1)),
     ("fed tokens/step", lambda s: number(s.fed_per_step, places=1)),
     ("of them scratch", lambda s: number(s.scratch_per_step, places=1)),
     ("draft forwards/step", lambda s: number(s.draft_forwards_per_step, places=1)),
+    ("peak MiB", lambda s: number(None if s.peak_bytes is None else s.peak_bytes / 2**20, places=0)),
     ("identical answers", lambda s: _identical(s)),
 )
-RANKED = {  # by column
-    1: "acceptance_length",
-    2: "acceptance_length_mean",
-    3: "acceptance_length_ended",
-    4: "speedup",
-    5: "tokens_per_second",
+INTERVALS = {
+    "acceptance length": "acceptance_interval",
+    "mean per question": "acceptance_mean_interval",
+    "speed-up": "speedup_interval",
 }
-TERMINAL_COLUMNS = (0, 1, 4, 5, 6, 9)  # of COLUMNS: what eighty characters hold
+RANKED = {
+    "acceptance length": "acceptance_length",
+    "mean per question": "acceptance_length_mean",
+    "ended by EOS": "acceptance_length_ended",
+    "with prefill": "acceptance_length_with_prefill",
+    "speed-up": "speedup",
+    "tokens/s": "tokens_per_second",
+}
+TERMINAL_COLUMNS = ("drafter", "acceptance length", "speed-up", "tokens/s", "fed tokens/step", "identical answers")
 MAX_TERMINAL_DRAFTERS = 6  # side by side, for the same reason
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table; ``best`` are the columns to stress, ``is_identical`` tells lossless drafters from others."""
+    """A line of a table.
+
+    Args:
+        cells: What stands in its columns.
+        best: Columns to stress.
+        is_identical: Whether the drafter wrote the baseline's very text.
+        intervals: 95 % intervals, by column, where they are known.
+    """
 
     cells: list[str]
-    best: set[int]
+    best: set[int] = field(default_factory=set)
     is_identical: bool = True
+    intervals: dict[int, str] = field(default_factory=dict)
 
 
 def table(summaries: Summaries) -> list[RenderableType]:
     """The tables of all benchmarks with their titles and footnotes, for a rich console to print one by one."""
     parts: list[RenderableType] = []
     for benchmark, by_drafter in summaries.items():
-        headings = [heading for heading, _ in COLUMNS]
-        parts += [Text(benchmark, style="bold"), _rich_table(headings, drafter_rows(by_drafter), TERMINAL_COLUMNS)]
+        headings, rows = drafter_rows(by_drafter)
+        shown = [at for at, heading in enumerate(headings) if heading in TERMINAL_COLUMNS]
+        parts += [Text(benchmark, style="bold"), rich_table(headings, rows, shown)]
         parts += [Text(note, style="red") for note in footnotes(by_drafter)]
         headings, rows = category_rows(by_drafter)
         parts.append(Text())
+        if (quality := quality_rows(by_drafter))[1]:
+            parts += [Text(f"{benchmark}, task quality, %"), rich_table(*quality), Text()]
         if len(rows) > 1:
             parts.append(Text(f"{benchmark}, acceptance length and speed-up by category"))
             for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
                 columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
-                parts += [_rich_table(headings, rows, [0, *columns]), Text()]
+                parts += [rich_table(headings, rows, [0, *columns]), Text()]
     return parts
 
 
 def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
     """The same tables in Markdown, and what was run."""
-    lines = [f"**{_escape(headline(summaries))}**", ""]
+    lines = [f"**{escape(headline(summaries))}**", ""]
     for benchmark, by_drafter in summaries.items():
-        lines += [f"## {_escape(benchmark)}", ""]
-        lines += _markdown_table([heading for heading, _ in COLUMNS], drafter_rows(by_drafter))
-        lines += [line for note in footnotes(by_drafter) for line in (_escape(note), "")]
+        lines += [f"## {escape(benchmark)}", ""]
+        lines += markdown_table(*drafter_rows(by_drafter))
+        lines += [line for note in footnotes(by_drafter) for line in (escape(note), "")]
+        if (quality := quality_rows(by_drafter))[1]:
+            lines += ["Task quality, %:", "", *markdown_table(*quality)]
         headings, rows = category_rows(by_drafter)
         if len(rows) > 1:
-            lines += ["Acceptance length and speed-up by category:", "", *_markdown_table(headings, rows)]
+            lines += ["Acceptance length and speed-up by category:", "", *markdown_table(headings, rows)]
     lines += ["## What was run", ""]
-    lines += [f"- {_escape(str(key))}: {_escape(str(value))}" for key, value in counted(context).items()]
+    lines += [f"- {escape(str(key))}: {escape(str(value))}" for key, value in counted(context).items()]
     return "\n".join([*lines, ""])
 
 
 def headline(summaries: Summaries) -> str:
-    """The evaluation in one sentence about the fastest drafter over all benchmarks."""
+    """The evaluation in one sentence about the fastest of the drafters that answered the most benchmarks."""
     runs: dict[str, list[Summary]] = {}
     for by_drafter in summaries.values():
         for drafter, summary in by_drafter.items():
             runs.setdefault(drafter, []).append(summary)
-    baseline = next(iter(runs.values()))[0].baseline
-    speedups = {d: _geometric_mean([s.speedup for s in own]) for d, own in runs.items() if d != baseline}
+    most = max((len(own) for own in runs.values() if not own[0].is_baseline), default=0)
+    speedups = {
+        drafter: _geometric_mean([summary.speedup for summary in own])
+        for drafter, own in runs.items()
+        if not own[0].is_baseline and len(own) == most
+    }
     if not speedups:
-        return f"Only {baseline} was run: {number(runs[baseline][0].tokens_per_second, places=1)} tokens per second."
+        baseline, own = next(iter(runs.items()))
+        return f"Only {baseline} was run: {number(own[0].tokens_per_second, places=1)} tokens per second."
     best = max(speedups, key=speedups.__getitem__)
     identical, questions = sum(s.identical for s in runs[best]), sum(s.questions for s in runs[best])
     what = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"
     speed = f"{speedups[best]:.1f}x faster" if speedups[best] >= 1 else f"at {speedups[best]:.2f}x its speed"
     length = _geometric_mean([s.acceptance_length for s in runs[best]])
-    over = f" (geometric means over {len(runs[best])} benchmarks)" if len(runs[best]) > 1 else ""
-    return f"{best} writes {what} {_name(baseline)}, {speed}, {length:.1f} tokens per base forward{over}."
+    over = f" (geometric means over {most} benchmarks)" if most > 1 else ""
+    return f"{best} writes {what} {_name(runs[best][0].baseline)}, {speed}, {length:.1f} tokens per base forward{over}."
 
 
-def drafter_rows(by_drafter: Mapping[str, Summary]) -> list[Row]:
-    """A row of `COLUMNS` for each drafter; the best of the drafters, the baseline aside, is stressed."""
+def drafter_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each drafter; the best of the drafters, the baseline aside, is stressed.
+
+    A column that tells nothing of any drafter is left out.
+    """
     summaries = list(by_drafter.values())
+    columns = {heading: cells for heading, cell in COLUMNS if set(cells := list(map(cell, summaries))) - {"–", "0.0"}}
     best = {
-        column: _best([None if s.is_baseline else getattr(s, name) for s in summaries])
-        for column, name in RANKED.items()
+        heading: _best([None if s.is_baseline else getattr(s, name) for s in summaries])
+        for heading, name in RANKED.items()
     }
-    return [
+    rows = [
         Row(
-            [cell(summary) for _, cell in COLUMNS],
-            {column for column, winner in best.items() if winner == index},
+            [cells[index] for cells in columns.values()],
+            {at for at, heading in enumerate(columns) if best.get(heading) == index},
             summary.identical == summary.questions,
+            {
+                at: _interval(getattr(summary, INTERVALS[heading]))
+                for at, heading in enumerate(columns)
+                if heading in INTERVALS
+            },
         )
         for index, summary in enumerate(summaries)
     ]
+    return list(columns), rows
+
+
+def quality_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each drafter whose answers were graded."""
+    graded = {drafter: summary.quality for drafter, summary in by_drafter.items() if summary.quality}
+    grades = list(dict.fromkeys(grade for quality in graded.values() for grade in quality))
+    rows = [Row([drafter, *(number(quality.get(grade)) for grade in grades)]) for drafter, quality in graded.items()]
+    return ["drafter", *grades], rows
+
+
+def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:
+    """What a reader of `drafter_rows` may ask."""
+    told = ["Small: 95 % intervals over questions."] if any(any(row.intervals.values()) for row in rows) else []
+    if "noise" in headings:
+        told.append("Noise: what another run's speed-up may differ by, one standard deviation.")
+    return " ".join(told)
 
 
 def category_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
@@ -154,6 +207,11 @@ def number(value: float | None, places: int = 2, unit: str = "") -> str:
     return "–" if value is None else f"{value:.{places}f}{unit}"
 
 
+def _interval(bounds: Sequence[float] | None) -> str:
+    """The interval for a reader; nothing where it is unknown or has no width."""
+    return f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds and bounds[0] != bounds[1] else ""
+
+
 def _name(baseline: str) -> str:
     return "the base" if baseline == "none" else baseline
 
@@ -174,8 +232,10 @@ def _geometric_mean(values: Sequence[float | None]) -> float:
     return math.exp(sum(map(math.log, measured)) / len(measured)) if measured else 0.0
 
 
-def _rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int]) -> Table:
+def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int] | None = None) -> Table:
+    """A table for the terminal, of the columns ``shown`` or of all."""
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = range(len(headings)) if shown is None else shown
     for index in shown:
         heading = Text(headings[index].replace(" ", "\n", 1))
         width = max(len(row.cells[index]) for row in rows)  # where room is short, headings and long names break
@@ -187,13 +247,16 @@ def _rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[in
     return result
 
 
-def _markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    lines = [list(map(_escape, headings)), ["---", *["---:"] * (len(headings) - 1)]]
+def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The lines of a table in Markdown, and an empty one after it."""
+    lines = [list(map(escape, headings)), ["---", *["---:"] * (len(headings) - 1)]]
     for row in rows:
-        cells = [_escape(cell) for cell in row.cells]
-        lines.append([f"**{cell}**" if index in row.best else cell for index, cell in enumerate(cells)])
+        cells = [f"**{escape(cell)}**" if at in row.best else escape(cell) for at, cell in enumerate(row.cells)]
+        intervals = [f" ({interval})" if (interval := row.intervals.get(at)) else "" for at in range(len(cells))]
+        lines.append([cell + interval for cell, interval in zip(cells, intervals, strict=True)])
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """The text as Markdown shows it."""
     return re.sub(r"([\\`*|<>\[\]])", r"\\\1", text.replace("\n", " "))

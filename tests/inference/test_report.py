@@ -1,14 +1,19 @@
-"""Tables and the report: what they say, and that a model's text can do no harm."""
+"""Tables and the report: what they say, what they put together, and that a model's text can do no harm."""
 
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
-from inference import report
+from inference import plots, record, report, results, tables, viewer
 from inference.metrics import summarise
 from inference.record import Answer, Turn
 from inference.session import StepCost
@@ -25,13 +30,12 @@ def decode(token_ids):
 
 def answer(drafter, question_id, category, token_ids=tuple(range(9))):
     costs = [StepCost(n, n - 1, 1, 4, 0, 0, (0.001, 0.1, 0.001, 0.001, 0.001)) for n in STEPS[drafter]]
-    turn = Turn(decode(token_ids), list(token_ids), 5, costs, 0.11 * len(costs))
+    turn = Turn(decode(token_ids).removesuffix("</s>"), list(token_ids), 5, costs, 0.11 * len(costs))
     return Answer(question_id, category, drafter, [turn, turn], [True, True])
 
 
-@pytest.fixture
-def answers():
-    """Two benchmarks; in the second ngram writes another fourth token."""
+def two_benchmarks():
+    """Their answers; in the second ngram writes another fourth token."""
     given = {
         name: {drafter: [answer(drafter, q, f"kind {q % 2}") for q in range(1, 5)] for drafter in STEPS}
         for name in ("mt_bench", "gsm8k")
@@ -40,9 +44,18 @@ def answers():
     return given
 
 
+def summarised(answers):
+    return {name: {drafter: summarise(of[drafter], of["none"]) for drafter in of} for name, of in answers.items()}
+
+
+@pytest.fixture
+def answers():
+    return two_benchmarks()
+
+
 @pytest.fixture
 def summaries(answers):
-    return {name: {drafter: summarise(of[drafter], of["none"]) for drafter in of} for name, of in answers.items()}
+    return summarised(answers)
 
 
 class Page(HTMLParser):
@@ -70,14 +83,20 @@ class Page(HTMLParser):
             self.answers[-1] += data
 
 
-@pytest.fixture
-def page(tmp_path, summaries, answers):
-    return Page(report.write_report(tmp_path, summaries, CONTEXT, answers, decode).read_text(encoding="utf-8"))
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    answers = two_benchmarks()
+    return report.write_report(tmp_path_factory.mktemp("page"), summarised(answers), CONTEXT, answers, decode)
+
+
+@pytest.fixture(scope="module")
+def page(page_file):
+    return Page(page_file.read_text(encoding="utf-8"))
 
 
 def test_the_report_needs_nothing_but_itself(page):
     links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
-    assert len(links) == 2 * 2 * 4  # benchmarks, themes, plots
+    assert len(links) == 2 * 2 * 5  # benchmarks, themes, plots
     assert all(link.startswith("data:image/png;base64,") for link in links)
     assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
 
@@ -86,16 +105,18 @@ def test_the_spans_of_the_steps_hold_the_whole_answer_and_escape_it(page):
     assert page.answers == [TEXT] * 2 * 8  # turns of eight answers; <script> is text here, no tag
 
 
-def test_the_plots_are_files_too(page, tmp_path):
-    plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert plots == [
-        f"{name}-{p}.png" for name in ("gsm8k", "mt_bench") for p in ("categories", "depths", "phases", "speedup")
+def test_the_plots_are_files_too(page_file):
+    drawn = sorted((page_file.parent / "plots").iterdir())
+    assert [path.name for path in drawn] == [
+        f"{name}-{plot}.png"
+        for name in ("gsm8k", "mt_bench")
+        for plot in ("acceptance", "categories", "depths", "phases", "speedup")
     ]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
 def test_a_step_shows_accepted_tokens_apart_from_the_bonus_token():
-    spans = report.step_spans(answer("ctc", 1, "math").turns[0], decode)
+    spans = viewer.step_spans(answer("ctc", 1, "math").turns[0], decode)
     assert [(span.accepted, span.bonus) for span in spans] == [
         ("", "The"),
         (" cat <script>alert(1)</script>\n sat", " & on"),
@@ -112,7 +133,7 @@ def test_a_character_of_several_tokens_is_not_torn_apart():
         StepCost(5, 5, 1, 5, 0, 0, (0.0,) * 5),
     ]
     turn = Turn("", list(whole), 1, steps, 1.0)
-    spans = report.step_spans(turn, lambda token_ids: bytes(token_ids).decode("utf-8", errors="replace"))
+    spans = viewer.step_spans(turn, lambda token_ids: bytes(token_ids).decode("utf-8", errors="replace"))
     assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
 
 
@@ -145,7 +166,9 @@ def test_the_headline_does_not_hide_other_text_or_lost_speed(summaries):
 
 def test_markdown_has_the_same_rows_and_the_context(summaries):
     text = report.markdown(summaries, CONTEXT)
-    assert "| ctc | **2.67** | **2.67** | **2.67** | **2.25×** | **20.5** | 5.0 | 0.0 | 0.0 | 100 % (4/4) |" in text
+    assert (
+        "| ctc | **2.67** | **2.67** | **2.67** | **2.25** | **2.25×** | 0.0 % | **20.5** | 5.0 | 100 % (4/4) |" in text
+    )
     assert "| kind 1 | **2.67 2.25×** | 2.00 " in text
     assert "- base: tiny\\|chat\n- command line: drafters eval \\<x\\>\n" in text
     assert "- counting: Acceptance length = emitted tokens / base forwards, prefill excluded, micro average." in text
@@ -156,3 +179,199 @@ def test_results_hold_every_number(tmp_path, summaries):
     assert results["context"]["base"] == "tiny|chat"
     assert results["results"]["mt_bench"]["ctc"]["acceptance_length"] == pytest.approx(8 / 3)
     assert results["results"]["gsm8k"]["ngram"]["first_divergence"] == [3, 0, 3]
+
+
+def test_a_column_that_tells_nothing_is_left_out_and_intervals_stand_beside_their_numbers(summaries):
+    of = summaries["mt_bench"]
+    headings, _ = tables.drafter_rows(of)
+    assert "peak MiB" not in headings and "draft forwards/step" not in headings
+    of["ctc"] = replace(of["ctc"], peak_bytes=3 * 2**20, acceptance_interval=(2.5, 2.75), speedup_interval=(2.0, 2.5))
+    headings, rows = tables.drafter_rows(of)
+    cells = dict(zip(headings, rows[1].cells, strict=True))
+    assert cells["peak MiB"] == "3" and cells["acceptance length"] == "2.67"
+    assert {headings[at]: told for at, told in rows[1].intervals.items() if told} == {
+        "acceptance length": "2.50 – 2.75",
+        "speed-up": "2.00 – 2.50",
+    }
+    assert "| **2.67** (2.50 – 2.75) |" in report.markdown(summaries, {})
+    assert tables.legend(headings, rows).startswith("Small: 95 % intervals")
+
+
+def save_tokenizer(folder, words):
+    model = WordLevel({word: index for index, word in enumerate(words)}, unk_token="</s>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    return str(folder)
+
+
+def test_task_quality_stands_in_every_form(summaries):
+    of = summaries["mt_bench"]
+    assert tables.quality_rows(of)[1] == [], "nothing was graded"
+    summaries["mt_bench"] = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in of.items()}
+    assert "Task quality, %:\n\n| drafter | exact match |\n| --- | ---: |\n| none | 12.50 |" in report.markdown(
+        summaries, {}
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    for part in report.table(summaries):
+        console.print(part)
+    assert re.search(r"mt_bench, task quality, %\n.*\n.*\n.*\nnone +12\.50", console.export_text())
+
+
+@pytest.fixture
+def make_folder(tmp_path, answers):
+    """What `drafters eval --out` leaves behind, for some of the drafters of one benchmark."""
+
+    def make(name, drafters=("ctc", "ngram"), benchmark="mt_bench", **context):
+        folder, given = tmp_path / name, answers[benchmark]
+        found = {drafter: summarise(given[drafter], given["none"]) for drafter in ("none", *drafters)}
+        told = {"base": "tiny", "decoding": "greedy, at most 9", "command": f"drafters eval --out {name}"} | context
+        report.write_results(folder, {benchmark: found}, told)
+        for drafter in found:
+            record.write(folder / "answers" / benchmark / f"{drafter}.jsonl", given[drafter])
+        return str(folder)
+
+    return make
+
+
+def test_a_folder_is_read_back_as_it_was_written(make_folder, answers, summaries):
+    run = results.read(make_folder("one"))
+    assert run.summaries == {"mt_bench": summaries["mt_bench"]}
+    assert run.answers == {"mt_bench": answers["mt_bench"]}
+
+
+def test_results_of_an_older_version_are_read_too(make_folder):
+    folder = Path(make_folder("old"))
+    told = json.loads((folder / "results.json").read_text())
+    for summary in told["results"]["mt_bench"].values():
+        del summary["noise"], summary["speedup_interval"], summary["quality"]
+    (folder / "results.json").write_text(json.dumps(told))
+    summary = results.read(folder).summaries["mt_bench"]["ctc"]
+    assert (
+        summary.noise is None
+        and summary.speedup_interval is None
+        and summary.quality == {}
+        and summary.acceptance_length > 2
+    )
+
+
+def test_folders_of_the_same_conditions_share_a_table_and_keep_their_own_ratios(make_folder):
+    (run,) = results.read_all([make_folder("a", ["ctc"]), make_folder("b", ["ctc", "ngram"])])
+    assert list(run.summaries["mt_bench"]) == ["none", "ctc", "none (b)", "ctc (b)", "ngram"]
+    baselines = {name: summary.baseline for name, summary in run.summaries["mt_bench"].items()}
+    assert baselines == {
+        "none": "none",
+        "ctc": "none",
+        "none (b)": "none (b)",
+        "ctc (b)": "none (b)",
+        "ngram": "none (b)",
+    }
+    assert [s.is_baseline for s in run.summaries["mt_bench"].values()] == [True, False, True, False, False]
+    assert {own[0].drafter for own in run.answers["mt_bench"].values()} == set(run.summaries["mt_bench"])
+    assert "a, command" in run.context and "b, command" in run.context
+
+
+def test_drafters_of_several_weights_are_named_by_their_folders(make_folder):
+    a = make_folder("a", ["ctc"], command="drafters eval --drafter ctc=weights/a --out a")
+    b = make_folder("b", ["ctc", "ngram"], command="drafters eval --drafter ctc=weights/b --drafter ngram --out b")
+    (run,) = results.read_all([a, b])
+    assert list(run.summaries["mt_bench"]) == ["none", "ctc=weights/a", "none (b)", "ctc=weights/b", "ngram"]
+
+
+@pytest.mark.parametrize("other", [{"base": "large"}, {"decoding": "greedy, at most 99"}, {"device": "cuda"}])
+def test_other_bases_caps_and_machines_never_share_a_ratio(make_folder, other):
+    runs = results.read_all([make_folder("a"), make_folder("b", **other), make_folder("c")])
+    assert [run.name for run in runs] == ["a, c", "b"]
+
+
+def test_other_questions_or_another_baseline_text_never_share_a_ratio(make_folder, answers):
+    first = make_folder("a")
+    answers["mt_bench"] = {drafter: own[:3] for drafter, own in answers["mt_bench"].items()}
+    assert len(results.read_all([first, make_folder("b")])) == 2
+    assert len(results.read_all([first, make_folder("c", benchmark="gsm8k")])) == 1, "another benchmark is no conflict"
+
+
+def test_the_page_of_several_folders_needs_nothing_but_itself(make_folder, tmp_path, capsys):
+    folders = [make_folder("a"), make_folder("b", base="large", warnings="the machine was busy"), make_folder("c")]
+    report.report(folders, out=str(tmp_path / "page"))
+    html = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    page = Page(html)
+    links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
+    assert all(link.startswith(("data:image/png;base64,", "#part-")) for link in links)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert {attrs.get("id") for tag, attrs in page.tags if tag == "article"} == {"part-1", "part-2"}
+    assert "2 evaluations side by side" in html and '<p class="note">the machine was busy</p>' in html
+    assert "Warning: the machine was busy." in capsys.readouterr().out
+    markdown = (tmp_path / "page" / "results.md").read_text(encoding="utf-8")
+    assert markdown.count("# a, c\n") == markdown.count("# b\n") == 1
+    assert (tmp_path / "page" / "plots" / "2-mt_bench-speedup.png").is_file()
+
+
+def test_without_the_tokenizer_answers_are_shown_whole(make_folder, tmp_path, capsys):
+    folder = make_folder("a", base="nowhere/at/all")
+    report.report([folder])
+    html = (Path(folder) / "report.html").read_text(encoding="utf-8")
+    assert Page(html).answers == [TEXT.removesuffix("</s>")] * 2 * 4
+    assert "drafters report --tokenizer FOLDER" in html
+
+
+def test_the_bases_own_tokenizer_cuts_the_answers_into_steps(make_folder, tmp_path):
+    own, others = save_tokenizer(tmp_path / "base", WORDS), save_tokenizer(tmp_path / "other", WORDS[::-1])
+    run = results.read(make_folder("a", base=own))
+    turn = run.answers["mt_bench"]["ctc"][0].turns[0]
+    assert viewer.step_spans(turn, report.decoder(run)) == viewer.step_spans(turn, decode)
+    assert report.decoder(run, others) is None, "its words are not the recorded ones"
+    with pytest.raises(ValueError, match="no base at"):
+        report.decoder(run, "./nowhere")
+
+
+def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
+    ctc = summaries["mt_bench"]["ctc"]
+    named = {
+        name: replace(ctc, drafter=name, fed_per_step=fed)
+        for name, fed in {
+            "ctc": 5.0,
+            "ctc:num_nodes=8": 9.0,
+            "ctc:num_nodes=8 (b)": 9.5,
+            "ctc=other:num_nodes=8": 9.0,
+            "joint:order=3,num_nodes=4": 3.0,
+            "joint:num_nodes=8,order=3": 6.0,
+            "joint:num_nodes=8": 6.0,
+        }.items()
+    }
+    assert plots.budgets(named) == {
+        "ctc": ["ctc", "ctc:num_nodes=8", "ctc:num_nodes=8 (b)"],
+        "joint:order=3": ["joint:order=3,num_nodes=4", "joint:num_nodes=8,order=3"],
+    }
+    assert "budget" in plots.applicable(named) and "budget" not in plots.applicable(summaries["mt_bench"])
+    assert plots.draw("budget", named, plots.choose_colours(named.values()), "dark").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (None, "holds no results.json: give a folder that `drafters eval --out` wrote"),
+        ("{", "is not what `drafters eval --out` writes (JSONDecodeError"),
+        ("[]", "is not what `drafters eval --out` writes (TypeError"),
+        ('{"context": {}, "results": {}}', "is not what `drafters eval --out` writes (ValueError: no results)"),
+        ('{"context": {}, "results": {"anpd": {"turns": 3}}}', "is not what `drafters eval --out` writes (TypeError"),
+    ],
+)
+def test_a_foreign_folder_is_refused_in_one_line(tmp_path, told, said):
+    if told is not None:
+        (tmp_path / "results.json").write_text(told)
+    with pytest.raises(ValueError) as error:
+        report.report([str(tmp_path)])
+    assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_folders_need_a_place_of_their_own(make_folder, tmp_path):
+    folders = [make_folder("a"), make_folder("b")]
+    with pytest.raises(ValueError, match="needs a place: give --out FOLDER"):
+        report.report(folders)
+    with pytest.raises(ValueError, match="is named twice: name each folder once"):
+        report.report([folders[0], folders[0]], out=str(tmp_path / "page"))
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / "report.html").write_text("mine")
+    with pytest.raises(ValueError, match="is already there: give another --out, or --overwrite"):
+        report.report(folders, out=str(tmp_path / "page"))

@@ -1,0 +1,91 @@
+"""The report's answers: which are shown, and their text cut where the steps of decoding ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from inference.metrics import acceptance_length
+from inference.record import Answer, Turn
+from inference.tables import Summaries
+
+Answers = Mapping[str, Mapping[str, Sequence[Answer]]]  # by benchmark, by drafter
+Decode = Callable[[list[int]], str]
+
+MAX_SHOWN_ANSWERS = 12
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """The text one step gained: what its accepted draft tokens gave, then what its bonus token gave."""
+
+    accepted: str
+    bonus: str
+    num_accepted: int
+    num_emitted: int
+
+
+def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
+    """The turn's text, cut where its steps ended; the pieces together are the whole text.
+
+    A cut inside a character of several tokens moves back to where the character begins.
+    """
+    whole = decode(turn.token_ids)
+    spans: list[StepSpan] = []
+    num_tokens = start = 0
+    for index, step in enumerate(turn.steps):
+        tokens_at = (num_tokens + step.accepted, num_tokens + step.emitted)
+        middle, end = (max(start, _common_length(decode(turn.token_ids[:at]), whole)) for at in tokens_at)
+        if index == len(turn.steps) - 1:
+            end = len(whole)
+        if step.emitted == step.accepted:  # a cut text may end without a bonus token
+            middle = end
+        spans.append(StepSpan(whole[start:middle], whole[middle:end], step.accepted, step.emitted))
+        num_tokens, start = tokens_at[1], end
+    return spans
+
+
+def choose_answers(summaries: Summaries, answers: Answers, decode: Decode | None) -> list[dict[str, Any]]:
+    """Answers of each benchmark's fastest drafter, from as many benchmarks and categories as there is room for.
+
+    Args:
+        summaries: By benchmark, by drafter.
+        answers: The recorded answers, by benchmark, by drafter.
+        decode: Turns token ids into text; without it the texts are shown whole.
+    """
+    by_benchmark = []
+    for benchmark, by_drafter in answers.items():
+        measured = [s for s in summaries[benchmark].values() if by_drafter.get(s.drafter)]
+        measured = [s for s in measured if not s.is_baseline] or measured
+        if not measured:
+            continue
+        best = max(measured, key=lambda summary: summary.speedup or 0.0)
+        by_category: dict[str, list[tuple[str, Answer]]] = {}
+        for answer in by_drafter[best.drafter]:
+            by_category.setdefault(answer.category, []).append((benchmark, answer))
+        by_benchmark.append(_take_turns(by_category.values()))
+    return [
+        {
+            "benchmark": benchmark,
+            "answer": answer,
+            "acceptance_length": acceptance_length(answer.turns),
+            "turns": [
+                {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode else None}
+                for turn, is_ended in zip(answer.turns, answer.ended, strict=True)
+            ],
+        }
+        for benchmark, answer in _take_turns(by_benchmark)[:MAX_SHOWN_ANSWERS]
+    ]
+
+
+def _common_length(text: str, whole: str) -> int:
+    while not whole.startswith(text):
+        text = text[:-1]
+    return len(text)
+
+
+def _take_turns(lists):
+    """The first of each list, then the second of each, and so on."""
+    return [item for rank in zip_longest(*lists) for item in rank if item is not None]

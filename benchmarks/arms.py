@@ -21,9 +21,9 @@ from drafters import checkpoint
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import ROOT, DraftTree
 from drafters.whole_file import whole_file
+from inference.answering import asked_ids
 from inference.base import Base, base_hash
 from inference.batched import greedy_batch
-from inference.prompts import prompt_ids
 from train import lightning_cli
 from train.export import export, read_checkpoint
 
@@ -175,7 +175,7 @@ def decoded_answers(
 ) -> list[Answer]:
     """`own_answers` to the first turns of a benchmark's questions, kept in a folder."""
     asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
-    prompts = [prompt_ids(base, [("user", question.turns[0])], "tokenizer") for question in asked]
+    prompts = [asked_ids(base, question, [("user", question.turns[0])], "tokenizer") for question in asked]
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 

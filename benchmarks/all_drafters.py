@@ -28,11 +28,13 @@ LAYERS = "-1,2,4"  # of the arms above
 
 def all_drafters(
     base: str,
-    train_questions: str,
     gsm8k: str,
     mt_bench: str,
     draft_model: str,
     out: str,
+    train_questions: str | None = None,
+    text: str | None = None,
+    store: str | None = None,
     arms: list[str] = LEARNED,
     live: list[str] = LIVE,
     seeds: list[int] = [0, 1, 2],  # noqa: B006
@@ -53,11 +55,13 @@ def all_drafters(
 
     Args:
         base: Folder or hub id of the base.
-        train_questions: Questions whose answers the base writes for the training.
         gsm8k: GSM8K questions to decode.
         mt_bench: MT-Bench questions to decode.
         draft_model: Small model for draft-model speculation and Ouroboros.
         out: Folder for texts, states, drafters and figures.
+        train_questions: Questions whose answers the base writes for the training.
+        text: Training text that is there already, in place of such answers.
+        store: Feature store of that text.
         arms: Learned drafters to train and simulate.
         live: Those of them that decode too, the first seed's.
         seeds: Of weights, anchors and order.
@@ -75,13 +79,8 @@ def all_drafters(
     if threads:
         torch.set_num_threads(threads)
     folder = Path(out)
-    text, store = folder / "text.jsonl", folder / "store"
-    if not text.exists():
-        regenerate(base, [train_questions], str(text), limit=num_texts, max_new_tokens=max_new_tokens)
-    if not (store / "finished").exists():
-        features(base, [str(text)], str(store), max_length=Common.max_length, layers=LAYERS)
-        (store / "finished").touch()
-    common = Common(base, [str(text)], steps, features=str(store))
+    text, store = prepared(base, folder, train_questions, text, store, num_texts, max_new_tokens)
+    common = Common(base, [text], steps, features=store)
     trained = {(name, seed): train(ARMS[name], seed, common, folder) for seed in seeds for name in arms}
     rates = training_rates([ARMS[name] for name in arms], common)
     asked = {"gsm8k": (gsm8k, offset), "mt_bench": (mt_bench, 0)}
@@ -123,6 +122,34 @@ def all_drafters(
             results[dtype] = json.loads((kept / "results.json").read_text(encoding="utf-8"))["results"][benchmark]
         tables.append(live_table(benchmark, results, live_questions))
     show(tables, torch.device("cpu"), table)
+
+
+def prepared(
+    base: str,
+    folder: Path,
+    train_questions: str | None,
+    text: str | None,
+    store: str | None,
+    num_texts: int,
+    max_new_tokens: int,
+) -> tuple[str, str]:
+    """The training text and its feature store: those that are given, or the base's own answers to questions.
+
+    Raises:
+        ValueError: There are neither questions nor a text.
+    """
+    if (text is None) == (train_questions is None):
+        raise ValueError("give --train-questions, for the base to answer, or --text, one of the two")
+    if text is None:
+        text = str(folder / "text.jsonl")
+        if not Path(text).exists():
+            regenerate(base, [train_questions], text, limit=num_texts, max_new_tokens=max_new_tokens)
+    if store is None:
+        store = str(folder / "store")
+        if not (Path(store) / "finished").exists():
+            features(base, [text], store, max_length=Common.max_length, layers=LAYERS)
+            (Path(store) / "finished").touch()
+    return text, store
 
 
 def spaced(questions: str, offset: int, count: int, path: Path) -> Path:

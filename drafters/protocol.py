@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +83,11 @@ class Limits:
 UNLIMITED = Limits(max_depth=1024)
 
 
+def at_least_one(count: Tensor) -> Tensor:
+    """A count that a sum can be divided by."""
+    return count.clamp(min=1)
+
+
 @dataclass(frozen=True)
 class TrainingBatch:
     """Texts, and what the frozen base says about them.
@@ -92,6 +98,10 @@ class TrainingBatch:
         input_ids: (B, S).
         labels: (B, S) the base's own next token at each position.
         loss_mask: (B, S) bool, true on assistant tokens.
+        step: Optimizer steps taken before this batch: what fades in or out in a loss goes by it, so that a resumed run
+            and one that accumulates gradients do the same.
+        divisor: Of a count, what a loss divides the sum over so many terms by; with several processes the mean of
+            their counts, so that the mean of their losses is that over all terms. All processes call it equally often.
     """
 
     hidden: Tensor
@@ -99,6 +109,14 @@ class TrainingBatch:
     input_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
+    step: int = 0
+    divisor: Callable[[Tensor], Tensor] = at_least_one
+
+    def divided_by(self, divisor: Callable[[Tensor], Tensor]) -> TrainingBatch:
+        """The same batch with another divisor."""
+        other = copy(self)
+        object.__setattr__(other, "divisor", divisor)  # the class is frozen
+        return other
 
 
 @dataclass(frozen=True)
@@ -138,11 +156,13 @@ class Drafter(Protocol):
         needs: What it wants to see of the base.
         history_only: Whether proposals depend on nothing but the tokens of the texts so far; such a drafter can be
             replayed on recorded answers.
+        remembers: Whether proposals may depend on texts decoded before, since the last `reset`.
         draft_forwards: Forwards of a draft module or model made so far.
     """
 
     needs: Needs = Needs()
     history_only: bool = False
+    remembers: bool = True
     draft_forwards: int = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -168,6 +188,7 @@ class NoDrafter(Drafter):
     """Proposes nothing: the base alone, one token a step (vanilla decoding)."""
 
     history_only = True
+    remembers = False
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         return DraftTree()
@@ -191,9 +212,11 @@ class InnerSession(Protocol):
 
     Args:
         forwards: Forwards made so far.
+        remembers: Whether what it writes may depend on texts before this one.
     """
 
     forwards: int
+    remembers: bool
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Forget the last text."""
@@ -226,6 +249,7 @@ class LearnedDrafter(nn.Module, ABC):
 
     needs: Needs
     history_only = False
+    remembers = False
     draft_forwards = 0
     borrowed: Borrowed | None = None
 

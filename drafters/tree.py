@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,12 +45,15 @@ class DraftTree:
         num_scratch: So many nodes at the end are scratch: fed to be looked at, never accepted. They may hang on any
             node before them; no candidate hangs on one.
         laws: Where children were drawn at random, the laws they were drawn from.
+        probabilities: What the drafter takes for the probability of each candidate's path, to be looked at; empty where
+            it says none. No part of what is compared when trees are.
     """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
     num_scratch: int = 0
     laws: tuple[ChildLaw, ...] = ()
+    probabilities: Sequence[float] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def from_paths(cls, paths: Collection[Sequence[int]]) -> DraftTree:
@@ -142,6 +145,7 @@ class DraftTree:
         kept: dict[int, int] = {ROOT: ROOT}
         tokens: list[int] = []
         parents: list[int] = []
+        kept_probabilities: list[float] = []
         num_scratch = 0
         for node, (token, parent, depth) in enumerate(zip(self.tokens, self.parents, depths, strict=True)):
             scratch = node >= candidates
@@ -152,12 +156,15 @@ class DraftTree:
                 tokens.append(token)
                 parents.append(kept[parent])
                 num_scratch += scratch
+                if node < len(self.probabilities):
+                    kept_probabilities.append(self.probabilities[node])
         laws = tuple(
             replace(law, parent=kept[law.parent], draws=tuple(kept[node] for node in law.draws if node in kept))
             for law in self.laws
             if law.parent in kept
         )
-        return DraftTree(tokens, parents, num_scratch, tuple(law for law in laws if law.draws))
+        laws = tuple(law for law in laws if law.draws)
+        return DraftTree(tokens, parents, num_scratch, laws, kept_probabilities)
 
     def _goes_on_after(self, eos: Collection[int]) -> bool:
         """Whether a candidate hangs on an end-of-sequence token."""
@@ -175,6 +182,7 @@ class DraftTree:
         assert all(parent < candidates for parent in self.parents[:candidates]), "no candidate hangs on scratch"
         assert len(self._children) == candidates, "candidate siblings hold distinct tokens"
         assert all(0 <= token < vocab_size for token in self.tokens), "a token is outside the vocabulary"
+        assert len(self.probabilities) in (0, candidates), "each candidate has a probability, or none has"
         for law in self.laws:
             assert all(self.parents[node] == law.parent for node in law.draws), "draws are children of their law's node"
             assert all(node < candidates for node in law.draws), "a drawn node is a candidate"

@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from data import benchmarks
-from data.benchmarks import Question
-from inference import metrics, record, report, zoo
-from inference.base import Base, Dtype, load_base, resolve_device
+from data.tokenizer import load_tokenizer
+from inference import record, report, timing, workers, zoo
+from inference.answering import answer, answers
+from inference.base import Dtype, resolve_device
+from inference.decoded import Decoded, read
+from inference.journal import Journal
 from inference.outputs import new_folder
-from inference.prompts import prompt_ids
-from inference.record import Answer, Turn
-from inference.runner import Runner
-from inference.sampling import Typical, make_sampler
-from inference.session import Session, check_prompt
+from inference.quality import needs_code, quality_of
+from inference.share import Plan
 from inference.tables import COUNTING_RULE
 
+__all__ = ["answer", "answers", "evaluate"]
 
-def answer(session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int) -> Answer:
-    """Decode all turns of a question; the base reads its own earlier answers."""
-    messages: list[tuple[str, str]] = []
-    turns, ended = [], []
-    for text in question.turns:
-        messages.append(("user", text))
-        prompt = prompt_ids(base, messages, template)
-        if len(prompt) >= base.context_length and turns:
-            break  # a later turn that no longer fits: `evaluate` says how many were left out
-        result = session.run(prompt, max_new_tokens, base.eos)
-        ended.append(bool(result.tokens) and result.tokens[-1] in base.eos)
-        written = base.tokenizer.decode(result.tokens, skip_special_tokens=True).strip()
-        turns.append(Turn(written, result.tokens, len(prompt), result.steps, result.seconds))
-        messages.append(("assistant", written))
-    return Answer(question.question_id, question.category, name, turns, ended)
-
-
-def answers(
-    base: Base, sessions: dict[str, Session], questions: list[Question], template: str, max_new_tokens: int
-) -> Iterator[Answer]:
-    """Answer every question with every drafter, question by question, so that all meet the same machine.
-
-    The order of the drafters turns from question to question, and each is warmed up on the first question.
-    """
-    names = list(sessions)
-    for name in names:
-        answer(sessions[name], name, questions[0], base, template, min(16, max_new_tokens))
-        sessions[name].drafter.reset()  # what it remembers across texts begins with the first question
-    for index, question in enumerate(questions):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            yield answer(sessions[name], name, question, base, template, max_new_tokens)
+JOURNALS = "journal"  # the folder of what each process keeps as it goes
 
 
 def evaluate(
@@ -65,7 +37,7 @@ def evaluate(
     questions: list[str] | None = None,
     offset: int = 0,
     limit: int | None = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -74,22 +46,29 @@ def evaluate(
     template: str = "tokenizer",
     dtype: Dtype = "float32",
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    devices: int | Literal["auto"] = 1,
+    repeats: int = 1,
     out: str | None = None,
+    allow_code_execution: bool = False,
     overwrite: bool = False,
 ) -> None:
     """Decode the questions of benchmarks with several drafters and compare speed, acceptance and text.
 
     Prints a table; with --out also writes answers as FastChat-style JSONL, results.json, results.md and report.html.
+    A run that was stopped goes on when the same command is given again, and ends in the numbers of one run; only times
+    differ.
 
     Args:
         base: Folder or hub id of the base.
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; a wrong name lists all; may be
             repeated. none, the base alone, is always run: all else is measured against it.
-        benchmark: embedded, mt_bench or gsm8k; may be repeated.
-        questions: A local file for each benchmark, in the same order, where it is not to come from the hub.
+        benchmark: NAME or NAME:STYLE, such as mt_bench, gsm8k:ctc or cnn_dm:alpaca; a wrong name lists all; may be
+            repeated.
+        questions: A local file for each benchmark, in the same order, where it is not to come from the hub; wmt16 takes
+            GERMAN,ENGLISH, a style with examples FILE,TRAIN_FILE.
         offset: Leave out the first questions of each benchmark.
         limit: Questions of each benchmark at most.
-        max_new_tokens: Tokens of an answer at most.
+        max_new_tokens: Tokens of an answer at most; each benchmark has its own from the papers.
         temperature: 0 decodes greedily, above it samples, each draw keyed by the seed and its position.
         top_k: Sampling keeps the k most probable tokens; 0 keeps all.
         top_p: Sampling keeps the most probable tokens up to this probability.
@@ -98,108 +77,171 @@ def evaluate(
         template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
         dtype: Number format of base and drafters.
         device: auto takes the GPU where there is one.
+        devices: Processes that share the questions out, one on each GPU; auto takes all. A drafter that remembers
+            earlier texts (joint, token_recycling, self_draft, ouroboros) then sees only those of its own process, and
+            accepts less. Processes on one CPU disturb each other's times.
+        repeats: How often all questions are decoded; the median time of each counts.
         out: Folder for the results.
-        overwrite: Replace results that are already there.
+        allow_code_execution: Run the programs in the answers to humaneval and mbpp, to tell how many pass their tests.
+            They run in a sandbox; inference/sandbox.py says what that is not.
+        overwrite: Begin anew where results are already there.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     if typical and temperature == 0:
         raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
+    if repeats < 1 or (devices != "auto" and devices < 1):
+        raise ValueError(f"repeats and devices must be at least 1, not {repeats} and {devices}")
     files = questions or []
     if files and len(files) != len(benchmark):
         raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
-    folder = new_folder(out, overwrite)
     asked = {
         name: benchmarks.load(name, file, offset, limit)
         for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
     }
-    loaded = load_base(base, dtype, resolve_device(device))
-    runner = Runner(loaded)
-    exact = make_sampler(temperature, top_k, top_p, seed)
-    accept = Typical(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) if typical else exact
-    sessions = {
-        name if name == "none" or accept.lossless else f"{name} (lossy)": Session(
-            runner, zoo.make(spec, runner), exact if name == "none" else accept
-        )
-        for name, spec in zoo.labels(["none", *(spec for spec in drafter if spec != "none")]).items()
-    }
-    for name, selected in asked.items():
-        for question in selected:
-            _require_room(loaded, name, question, template, max_new_tokens)
-    if folder:
-        _clear(folder)
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    given: dict[str, dict[str, list[Answer]]] = {}
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        for name, selected in asked.items():
-            task = progress.add_task(name, total=len(selected) * len(sessions))
-            given[name] = {drafter: [] for drafter in sessions}
-            for found in answers(loaded, sessions, selected, template, max_new_tokens):
-                given[name][found.drafter].append(found)
-                if folder:
-                    record.append(folder / "answers" / name / f"{_file_name(found.drafter)}.jsonl", found)
-                progress.advance(task)
-    left_out = sum(
-        len(question.turns) - len(found.turns)
-        for name, selected in asked.items()
-        for question, found in zip(selected, given[name]["none"], strict=True)
+    chosen = _devices(resolve_device(device), devices)
+    specs = zoo.labels(["none", *(spec for spec in drafter if spec != "none")])
+    plan = Plan(
+        base=base,
+        drafters={f"{name} (lossy)" if typical and name != "none" else name: spec for name, spec in specs.items()},
+        questions=asked,
+        caps={name: benchmarks.length_cap(name) if max_new_tokens is None else max_new_tokens for name in asked},
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        typical=typical,
+        template=template,
+        dtype=dtype,
+        devices=chosen,
+        threads=max(1, torch.get_num_threads() // len(chosen)),
+        repeats=repeats,
     )
+    work = plan.work()
+    folder = _results_folder(out, overwrite, work)
+    num_answers = repeats * len(plan.drafters) * sum(map(len, asked.values()))
+    for line in timing.Quiet(plan.threads * len(chosen), timing.num_cores(), _loads()).warnings():
+        print(f"drafters eval: {line}: times will be worth little", file=sys.stderr)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    num_new = 0
+    with (
+        tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place,
+        Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
+    ):
+        task = progress.add_task(", ".join(asked), total=num_answers)
+
+        def advance(is_new: bool) -> None:
+            nonlocal num_new
+            num_new += is_new
+            progress.advance(task)
+
+        def clear() -> None:
+            if folder and overwrite:
+                _clear(folder)
+
+        journals = Path(place) / JOURNALS
+        workers.run(plan, work, journals, clear, advance)
+        decoded = read(journals, plan, work)
+    given = decoded.middle()
     summaries = {
-        name: {drafter: metrics.summarise(found, of["none"]) for drafter, found in of.items()}
-        for name, of in given.items()
+        name: {
+            each: replace(summary, quality=quality_of(name, asked[name], given[name][each], allow_code_execution))
+            for each, summary in by_drafter.items()
+        }
+        for name, by_drafter in decoded.summaries().items()
     }
+    warnings = [*decoded.quiet.warnings(), *decoded.unsteady()]
     console = Console()
     for table in report.table(summaries):
         console.print(table)
     console.print(COUNTING_RULE, style="dim")
-    if left_out:
+    if not allow_code_execution and any(map(needs_code, asked)):
+        console.print("pass@1 was not measured: --allow-code-execution runs the programs that were written.")
+    if left_out := decoded.num_left_out():
         console.print(f"{left_out} later turns were left out: they no longer fit into the base's context.")
+    for line in warnings:
+        console.print(f"Warning: {line}.", style="yellow")
     if folder:
-        how = "greedy" if temperature == 0 else f"temperature {temperature}, top_k {top_k}, top_p {top_p}, seed {seed}"
-        if typical:
-            how += ", drafts accepted by typical acceptance: lossy"
-        context = _context(base, dtype, loaded, f"{how}, at most {max_new_tokens} new tokens a turn")
+        if not num_new:
+            console.print(f"{out} held every answer already: nothing was decoded; --overwrite measures anew.")
+        context = _context(plan, decoded) | ({"warnings": "; ".join(warnings)} if warnings else {})
+        for name, by_drafter in given.items():
+            for each, found in by_drafter.items():
+                record.write(folder / "answers" / name / f"{_file_name(each)}.jsonl", found)
         report.write_results(folder, summaries, context)
         (folder / "results.md").write_text(report.markdown(summaries, context), encoding="utf-8")
-        page = report.write_report(folder, summaries, context, given, loaded.tokenizer.decode)
+        page = report.write_report(folder, summaries, context, given, load_tokenizer(base).decode)
         console.print(f"Report: {page}")
+
+
+def _results_folder(out: str | None, overwrite: bool, work: dict[str, Any]) -> Path | None:
+    """The folder of the results, if any; what was begun there with other arguments stays as it is."""
+    kept = sorted((Path(out) / JOURNALS).glob("*.jsonl")) if out else []
+    folder = new_folder(out, overwrite or bool(kept))
+    if not overwrite:
+        for path in kept:
+            try:
+                with Journal(path, work):
+                    pass
+            except ValueError as error:
+                raise ValueError(f"{out} already holds results: {error}") from error
+    return folder
 
 
 def _clear(folder: Path) -> None:
     """Make room for new results, once nothing in the arguments can stop them any more."""
-    for path in [*(folder / "answers").rglob("*.jsonl"), folder / "results.json", folder / "results.md"]:
+    old = [*(folder / "answers").rglob("*.jsonl"), *(folder / JOURNALS).glob("*.jsonl")]
+    for path in [*old, folder / "results.json", folder / "results.md"]:
         path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
 
 
-def _require_room(base: Base, benchmark: str, question: Question, template: str, max_new_tokens: int) -> None:
-    try:
-        check_prompt(base, prompt_ids(base, [("user", question.turns[0])], template), max_new_tokens)
-    except ValueError as error:
-        raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error
+def _devices(device: torch.device, devices: int | Literal["auto"]) -> tuple[str, ...]:
+    """The device of each process: GPUs one by one, or the CPU for all."""
+    if device.type != "cuda":
+        return ("cpu",) * (1 if devices == "auto" else devices)
+    present = torch.cuda.device_count()
+    wanted = present if devices == "auto" else devices
+    if wanted > present:
+        raise ValueError(f"{wanted} --devices, but there are {present} GPUs here: give at most so many")
+    return tuple(f"cuda:{index}" for index in range(wanted))
+
+
+def _loads() -> list[float]:
+    found = timing.load()
+    return [] if found is None else [found]
 
 
 def _file_name(drafter: str) -> str:
     return "".join(c if c.isalnum() or c in "._-=" else "_" for c in drafter)
 
 
-def _context(base: str, dtype: str, loaded: Base, decoding: str) -> dict[str, str]:
+def _context(plan: Plan, decoded: Decoded) -> dict[str, str]:
     import transformers
 
-    device = loaded.model.device
-    machine = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    )
+    first = torch.device(plan.devices[0])
+    machine = torch.cuda.get_device_name(first) if first.type == "cuda" else platform.processor() or platform.machine()
+    several = f"{len(plan.devices)} x " if len(plan.devices) > 1 else ""
+    how = "greedy"
+    if plan.temperature:
+        how = f"temperature {plan.temperature}, top_k {plan.top_k}, top_p {plan.top_p}, seed {plan.seed}"
+    if plan.typical:
+        how += ", drafts accepted by typical acceptance: lossy"
+    caps = set(plan.caps.values())
+    cap = str(*caps) if len(caps) == 1 else ", ".join(f"{cap} ({name})" for name, cap in plan.caps.items())
     return {
-        "base": base,
-        "dtype": dtype,
-        "device": f"{device.type} ({machine}, {torch.get_num_threads()} threads)",
-        "decoding": decoding,
+        "base": plan.base,
+        "dtype": plan.dtype,
+        "device": f"{several}{first.type} ({machine}, {plan.threads} threads)",
+        "decoding": f"{how}, at most {cap} new tokens a turn",
+        "template": plan.template,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "command": " ".join(["drafters", *sys.argv[1:]]),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
+        "timing": f"every question decoded {plan.repeats} times, the middle time counts"
+        if plan.repeats > 1
+        else "every question decoded once",
+        "machine": decoded.quiet.told(),
         "counting": COUNTING_RULE,
-    }
+    } | ({"starts": f"{decoded.starts}: the command was stopped and went on"} if decoded.starts > 1 else {})

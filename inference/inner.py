@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.protocol import Drafter, NoDrafter, Written
 from inference.runner import Runner
-from inference.sampling import KeyedSampler, Sampler
+from inference.sampling import KeyedSampler, RunningSampler, Sampler
 from inference.session import Session
 
 
@@ -27,6 +27,7 @@ class ModelSession:
     def __init__(self, runner: Runner, drafter: Drafter | None = None, sampler: Sampler | None = None) -> None:
         self.session = Session(runner, drafter or NoDrafter(), sampler)
         self.forwards = 0
+        self.remembers = self.session.drafter.remembers or isinstance(sampler, RunningSampler)
         self._known = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -38,8 +39,10 @@ class ModelSession:
         self._known = min(self._known, length)
 
     def reset(self) -> None:
-        """Forget what the model's own drafter keeps across texts."""
+        """Forget what the model's own drafter keeps across texts, and begin its draws anew."""
         self.session.drafter.reset()
+        if isinstance(self.session.sampler, RunningSampler):
+            self.session.sampler.reset()
 
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0

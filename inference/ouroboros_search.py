@@ -14,11 +14,11 @@ from data import benchmarks
 from data.benchmarks import Question
 from drafters.whole_file import whole_file
 from inference import zoo
+from inference.answering import asked_ids
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.evaluate import answer
 from inference.metrics import decode_steps
 from inference.outputs import folder_above
-from inference.prompts import prompt_ids
 from inference.record import Turn
 from inference.runner import Runner
 from inference.session import Session, check_prompt
@@ -128,7 +128,7 @@ def ouroboros_search(
     Args:
         base: Folder or hub id of the base.
         drafter_model: Folder or hub id of the draft model.
-        benchmark: Whose questions are decoded: embedded, mt_bench or gsm8k.
+        benchmark: Whose questions are decoded: one that `drafters eval` knows.
         questions: File of the benchmark, where it is not to come from the hub.
         offset: Leave out the first questions.
         limit: Questions at most.
@@ -154,7 +154,7 @@ def ouroboros_search(
     ledger = Ledger(out, (base, benchmark, questions, offset, limit, max_new_tokens, template, dtype, where.type))
     loaded = load_base(base, dtype, where)
     for question in asked:
-        check_prompt(loaded, prompt_ids(loaded, [("user", question.turns[0])], template), max_new_tokens)
+        check_prompt(loaded, asked_ids(loaded, question, [("user", question.turns[0])], template), max_new_tokens)
     runner, rng = Runner(loaded), random.Random(seed)
     ranges = {"num_draft": NUM_DRAFT[homogeneity], "window": WINDOW, "level": LEVEL}
     start = Setting(**{name: rng.choice(values) for name, values in ranges.items()})

@@ -43,6 +43,9 @@ class Answer:
         drafter: Name of the drafter.
         turns: The answered turns.
         ended: Whether each turn ended with an end-of-sequence token, not with the length cap.
+        peak_bytes: GPU memory allocated at most while it was decoded, the base and every drafter of the run included;
+            None on a CPU, where memory is not counted by what asks for it.
+        core_share: Of the time, that the decoding thread had a core.
     """
 
     question_id: int
@@ -50,6 +53,13 @@ class Answer:
     drafter: str
     turns: list[Turn]
     ended: list[bool]
+    peak_bytes: int | None = None
+    core_share: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all turns."""
+        return sum(turn.seconds for turn in self.turns)
 
 
 def to_json(answer: Answer) -> dict[str, Any]:
@@ -70,6 +80,8 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "prompt_tokens": [turn.prompt_tokens for turn in turns],
         "ended": list(answer.ended),
         "steps": [[_step_to_json(step) for step in turn.steps] for turn in turns],
+        "peak_bytes": answer.peak_bytes,
+        "core_share": None if answer.core_share is None else round(answer.core_share, 4),
     }
     return {
         "question_id": answer.question_id,
@@ -89,7 +101,8 @@ def from_json(record: dict[str, Any]) -> Answer:
         Turn(text, token_ids, prompt_tokens, [_step_from_json(row) for row in steps], seconds)
         for text, token_ids, prompt_tokens, steps, seconds in zip(*columns, strict=True)
     ]
-    return Answer(record["question_id"], record["category"], record["model_id"], turns, choice["ended"])
+    measured = choice.get("peak_bytes"), choice.get("core_share")  # answers of older runs have none
+    return Answer(record["question_id"], record["category"], record["model_id"], turns, choice["ended"], *measured)
 
 
 def write(path: str | Path, answers: Iterable[Answer]) -> None:
@@ -97,14 +110,6 @@ def write(path: str | Path, answers: Iterable[Answer]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(_line, answers)), encoding="utf-8")
-
-
-def append(path: str | Path, answer: Answer) -> None:
-    """Add one answer at the end of the file, so that a run that is cut short keeps what it has."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_line(answer))
 
 
 def read(path: str | Path) -> list[Answer]:

@@ -139,7 +139,11 @@ class RunningSampler(KeyedSampler):
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         super().__init__(temperature, top_k, top_p, seed)
-        self._generator = np.random.default_rng((seed, 0x0D4AF7))
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with the first number again."""
+        self._generator = np.random.default_rng((self.seed, 0x0D4AF7))
 
     def uniform(self, position: int, stream: int = 0) -> float:
         return self._generator.random()

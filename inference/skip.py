@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from drafters.protocol import Written
 from inference.runner import Runner
-from inference.sampling import KeyedSampler
+from inference.sampling import KeyedSampler, RunningSampler
 
 
 def sublayers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -133,6 +133,7 @@ class SkipSession:
                 )
         self.runner, self.attention, self.mlp, self.sampler = runner, tuple(attention), tuple(mlp), sampler
         self.forwards = 0
+        self.remembers = isinstance(sampler, RunningSampler)
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Nothing is held."""
@@ -141,7 +142,9 @@ class SkipSession:
         """Nothing is held."""
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Nothing is held but the place in a row of draws."""
+        if isinstance(self.sampler, RunningSampler):
+            self.sampler.reset()
 
     @torch.inference_mode()
     def write(

@@ -13,9 +13,9 @@ from typing import Literal
 
 from data import benchmarks
 from drafters.whole_file import whole_file
+from inference.answering import asked_ids
 from inference.base import Dtype, load_base, resolve_device
 from inference.outputs import new_file
-from inference.prompts import prompt_ids
 from inference.sampling import Greedy
 from inference.session import check_prompt
 from inference.skip import default_skips, sublayers
@@ -146,7 +146,7 @@ def skip_search(
     Args:
         base: Folder or hub id of the base.
         out: JSON file for the best set; what was found so far stands beside it and ends in .search.jsonl.
-        benchmark: Whose first turns are asked: embedded, mt_bench or gsm8k.
+        benchmark: Whose first turns are asked: one that `drafters eval` knows.
         questions: File of the benchmark, where it is not to come from the hub.
         limit: Questions at most.
         max_new_tokens: Tokens of an answer at most.
@@ -178,7 +178,7 @@ def skip_search(
     asked = benchmarks.load(benchmark, questions, limit=limit)
     loaded = load_base(base, dtype, resolve_device(device))
     num_layers = len(sublayers(loaded.model.base_model)[0])
-    prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
+    prompts = [asked_ids(loaded, question, [("user", question.turns[0])], template) for question in asked]
     for prompt in prompts:
         check_prompt(loaded, prompt, max_new_tokens)
     default = frozenset(layer + half * num_layers for half in (0, 1) for layer in default_skips(num_layers)[half])

@@ -11,8 +11,8 @@ import torch
 from data import benchmarks
 from drafters.protocol import NoDrafter
 from inference import zoo
+from inference.answering import asked_ids
 from inference.base import Base, Dtype, load_base, resolve_device
-from inference.prompts import prompt_ids
 from inference.runner import Runner
 from inference.sampling import Greedy, Sampler, make_sampler
 from inference.session import Session, check_prompt
@@ -101,7 +101,7 @@ def verify(
         base: Folder or hub id of the base.
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; a wrong name lists all; may be
             repeated.
-        benchmark: Whose first turns are the prompts: embedded, mt_bench or gsm8k.
+        benchmark: Whose first turns are the prompts: one that `drafters eval` knows.
         questions: File of the benchmark, where it is not to come from the hub.
         limit: Prompts at most.
         max_new_tokens: Tokens of an answer at most.
@@ -120,7 +120,7 @@ def verify(
     asked = benchmarks.load(benchmark, questions, limit=limit)
     loaded = load_base(base, dtype, resolve_device(device))
     picks = make_sampler(temperature, top_k, top_p, seed)
-    prompts = [prompt_ids(loaded, [("user", question.turns[0])], template) for question in asked]
+    prompts = [asked_ids(loaded, question, [("user", question.turns[0])], template) for question in asked]
     for prompt in prompts:
         check_prompt(loaded, prompt, max_new_tokens)
     runner = Runner(loaded)

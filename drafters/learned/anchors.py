@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 
 
+def valid_positions(loss_mask: Tensor) -> Tensor:
+    """(B, S) bool: positions whose next token is an assistant token, and before which something stands."""
+    valid = torch.zeros_like(loss_mask)
+    valid[:, :-1] = loss_mask[:, 1:]
+    valid[:, 0] = False  # nothing stands before the first position
+    return valid
+
+
 def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
     """Draw anchors without replacement among positions whose next token is an assistant token.
 
@@ -16,9 +24,7 @@ def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
         ``anchors`` (B, A), sorted, and ``kept`` (B, A) bool, false where a sequence has fewer valid positions.
         A is at most ``num_anchors`` and at least 1.
     """
-    valid = torch.zeros_like(loss_mask)
-    valid[:, :-1] = loss_mask[:, 1:]
-    valid[:, 0] = False  # nothing stands before the first position
+    valid = valid_positions(loss_mask)
     most = int(valid.sum(1).max().clamp(1, num_anchors))
     scores = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0)
     anchors = scores.topk(most, dim=1).indices.sort(1).values

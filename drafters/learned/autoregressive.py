@@ -113,6 +113,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.depth, self.num_nodes, self.min_probability = depth, num_nodes, min_probability
         self.width, self.top_k = (1, 1) if tree == "chain" else (width, top_k)
         self.draws, self.temperature, self.chunk_anchors = draws, temperature, chunk_anchors
+        self.remembers = draws > 0  # the place in a row of draws
         self.layer = DraftLayer(base, num_inputs)
         self._cache: DraftCache | None = None
         self._waiting: list[Tensor] = []  # states whose next token is not known yet

@@ -105,6 +105,7 @@ class Block(ParallelDrafter):
             distillation=self.distillation,
             teacher=teacher,
             teacher_valid=read,
+            divisor=batch.divisor,
         )
 
     def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:

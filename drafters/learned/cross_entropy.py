@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,6 +12,7 @@ from drafters.learned import columns, label_weights
 from drafters.learned.chunks import MAX_BYTES, anchors_per_chunk, chunked
 from drafters.learned.label_weights import Weights
 from drafters.learned.markov import Markov
+from drafters.protocol import at_least_one
 
 
 def cross_entropy(
@@ -25,6 +28,7 @@ def cross_entropy(
     teacher: Tensor | None = None,
     teacher_valid: Tensor | None = None,
     max_bytes: int = MAX_BYTES,
+    divisor: Callable[[Tensor], Tensor] = at_least_one,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean over anchors that have a label of sum_u w_u * -log p_u(y_u | y_{u-1}), and what is worth logging.
 
@@ -42,6 +46,7 @@ def cross_entropy(
         teacher: (A, U, D) the base's last states at the positions that decide y_1..y_U; needed for distillation.
         teacher_valid: (A, U) bool, where the base has read y_<u; everywhere if None.
         max_bytes: Memory for the tensors of one chunk.
+        divisor: As that of a `TrainingBatch`, for the anchors that have a label.
 
     Returns:
         The loss, and ``expected_acceptance``, the mean of sum_u p_1(y_1) ... p_u(y_u). Scalars, zero without labels.
@@ -88,5 +93,5 @@ def cross_entropy(
     planes = num_labels * (6 if distillation else 2.5 if markov is not None else 1.5)
     size = anchors_per_chunk(round(planes * len(head)), max_bytes)
     loss, acceptance = chunked(sums, per_anchor, shared, size)
-    num_anchors = valid[:, 0].sum().clamp(min=1)
+    num_anchors = divisor(valid[:, 0].sum())
     return loss / num_anchors, {"expected_acceptance": acceptance / num_anchors}

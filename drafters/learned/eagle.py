@@ -89,7 +89,7 @@ class EAGLE(AutoregressiveDrafter):
         foreseen = self(given, batch.input_ids[:, 1:-1], borrowed)
         counts = batch.loss_mask[:, 2:]
         foreseen, features = foreseen[counts], batch.hidden[:, 1:-1][counts]  # (N, D)
-        num = max(len(foreseen), 1)
+        num = batch.divisor(counts.sum())
         distance = F.smooth_l1_loss(foreseen, features.to(foreseen.dtype), reduction="none").mean(-1).sum() / num
         crossed = soft_cross_entropy(
             foreseen, lambda states: self.read(states, borrowed), features, borrowed.head, self.chunk_positions

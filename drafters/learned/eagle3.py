@@ -133,7 +133,7 @@ class EAGLE3(AutoregressiveDrafter):
             crossed = soft_cross_entropy(
                 states[counts], lambda x: self.read(x, borrowed), last[counts], borrowed.head, self.chunk_positions
             )
-            losses.append(crossed.sum() / max(len(crossed), 1))
+            losses.append(crossed.sum() / batch.divisor(counts.sum()))
             total, weights = total + self.decay**depth * losses[-1], weights + self.decay**depth
         return total / weights, {"first_loss": losses[0].detach(), "deepest_loss": losses[-1].detach()}
 

@@ -66,7 +66,8 @@ def _kept(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num_nodes
     order = order[(scores[order] > -inf) & (scores[order] >= floor)]
     place = np.full(len(tokens) + 1, ROOT)  # the last entry is that of the root, index -1
     place[order] = np.arange(len(order))
-    return DraftTree(tokens[order].astype(int).tolist(), place[parents[order].astype(int)].tolist())
+    tokens, parents = tokens[order].astype(int).tolist(), place[parents[order].astype(int)].tolist()
+    return DraftTree(tokens, parents, probabilities=np.exp(scores[order]))
 
 
 def draw(

@@ -139,7 +139,7 @@ class HeadDrafter(LearnedDrafter):
                 chunk = (head, x[part], targets[part, head], valid[part, head], given, borrowed)
                 one, hits = checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
                 summed, right = summed + one, right + hits
-            count = valid[:, head].sum().clamp(min=1)
+            count = batch.divisor(valid[:, head].sum())
             total = total + self.decay ** (head + 1) * summed / count
             seen[f"accuracy_{head + 1}"] = right / count
         return total, seen

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
 
 from drafters.learned.anchor_attention import attend
 from drafters.protocol import BaseShape
@@ -94,6 +95,8 @@ class Trunk(nn.Module):
         num_fused: F, base layers concatenated as context.
     """
 
+    is_recomputed = False  # whether the backward pass computes the layers again, of which only the inputs are kept
+
     def __init__(self, shape: BaseShape, num_layers: int, num_fused: int) -> None:
         super().__init__()
         self.head_dim, self.theta = shape.head_dim, shape.rope_theta
@@ -125,5 +128,7 @@ class Trunk(nn.Module):
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may look."""
         turn = self.turn(positions)
         for layer, (keys, values) in zip(self.layers, context, strict=True):
-            frames = layer(frames, turn, keys, values, mask)
+            given = frames, turn, keys, values, mask
+            keeps_all = not (self.is_recomputed and torch.is_grad_enabled())
+            frames = layer(*given) if keeps_all else checkpoint(layer, *given, use_reentrant=False)
         return self.norm(frames)

@@ -85,7 +85,9 @@ class Medusa(HeadDrafter):
         if self.static:
             return best_first.fill(self.static, tokens).pruned(limits.max_depth, limits.max_nodes, limits.eos)
         grow = best_first.chain if self.tree == "chain" else best_first.search
-        return grow(probs, tokens, min(self.num_nodes, limits.max_nodes), limits.max_depth, limits.eos)[0]
+        num_nodes = min(self.num_nodes, limits.max_nodes)
+        tree, reached = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos)
+        return DraftTree(tree.tokens, tree.parents, probabilities=reached)
 
 
 def _checked(static: Sequence[Sequence[int]], num_heads: int, vocab_size: int) -> list[best_first.RankPath]:

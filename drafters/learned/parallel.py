@@ -127,10 +127,10 @@ class ParallelDrafter(LearnedDrafter):
 
     def worth_feeding(self, tree: DraftTree, reached: np.ndarray) -> DraftTree:
         """The beginning of a tree, its most probable nodes first, that pays for what the base's step costs."""
-        if self.step_seconds is None:
-            return tree
-        size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
-        return DraftTree(tree.tokens[:size], tree.parents[:size])
+        size = len(tree)
+        if self.step_seconds is not None:
+            size = budget.best_size(reached[: len(self.step_seconds) - 1], self.step_seconds)
+        return DraftTree(tree.tokens[:size], tree.parents[:size], probabilities=reached[:size])
 
     # ---- hidden states in, frames out
 

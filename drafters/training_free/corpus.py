@@ -123,6 +123,7 @@ class CorpusCache(Drafter):
     """
 
     history_only = True
+    remembers = False
 
     def __init__(self, table: CorpusTable, num_chains: int = 3) -> None:
         if num_chains < 1:

@@ -24,6 +24,7 @@ class DraftModel(Drafter):
         if num_draft < 1 or not 0 <= threshold < 1:
             raise ValueError(f"need num_draft >= 1 and 0 <= threshold < 1, not {num_draft} and {threshold}")
         self.inner, self.num_draft, self.threshold = inner, num_draft, threshold
+        self.remembers = inner.remembers
 
     @property
     def draft_forwards(self) -> int:

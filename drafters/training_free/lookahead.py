@@ -60,6 +60,7 @@ class Lookahead(Drafter):
         self.pool_from_prompt, self.drop_last, self.seed = pool_from_prompt, drop_last, seed
         self.pool = NgramPool(guesses) if pool is None else pool
         self._owns_pool = pool is None
+        self.remembers = not self._owns_pool
         # The layout depends on nothing but the levels filled, and its depth not even on those.
         self._depth = window + level - 3
         self._combs = [comb(self._depth - filled, filled) for filled in range(level - 1)]

@@ -22,6 +22,7 @@ class _NgramIndex(Drafter):
     """
 
     history_only = True
+    remembers = False
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest

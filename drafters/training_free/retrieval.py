@@ -32,6 +32,7 @@ class REST(Drafter):
     """
 
     history_only = True
+    remembers = False
 
     def __init__(
         self,

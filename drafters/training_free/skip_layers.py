@@ -39,6 +39,7 @@ class SelfSpeculative(DraftModel):
     ) -> None:
         super().__init__(inner, num_draft, threshold)
         self.adaptive, self.carry = adaptive, carry
+        self.remembers = carry or inner.remembers
         self._first, self._rate = threshold, 0.0
 
     def begin(self, prompt: Sequence[int]) -> None:

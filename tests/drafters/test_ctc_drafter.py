@@ -244,18 +244,17 @@ def test_drawn_drafts_carry_their_laws_and_keep_to_their_limits(make_ctc, borrow
     assert len({tuple(tree.tokens) for tree in trees}) > 1
 
 
-def test_warm_up_fades_out_and_is_kept_in_the_state(make_ctc, borrowed, text):
+def test_warm_up_fades_out_with_the_optimizer_steps_and_validation_has_none(make_ctc, borrowed, text):
     hidden, ids = text
-    batch = TrainingBatch(
-        hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
-    )
-    drafter = make_ctc(warm_up_steps=4)
-    shares = [drafter._warm_up() for _ in range(6)]
-    assert shares == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    assert drafter.state_dict()["steps_trained"] == 6
+    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
+    drafter, without = make_ctc(warm_up_steps=4, num_anchors=S), make_ctc(num_anchors=S)
+    without.load_state_dict(drafter.state_dict())  # and nothing in the state counts steps
+    plain, _ = without.loss(TrainingBatch(*texts), borrowed)
+    losses = [drafter.loss(TrainingBatch(*texts, step=step), borrowed)[0] for step in range(6)]
+    shares = [(loss - plain) / (losses[0] - plain) for loss in losses]
+    torch.testing.assert_close(torch.stack(shares), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0, 0.0]))
     drafter.eval()
-    drafter.loss(batch, borrowed)
-    assert drafter.steps_trained == 6, "validation is no training"
+    torch.testing.assert_close(drafter.loss(TrainingBatch(*texts), borrowed)[0], plain)
 
 
 @pytest.mark.parametrize(("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first")])

@@ -19,7 +19,7 @@ NO_EOS = frozenset()
 class Pen(InnerSession):
     """Writes 1, 2, 3, ... and notes what it was asked."""
 
-    forwards = 0
+    forwards, remembers = 0, False
 
     def __init__(self, laws=False):
         self.asked, self.laws = [], laws

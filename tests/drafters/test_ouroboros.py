@@ -161,7 +161,7 @@ def verdict(tree, says):
 class Pen(InnerSession):
     """Writes a given draft."""
 
-    forwards = 0
+    forwards, remembers = 0, False
 
     def __init__(self, draft):
         self.draft, self.calls = draft, []

@@ -13,7 +13,7 @@ LIMITS = Limits(max_depth=100)
 class Counting:
     """An inner session that writes 10, 11, 12, ... and keeps what it was asked."""
 
-    forwards = 0
+    forwards, remembers = 0, False
 
     def __init__(self):
         self.asked, self.begun = [], []

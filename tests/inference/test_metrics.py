@@ -1,11 +1,12 @@
 """The numbers of an evaluation, worked out by hand on two questions of two turns."""
 
 import json
-from dataclasses import asdict, replace
+import math
+from dataclasses import asdict, fields, replace
 
 import pytest
 
-from inference.metrics import bootstrap_interval, first_difference, summarise
+from inference.metrics import MEASURED, CategorySummary, Summary, first_difference, middle, noise, summarise
 from inference.record import Answer, Turn
 from inference.session import PHASES, StepCost
 
@@ -55,6 +56,11 @@ def test_acceptance_length_leaves_the_prefill_out(summary):
     assert summary.acceptance_length_ended == pytest.approx(
         5 / 2
     )  # question 1, turn 1; question 2, turn 2 adds nothing
+
+
+def test_the_other_convention_counts_the_prefill_and_what_it_emits(summary):
+    assert summary.acceptance_length_with_prefill == pytest.approx(14 / 9)
+    assert summarise(NONE, NONE).acceptance_length_with_prefill == 1.0
 
 
 def test_speed_counts_the_prefill(summary):
@@ -132,7 +138,59 @@ def test_a_summary_is_json(summary):
     assert json.loads(json.dumps(asdict(summary), allow_nan=False))["by_category"]["math"]["questions"] == 1
 
 
-def test_the_interval_holds_the_acceptance_length_and_closes_on_equal_questions(summary):
+def test_intervals_hold_their_numbers_and_stay_within_the_questions(summary):
     low, high = summary.acceptance_interval
     assert 3 / 2 <= low <= summary.acceptance_length <= high <= 7 / 3
-    assert bootstrap_interval([6, 6, 6], [3, 3, 3]) == (2.0, 2.0)
+    low, high = summary.acceptance_mean_interval
+    assert 3 / 2 <= low <= summary.acceptance_length_mean <= high <= 7 / 3
+    low, high = summary.speedup_interval
+    assert 2.0 <= low <= summary.speedup <= high <= 3.0
+    assert summarise(NONE, NONE).speedup_interval == summarise(NONE, NONE).acceptance_interval == (1.0, 1.0)
+
+
+def slower(answers, factors):
+    """The same answers, each question so many times slower."""
+    return [
+        replace(answer, turns=[replace(turn, seconds=turn.seconds * factor) for turn in answer.turns])
+        for answer, factor in zip(answers, factors, strict=True)
+    ]
+
+
+def test_noise_is_the_spread_of_the_speedup_over_repeats():
+    assert noise([(CTC, NONE), (CTC, NONE)]) == 0
+    both = [(slower(CTC, [factor] * 2), slower(NONE, [factor] * 2)) for factor in (1, 3)]
+    assert noise(both) == pytest.approx(0), "what slows both down alike leaves the ratio as it is"
+    speedups = [14 / 5.5, 14 / 5.5 / 2]
+    deviation = (speedups[0] - speedups[1]) / 2**0.5
+    assert noise([(CTC, NONE), (slower(CTC, [2, 2]), NONE)]) == pytest.approx(deviation / (sum(speedups) / 2))
+    assert noise([(NONE, NONE), (slower(NONE, [2, 2]), NONE)]) == pytest.approx((0.5 / 2**0.5) / 0.75)
+
+
+def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
+    assert summary.noise == pytest.approx(0), "every step takes as long"
+    first, second = CTC
+    steps = [replace(step, seconds=tuple(2 * value for value in step.seconds)) for step in first.turns[0].steps]
+    uneven = replace(first, turns=[replace(first.turns[0], steps=steps)], ended=[True])
+    assert summarise([uneven, second], NONE).noise == pytest.approx((math.log(2) / 2**0.5) / 2**0.5)
+    assert summarise([first], NONE).noise is None
+
+
+def test_the_middle_of_repeats_is_taken_for_each_question():
+    repeats = [slower(CTC, factors) for factors in ([1, 5], [3, 1], [2, 9])]
+    assert [answer.seconds for answer in middle(repeats)] == [2 * 3.0, 5 * 2.5]
+    assert middle(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two the faster one"
+
+
+def test_the_peak_is_the_most_of_all_answers(summary):
+    assert summary.peak_bytes is None
+    peaks = [replace(answer, peak_bytes=peak) for answer, peak in zip(CTC, (7, 9), strict=True)]
+    assert summarise(peaks, NONE).peak_bytes == 9
+
+
+def test_what_is_called_measured_are_fields_and_a_slower_machine_changes_nothing_else(summary):
+    assert {field.name for kind in (Summary, CategorySummary) for field in fields(kind)} >= MEASURED
+    slow = asdict(summarise(slower(CTC, [2, 3]), NONE))
+    same, changed = asdict(summary), {name for name, value in asdict(summary).items() if slow[name] != value}
+    assert {"seconds", "speedup", "speedup_interval", "phase_seconds"} <= changed <= MEASURED | {"by_category"}
+    for category, found in same["by_category"].items():
+        assert {name for name in found if found[name] != slow["by_category"][category][name]} <= MEASURED

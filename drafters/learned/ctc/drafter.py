@@ -43,7 +43,7 @@ class CTC(ParallelDrafter):
         objective: ``ctc``, the paper's sequence loss, or ``prefix``, the loss of what verification rewards.
         weights: How labels weigh in the prefix objective: by ``decay``, or by their own ``survival`` so far.
         decay: Weight of label u against label u - 1.
-        warm_up_steps: Training steps over which a share of plain cross-entropy, one at first, fades out; it keeps the
+        warm_up_steps: Optimizer steps over which a share of plain cross-entropy, one at first, fades out; it keeps the
             blank from taking all frames.
         distillation: Factor of the divergence from the base's law of the next token to the draft's exact one.
         num_anchors: Anchors sampled from each training sequence.
@@ -123,12 +123,12 @@ class CTC(ParallelDrafter):
         self.warm_up_steps, self.distillation = warm_up_steps, distillation
         self.tree = tree
         self.draws, self.draw_temperature = draws, draw_temperature
-        self._generator = np.random.default_rng((draw_seed, 0xC7C))  # owes nothing to the base's numbers
+        self.draw_seed, self.remembers = draw_seed, draws > 0
+        self.reset()
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
-        self.blank_bias = nn.Parameter(torch.tensor(float(blank_bias)))
+        self.blank_bias = nn.Parameter(torch.tensor([float(blank_bias)]))  # FSDP2 shards no scalars
+        self.register_load_state_dict_pre_hook(_with_a_row_of_one)
         self.markov = Markov(base.vocab_size, markov_rank, base.vocab_size + 1) if markov_rank else None
-        if warm_up_steps:
-            self.register_buffer("steps_trained", torch.zeros((), dtype=torch.long))
 
     # ---- training
 
@@ -142,26 +142,29 @@ class CTC(ParallelDrafter):
             anchored.roots,
             borrowed.head,
             self.blank_row,
-            self.blank_bias,
+            self.blank_bias[0],
             self.markov,
             objective=self.objective,
             weights=self.weights,
             decay=self.decay,
-            warm_up=self._warm_up(),
+            warm_up=self._warm_up(batch.step),
             distillation=self.distillation,
             teacher=teacher,
             teacher_valid=read,
+            divisor=batch.divisor,
         )
 
-    def _warm_up(self) -> float:
-        """The share of cross-entropy in this step's loss."""
+    def _warm_up(self, step: int) -> float:
+        """The share of cross-entropy in the loss after so many optimizer steps."""
         if not (self.warm_up_steps and self.training):
             return 0.0
-        share = 1 - min(1.0, int(self.steps_trained) / self.warm_up_steps)
-        self.steps_trained += 1
-        return share
+        return 1 - min(1.0, step / self.warm_up_steps)
 
     # ---- drafting
+
+    def reset(self) -> None:
+        """Begin the draws anew."""
+        self._generator = np.random.default_rng((self.draw_seed, 0xC7C))  # owes nothing to the base's numbers
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
         """(..., V + 1) of frame states (..., D), the blank last."""
@@ -186,3 +189,9 @@ class CTC(ParallelDrafter):
             return super().draft(frames, root, borrowed, limits)
         logits, room = self.logits(frames, borrowed.head)[0], (min(self.num_nodes, limits.max_nodes), limits.max_depth)
         return draw(logits, self.markov, root, self.draws, *room, limits.eos, self._generator, self.draw_temperature)
+
+
+def _with_a_row_of_one(drafter: CTC, weights: dict[str, Tensor], prefix: str, *_) -> None:
+    """Read the blank's bias of drafters written when it was a scalar."""
+    if (name := f"{prefix}blank_bias") in weights:
+        weights[name] = weights[name].reshape(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -15,6 +16,7 @@ from drafters.learned.ctc.alignment import is_possible
 from drafters.learned.ctc.emissions import divergence, emit
 from drafters.learned.label_weights import Weights
 from drafters.learned.markov import Markov
+from drafters.protocol import at_least_one
 
 Objective = Literal["ctc", "prefix"]
 
@@ -36,6 +38,7 @@ def ctc_loss(
     teacher: Tensor | None = None,
     teacher_valid: Tensor | None = None,
     max_bytes: int = MAX_BYTES,
+    divisor: Callable[[Tensor], Tensor] = at_least_one,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss of the anchors that have a label, and what is worth logging of them.
 
@@ -58,6 +61,7 @@ def ctc_loss(
         teacher: (A, U, D) the base's last states at the positions that decide y_1..y_U; needed for distillation.
         teacher_valid: (A, U) bool, where the base has read y_<u; everywhere if None.
         max_bytes: Memory for the tensors of one chunk.
+        divisor: As that of a `TrainingBatch`, for the anchors that have a label.
 
     Returns:
         The loss, and ``blank_share``, the mean p_t(blank | root), and ``expected_acceptance``, the mean of
@@ -115,7 +119,7 @@ def ctc_loss(
     planes = _planes(frames.shape[1], labels.shape[1], markov is not None, bool(distillation))
     size = anchors_per_chunk(round(planes * len(head)), max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, per_anchor, shared, size)
-    num_anchors = valid[:, 0].sum().clamp(min=1)
+    num_anchors = divisor(valid[:, 0].sum())
     return loss / num_anchors, {
         "blank_share": blank_share / num_anchors,
         "expected_acceptance": acceptance / num_anchors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -103,10 +104,7 @@ class Step:
 
     def most_rows(self, available: float) -> int:
         """Texts of a batch that fits into some memory, by the estimate; 0 for none."""
-        rows = 0
-        while rows < 1024 and self.estimated(rows + 1) <= available:
-            rows += 1
-        return rows
+        return bisect_right(range(1, 1024), available, key=self.estimated)
 
 
 def base_of(setting: Setting, device: torch.device) -> Base:

@@ -6,7 +6,9 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib.util import find_spec
+from logging import ERROR, getLogger
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ from inference.layers import PLAIN, kept
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
+QUANTISED = "int8", "nf4"
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,10 @@ def base_hash(base: Base) -> str:
 def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu") -> Base:
     """Load a frozen base from a local folder or a hub id.
 
+    Args:
+        dtype: ``int8`` and ``nf4`` quantise the linear layers of the blocks as they are loaded (bitsandbytes); the
+            embedding, the norms and the head, which drafters borrow, stay in bfloat16.
+
     Raises:
         ValueError: Nothing loadable is there; the message says what to do.
     """
@@ -141,8 +148,9 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     tokenizer = load_tokenizer(name)
+    options = quantised(dtype, device) if dtype in QUANTISED else {"dtype": getattr(torch, dtype)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # as above; safetensors has its own error type too
         raise ValueError(
             f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
@@ -153,6 +161,28 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
             "they do not belong together"
         )
     return Base(name, model.to(device).eval().requires_grad_(False), tokenizer)
+
+
+def quantised(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
+    """What transformers is told to quantise a model while it is loaded.
+
+    Raises:
+        ValueError: bitsandbytes or accelerate is not installed.
+    """
+    if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
+        raise ValueError(
+            f"a base in {dtype} needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take bfloat16"
+        )
+    from transformers import BitsAndBytesConfig
+
+    getLogger("bitsandbytes").setLevel(ERROR)  # it says at every product that int8 multiplies in float16
+    half = torch.bfloat16
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if dtype == "int8"
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=half)
+    )
+    return {"dtype": half, "quantization_config": config, "device_map": {"": device}}
 
 
 def check_fit(drafter: DrafterConfig, base: Base) -> None:

@@ -245,6 +245,17 @@ def test_loss_memory_in_small(side_by_side, tmp_path):
         bench.loss_memory(arms=["ctx"])
 
 
+def test_a_training_step_beside_the_base_in_small(side_by_side, tmp_path):
+    bench = load("training")
+    out = tmp_path / "out.md"
+    bench.training([8], 4, 3, shape="draft", vocab_size=64, length=24, device="cpu", repeats=1, out=str(out))
+    found = [row for row in rows(out.read_text()) if row[0] in (*bench.ARMS, "8")]
+    assert [row[0] for row in found] == [*bench.ARMS, "8"]
+    assert found[0][2] == "1.00"
+    assert all(float(row[1]) > 0 for row in found)
+    assert int(found[4][-1]) > 1, "a batch of so small a base fits on a card"
+
+
 def test_the_plain_route_of_loss_memory_has_our_loss_and_our_gradients(side_by_side):
     bench = load("loss_memory")
     anchors = bench.Anchors((6, 5, 3, 8, 50), "float32", torch.device("cpu"), 4000, 2)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-FIELDS = ("text",), ("question", "answer"), ("instruction", "input", "output")
+FIELDS = ("text",), ("question", "answer"), ("instruction", "input", "output"), ("instruction", "input", "response")
 EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`, or `conversations` or `messages`"
 
 
@@ -15,8 +15,9 @@ def read_texts(files: Sequence[str]) -> Iterator[str]:
     """The documents of files, one after another; empty ones are left out.
 
     A record is one document if it has a field `text`; of a question and answer, an instruction and output, or a
-    conversation (ShareGPT or OpenAI form) each part is one. Of any other file the paragraphs are: blank lines separate
-    them. So nothing but the longest record or paragraph is held, and of .json the whole file.
+    conversation (ShareGPT or OpenAI form, or a `history` of `user` and `bot`) each part is one. Of any other file the
+    paragraphs are: blank lines separate them. So nothing but the longest record or paragraph is held, and of .json the
+    whole file.
 
     Args:
         files: .jsonl with a record a line, .json with a list of records, text of any other name; .gz is read as well.
@@ -101,6 +102,9 @@ def _documents(place: str, record: object) -> Iterator[str]:
     else:
         names = next((names for names in FIELDS if names[0] in record and names[-1] in record), ())
         parts = [record[name] for name in names if name in record]
+        if not names and isinstance(record.get("history"), list):
+            pairs = [pair if isinstance(pair, dict) else {} for pair in record["history"]]
+            parts = [pair.get(side) for pair in pairs for side in ("user", "bot")]
     if not parts or not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{place}: no text; expected {EXPECTED}")
     for part in parts:

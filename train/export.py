@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from drafters.protocol import BaseShape, LearnedDrafter
 from train import export_vllm
 
 Format = Literal["drafters", "vllm"]
+WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def export(
     overwrite: bool = False,
     format: Format = "drafters",
     mask_token_id: int | None = None,
+    max_shard_size: str | None = None,
 ) -> None:
     """Turn a training checkpoint into a folder: config.json, model.safetensors, README.md.
 
@@ -51,14 +54,17 @@ def export(
         overwrite: Replace a drafter that is already there.
         format: ``drafters``, which `drafters eval` reads, or ``vllm``: Medusa, or Block as speculators' DSpark.
         mask_token_id: For a block drafter in vllm's format, a token that no text holds; its embedding is the mask's.
+        max_shard_size: Of a base, the most that one file of weights may hold, such as 16MB; one file if not given.
     """
     folder = Path(out)
-    if (folder / "model.safetensors").exists() and not overwrite:
+    if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
+        raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
+    if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{out} already holds a model: give another folder, or --overwrite to replace it")
     saved = read_checkpoint(Path(ckpt))
     arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
     if "drafter" in arguments:
-        drafter, config = _drafter(saved, arguments, base)
+        drafter, config = drafter_of(saved, arguments, base)
         if format == "vllm":
             export_vllm.write(folder, drafter, config, mask_token_id)
         else:
@@ -68,13 +74,20 @@ def export(
     elif "context_length" in arguments and format == "vllm":
         raise ValueError(f"{ckpt} holds a base, which vLLM reads as a transformers model: leave out --format")
     elif "context_length" in arguments:
-        _export_base(saved, arguments, folder)
+        _export_base(saved, arguments, folder, max_shard_size)
     else:
         raise ValueError(f"{ckpt} holds neither a drafter nor a base of this project")
     print(f"wrote {folder}")
 
 
-def _drafter(saved: dict, arguments: dict, base: str | None) -> tuple[LearnedDrafter, DrafterConfig]:
+def drafter_of(saved: dict, arguments: dict, base: str | None = None) -> tuple[LearnedDrafter, DrafterConfig]:
+    """The drafter that a checkpoint holds, and the configuration its folder gets.
+
+    Args:
+        saved: As `read_checkpoint` returns it.
+        arguments: Its hyper-parameters.
+        base: Name of the base, where it is not the one it was trained with.
+    """
     recipe, trained_on = arguments["drafter"], saved["base"]
     measured = saved.get("measured")
     data = saved.get("datamodule_hyper_parameters", {})
@@ -108,13 +121,16 @@ def _drafter(saved: dict, arguments: dict, base: str | None) -> tuple[LearnedDra
     return drafter, config
 
 
-def _export_base(saved: dict, arguments: dict, folder: Path) -> None:
+def _export_base(saved: dict, arguments: dict, folder: Path, max_shard_size: str | None) -> None:
     from data.tokenizer import load_tokenizer
     from train.base_module import BaseTraining
 
     module = BaseTraining(**{name: value for name, value in arguments.items() if not name.startswith("_")})
     module.load_state_dict(saved["state_dict"])
-    module.model.to(torch.bfloat16).save_pretrained(folder)
+    for old in [path for name in WEIGHTS for path in [folder / name] if path.exists()]:
+        old.unlink()  # of another number of files; transformers itself removes the shards
+    sharded = {"max_shard_size": max_shard_size} if max_shard_size else {}
+    module.model.to(torch.bfloat16).save_pretrained(folder, **sharded)
     load_tokenizer(arguments["tokenizer"]).save_pretrained(folder)
 
 

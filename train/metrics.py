@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -44,3 +46,13 @@ class DepthAcceptance(Metric):
 
     def compute(self) -> Tensor:
         return self.reached / self.steps.clamp(min=1)
+
+
+def conditional(shares: Sequence[float]) -> list[float]:
+    """Share of the steps that accept at least d among those that accept at least d - 1; 0 where there are none.
+
+    Args:
+        shares: What `DepthAcceptance` computes, for d = 1, 2, ...
+    """
+    before = [1.0, *shares]
+    return [share / above if above else 0.0 for share, above in zip(shares, before, strict=False)]

@@ -11,15 +11,20 @@ from drafters.protocol import Borrowed, LearnedDrafter, Limits
 from drafters.tree import ROOT, DraftTree
 
 
-def accepted(tree: DraftTree, continuation: Sequence[int]) -> int:
-    """How many draft tokens a verifier accepts when the base's own text goes on with ``continuation``."""
-    node, count = ROOT, 0
+def accepted_path(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
+    """The nodes a verifier accepts when the base's own text goes on with ``continuation``, from the root down."""
+    path: list[int] = []
     for token in continuation:
-        child = tree.child(node, token)
+        child = tree.child(path[-1] if path else ROOT, token)
         if child is None:
             break
-        node, count = child, count + 1
-    return count
+        path.append(child)
+    return path
+
+
+def accepted(tree: DraftTree, continuation: Sequence[int]) -> int:
+    """How many draft tokens that is."""
+    return len(accepted_path(tree, continuation))
 
 
 def answer_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,20 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 from data import embedded
+from data.sharegpt import load
 
 
-def tokenizer(out: str, count: int = 4000, seed: int = 0, vocab_size: int = 1024) -> None:
-    """Train a tokenizer on the embedded corpus, with the Vicuna chat template.
+def tokenizer(
+    out: str, count: int = 4000, seed: int = 0, vocab_size: int = 1024, files: list[str] | None = None
+) -> None:
+    """Train a tokenizer on conversations, with the Vicuna chat template.
 
     Args:
         out: Folder to write.
-        count: Conversations to train on.
-        seed: Of the conversations.
+        count: Conversations of the embedded corpus to train on.
+        seed: Of the embedded corpus.
         vocab_size: Tokens, special ones and 256 bytes included: at least 259.
+        files: Conversations to train on in place of the embedded ones, as for a training.
     """
     if (Path(out) / "tokenizer.json").exists():
         raise ValueError(f"{out} already holds a tokenizer: give another folder")
     if vocab_size < 259:
         raise ValueError(f"vocab_size {vocab_size} is less than 259: 256 bytes and three special tokens")
-    embedded.train_tokenizer(embedded.conversations(count, seed), vocab_size).save_pretrained(out)
-    print(f"wrote {out}")
+    conversations, dropped = load(files or [f"embedded:{count}:{seed}"])
+    if dropped.total:
+        print(dropped)
+    speakers = {"user": "human", "assistant": "gpt"}
+    records = (
+        {"conversations": [{"from": speakers[role], "value": text} for role, text in one.messages if role in speakers]}
+        for one in conversations
+    )
+    made = embedded.train_tokenizer(records, vocab_size)
+    made.save_pretrained(out)
+    print(f"wrote {out}: {len(made)} tokens of {len(conversations):,} conversations")

@@ -32,6 +32,8 @@ MESSAGES = [{"role": "user", "content": "w6"}, {"role": "assistant", "content": 
         ({"question": "w7?", "answer": "w8\u2028w9"}, ["w7?", "w8\u2028w9"]),
         ({"instruction": "w3", "input": "", "output": "w4"}, ["w3", "w4"]),
         ({"instruction": "w3", "output": "w4"}, ["w3", "w4"]),
+        ({"instruction": "w3", "input": "w4", "response": "w5", "history": []}, ["w3", "w4", "w5"]),
+        ({"id": 1, "history": [{"user": "w3", "bot": "w4"}, {"user": "w5", "bot": "w6"}]}, ["w3", "w4", "w5", "w6"]),
     ],
 )
 def test_a_record_gives_its_parts(tmp_path, record, texts):

@@ -32,9 +32,10 @@ class ResumableLoader(DataLoader):
     trainer: L.Trainer | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of its batches that were trained on."""
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        return {"epoch": self.trainer.current_epoch, "batch": progress.current.processed}
+        """Return the epoch and the number of its batches that were trained on; after the last, the next epoch and 0."""
+        batch, epoch = self.trainer.fit_loop.epoch_loop.batch_progress.current, self.batch_sampler.epoch
+        is_over = batch.processed == batch.ready >= self.trainer.num_training_batches
+        return {"epoch": epoch + 1, "batch": 0} if is_over else {"epoch": epoch, "batch": batch.processed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Skip the batches that were trained on, the next time an iteration starts."""

@@ -63,8 +63,15 @@ def main(argv: list[str] | None = None) -> None:
         return
     from train.errors import user_errors
 
-    with user_errors("lightning"):
-        found = with_found_configs(args)
-        from train.lightning_cli import run
+    try:
+        with user_errors("lightning"):
+            found = with_found_configs(args)
+            from train.lightning_cli import run
 
-        run(found, command=shlex.join(["lightning", *args]))
+            run(found, command=shlex.join(["lightning", *args]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit as stopped:
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # before the first step: Lightning makes a 1 of it
+            sys.exit(130)
+        raise

@@ -8,7 +8,18 @@ from importlib import import_module
 from typing import Any
 
 COMMANDS = {
-    "eval": ("inference.evaluate", "evaluate", "measure drafters side by side on MT-Bench, GSM8K or our own questions"),
+    "eval": (
+        "inference.evaluate",
+        "evaluate",
+        "measure drafters side by side on the benchmarks of the papers or our own",
+    ),
+    "sweep": ("inference.sweep", "sweep", "measure a drafter over a grid of its arguments, with heat maps"),
+    "chat": ("inference.chat", "chat", "talk to a base in the terminal and watch its drafter"),
+    "report": (
+        "inference.report",
+        "report",
+        "make one page of several evaluations, or recount recorded answers by every convention",
+    ),
     "replay": ("inference.replay", "replay", "measure n-gram drafters exactly on recorded answers, without a base"),
     "verify": ("inference.verify", "verify", "show that a drafter changes no token of what the base writes"),
     "regenerate": (
@@ -17,6 +28,7 @@ COMMANDS = {
         "let the base answer the prompts of a data set itself, to train on its own text",
     ),
     "export": ("train.export", "export", "turn a training checkpoint into a drafter folder"),
+    "doctor": ("train.doctor", "doctor", "compare an exported drafter with the checkpoint it was made from"),
     "show-mask": ("train.show_mask", "show_mask", "print conversations with their loss mask in colour"),
     "features": ("train.features", "features", "write the base's hidden states of conversations for training"),
     "tokenizer": ("train.tokenizer", "tokenizer", "train a small tokenizer on conversations"),
@@ -31,7 +43,14 @@ COMMANDS = {
     "tree-search": ("train.tree_search", "tree_search", "make Medusa's static tree by its heads' accuracies"),
     "skip-search": ("inference.skip_search", "skip_search", "search what self_speculative lets the base leave out"),
 }
-POSITIONAL = {"export": ["ckpt", "out"], "tokenizer": ["out"], "corpus": ["out"], "datastore": ["out"]}
+POSITIONAL = {
+    "report": ["folders"],
+    "export": ["ckpt", "out"],
+    "doctor": ["ckpt", "export"],
+    "tokenizer": ["out"],
+    "corpus": ["out"],
+    "datastore": ["out"],
+}
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 
 {rows}
@@ -43,8 +62,8 @@ drafters COMMAND --help explains each. Training: lightning --help
 def normalised(
     args: list[str], repeated: set[str], positional: list[str], flags: Collection[str] = frozenset()
 ) -> list[str]:
-    """``--max-new-tokens`` for max_new_tokens, ``--drafter a --drafter b`` for a list, ``CKPT OUT`` by position,
-    ``--overwrite`` for ``--overwrite true``."""
+    """``--max-new-tokens`` for max_new_tokens, ``--drafter a --drafter b`` for a list, ``CKPT OUT`` by position, where
+    the last may be repeated, ``--overwrite`` for ``--overwrite true``."""
     result: list[str] = []
     places = iter(positional)
     left = list(args)
@@ -53,8 +72,8 @@ def normalised(
         if arg in ("-h", "--help"):
             return ["--help"]
         if not arg.startswith("--"):
-            name = next(places, None)
-            result += [f"--{name}={arg}"] if name else [arg]
+            name = next(places, next((last for last in positional[-1:] if last in repeated), None))
+            result += [f"--{name}+={arg}" if name in repeated else f"--{name}={arg}"] if name else [arg]
             continue
         key, equals, value = arg.partition("=")
         key = key.replace("-", "_").replace("__", "--", 1)

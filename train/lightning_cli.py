@@ -7,15 +7,22 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
-from zipfile import is_zipfile
 
 import lightning as L
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from data.module import ShareGPTData
+from train.callbacks import Optimisation, Speed
+from train.checkpoints import WholeCheckpoints, check_whole, newest_whole, remove_unfinished
+from train.estimate import Estimate
+from train.faults import Faults
 from train.module import DrafterTraining
+from train.preemption import Preemption
+from train.resume import ExactResume
+from train.tree_samples import TreeSamples
 
 
 class OneLineParser(LightningArgumentParser):
@@ -45,11 +52,16 @@ class DrafterCLI(LightningCLI):
         """fit, validate and test; there is nothing here that Lightning's predict would predict."""
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(ExactResume, "resume")
+        parser.add_lightning_class_args(Faults, "faults")
+        parser.add_lightning_class_args(TreeSamples, "trees")
+
     def _parse_ckpt_path(self) -> None:
         """Lightning lets the hyper-parameters of a checkpoint override the command line; here the command line wins."""
         path = Path(self.config[self.config.subcommand].get("ckpt_path") or "")
-        if path.is_file() and not is_zipfile(path):
-            raise ValueError(f"{path} is not a readable checkpoint: train or copy it again")
+        if path.is_file():
+            check_whole(path)
 
     def before_instantiate_classes(self) -> None:
         config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
@@ -57,11 +69,15 @@ class DrafterCLI(LightningCLI):
             model = config.model.get("init_args") or config.model
             config.data.tokenizer = model.get("base") or model.get("tokenizer")
         run = config.trainer.default_root_dir or "runs/default"
+        self.checkpoint_folders = []
         for callback in config.trainer.callbacks or []:
             if callback.class_path.endswith("ModelCheckpoint"):
                 callback.init_args.dirpath = callback.init_args.get("dirpath") or f"{run}/checkpoints"
                 callback.init_args.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
+                self.checkpoint_folders.append(callback.init_args.dirpath)
                 self._require_empty(Path(callback.init_args.dirpath), config)
+        if config.get("ckpt_path") == "last" and (path := newest_whole(self.checkpoint_folders)):
+            config.ckpt_path = str(path)
         if config.trainer.logger in (None, True):
             logger = Namespace(save_dir=run, name="tensorboard", default_hp_metric=False)
             config.trainer.logger = Namespace(
@@ -81,6 +97,11 @@ class DrafterCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         self.model.command = self.command
+        if type(self.trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            self.trainer.strategy._checkpoint_io = WholeCheckpoints()
+        if self.subcommand == "fit" and self.trainer.is_global_zero:
+            for folder in self.checkpoint_folders:
+                remove_unfinished(folder)
 
 
 def names_a_class(args: list[str]) -> bool:
@@ -119,7 +140,10 @@ def run(args: list[str], command: str) -> None:
         L.LightningModule if other else DrafterTraining,
         ShareGPTData,
         subclass_mode_model=other,
-        trainer_defaults={"use_distributed_sampler": False},  # the batches are shared out by length already
+        trainer_defaults={
+            "use_distributed_sampler": False,  # the batches are shared out by length already
+            "callbacks": [Preemption(), Speed(), Optimisation(), Estimate()],
+        },
         save_config_kwargs={"overwrite": True},
         parser_class=OneLineParser,
         seed_everything_default=0,

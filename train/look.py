@@ -27,13 +27,14 @@ def look(base: Base, layers: Sequence[int], input_ids: Tensor) -> tuple[Tensor, 
     return hidden, last, labels
 
 
-def recall(batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype) -> TrainingBatch:
+def recall(batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype, step: int = 0) -> TrainingBatch:
     """What a batch from a feature store holds, as `look` would give it.
 
     Args:
         batch: Of `data.batch.collate`, with stored states of ``layers`` side by side.
         layers: The drafter's hidden layers.
         dtype: Number format of the base.
+        step: Optimizer steps taken before this batch.
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
     given = hidden, batch["input_ids"], batch["labels"], batch["loss_mask"]
@@ -42,16 +43,16 @@ def recall(batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtyp
     elif "last" in batch:
         last = unpack(batch["last"], batch.get("last_scale"), dtype)
     else:
-        return WithoutLast(*given)
-    return TrainingBatch(given[0], last, *given[1:])
+        return WithoutLast(*given, step)
+    return TrainingBatch(given[0], last, *given[1:], step)
 
 
 class WithoutLast(TrainingBatch):
     """A batch from a store that does not hold the base's last states, which few losses read."""
 
-    def __init__(self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor) -> None:
+    def __init__(self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor, step: int) -> None:
         values = {"hidden": hidden, "input_ids": input_ids, "labels": labels, "loss_mask": loss_mask}
-        for name, value in values.items():
+        for name, value in (values | {"step": step}).items():
             object.__setattr__(self, name, value)  # the class is frozen
 
     @property

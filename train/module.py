@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.base import Base, Dtype, load_base, shape_of, tokenizer_hash
+from inference.base import Base, Dtype, base_hash, load_base, shape_of, tokenizer_hash
 from train.answers import Answers, with_own_answers
+from train.divisor import SharedDivisor
 from train.look import choose_layers, look, recall
-from train.metrics import AcceptanceLength, DepthAcceptance
+from train.metrics import AcceptanceLength, DepthAcceptance, conditional
 from train.optimizer import Schedule, adamw
 from train.simulate import answer_spans, simulate
+from train.strategies import FSDP2, is_deepspeed, recompute
 
 DEPTHS = 8
 
@@ -37,6 +41,8 @@ class DrafterTraining(L.LightningModule):
         val_answers: What validation decodes: the base's own ``greedy`` answers to the held-out prompts, which makes
             the simulation exact, or the held-out ``text`` as it is, which needs no generation.
         max_val_tokens: Longest answer the base gives in validation.
+        activation_checkpointing: Keep only the inputs of the drafter's trunk layers, and compute the rest again in the
+            backward pass: less memory, more time.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class DrafterTraining(L.LightningModule):
         schedule: Schedule = "constant",
         val_answers: Answers = "greedy",
         max_val_tokens: int = 128,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -60,12 +67,19 @@ class DrafterTraining(L.LightningModule):
             self.__dict__["base"] = load_base(base, base_dtype)
         self.drafter = drafter(self.base.shape)
         self.drafter.initialise(self.base.borrowed)  # a checkpoint that is resumed or validated is loaded over it
+        if activation_checkpointing:
+            recompute(self.drafter)
         self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(DEPTHS)
         self._own_answers: dict[int, dict[str, Tensor]] = {}
+        self._base_hash = ""  # found out at the first checkpoint
 
     base: Base
     command: str | None = None  # the command line that trains, for the model card
     measured: dict[str, float] | None = None  # acceptance length of the last validation, and its step
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, FSDP2):
+            self.trainer.strategy.shard(self.drafter)
 
     def setup(self, stage: str) -> None:
         self.base.model.to(self.trainer.strategy.root_device)  # the strategy moves this module only after setup
@@ -84,28 +98,46 @@ class DrafterTraining(L.LightningModule):
         if store := getattr(self.trainer.datamodule, "store", None):
             choose_layers(store, self.base, self.drafter.needs.hidden_layers)
 
-    def look(self, input_ids: Tensor, loss_mask: Tensor) -> TrainingBatch:
+    def look(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
         """What the base says about texts (B, S)."""
         hidden, last, labels = look(self.base, self.drafter.needs.hidden_layers, input_ids)
-        return TrainingBatch(hidden, last, input_ids, labels, loss_mask)
+        return TrainingBatch(hidden, last, input_ids, labels, loss_mask, step)
 
     def seen(self, batch: dict[str, Tensor]) -> TrainingBatch:
         """What the base says about a batch: read from it where it comes from a feature store."""
         if "hidden" in batch:
-            return recall(batch, self.drafter.needs.hidden_layers, self.base.model.dtype)
-        return self.look(batch["input_ids"], batch["loss_mask"])
+            return recall(batch, self.drafter.needs.hidden_layers, self.base.model.dtype, self.global_step)
+        return self.look(batch["input_ids"], batch["loss_mask"], self.global_step)
+
+    def on_fit_start(self) -> None:
+        self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, seen = self.drafter.loss(self.seen(batch), self.base.borrowed)
-        self.log("train/loss", loss, prog_bar=True)
-        self.log_dict({f"train/{name}": value for name, value in seen.items()})
-        return loss
+        self.divisor.begin()
+        batch = self.seen(batch).divided_by(self.divisor)
+        loss, seen = self.drafter.loss(batch, self.base.borrowed)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        self.log_dict({f"train/{name}": value for name, value in seen.items()}, sync_dist=True)
+        return self.divisor.weighed(loss) if self._weighs_batches else loss
+
+    @property
+    def _weighs_batches(self) -> bool:
+        return self.trainer.accumulate_grad_batches > 1 and not is_deepspeed(self.trainer)  # it keeps its gradients
+
+    def on_after_backward(self) -> None:
+        if self._weighs_batches and not self.trainer.fit_loop._should_accumulate():
+            self.divisor.correct(self.drafter.parameters(), self.trainer.accumulate_grad_batches)
+
+    def answered(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """The texts that validation decodes: a held-out batch, or the base's own answers to its prompts."""
+        if self.val_answers == "text":
+            return batch
+        if batch_idx not in self._own_answers:
+            self._own_answers[batch_idx] = with_own_answers(self.base, batch, self.max_val_tokens)
+        return {name: value.to(self.device) for name, value in self._own_answers[batch_idx].items()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        if self.val_answers == "greedy":
-            if batch_idx not in self._own_answers:
-                self._own_answers[batch_idx] = with_own_answers(self.base, batch, self.max_val_tokens)
-            batch = {name: value.to(self.device) for name, value in self._own_answers[batch_idx].items()}
+        batch = self.answered(batch, batch_idx)
         seen = self.look(batch["input_ids"], batch["loss_mask"])
         loss, _ = self.drafter.loss(seen, self.base.borrowed)
         self.log("val/loss", loss, batch_size=len(seen.labels), sync_dist=True)
@@ -120,8 +152,10 @@ class DrafterTraining(L.LightningModule):
         if not self.trainer.sanity_checking:
             self.measured = {"step": self.global_step, "acceptance_length": float(length)}
         self.log("val/acceptance_length", length, prog_bar=True)
-        for depth, share in enumerate(self.depth_acceptance.compute().tolist(), start=1):
+        shares = self.depth_acceptance.compute().tolist()
+        for depth, (share, given) in enumerate(zip(shares, conditional(shares), strict=True), start=1):
             self.log(f"val/accepted_{depth}_or_more", share)
+            self.log(f"val/accepted_{depth}_given_{depth - 1}", given)
         self.acceptance_length.reset()
         self.depth_acceptance.reset()
 
@@ -132,10 +166,12 @@ class DrafterTraining(L.LightningModule):
         self.on_validation_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._base_hash = self._base_hash or base_hash(self.base)
         checkpoint["base"] = {
             "shape": vars(shape_of(self.base.model.config)),
             "name": self.base.name,
             "tokenizer_hash": tokenizer_hash(self.base.tokenizer),
+            "weights_hash": self._base_hash,
         }
         checkpoint["measured"] = self.measured
         checkpoint["command"] = self.command
@@ -144,9 +180,14 @@ class DrafterTraining(L.LightningModule):
         self.measured = checkpoint["measured"]
         if checkpoint["base"]["tokenizer_hash"] != tokenizer_hash(self.base.tokenizer):
             raise ValueError(f"the checkpoint was trained for {checkpoint['base']['name']}, not for {self.base.name}")
-        ours, theirs = (
-            {n: w.shape for n, w in state.items()} for state in (self.state_dict(), checkpoint["state_dict"])
-        )
+        is_fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and checkpoint["base"].get("weights_hash", base_hash(self.base)) != base_hash(self.base):
+            raise ValueError(
+                f"the checkpoint was trained on other weights than those of {self.base.name}: give model.base and "
+                "model.base_dtype as they were"
+            )
+        weights = checkpoint.get("state_dict", self.state_dict())  # a strategy that shards has loaded them already
+        ours, theirs = ({n: w.shape for n, w in state.items()} for state in (self.state_dict(), weights))
         if differing := sorted(dict(ours.items() ^ theirs.items())):
             raise ValueError(
                 f"the checkpoint holds another drafter than the config ({differing[0]} differs): "

@@ -5,9 +5,12 @@ import logging
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -216,3 +219,124 @@ def write_json(path, value):
     """Writes a JSON file and returns its path."""
     path.write_text(json.dumps(value), encoding="utf-8")
     return path
+
+
+class Losses(L.Callback):
+    """Writes the loss of each batch, bit for bit, to a file that survives any end of the process."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        name = f"{trainer.global_rank}.{trainer.current_epoch}.{batch_idx}"
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{name} {float(outputs['loss']).hex()}\n")
+
+
+def read_losses(folder):
+    """Rank, epoch and batch -> the losses it was ever given."""
+    losses = {}
+    for line in (folder / "losses.txt").read_text(encoding="utf-8").splitlines():
+        batch, loss = line.split()
+        losses.setdefault(batch, set()).add(loss)
+    return losses
+
+
+@pytest.fixture(scope="session")
+def write_run(write_recipe):
+    """Writes a recipe of everything that a resumed run could get wrong; returns the YAML's path.
+
+    Anchors are sampled, a share of the loss fades out, gradients are accumulated over two of the five batches of an
+    epoch (so the last stands alone), validation comes at batches of its own, and two kinds of checkpoint are kept.
+    """
+    kind = "lightning.pytorch.callbacks.ModelCheckpoint"
+    best = {"filename": "best", "monitor": "val/acceptance_length", "mode": "max"}
+    last = {"filename": "step={step}", "auto_insert_metric_name": False, "save_last": "link"}
+    last["save_on_exception"] = True
+
+    def write(folder, every=4, keep=1, **trainer):
+        folder.mkdir(exist_ok=True)
+        callbacks = [
+            {"class_path": f"{__name__}.Losses", "init_args": {"path": str(folder / "losses.txt")}},
+            {"class_path": kind, "init_args": best},
+            {"class_path": kind, "init_args": last | {"every_n_train_steps": every, "save_top_k": keep}},
+        ]
+        settings = {"max_steps": 30, "accumulate_grad_batches": 2, "val_check_interval": 7, "callbacks": callbacks}
+        path = write_recipe(folder, **settings | trainer)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values["model"] |= {"warmup_steps": 5, "schedule": "cosine"}
+        values["model"]["drafter"]["init_args"] |= {"warm_up_steps": 12}
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A command in a copy of this process, which has imported everything already.
+
+    Args:
+        process: Its id.
+        log: What it prints.
+    """
+
+    process: int
+    log: Path
+
+    def wait(self):
+        """Its exit code, as subprocess has it: minus the number of the signal that killed it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+    def send(self, number):
+        os.kill(self.process, number)
+
+    def is_alive(self):
+        return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+@pytest.fixture(scope="session")
+def fork(tmp_path_factory):
+    """Starts `lightning` in a forked process; ``before`` is called there first."""
+
+    def start(*args: object, before: Callable[[], None] = lambda: None) -> Forked:
+        log = tmp_path_factory.mktemp("forked") / "log.txt"
+        if process := os.fork():
+            return Forked(process, log)
+        code = 70
+        try:
+            sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+            os.dup2(sys.stdout.fileno(), 1)
+            os.dup2(sys.stdout.fileno(), 2)
+            before()
+            cli.main([str(arg) for arg in args])
+            code = 0
+        except SystemExit as stopped:
+            code = stopped.code or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    return start
+
+
+@pytest.fixture
+def losses_of():
+    return read_losses
+
+
+@pytest.fixture
+def assert_same_end():
+    """Checks that two runs gave each batch one loss, the same, and ended with the same weights and optimizer state."""
+
+    def check(one, other):
+        mine, theirs = read_losses(one), read_losses(other)
+        assert mine == theirs
+        assert all(len(losses) == 1 for losses in mine.values())
+        for name in ("last.ckpt", "best.ckpt"):
+            saved = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (one, other)]
+            for part in ("global_step", "state_dict", "optimizer_states", "lr_schedulers", "measured"):
+                torch.testing.assert_close(saved[0][part], saved[1][part], rtol=0, atol=0)
+
+    return check

@@ -209,7 +209,7 @@ LIGHTNING = {
     FIT + "--data.files [@nothing.json]": "the file is empty",
     FIT + "--data.files [@empty-list.json]": "no usable conversation",
     FIT + "--data.files [@malformed.json]": "invalid JSON",
-    FIT + "--data.files [@malformed.jsonl]": "line 2: invalid JSON",
+    FIT + "--data.files [@malformed.jsonl]": "val_size 4 leaves nothing of 1 conversations",
     FIT + "--data.files [@broken-records.json]": "no usable conversation",
     FIT + "--data.files [@sharegpt.txt]": "unknown kind of file",
     FIT + "--data.files [embedded:2]": "val_size 4 leaves nothing",

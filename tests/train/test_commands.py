@@ -57,6 +57,10 @@ def test_arguments_are_brought_into_one_form(args, expected):
     assert normalised(args, {"drafter"}, ["ckpt", "out"], {"overwrite"}) == expected
 
 
+def test_the_last_positional_argument_may_be_a_list():
+    assert normalised(["a", "b", "--out", "c"], {"folders"}, ["folders"]) == ["--folders+=a", "--folders+=b", "--out=c"]
+
+
 QUICK = ("--benchmark", "embedded", "--limit", 2)
 
 

@@ -117,7 +117,6 @@ def all_drafters(
                     max_new_tokens=max_new_tokens,
                     dtype=dtype,
                     out=str(kept),
-                    overwrite=True,
                 )
             results[dtype] = json.loads((kept / "results.json").read_text(encoding="utf-8"))["results"][benchmark]
         tables.append(live_table(benchmark, results, live_questions))

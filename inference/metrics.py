@@ -254,11 +254,6 @@ def _summarise_category(pairs: Sequence[tuple[Answer, Answer]]) -> CategorySumma
     )
 
 
-def bootstrap_interval(emitted: Sequence[int], forwards: Sequence[int]) -> tuple[float, float] | None:
-    """`statistics.interval` of the micro acceptance length, of what each question emitted and its base forwards."""
-    return statistics.interval([emitted, forwards], (1, -1))
-
-
 def _interval(rows: Sequence[Sequence[float]], powers: Sequence[int]) -> tuple[float, float] | None:
     return statistics.interval(list(zip(*rows, strict=True)), powers) if rows else None
 

@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from inference import statistics
 from inference.answers import RecordedAnswer
-from inference.metrics import bootstrap_interval
 from inference.tables import Row, escape, markdown_table, number, rich_table
 
 Pairs = Sequence[tuple[RecordedAnswer, RecordedAnswer]]  # an answer and the baseline's to the same question
@@ -126,7 +126,7 @@ def notes(pairs: Pairs) -> list[str]:
     same, num_turns = identical_turns(pairs)
     found = [f"identical turns: {same} of {num_turns} ({100 * same / num_turns:.1f} %)"]
     counts = [counted for answer, _ in pairs if all(counted := emitted_and_steps(answer))]
-    if counts and (interval := bootstrap_interval(*zip(*counts, strict=True))):
+    if counts and (interval := statistics.interval([*zip(*counts, strict=True)], (1, -1))):
         low, high = interval
         found.append(f"95 % interval of the micro acceptance length over questions: {low:.2f} to {high:.2f}")
     sides = dict(zip(("answers", "baseline"), zip(*pairs, strict=True), strict=True))

@@ -121,8 +121,7 @@ def evaluate(
     work = plan.work()
     folder = _results_folder(out, overwrite, work)
     num_answers = repeats * len(plan.drafters) * sum(map(len, asked.values()))
-    for line in timing.Quiet(plan.threads * len(chosen), timing.num_cores(), _loads()).warnings():
-        print(f"drafters eval: {line}: times will be worth little", file=sys.stderr)
+    busy = timing.Quiet(plan.threads * len(chosen), timing.num_cores(), _loads()).warnings()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     num_new = 0
     with (
@@ -136,12 +135,14 @@ def evaluate(
             num_new += is_new
             progress.advance(task)
 
-        def clear() -> None:
+        def begin() -> None:
+            for line in busy:
+                print(f"drafters eval: {line}: times will be worth little", file=sys.stderr)
             if folder and overwrite:
                 _clear(folder)
 
         journals = Path(place) / JOURNALS
-        workers.run(plan, work, journals, clear, advance)
+        workers.run(plan, work, journals, begin, advance)
         decoded = read(journals, plan, work)
     given = decoded.middle()
     summaries = {

@@ -20,7 +20,7 @@ PATIENCE = 1.0  # seconds between two looks at whether the others live
 
 
 def run(
-    plan: Plan, work: dict[str, Any], folder: Path, clear: Callable[[], None], advance: Callable[[bool], None]
+    plan: Plan, work: dict[str, Any], folder: Path, begin: Callable[[], None], advance: Callable[[bool], None]
 ) -> None:
     """Answer all questions, into a journal for each process.
 
@@ -28,7 +28,7 @@ def run(
         plan: What is decoded.
         work: `Plan.work`.
         folder: Of the journals, see `journal_path`.
-        clear: Makes room for new results, once nothing in the arguments can stop them any more.
+        begin: Called once nothing in the arguments can stop the work any more: it makes room for new results.
         advance: Told of every answer, and whether it was given now.
 
     Raises:
@@ -37,7 +37,7 @@ def run(
     load = timing.load()
     if len(plan.devices) == 1:
         share = Share(plan)
-        clear()
+        begin()
         for is_new in share.run(journal_path(folder, 0), work, load):
             advance(is_new)
         return
@@ -51,7 +51,7 @@ def run(
         for process in processes:
             process.start()
         _listen(processes, told, "ready", lambda said: None)
-        clear()
+        begin()
         go.set()
         _listen(processes, told, "finished", advance)
         for process in processes:

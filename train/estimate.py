@@ -34,6 +34,9 @@ class Estimate(L.Callback):
     extrapolated from texts of a few tokens. What an allocator adds is not known.
     """
 
+    def __init__(self) -> None:
+        self._num_batches, self._started = 0, 0.0
+
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         rows = getattr(trainer.datamodule, "train_set", None)
         if rows is None or not hasattr(module, "drafter"):
@@ -42,9 +45,6 @@ class Estimate(L.Callback):
         with trainer.precision_plugin.train_step_context():
             parts = memory(module, trainer, *size)
         show(parts, *size, device_bytes(module.device))
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._num_batches, self._started = 0, 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         self._num_batches += 1

@@ -92,7 +92,7 @@ EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 "
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 "
 DRAFTERS = {
     # ---- commands and options
-    "frobnicate": "unknown command 'frobnicate': known are eval, replay, verify,",
+    "frobnicate": "unknown command 'frobnicate': known are eval, ",
     EVAL + "--drafter anpd --frob 3": "frob",
     EVAL + "--drafter anpd --lim 3": "lim",
     EVAL + "--drafter anpd extra": "extra",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -192,6 +193,11 @@ def simulated_table(
     return measured
 
 
+def shown(name: str) -> str:
+    """``ctc (ctc_deep):num_nodes=16`` for a drafter that is named by its folder."""
+    return re.sub(r"=[^:]*?([^/:]+)/seed\d+/drafter", r" (\1)", name)
+
+
 def live_table(benchmark: str, results: dict[str, dict[str, dict[str, Any]]], num_questions: int) -> Measured:
     """What decoding with every drafter gave, by number format."""
     headings = [
@@ -212,7 +218,7 @@ def live_table(benchmark: str, results: dict[str, dict[str, dict[str, Any]]], nu
                 f"{own['identical']}/{own['questions']}",
             ]
         measured.rows.append(
-            [name, *cells, f"{summary['fed_per_step']:.1f}", f"{summary['draft_forwards_per_step']:.1f}"]
+            [shown(name), *cells, f"{summary['fed_per_step']:.1f}", f"{summary['draft_forwards_per_step']:.1f}"]
         )
     measured.notes = [
         f"{num_questions} questions, evenly spaced, all turns; greedy; one run, the drafters in turn on each question."

@@ -65,7 +65,7 @@ def evaluate(
         benchmark: NAME or NAME:STYLE, such as mt_bench, gsm8k:ctc or cnn_dm:alpaca; a wrong name lists all; may be
             repeated.
         questions: A local file for each benchmark, in the same order, where it is not to come from the hub; wmt16 takes
-            GERMAN,ENGLISH, a style with examples FILE,TRAIN_FILE.
+            GERMAN,ENGLISH, a style with examples FILE,TRAIN_FILE, and '' leaves one to the hub, or to embedded.
         offset: Leave out the first questions of each benchmark.
         limit: Questions of each benchmark at most.
         max_new_tokens: Tokens of an answer at most; each benchmark has its own from the papers.
@@ -97,7 +97,7 @@ def evaluate(
     if files and len(files) != len(benchmark):
         raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
     asked = {
-        name: benchmarks.load(name, file, offset, limit)
+        name: benchmarks.load(name, file or None, offset, limit)
         for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
     }
     chosen = _devices(resolve_device(device), devices)
@@ -209,7 +209,7 @@ def _devices(device: torch.device, devices: int | Literal["auto"]) -> tuple[str,
 
 
 def _loads() -> list[float]:
-    found = timing.load()
+    found = timing.running()
     return [] if found is None else [found]
 
 

@@ -120,7 +120,7 @@ class Share:
         Args:
             path: Of the journal.
             work: `Plan.work`.
-            load: `timing.load` before the start.
+            load: `timing.running` before the start.
             is_wanted: Asked before an answer is kept; where it says no, the work stops.
         """
         with Journal(path, work) as journal:

@@ -6,12 +6,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 ROOM = 0.5  # of a core: what the machine itself may need beside a measurement
 LEAST_SHARE = 0.95  # of a core, that a decoding thread has on a quiet machine
 MOST_GPU_USE = 5  # per cent
+NUM_LOOKS = 20
 
 
 class CoreClock:
@@ -35,6 +37,22 @@ def load() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
+def running() -> float | None:
+    """Threads of others that run or wait for a core just now, over a fifth of a second; else `load`.
+
+    What a command did a minute ago, as a training before this evaluation, still counts in the load average.
+    """
+    try:
+        counts = []
+        for _ in range(NUM_LOOKS):
+            time.sleep(0.2 / NUM_LOOKS)
+            (line,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("procs_running"))
+            counts.append(int(line.split()[1]) - 1)  # it is we who look
+        return sum(counts) / NUM_LOOKS
+    except (OSError, ValueError):
+        return load()
+
+
 def gpu_use(device: torch.device) -> int | None:
     """Per cent of the time that a GPU worked just now, before anything of ours runs there; None where unknown."""
     if device.type != "cuda":
@@ -52,7 +70,7 @@ class Quiet:
     Args:
         threads: Threads that decode, of all processes.
         cores: Cores there are.
-        before: `load` before each start of the command: several where it was stopped and went on.
+        before: `running` before each start of the command: several where it was stopped and went on.
         during: `load` at the end of each answer.
         shares: `CoreClock.share` of each answer.
         gpu_use: `gpu_use` before each start, where known.

@@ -34,7 +34,7 @@ def run(
     Raises:
         ValueError: What `Share` raises.
     """
-    load = timing.load()
+    load = timing.running()
     if len(plan.devices) == 1:
         share = Share(plan)
         begin()

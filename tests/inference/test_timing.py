@@ -1,11 +1,14 @@
 """When a machine is too busy to measure on."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from inference.timing import CoreClock, Quiet, load, num_cores
+from inference.timing import CoreClock, Quiet, load, num_cores, running
 
 QUIET = {"threads": 1, "cores": 4, "before": [0.2], "during": [1.2, 1.3], "shares": [0.99, 1.0], "gpu_use": [0]}
 
@@ -59,3 +62,16 @@ def test_the_machine_tells_its_cores_and_its_load():
     assert num_cores() >= 1
     found = load()
     assert found is None or found >= 0
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux counts the threads that run")
+def test_threads_that_run_just_now_are_counted():
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(6)]
+    try:
+        time.sleep(0.5)
+        assert running() > 4
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()

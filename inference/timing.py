@@ -54,12 +54,12 @@ def running() -> float | None:
 
 
 def gpu_use(device: torch.device) -> int | None:
-    """Per cent of the time that a GPU worked just now, before anything of ours runs there; None where unknown."""
+    """Per cent of the last moments in which a GPU ran a kernel; None where unknown."""
     if device.type != "cuda":
         return None
     try:
         return torch.cuda.utilization(device)
-    except (ImportError, RuntimeError, AttributeError):  # it needs NVIDIA's own package
+    except Exception:  # without nvidia-ml-py, or where the driver does not tell (MIG): each raises a type of its own
         return None
 
 

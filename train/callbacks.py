@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.learned import anchors
+from inference.timing import gpu_use
 
 
 def num_anchors(loss_mask: Tensor, most: int) -> Tensor:
@@ -80,20 +81,10 @@ class Speed(L.Callback):
         if hasattr(module, "drafter"):
             rates["train/anchors_per_second"] = self.anchors / seconds
         shares = {"train/utilisation": self.inside / seconds}
-        if (busy := gpu_utilisation(module.device)) is not None:
-            shares["train/gpu_utilisation"] = busy
+        if (busy := gpu_use(module.device)) is not None:
+            shares["train/gpu_utilisation"] = busy / 100
         module.log_dict(rates, sync_dist=True, reduce_fx="sum")
         module.log_dict(shares, sync_dist=True)
-
-
-def gpu_utilisation(device: torch.device) -> float | None:
-    """Share of the last moments in which the device ran a kernel; None where that cannot be read."""
-    if device.type != "cuda":
-        return None
-    try:
-        return torch.cuda.utilization(device) / 100
-    except Exception:  # without nvidia-ml-py, or where the driver does not tell: each raises its own type
-        return None
 
 
 class Optimisation(L.Callback):

@@ -117,7 +117,7 @@ def drafter_activations(
     def terms(b: int, s: int, a: int) -> list[float]:
         return [1.0, s, s * s, b, b * s, b * a, b * s * s, b * s * a, b * a * a]
 
-    sizes = list(product((1, 2), (32, 64, 96), (4, 12, 24)))
+    sizes = list(product((1, 2), (64, 96, 128), (16, 32, 48)))  # whole pieces of an `AnchorMask`
     kept = [float(kept_bytes(drafter, shape, borrowed, *size)) for size in sizes]
     coefficients, *_ = np.linalg.lstsq(np.array([terms(*size) for size in sizes], dtype=float), np.array(kept))
     return max(0.0, float(coefficients @ terms(num_rows, num_positions, num_anchors)))

@@ -44,6 +44,18 @@ class AnchorMask:
         key = torch.arange(self.num_context + num_queries, device=device)
         return self.sees(batch, query, key)
 
+    def pieces(self, size: int = 16) -> Pieces:
+        """The same, cut along the anchors: most of it is false, and need not be multiplied.
+
+        Args:
+            size: Anchors of a piece.
+        """
+        found = []
+        for anchors in self.anchors.split(size, dim=1):
+            num_seen = min(int(anchors.max()), self.num_context)
+            found.append((num_seen, AnchorMask(anchors, self.num_frames, num_seen, self.causal).dense()))
+        return Pieces(tuple(found), self.num_context)
+
     def sparse(self) -> BlockMask:
         """The same for FlexAttention, which skips the blocks nobody looks at."""
         num_queries = self.anchors.shape[1] * self.num_frames
@@ -56,13 +68,44 @@ class AnchorMask:
             device=str(self.anchors.device),
         )
 
-    def best(self) -> Tensor | BlockMask:
-        """What attends fastest on this device: sparse on CUDA, dense elsewhere."""
-        return self.sparse() if self.anchors.is_cuda else self.dense()
+    def best(self) -> BlockMask | Pieces:
+        """What attends fastest on this device: sparse on CUDA, in pieces elsewhere."""
+        return self.sparse() if self.anchors.is_cuda else self.pieces()
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of either kind."""
+@dataclass(frozen=True)
+class Pieces:
+    """An `AnchorMask` in pieces: the frames of a few neighbouring anchors, and only the keys that these may see.
+
+    Args:
+        parts: For each piece the number s of context positions before its last anchor, and its mask (B, 1, Q, s + Q)
+            over those positions and its own frames.
+        num_context: S.
+    """
+
+    parts: tuple[tuple[int, Tensor], ...]
+    num_context: int
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        lengths = [mask.shape[-2] for _, mask in self.parts]
+        before, own = zip(*(x.split([self.num_context, sum(lengths)], dim=-2) for x in (keys, values)), strict=True)
+        each = zip(self.parts, *(x.split(lengths, dim=-2) for x in (queries, *own)), strict=True)
+        found = [
+            F.scaled_dot_product_attention(
+                query, *(torch.cat([x[..., :num_seen, :], y], -2) for x, y in zip(before, of_own, strict=True)), mask
+            )
+            for (num_seen, mask), query, *of_own in each
+        ]
+        return torch.cat(found, -2)
+
+
+Mask = Tensor | BlockMask | Pieces | None
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of any kind."""
+    if isinstance(mask, Pieces):
+        return mask.attend(queries, keys, values)
     if isinstance(mask, BlockMask):
         flex = _compiled() if queries.is_cuda else flex_attention
         dtype = values.dtype  # under autocast the norms leave queries and keys in float32

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.learned import anchors as anchor_positions
 from drafters.learned import columns
+from drafters.learned.parallel import check_at_least
 from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult, TrainingBatch
 from drafters.tree import DraftTree
 
@@ -27,8 +28,7 @@ class Block(nn.Module):
 
     def __init__(self, hidden_size: int, num_layers: int, num_read: int = 0) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        check_at_least(1, num_layers=num_layers)
         widths = [(1 + num_read) * hidden_size, *[hidden_size] * (num_layers - 1)]
         self.layers = nn.ModuleList(nn.Linear(width, hidden_size) for width in widths)
         for parameter in self.parameters():
@@ -72,8 +72,8 @@ class HeadDrafter(LearnedDrafter):
         distillation: bool = False,
     ) -> None:
         super().__init__()
-        if not blocks:
-            raise ValueError("num_heads must be at least 1")
+        check_at_least(1, num_heads=len(blocks), chunk_anchors=chunk_anchors)
+        check_at_least(0, decay=decay, num_anchors=num_anchors)
         self.needs = Needs((-1,))
         self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, len(blocks), own_heads
         self.decay, self.distillation = decay, distillation

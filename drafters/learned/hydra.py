@@ -11,6 +11,7 @@ from drafters.learned import grown_tree
 from drafters.learned.draft_cache import DraftCache
 from drafters.learned.heads import Block, HeadDrafter
 from drafters.learned.layers import TrunkLayer, rotary
+from drafters.learned.parallel import check_at_least
 from drafters.protocol import BaseShape, Borrowed, Limits, StepResult
 from drafters.tree import DraftTree
 
@@ -94,8 +95,8 @@ class Hydra(HeadDrafter):
     ) -> None:
         blocks = [Block(base.hidden_size, num_layers, num_read=1 + head) for head in range(num_heads)]
         super().__init__(base, blocks, own_heads, decay, num_anchors, chunk_anchors, distillation)
-        if width < 1:
-            raise ValueError(f"width must be at least 1, not {width}")
+        check_at_least(1, top_k=top_k, width=width)
+        check_at_least(0, num_nodes=num_nodes)
         self.num_nodes, self.top_k = num_nodes, top_k
         self.width = self.rows_per_anchor = width
         self.prefix = PrefixAttention(base) if prefix_attention else None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
-from drafters.learned.anchor_attention import attend
+from drafters.learned.anchor_attention import Mask, attend
 from drafters.protocol import BaseShape
 
 
@@ -48,7 +47,7 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         return rotate(self.q_norm(self._heads(self.q_proj(x))), *turn)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
         return self.o_proj(attend(queries, keys, values, mask).transpose(-3, -2).flatten(-2))
 
 
@@ -73,9 +72,7 @@ class TrunkLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
 
-    def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
         """Frames (B, Q, D) attend to context keys and values (B, h, S, d) and to each other, as far as the mask
         (B, 1, Q, S + Q) lets them."""
         normed = self.input_layernorm(x)
@@ -123,7 +120,7 @@ class Trunk(nn.Module):
         frames: Tensor,
         positions: Tensor,
         context: list[tuple[Tensor, Tensor]],
-        mask: Tensor | BlockMask | None = None,
+        mask: Mask = None,
     ) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may look."""
         turn = self.turn(positions)

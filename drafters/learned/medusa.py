@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drafters.learned import best_first
 from drafters.learned.heads import Block, HeadDrafter
+from drafters.learned.parallel import check_at_least
 from drafters.protocol import BaseShape, Borrowed, Limits
 from drafters.tree import DraftTree
 
@@ -55,6 +56,8 @@ class Medusa(HeadDrafter):
         super().__init__(base, blocks, own_heads, decay, num_anchors, chunk_anchors)
         if tree not in get_args(Tree):
             raise ValueError(f"tree must be one of {', '.join(get_args(Tree))}, not {tree!r}")
+        check_at_least(1, top_k=top_k)
+        check_at_least(0, num_nodes=num_nodes)
         self.tree, self.num_nodes, self.top_k = tree, num_nodes, min(top_k, base.vocab_size)
         self.static = _checked(static, num_heads, base.vocab_size)
         if self.static:

@@ -52,6 +52,28 @@ def test_flex_attention_is_attention_under_the_dense_mask(device, causal, num_co
         torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_attention_in_pieces_is_attention_under_the_dense_mask(causal, size):
+    """With its gradient; the last piece may be smaller, a row's anchors early, an anchor stand behind the context."""
+    mask = AnchorMask(torch.tensor([[4, 9, 9, 17, 20], [1, 2, 3, 4, 19]]), 3, 20, causal)
+    inputs = [torch.randn(2, 2, length, 16, dtype=torch.float64, requires_grad=True) for length in (15, 35, 35)]
+    results = []
+    for kind in (mask.dense(), mask.pieces(size)):
+        out = attend(*inputs, kind)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for whole, pieces in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole)
+
+
+def test_pieces_hold_only_what_their_anchors_may_see():
+    """Four pieces of 25 anchors, sorted: half the context on average, and an own block of a quarter."""
+    mask = AnchorMask(torch.arange(1, 101)[None], 2, 100)
+    held = [part.numel() for _, part in mask.pieces(25).parts]
+    assert held == [50 * (25 * n + 50) for n in (1, 2, 3, 4)]
+    assert sum(held) < mask.dense().numel() / 2
+
+
 def test_a_sparse_mask_skips_blocks_that_nobody_looks_at():
     """Late context and the blocks of other anchors."""
     assert AnchorMask(torch.arange(10, 1000, 8)[None], 16, 1024).sparse().sparsity() > 60

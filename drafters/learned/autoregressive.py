@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from drafters.learned import grown_tree
 from drafters.learned.draft_cache import DraftCache
-from drafters.learned.layers import Attention, FeedForward, rotary
+from drafters.learned.layers import Attention, FeedForward, RMSNorm, rotary
 from drafters.learned.paths import Paths
 from drafters.protocol import UNLIMITED, BaseShape, Borrowed, LearnedDrafter, Limits, Needs, StepResult
 from drafters.tree import DraftTree
@@ -37,7 +37,7 @@ class DraftLayer(nn.Module):
             for name in ("q_proj", "k_proj", "v_proj"):
                 setattr(self.self_attn, name, nn.Linear(num_inputs * shape.hidden_size, width, bias=False))
         self.mlp = FeedForward(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.head_dim, self.theta = shape.head_dim, shape.rope_theta
 
     def turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:

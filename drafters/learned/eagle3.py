@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from drafters.learned import columns
 from drafters.learned.autoregressive import AutoregressiveDrafter, Tree
 from drafters.learned.distillation import soft_cross_entropy
+from drafters.learned.layers import RMSNorm
 from drafters.protocol import BaseShape, Borrowed, TrainingBatch
 
 
@@ -78,9 +79,9 @@ class EAGLE3(AutoregressiveDrafter):
         self.num_unroll, self.decay, self.chunk_positions = num_unroll, decay, chunk_positions
         size = base.hidden_size
         self.fc = nn.Linear(len(self.needs.hidden_layers) * size, size, bias=False)
-        self.input_layernorm = nn.RMSNorm(size, eps=base.norm_eps)
-        self.hidden_norm = nn.RMSNorm(size, eps=base.norm_eps)
-        self.norm = nn.RMSNorm(size, eps=base.norm_eps)
+        self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
+        self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
+        self.norm = RMSNorm(size, eps=base.norm_eps)
         self.lm_head = nn.Linear(size, base.vocab_size, bias=False) if own_head else None
 
     def enter(self, hidden: Tensor) -> Tensor:

@@ -24,6 +24,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + torch.cat([-right, left], -1) * sin.to(x.dtype)
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the format of its weight, which is float32 in training: under autocast states come in bfloat16, and the fused
+    kernel takes one format alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Queries from the block; keys and values from the context and the block."""
 
@@ -34,8 +42,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.hidden_size, width, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
+        self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)  # (B, S, D) -> (B, h, S, d)
@@ -69,8 +77,8 @@ class TrunkLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = FeedForward(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
         """Frames (B, Q, D) attend to context keys and values (B, h, S, d) and to each other, as far as the mask
@@ -98,9 +106,9 @@ class Trunk(nn.Module):
         super().__init__()
         self.head_dim, self.theta = shape.head_dim, shape.rope_theta
         self.fc = nn.Linear(num_fused * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.layers = nn.ModuleList(TrunkLayer(shape) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)

@@ -25,7 +25,9 @@ from inference.answering import asked_ids
 from inference.base import Base, base_hash
 from inference.batched import greedy_batch
 from train import lightning_cli
-from train.export import export, read_checkpoint
+from train.export import export
+from train.preemption import EXIT_CODES
+from train.saved import read_checkpoint
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -115,6 +117,7 @@ def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
 
     Raises:
         ValueError: The folder holds an arm that was trained otherwise, or the training failed.
+        SystemExit: A signal stopped the training.
     """
     folder = out / arm.name / f"seed{seed}"
     exported, recipe = folder / "drafter", folder / "config.yaml"
@@ -131,6 +134,9 @@ def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
         try:
             lightning_cli.run(arguments, command=f"lightning {' '.join(arguments)}")
         except SystemExit as stopped:
+            if stopped.code in EXIT_CODES.values():  # by a signal, which ends all of this program
+                print(f"the training in {folder} was stopped: run the same command again", file=sys.__stderr__)
+                raise
             if stopped.code:
                 raise ValueError(f"the training in {folder} failed: see output.txt there") from stopped
         if (done := read_checkpoint(last)["global_step"]) < common.steps:

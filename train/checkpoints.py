@@ -62,9 +62,11 @@ def check_whole(path: Path) -> None:
     """Read a checkpoint through once.
 
     Raises:
-        ValueError: It is cut short or damaged. A folder, as sharded strategies write, is taken as it is.
+        ValueError: It is cut short or damaged. Of a folder, which DeepSpeed writes, only its last file is looked for.
     """
     if path.is_dir():
+        if not (path / "latest").is_file():
+            raise ValueError(f"{path} is not a readable checkpoint (no file latest, which DeepSpeed writes at the end)")
         return
     try:
         with ZipFile(path) as file:

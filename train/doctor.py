@@ -18,7 +18,8 @@ from train.examine import (
     examine_files,
     examine_weights,
 )
-from train.export import drafter_of, read_checkpoint
+from train.export import drafter_of
+from train.saved import read_checkpoint
 
 
 def doctor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -12,25 +12,10 @@ from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train import export_vllm
+from train.saved import read_checkpoint
 
 Format = Literal["drafters", "vllm"]
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A Lightning checkpoint, read without running any code in it.
-
-    Raises:
-        ValueError: There is none, or it is damaged.
-    """
-    if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}: give the .ckpt file that `lightning fit` wrote")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and I/O errors each have their own type
-        raise ValueError(
-            f"{path} is not a readable checkpoint ({str(error).splitlines()[0]}); train or copy it again"
-        ) from error
 
 
 def export(
@@ -47,7 +32,7 @@ def export(
     A drafter's folder goes to `drafters eval --drafter ctc=OUT`; that of a pre-trained base is a transformers model.
 
     Args:
-        ckpt: Checkpoint that `lightning fit` wrote.
+        ckpt: Checkpoint that `lightning fit` wrote, a file or DeepSpeed's folder.
         out: Folder to make.
         base: Name the model card gives the base, where it is not the one it was trained with; ``vllm`` reads the
             embedding of a block drafter's base from there.

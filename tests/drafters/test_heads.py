@@ -234,11 +234,23 @@ def test_drafts_keep_to_their_limits(make, batch, kind, depth, nodes):
     assert drafter.draft_at(batch.hidden[0], ids, torch.tensor([6]), drafter.borrowed, limits) == [tree]
 
 
-@pytest.mark.parametrize("arguments", [{"num_heads": 0}, {"num_layers": 0}])
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("num_heads", 0, 1),
+        ("num_layers", 0, 1),
+        ("top_k", 0, 1),
+        ("chunk_anchors", 0, 1),
+        ("num_anchors", -1, 0),
+        ("num_nodes", -1, 0),
+        ("decay", -0.5, 0),
+        ("decay", float("nan"), 0),
+    ],
+)
 @pytest.mark.parametrize("build", [Medusa, Hydra])
-def test_a_drafter_without_heads_or_layers_is_refused(shape, build, arguments):
-    with pytest.raises(ValueError, match="at least 1"):
-        build(shape, **arguments)
+def test_arguments_that_mean_nothing_are_refused_by_name(shape, build, name, value, least):
+    with pytest.raises(ValueError, match=f"^{name} must be at least {least}, not {value}$"):
+        build(shape, **{name: value})
 
 
 @each_kind

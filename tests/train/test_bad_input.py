@@ -205,6 +205,8 @@ LIGHTNING = {
     FIT + "--model.base @hollow": "is a folder without config.json",
     FIT + "--model.base @base-cut": "cannot load the base",
     FIT + "--model.drafter.init_args.num_frames 3": "num_frames (3) must be at least num_labels (4)",
+    FIT + "--model.drafter drafters.Medusa --model.drafter.init_args.decay -1": "decay must be at least 0, not -1",
+    FIT + "--model.drafter drafters.Hydra --model.drafter.init_args.top_k 0": "top_k must be at least 1, not 0",
     FIT + "--data.files [@nowhere.json]": "no such file",
     FIT + "--data.files [@nothing.json]": "the file is empty",
     FIT + "--data.files [@empty-list.json]": "no usable conversation",

@@ -66,6 +66,15 @@ def test_a_damaged_checkpoint_is_passed_over_by_last_and_refused_by_name(tmp_pat
         check_whole(broken)
 
 
+def test_a_folder_that_deepspeed_did_not_finish_is_passed_over(tmp_path, capsys):
+    (tmp_path / "step=8.ckpt" / "checkpoint").mkdir(parents=True)
+    whole = save(tmp_path, "step=4", 4, age=9)
+    assert newest_whole([tmp_path]) == whole
+    assert "step=8.ckpt is not a readable checkpoint (no file latest" in capsys.readouterr().err
+    (tmp_path / "step=8.ckpt" / "latest").write_text("checkpoint")
+    assert newest_whole([tmp_path]) == tmp_path / "step=8.ckpt"
+
+
 def test_without_any_whole_checkpoint_a_run_does_not_begin_anew_unasked(tmp_path):
     cut(save(tmp_path, "last", 4))
     with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be gone on from"):

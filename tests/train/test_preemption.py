@@ -90,6 +90,31 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
     assert run.wait() == -signal.SIGINT
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_benchmark_that_trains_ends_as_its_training_did(fork, tiny, tmp_path, monkeypatch, number, code):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+    def benchmark():
+        import arms
+
+        from train.module import DrafterTraining
+
+        train = DrafterTraining.training_step
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                os.kill(os.getpid(), number)
+            return train(self, batch, batch_idx)
+
+        DrafterTraining.training_step = training_step
+        arm = arms.Arm("medusa", "Medusa", {"num_heads": 2, "num_anchors": 8})
+        arms.train(arm, 0, arms.Common(str(tiny), ["embedded:24"], steps=100, batch_size=4, max_length=96), tmp_path)
+
+    run = fork(before=benchmark)
+    assert run.wait() == code, run.log.read_text()
+    assert torch.load(tmp_path / "medusa" / "seed0" / "checkpoints" / "last.ckpt")["global_step"] == 3
+
+
 def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, tmp_path):
     config, log = write_run(tmp_path, every=1000, max_steps=10**6), tmp_path / "log.txt"
     with log.open("w") as stream:

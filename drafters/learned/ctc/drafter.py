@@ -194,4 +194,4 @@ class CTC(ParallelDrafter):
 def _with_a_row_of_one(drafter: CTC, weights: dict[str, Tensor], prefix: str, *_) -> None:
     """Read the blank's bias of drafters written when it was a scalar."""
     if (name := f"{prefix}blank_bias") in weights:
-        weights[name] = weights[name].reshape(1)
+        weights[name] = torch.atleast_1d(weights[name])  # at stage 3 of DeepSpeed it is empty here

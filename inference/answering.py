@@ -9,7 +9,7 @@ import torch
 
 from data.benchmarks import Question
 from inference.base import Base
-from inference.prompts import prompt_ids
+from inference.prompts import asked_ids
 from inference.record import Answer, Turn
 from inference.session import Session
 from inference.timing import CoreClock
@@ -38,13 +38,6 @@ def answer(session: Session, name: str, question: Question, base: Base, template
         messages.append(("assistant", written))
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
     return Answer(question.question_id, question.category, name, turns, ended, peak, clock.share())
-
-
-def asked_ids(base: Base, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
-    """Token ids of what the base reads: the chat so far, or the whole prompt that the question is."""
-    if question.is_raw:
-        return list(base.tokenizer(messages[-1][1]).input_ids)
-    return prompt_ids(base, messages, template)
 
 
 def order(names: list[str], num_questions: int, repeat: int = 0) -> list[Place]:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTISED = "int8", "nf4"
+
+
+class Reader(Protocol):
+    """What of a base decides which prompts it reads: a `Base`, or a base whose weights are not loaded."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,22 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
             "they do not belong together"
         )
     return Base(name, model.to(device).eval().requires_grad_(False), tokenizer)
+
+
+def load_reader(name: str) -> Reader:
+    """Load a base's tokenizer and configuration, and no weights.
+
+    Raises:
+        ValueError: Nothing loadable is there.
+    """
+    from transformers import AutoConfig
+
+    tokenizer = load_tokenizer(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # as for the tokenizer
+        raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
+    return SimpleNamespace(name=name, tokenizer=tokenizer, context_length=config.max_position_embeddings)
 
 
 def quantised(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:

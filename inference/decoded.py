@@ -78,13 +78,14 @@ class Decoded:
                     )
         return lines
 
-    def num_left_out(self) -> int:
-        """Later turns of questions that did not fit into the base's context any more."""
-        return sum(
-            len(question.turns) - len(answer.turns)
-            for benchmark, asked in self.plan.questions.items()
-            for question, answer in zip(asked, self.repeats(benchmark, next(iter(self.plan.drafters)))[0], strict=True)
-        )
+    def later_turns(self) -> list[str]:
+        """A line for each benchmark of which later turns did not fit into the base's context any more."""
+        lines = []
+        for benchmark, asked in self.plan.questions.items():
+            given = self.repeats(benchmark, next(iter(self.plan.drafters)))[0]
+            if missing := sum(len(of.turns) - len(answer.turns) for of, answer in zip(asked, given, strict=True)):
+                lines.append(f"{benchmark}: {missing} later turns, which no longer fit into the base's context")
+        return lines
 
 
 def read(folder: Path, plan: Plan, work: dict[str, Any]) -> Decoded:

@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 
 from data import benchmarks
-from data.tokenizer import load_tokenizer
 from inference import record, report, timing, workers, zoo
 from inference.answering import answer, answers
-from inference.base import Dtype, resolve_device
+from inference.base import Dtype, load_reader, resolve_device
 from inference.decoded import Decoded, read
 from inference.journal import Journal
 from inference.outputs import new_folder
+from inference.prompts import fitting
 from inference.quality import needs_code, quality_of
 from inference.share import Plan
 from inference.tables import COUNTING_RULE
@@ -67,7 +67,8 @@ def evaluate(
         questions: A local file for each benchmark, in the same order, where it is not to come from the hub; wmt16 takes
             GERMAN,ENGLISH, a style with examples FILE,TRAIN_FILE, and '' leaves one to the hub, or to embedded.
         offset: Leave out the first questions of each benchmark.
-        limit: Questions of each benchmark at most.
+        limit: Questions of each benchmark at most. Those whose prompts do not fit into the base's context are left out
+            and named; they do not count.
         max_new_tokens: Tokens of an answer at most; each benchmark has its own from the papers.
         temperature: 0 decodes greedily, above it samples, each draw keyed by the seed and its position.
         top_k: Sampling keeps the k most probable tokens; 0 keeps all.
@@ -96,17 +97,22 @@ def evaluate(
     files = questions or []
     if files and len(files) != len(benchmark):
         raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
-    asked = {
-        name: benchmarks.load(name, file or None, offset, limit)
+    benchmarks.check_selection(offset, limit)
+    loaded = {
+        name: benchmarks.load(name, file or None, offset)
         for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
     }
+    caps = {name: benchmarks.length_cap(name) if max_new_tokens is None else max_new_tokens for name in loaded}
+    reader = load_reader(base)
+    fit = {name: fitting(reader, name, every, template, caps[name], limit) for name, every in loaded.items()}
+    asked = {name: found.questions for name, found in fit.items()}
     chosen = _devices(resolve_device(device), devices)
     specs = zoo.labels(["none", *(spec for spec in drafter if spec != "none")])
     plan = Plan(
         base=base,
         drafters={f"{name} (lossy)" if typical and name != "none" else name: spec for name, spec in specs.items()},
         questions=asked,
-        caps={name: benchmarks.length_cap(name) if max_new_tokens is None else max_new_tokens for name in asked},
+        caps=caps,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -159,20 +165,22 @@ def evaluate(
     console.print(COUNTING_RULE, style="dim")
     if not allow_code_execution and any(map(needs_code, asked)):
         console.print("pass@1 was not measured: --allow-code-execution runs the programs that were written.")
-    if left_out := decoded.num_left_out():
-        console.print(f"{left_out} later turns were left out: they no longer fit into the base's context.")
+    left_out = [line for found in fit.values() for line in found.notes()] + decoded.later_turns()
+    for line in left_out:
+        console.print(f"left out: {line}", markup=False, highlight=False)
     for line in warnings:
         console.print(f"Warning: {line}.", style="yellow")
     if folder:
         if not num_new:
             console.print(f"{out} held every answer already: nothing was decoded; --overwrite measures anew.")
-        context = _context(plan, decoded) | ({"warnings": "; ".join(warnings)} if warnings else {})
+        context = _context(plan, decoded)
+        context |= {key: "; ".join(said) for key, said in (("left_out", left_out), ("warnings", warnings)) if said}
         for name, by_drafter in given.items():
             for each, found in by_drafter.items():
                 record.write(folder / "answers" / name / f"{_file_name(each)}.jsonl", found)
         report.write_results(folder, summaries, context)
         (folder / "results.md").write_text(report.markdown(summaries, context), encoding="utf-8")
-        page = report.write_report(folder, summaries, context, given, load_tokenizer(base).decode)
+        page = report.write_report(folder, summaries, context, given, reader.tokenizer.decode)
         console.print(f"Report: {page}")
 
 

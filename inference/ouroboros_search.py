@@ -14,14 +14,14 @@ from data import benchmarks
 from data.benchmarks import Question
 from drafters.whole_file import whole_file
 from inference import zoo
-from inference.answering import asked_ids
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.evaluate import answer
 from inference.metrics import decode_steps
 from inference.outputs import folder_above
+from inference.prompts import fitting
 from inference.record import Turn
 from inference.runner import Runner
-from inference.session import Session, check_prompt
+from inference.session import Session
 
 # The recipe of the paper's Table 11. Its beta is one more than the level of lookahead decoding (Table 12 and the
 # authors' scripts), so 5 to 7 are levels 4 to 6.
@@ -131,7 +131,7 @@ def ouroboros_search(
         benchmark: Whose questions are decoded: one that `drafters eval` knows.
         questions: File of the benchmark, where it is not to come from the hub.
         offset: Leave out the first questions.
-        limit: Questions at most.
+        limit: Questions at most; those that do not fit into the base's context are left out and not counted.
         max_new_tokens: Tokens of an answer at most.
         homogeneity: Of draft model and base on these questions. high searches drafts of 7 to 14 tokens, as for code,
             low those of 2 to 6, as for translation.
@@ -150,11 +150,12 @@ def ouroboros_search(
     if draft_cost is not None and not 0 <= draft_cost < float("inf"):
         raise ValueError(f"--draft-cost must be at least 0 and finite, not {draft_cost}")
     where = resolve_device(device)
-    asked = benchmarks.load(benchmark, questions, offset, limit)
+    benchmarks.check_selection(offset, limit)
+    chosen = benchmarks.load(benchmark, questions, offset)
     ledger = Ledger(out, (base, benchmark, questions, offset, limit, max_new_tokens, template, dtype, where.type))
     loaded = load_base(base, dtype, where)
-    for question in asked:
-        check_prompt(loaded, asked_ids(loaded, question, [("user", question.turns[0])], template), max_new_tokens)
+    fit = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
+    asked = fit.questions
     runner, rng = Runner(loaded), random.Random(seed)
     ranges = {"num_draft": NUM_DRAFT[homogeneity], "window": WINDOW, "level": LEVEL}
     start = Setting(**{name: rng.choice(values) for name, values in ranges.items()})
@@ -162,6 +163,8 @@ def ouroboros_search(
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
+    for line in fit.notes():
+        console.print(f"left out: {line}", markup=False, highlight=False)
     with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
         settings = sum(map(len, ranges.values())) - 2  # the best of one range is in the next one too
         task = progress.add_task("settings x questions", total=settings * len(asked))

@@ -13,6 +13,7 @@ from inference.metrics import Summary
 from inference.results import Run
 from inference.tables import (
     COUNTING_RULE,
+    OVERVIEW,
     Summaries,
     counted,
     drafter_rows,
@@ -20,6 +21,7 @@ from inference.tables import (
     headline,
     legend,
     number,
+    overview_rows,
     quality_rows,
 )
 from inference.viewer import Answers, Decode, choose_answers
@@ -64,6 +66,7 @@ def write_page(folder: str | Path, runs: Sequence[tuple[Run, Decode | None]]) ->
         ],
         colours=colours,
         counting_rule=COUNTING_RULE,
+        overview_title=OVERVIEW,
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -76,7 +79,9 @@ def _describe(run: Run, decode: Decode | None, colours: plots.Colours, folder: P
         "name": run.name,
         "conditions": run.conditions,
         "headline": headline(run.summaries),
-        "warnings": warnings(run),
+        "overview": overview_rows(run.summaries) if len(run.summaries) > 1 else None,
+        "left_out": said(run, "left_out"),
+        "warnings": said(run, "warnings"),
         "benchmarks": [
             {
                 "name": benchmark,
@@ -94,11 +99,11 @@ def _describe(run: Run, decode: Decode | None, colours: plots.Colours, folder: P
     }
 
 
-def warnings(run: Run) -> list[str]:
-    """What an evaluation found wrong with the machine it ran on, with the folder's name where there are several."""
+def said(run: Run, key: str) -> list[str]:
+    """What an evaluation said of ``warnings`` or of ``left_out``, with the folder's name where there are several."""
     found = []
     for name, context in run.contexts.items():
-        told = context.get("warnings") or []
+        told = context.get(key) or []
         folder = f"{name}: " if len(run.contexts) > 1 else ""
         found += [folder + line for line in ([told] if isinstance(told, str) else told)]
     return found

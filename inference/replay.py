@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from data import benchmarks
@@ -20,7 +18,7 @@ from inference.metrics import acceptance_length, decode_steps
 from inference.outputs import new_folder
 from inference.recordings import NoModel, Recorded, RecordedBase, Recording, Recordings, ReplayRunner
 from inference.session import Session, StepCost
-from inference.tables import number
+from inference.tables import Row, escape, markdown_table, number, rich_table
 
 COUNTING = (
     "Tokens per forward counts the prefill, which may draft too; all else leaves it out. Averages over steps (micro), "
@@ -190,8 +188,8 @@ def replay(
     }
     notes = [COUNTING, *_left_out(recorded)]
     console = Console()
-    for title, rows in tables.items():
-        console.print(Text(title, style="bold"), _rich_table(rows), Text(), sep="\n")
+    for title, grid in tables.items():
+        console.print(Text(title, style="bold"), rich_table(*grid), Text(), sep="\n")
     for note in notes:
         console.print(note, style="dim")
     if folder:
@@ -205,26 +203,30 @@ def replay(
                 for name, found in replayed.items()
             },
         }
-        _write(folder / "results.md", _markdown(tables, notes))
+        lines = [
+            line for title, grid in tables.items() for line in (f"## {title.capitalize()}", "", *markdown_table(*grid))
+        ]
+        lines += [line for note in notes for line in (escape(note), "")]
+        _write(folder / "results.md", "\n".join(lines))
         _write(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
 
-def _by_drafter(replayed: Mapping[str, list[ReplayedTurn]]) -> list[list[str]]:
-    rows = [["drafter", *(heading for heading, _, _ in COLUMNS)]]
+def _by_drafter(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:
+    rows = []
     for name, turns in replayed.items():
         found = figures(turns)
-        rows.append([name, *(number(getattr(found, figure), places) for _, figure, places in COLUMNS)])
-    return rows
+        rows.append(Row([name, *(number(getattr(found, figure), places) for _, figure, places in COLUMNS)]))
+    return ["drafter", *(heading for heading, _, _ in COLUMNS)], rows
 
 
-def _by_kind(replayed: Mapping[str, list[ReplayedTurn]]) -> list[list[str]]:
+def _by_kind(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:
     by_drafter = {name: {kind: figures(own) for kind, own in _kinds(turns).items()} for name, turns in replayed.items()}
-    rows = [["category", "turns", *by_drafter]]
+    rows = []
     for kind, first in next(iter(by_drafter.values())).items():
         found = [by_kind[kind] for by_kind in by_drafter.values()]
         cells = [f"{number(f.tokens_per_forward, 3)} {number(f.acceptance_length, 3)}" for f in found]
-        rows.append([kind, str(first.turns), *cells])
-    return rows
+        rows.append(Row([kind, str(first.turns), *cells]))
+    return ["category", "turns", *by_drafter], rows
 
 
 def _kinds(turns: Sequence[ReplayedTurn]) -> dict[str, list[ReplayedTurn]]:
@@ -245,25 +247,6 @@ def _left_out(recorded: Recordings) -> list[str]:
             f"question {first.question_id}, turn {first.turn + 1}: {first.retokenised}, not {first.recorded}."
         )
     return notes
-
-
-def _rich_table(rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(rows[0]):
-        width = min(16, max(len(row[index]) for row in rows[1:]))  # where room is short, long names and headings break
-        justify, heading = "right" if index else "left", Text(heading.replace(" ", "\n", 1))
-        table.add_column(heading, justify=justify, vertical="bottom", min_width=width, overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _markdown(tables: Mapping[str, Sequence[Sequence[str]]], notes: Sequence[str]) -> str:
-    lines: list[str] = []
-    for title, (headings, *rows) in tables.items():
-        lines += [f"## {title.capitalize()}", "", f"| {' | '.join(headings)} |"]
-        lines += ["| --- |" + " ---: |" * (len(headings) - 1), *(f"| {' | '.join(row)} |" for row in rows), ""]
-    return "\n".join([*lines, *(line for note in notes for line in (note, ""))])
 
 
 def _write(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from data.tokenizer import load_tokenizer
 from inference import answers as answer_files
 from inference import recount, results
 from inference.outputs import folder_above
-from inference.page import warnings, write_page, write_report
+from inference.page import said, write_page, write_report
 from inference.results import Run
 from inference.tables import COUNTING_RULE, Summaries, counted, markdown, table
 from inference.viewer import Decode
@@ -76,7 +76,9 @@ def _report(folders: Sequence[str], tokenizer: str | None, out: str | None, over
             console.rule(run.name)
         for part in table(run.summaries):
             console.print(part)
-        for line in warnings(run):
+        for line in said(run, "left_out"):
+            console.print(f"left out: {line}", markup=False, highlight=False)
+        for line in said(run, "warnings"):
             console.print(f"Warning: {line}.", style="yellow")
     console.print(COUNTING_RULE, style="dim")
     page = write_page(folder, parts)

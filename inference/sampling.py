@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.tree import DraftTree
+from drafters.tree import ROOT, DraftTree
 from inference.acceptance import accept, accept_deepest
 from inference.rejection import rounds
 
@@ -101,21 +101,23 @@ class KeyedSampler(_Matching):
         return self._draws(self.probabilities(logits), positions)
 
     def judge(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        laws = self.probabilities(logits)
-        if not tree.laws:
-            return self._draws(laws, positions)[:, None]
-        taken = []
-        for children in tree.laws:
-            row = 1 + children.parent
-            accepted, choice, residual = rounds(
-                laws[row], children, tree, lambda index, at=positions[row]: self.uniform(at, 1 + index)
-            )
-            laws[row] = residual
-            taken.append((row, accepted, choice))
-        picks = self._draws(laws, positions)
-        for row, accepted, choice in taken:
-            picks[row] = torch.where(accepted, choice, picks[row])
-        return picks[:, None]
+        """Draw along the accepted path only: -1 stands where `walk` never comes.
+
+        A GPU draws for all nodes at once where it can, rather than wait for the host at each.
+        """
+        if logits.is_cuda and not tree.laws:
+            return self.pick(logits, positions)[:, None]
+        drawn = {children.parent: children for children in tree.laws}
+        verdict = torch.full((len(logits), 1), -1)
+        node: int | None = ROOT
+        while node is not None:
+            row, at = 1 + node, positions[1 + node]
+            law, taken = self.probabilities(logits[row : row + 1]), False
+            if node in drawn:
+                taken, token, law = rounds(law[0], drawn[node], tree, lambda index, at=at: self.uniform(at, 1 + index))
+            verdict[row] = token = int(token if taken else self._draws(law.view(1, -1), [at]))
+            node = tree.child(node, token)
+        return verdict.to(logits.device)
 
     def _draws(self, laws: Tensor, positions: Sequence[int]) -> Tensor:
         at = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # nodes of one depth share it

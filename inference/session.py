@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.protocol import Drafter, Limits, StepResult
 from drafters.tree import DraftTree
-from inference.base import Base
+from inference.base import Reader
 from inference.runner import Rows, Runner
 from inference.sampling import Greedy, Sampler, most_probable
 
@@ -156,7 +156,7 @@ class Session:
         return result
 
 
-def check_prompt(base: Base, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(base: Reader, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise ValueError where nothing can be decoded: an empty prompt, one beyond the context, no token allowed."""
     if not prompt:
         raise ValueError("the prompt is empty: the base needs at least one token")

@@ -13,13 +13,13 @@ import torch
 
 from data.benchmarks import Question
 from inference import record, timing, zoo
-from inference.answering import Place, answers, asked_ids, order
+from inference.answering import Place, answers, order
 from inference.base import Dtype, load_base
 from inference.journal import Journal
 from inference.record import Answer
 from inference.runner import Runner
 from inference.sampling import Typical, make_sampler
-from inference.session import Session, check_prompt
+from inference.session import Session
 
 BLOCK, NUM_BLOCKS = 1 << 16, 16  # bytes of a file that are looked at
 
@@ -85,7 +85,7 @@ class Share:
         number: Of the process.
 
     Raises:
-        ValueError: The base or a drafter cannot be had, or a question does not fit into the base's context.
+        ValueError: The base or a drafter cannot be had.
     """
 
     def __init__(self, plan: Plan, number: int = 0) -> None:
@@ -102,9 +102,6 @@ class Share:
             name: Session(runner, zoo.make(spec, runner), exact if spec == "none" else accept)
             for name, spec in plan.drafters.items()
         }
-        for benchmark, asked in plan.questions.items():
-            for place in plan.own(number, benchmark):
-                self._require_room(benchmark, asked[place])
 
     def run(
         self,
@@ -151,13 +148,6 @@ class Share:
         given = answers(self.base, self.sessions, asked, plan.template, plan.caps[benchmark], done, repeat)
         for (place, name), found in zip(left, given, strict=True):
             yield (own[place], name), found
-
-    def _require_room(self, benchmark: str, question: Question) -> None:
-        prompt = asked_ids(self.base, question, [("user", question.turns[0])], self.plan.template)
-        try:
-            check_prompt(self.base, prompt, self.plan.caps[benchmark])
-        except ValueError as error:
-            raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error
 
 
 def held(journal: Journal) -> dict[tuple[str, int], dict[Place, Answer]]:

@@ -13,11 +13,10 @@ from typing import Literal
 
 from data import benchmarks
 from drafters.whole_file import whole_file
-from inference.answering import asked_ids
 from inference.base import Dtype, load_base, resolve_device
 from inference.outputs import new_file
+from inference.prompts import fitting
 from inference.sampling import Greedy
-from inference.session import check_prompt
 from inference.skip import default_skips, sublayers
 from inference.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
 from inference.verify import alone
@@ -148,7 +147,7 @@ def skip_search(
         out: JSON file for the best set; what was found so far stands beside it and ends in .search.jsonl.
         benchmark: Whose first turns are asked: one that `drafters eval` knows.
         questions: File of the benchmark, where it is not to come from the hub.
-        limit: Questions at most.
+        limit: Questions at most; those that do not fit into the base's context are left out and not counted.
         max_new_tokens: Tokens of an answer at most.
         num_draft: Longest draft that is looked at.
         stride: A draft starts at every so many tokens of an answer.
@@ -175,12 +174,12 @@ def skip_search(
     about = {"base": base, "benchmark": benchmark, "questions": questions, "limit": limit, "template": template}
     about |= {"max_new_tokens": max_new_tokens, "longest_draft": num_draft, "stride": stride, "dtype": dtype}
     log = SearchLog(log_path, about, overwrite)
-    asked = benchmarks.load(benchmark, questions, limit=limit)
+    benchmarks.check_selection(0, limit)
+    chosen = benchmarks.load(benchmark, questions)
     loaded = load_base(base, dtype, resolve_device(device))
     num_layers = len(sublayers(loaded.model.base_model)[0])
-    prompts = [asked_ids(loaded, question, [("user", question.turns[0])], template) for question in asked]
-    for prompt in prompts:
-        check_prompt(loaded, prompt, max_new_tokens)
+    asked = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
+    prompts = asked.prompts
     default = frozenset(layer + half * num_layers for half in (0, 1) for layer in default_skips(num_layers)[half])
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         answers = progress.track(prompts, description="the base answers")
@@ -212,6 +211,8 @@ def skip_search(
     with whole_file(path) as new:
         new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     console = Console(soft_wrap=True, highlight=False)
+    for line in asked.notes():
+        console.print(f"left out: {line}", markup=False)
     console.print(
         f"best set: attention of layers {list(attention)} and MLP of layers {list(mlp)} skipped\n"
         f"agreement {found['agreement']:.1%} of first draft tokens; a draft token costs {found['draft_cost']:.2f} base "

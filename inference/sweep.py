@@ -21,14 +21,15 @@ from data.benchmarks import Question
 from data.tokenizer import short_hash
 from drafters.whole_file import whole_file
 from inference import metrics, sweep_plots, zoo
-from inference.answering import answers, asked_ids
+from inference.answering import answers
 from inference.base import Base, Dtype, load_base, resolve_device
 from inference.grid import Axis, Cell, cells, read_axes, refuse_mistakes
 from inference.journal import Journal
 from inference.outputs import folder_above
+from inference.prompts import fitting
 from inference.runner import Runner
 from inference.sampling import make_sampler
-from inference.session import Session, check_prompt
+from inference.session import Session
 from inference.tables import number
 
 COLUMNS = {
@@ -90,7 +91,7 @@ def sweep(
         benchmark: Whose questions are decoded, as in `drafters eval`; a wrong name lists all.
         questions: Local file of the benchmark, where it is not to come from the hub.
         offset: Leave out the first questions.
-        limit: Questions at most.
+        limit: Questions at most; those that do not fit into the base's context are left out and not counted.
         max_new_tokens: Tokens of an answer at most.
         temperature: 0 decodes greedily, above it samples, each draw keyed by the seed and its position.
         top_k: Sampling keeps the k most probable tokens; 0 keeps all.
@@ -102,24 +103,24 @@ def sweep(
         overwrite: Begin anew, whatever the folder holds.
     """
     axes, folder = read_axes(grid, drafter), Path(out)
-    asked, every = benchmarks.load(benchmark, questions, offset, limit), cells(drafter, axes)
+    benchmarks.check_selection(offset, limit)
+    chosen, every = benchmarks.load(benchmark, questions, offset), cells(drafter, axes)
     folder_above(folder / "cells.jsonl")
     loaded = load_base(base, dtype, resolve_device(device))
-    for question in asked:
-        check_prompt(loaded, asked_ids(loaded, question, [("user", question.turns[0])], template), max_new_tokens)
+    asked = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
     runner, sampler = Runner(loaded), make_sampler(temperature, top_k, top_p, seed)
     console = Console()
     errors = unfit(every, runner)
     refuse_mistakes(axes, every, errors)
-    for cell, error in errors.items():
-        console.print(f"left out: {cell.spec}: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for line in [*asked.notes(), *(f"{cell.spec}: {error}" for cell, error in errors.items())]:
+        console.print(f"left out: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     fit = [cell for cell in every if cell not in errors]
     work = {
         "format": 1,
         "base": base,
         "base_files": stamp(base),
-        "benchmark": f"{benchmark}, {len(asked)} questions",
-        "questions": short_hash(json.dumps([[each.question_id, each.turns] for each in asked])),
+        "benchmark": f"{benchmark}, {len(asked.questions)} questions",
+        "questions": short_hash(json.dumps([[each.question_id, each.turns] for each in asked.questions])),
         "template": template,
         "decoding": [max_new_tokens, temperature, top_k, top_p, seed],
         "dtype": dtype,
@@ -127,7 +128,7 @@ def sweep(
     }
     with Journal(folder / "cells.jsonl", work, is_anew=overwrite) as journal:
         try:
-            found = measure(fit, journal, runner, sampler, asked, template, max_new_tokens)
+            found = measure(fit, journal, runner, sampler, asked.questions, template, max_new_tokens)
         except KeyboardInterrupt:
             print("\nstopped: the same command goes on", file=sys.stderr)
             raise SystemExit(130) from None
@@ -138,6 +139,7 @@ def sweep(
         "command": " ".join(["drafters", *sys.argv[1:]]),
         "noise": round(noise(found), 4),
         "left_out": {cell.spec: str(error) for cell, error in errors.items()},
+        "left_out_questions": "; ".join(asked.notes()),
     }
     write(folder, axes, found, context)
     for metric in sweep_plots.METRICS:

@@ -13,11 +13,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from inference.metrics import Summary
+from inference.metrics import CategorySummary, Summary
 
 Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark, by drafter
 
 COUNTING_RULE = "Acceptance length = emitted tokens / base forwards, prefill excluded, micro average."
+OVERVIEW, BY_CATEGORY = (f"Acceptance length and speed-up by {what}" for what in ("benchmark", "category"))
 COLUMNS = (
     ("drafter", lambda s: s.drafter),
     ("acceptance length", lambda s: number(s.acceptance_length)),
@@ -70,6 +71,8 @@ class Row:
 def table(summaries: Summaries) -> list[RenderableType]:
     """The tables of all benchmarks with their titles and footnotes, for a rich console to print one by one."""
     parts: list[RenderableType] = []
+    if len(summaries) > 1:
+        parts += [Text(OVERVIEW, style="bold"), *_side_by_side(*overview_rows(summaries))]
     for benchmark, by_drafter in summaries.items():
         headings, rows = drafter_rows(by_drafter)
         shown = [at for at, heading in enumerate(headings) if heading in TERMINAL_COLUMNS]
@@ -80,16 +83,24 @@ def table(summaries: Summaries) -> list[RenderableType]:
         if (quality := quality_rows(by_drafter))[1]:
             parts += [Text(f"{benchmark}, task quality, %"), rich_table(*quality), Text()]
         if len(rows) > 1:
-            parts.append(Text(f"{benchmark}, acceptance length and speed-up by category"))
-            for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
-                columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
-                parts += [rich_table(headings, rows, [0, *columns]), Text()]
+            parts += [Text(f"{benchmark}, {BY_CATEGORY.lower()}"), *_side_by_side(headings, rows)]
+    return parts
+
+
+def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[RenderableType]:
+    """A table with a column for each drafter, in as many parts as a terminal needs."""
+    parts: list[RenderableType] = []
+    for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
+        columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
+        parts += [rich_table(headings, rows, [0, *columns]), Text()]
     return parts
 
 
 def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
     """The same tables in Markdown, and what was run."""
     lines = [f"**{escape(headline(summaries))}**", ""]
+    if len(summaries) > 1:
+        lines += [f"{OVERVIEW}:", "", *markdown_table(*overview_rows(summaries))]
     for benchmark, by_drafter in summaries.items():
         lines += [f"## {escape(benchmark)}", ""]
         lines += markdown_table(*drafter_rows(by_drafter))
@@ -98,7 +109,7 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
             lines += ["Task quality, %:", "", *markdown_table(*quality)]
         headings, rows = category_rows(by_drafter)
         if len(rows) > 1:
-            lines += ["Acceptance length and speed-up by category:", "", *markdown_table(headings, rows)]
+            lines += [f"{BY_CATEGORY}:", "", *markdown_table(headings, rows)]
     lines += ["## What was run", ""]
     lines += [f"- {escape(str(key))}: {escape(str(value))}" for key, value in counted(context).items()]
     return "\n".join([*lines, ""])
@@ -106,26 +117,30 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
 
 def headline(summaries: Summaries) -> str:
     """The evaluation in one sentence about the fastest of the drafters that answered the most benchmarks."""
-    runs: dict[str, list[Summary]] = {}
+    best = fastest(summaries)
+    if best is None:
+        own = next(iter(next(iter(summaries.values())).values()))
+        return f"Only {own.drafter} was run: {number(own.tokens_per_second, places=1)} tokens per second."
+    own = [by_drafter[best] for by_drafter in summaries.values() if best in by_drafter]
+    identical, questions = sum(s.identical for s in own), sum(s.questions for s in own)
+    what = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"
+    times = _geometric_mean([s.speedup for s in own])
+    speed = f"{times:.1f}x faster" if times >= 1 else f"at {times:.2f}x its speed"
+    length = _geometric_mean([s.acceptance_length for s in own])
+    over = f" (geometric means over {len(own)} benchmarks)" if len(own) > 1 else ""
+    return f"{best} writes {what} {_name(own[0].baseline)}, {speed}, {length:.1f} tokens per base forward{over}."
+
+
+def fastest(summaries: Summaries) -> str | None:
+    """The fastest of the drafters that answered the most benchmarks, by the geometric mean of its speed-ups."""
+    speedups: dict[str, list[float | None]] = {}
     for by_drafter in summaries.values():
         for drafter, summary in by_drafter.items():
-            runs.setdefault(drafter, []).append(summary)
-    most = max((len(own) for own in runs.values() if not own[0].is_baseline), default=0)
-    speedups = {
-        drafter: _geometric_mean([summary.speedup for summary in own])
-        for drafter, own in runs.items()
-        if not own[0].is_baseline and len(own) == most
-    }
-    if not speedups:
-        baseline, own = next(iter(runs.items()))
-        return f"Only {baseline} was run: {number(own[0].tokens_per_second, places=1)} tokens per second."
-    best = max(speedups, key=speedups.__getitem__)
-    identical, questions = sum(s.identical for s in runs[best]), sum(s.questions for s in runs[best])
-    what = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"
-    speed = f"{speedups[best]:.1f}x faster" if speedups[best] >= 1 else f"at {speedups[best]:.2f}x its speed"
-    length = _geometric_mean([s.acceptance_length for s in runs[best]])
-    over = f" (geometric means over {most} benchmarks)" if most > 1 else ""
-    return f"{best} writes {what} {_name(runs[best][0].baseline)}, {speed}, {length:.1f} tokens per base forward{over}."
+            if not summary.is_baseline:
+                speedups.setdefault(drafter, []).append(summary.speedup)
+    most = max(map(len, speedups.values()), default=0)
+    means = {drafter: _geometric_mean(own) for drafter, own in speedups.items() if len(own) == most}
+    return max(means, key=means.__getitem__, default=None)
 
 
 def drafter_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
@@ -174,14 +189,23 @@ def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:
 def category_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
     """Headings, and a row for each category with acceptance length and speed-up of each drafter but the baseline."""
     drafters = [summary for summary in by_drafter.values() if not summary.is_baseline]
-    rows = []
-    for category in dict.fromkeys(category for summary in drafters for category in summary.by_category):
-        measured = [summary.by_category.get(category) for summary in drafters]
-        lengths = [found.acceptance_length if found else None for found in measured]
-        best = _best(lengths)
-        cells = [f"{number(m.acceptance_length)} {number(m.speedup, unit='×')}" if m else "–" for m in measured]
-        rows.append(Row([category, *cells], set() if best is None else {best + 1}))
+    categories = dict.fromkeys(category for summary in drafters for category in summary.by_category)
+    rows = [_both(category, [summary.by_category.get(category) for summary in drafters]) for category in categories]
     return ["category", *(summary.drafter for summary in drafters)], rows
+
+
+def overview_rows(summaries: Summaries) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each benchmark with acceptance length and speed-up of each drafter but the baseline."""
+    drafters = dict.fromkeys(name for by in summaries.values() for name, own in by.items() if not own.is_baseline)
+    rows = [_both(name, [by_drafter.get(each) for each in drafters]) for name, by_drafter in summaries.items()]
+    return ["benchmark", *drafters], rows
+
+
+def _both(name: str, measured: Sequence[Summary | CategorySummary | None]) -> Row:
+    """Acceptance length and speed-up of each drafter; the longest is stressed."""
+    best = _best([found.acceptance_length if found else None for found in measured])
+    cells = [f"{number(m.acceptance_length)} {number(m.speedup, unit='×')}" if m else "–" for m in measured]
+    return Row([name, *cells], set() if best is None else {best + 1})
 
 
 def footnotes(by_drafter: Mapping[str, Summary]) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from data import benchmarks
 from drafters.protocol import NoDrafter
 from inference import zoo
-from inference.answering import asked_ids
 from inference.base import Base, Dtype, load_base, resolve_device
+from inference.prompts import fitting
 from inference.runner import Runner
 from inference.sampling import Greedy, Sampler, make_sampler
 from inference.session import Session, check_prompt
@@ -103,7 +103,7 @@ def verify(
             repeated.
         benchmark: Whose first turns are the prompts: one that `drafters eval` knows.
         questions: File of the benchmark, where it is not to come from the hub.
-        limit: Prompts at most.
+        limit: Prompts at most; those that do not fit into the base's context are left out and not counted.
         max_new_tokens: Tokens of an answer at most.
         temperature: 0 decodes greedily, above it samples.
         top_k: Sampling keeps the k most probable tokens; 0 keeps all.
@@ -117,18 +117,20 @@ def verify(
     from rich.progress import track
     from rich.table import Table
 
-    asked = benchmarks.load(benchmark, questions, limit=limit)
+    benchmarks.check_selection(0, limit)
+    chosen = benchmarks.load(benchmark, questions)
     loaded = load_base(base, dtype, resolve_device(device))
     picks = make_sampler(temperature, top_k, top_p, seed)
-    prompts = [asked_ids(loaded, question, [("user", question.turns[0])], template) for question in asked]
-    for prompt in prompts:
-        check_prompt(loaded, prompt, max_new_tokens)
+    asked = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
+    prompts = asked.prompts
     runner = Runner(loaded)
     sessions = [(spec, Session(runner, zoo.make(spec, runner), picks)) for spec in drafter]
     expected = [alone(loaded, prompt, max_new_tokens, picks) for prompt in prompts]
     console = Console()
     how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
     console.print(f"{base} · {dtype} · {how} · {len(prompts)} prompts", markup=False)
+    for line in asked.notes():
+        console.print(f"left out: {line}", markup=False, highlight=False)
     table = Table()
     for column in ("drafter", "identical texts", "acceptance length"):
         table.add_column(column, justify="left" if column == "drafter" else "right")

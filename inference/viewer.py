@@ -9,12 +9,13 @@ from typing import Any
 
 from inference.metrics import acceptance_length
 from inference.record import Answer, Turn
-from inference.tables import Summaries
+from inference.tables import Summaries, fastest
 
 Answers = Mapping[str, Mapping[str, Sequence[Answer]]]  # by benchmark, by drafter
 Decode = Callable[[list[int]], str]
 
-MAX_SHOWN_ANSWERS = 12
+MAX_SHOWN_OF_ONE = 12  # answers of a drafter
+MAX_SHOWN_ANSWERS = 48  # of all drafters together, for the size of the page
 
 
 @dataclass(frozen=True)
@@ -48,36 +49,49 @@ def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
 
 
 def choose_answers(summaries: Summaries, answers: Answers, decode: Decode | None) -> list[dict[str, Any]]:
-    """Answers of each benchmark's fastest drafter, from as many benchmarks and categories as there is room for.
+    """Some answers of each drafter, the fastest drafter first; of the base alone only if nothing else ran.
+
+    They come from as many benchmarks and categories as there is room for, from the same for all drafters.
 
     Args:
         summaries: By benchmark, by drafter.
         answers: The recorded answers, by benchmark, by drafter.
         decode: Turns token ids into text; without it the texts are shown whole.
     """
+    drafters = list(dict.fromkeys(drafter for by_drafter in answers.values() for drafter in by_drafter))
+    alone = {drafter for by in summaries.values() for drafter, summary in by.items() if summary.is_baseline}
+    best = fastest(summaries)
+    drafters = sorted([each for each in drafters if each not in alone] or drafters, key=lambda each: each != best)
+    room = max(1, min(MAX_SHOWN_OF_ONE, MAX_SHOWN_ANSWERS // max(1, len(drafters))))
+    chosen = []
+    for drafter in drafters:
+        given = _varied({benchmark: by_drafter.get(drafter, []) for benchmark, by_drafter in answers.items()})
+        shown = [_shown(benchmark, answer, decode) for benchmark, answer in given[:room]]
+        chosen.append({"drafter": drafter, "num_answers": len(given), "shown": shown})
+    return chosen
+
+
+def _shown(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:
+    return {
+        "benchmark": benchmark,
+        "answer": answer,
+        "acceptance_length": acceptance_length(answer.turns),
+        "turns": [
+            {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode else None}
+            for turn, is_ended in zip(answer.turns, answer.ended, strict=True)
+        ],
+    }
+
+
+def _varied(answers: Mapping[str, Sequence[Answer]]) -> list[tuple[str, Answer]]:
+    """A drafter's answers with their benchmarks: benchmarks take turns, and within each its categories."""
     by_benchmark = []
-    for benchmark, by_drafter in answers.items():
-        measured = [s for s in summaries[benchmark].values() if by_drafter.get(s.drafter)]
-        measured = [s for s in measured if not s.is_baseline] or measured
-        if not measured:
-            continue
-        best = max(measured, key=lambda summary: summary.speedup or 0.0)
+    for benchmark, own in answers.items():
         by_category: dict[str, list[tuple[str, Answer]]] = {}
-        for answer in by_drafter[best.drafter]:
+        for answer in own:
             by_category.setdefault(answer.category, []).append((benchmark, answer))
         by_benchmark.append(_take_turns(by_category.values()))
-    return [
-        {
-            "benchmark": benchmark,
-            "answer": answer,
-            "acceptance_length": acceptance_length(answer.turns),
-            "turns": [
-                {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode else None}
-                for turn, is_ended in zip(answer.turns, answer.ended, strict=True)
-            ],
-        }
-        for benchmark, answer in _take_turns(by_benchmark)[:MAX_SHOWN_ANSWERS]
-    ]
+    return _take_turns(by_benchmark)
 
 
 def _common_length(text: str, whole: str) -> int:

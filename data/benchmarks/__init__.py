@@ -6,7 +6,7 @@ from data.benchmarks import arithmetic, dialogue, programs, summaries, translati
 from data.benchmarks.question import Benchmark, Checks, Question, Style
 from data.benchmarks.rows import Rows, file_rows, hub_rows, split_files
 
-__all__ = ["BENCHMARKS", "NAMES", "Checks", "Question", "find", "length_cap", "load"]
+__all__ = ["BENCHMARKS", "NAMES", "Checks", "Question", "check_selection", "find", "length_cap", "load"]
 
 BENCHMARKS: dict[str, Benchmark] = {
     **dialogue.BENCHMARKS,
@@ -60,8 +60,7 @@ def load(name: str, questions: str | None = None, offset: int = 0, limit: int | 
         ValueError: The benchmark is unknown, out of reach or malformed, or no question is selected.
     """
     benchmark, style = find(name)
-    if offset < 0 or (limit is not None and limit < 1):
-        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
+    check_selection(offset, limit)
     files = split_files(questions) if questions is not None else []
     num_asked = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
     if len(files) > num_asked + bool(style.num_shots) or 0 < len(files) < num_asked:
@@ -72,6 +71,12 @@ def load(name: str, questions: str | None = None, offset: int = 0, limit: int | 
         raise ValueError(f"no question selected: {name} has {len(loaded)}, offset is {offset}, limit is {limit}")
     shots = _shots(name, benchmark, style, files, num_asked) if style.num_shots else []
     return [style.put(question, shots) for question in chosen]
+
+
+def check_selection(offset: int, limit: int | None) -> None:
+    """Raise ValueError where there is no such selection of questions."""
+    if offset < 0 or (limit is not None and limit < 1):
+        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
 
 
 def _asked_rows(name: str, benchmark: Benchmark, files: list[str]) -> Rows:

@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +20,7 @@ from inference.metrics import summarise
 from inference.record import Answer, Turn
 from inference.session import StepCost
 
+BROWSER = shutil.which("chromium")
 WORDS = ["The", " cat", " <script>alert(1)</script>", "\n sat", " & on", " a", " mat", ".", "</s>"]
 TEXT = "".join(WORDS)
 STEPS = {"none": [1] * 9, "ctc": [1, 4, 3, 1], "ngram": [1, 2, 2, 2, 2]}  # tokens each step emits
@@ -63,11 +66,12 @@ class Page(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.tags, self.answers, self.depth = [], [], 0
+        self.tags, self.answers, self.options, self.depth, self.is_option = [], [], [], 0, False
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
+        self.is_option = tag == "option"
         self.tags.append((tag, attributes))
         if attributes.get("class") == "text":
             self.answers.append("")
@@ -77,10 +81,17 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         self.depth = max(0, self.depth - 1)
+        self.is_option = False
 
     def handle_data(self, data):
         if self.depth:
             self.answers[-1] += data
+        elif self.is_option and data.strip():
+            self.options.append(data)
+
+    @property
+    def scripts(self):
+        return [tag for tag, _ in self.tags].count("script")
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +109,55 @@ def test_the_report_needs_nothing_but_itself(page):
     links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
     assert len(links) == 2 * 2 * 5  # benchmarks, themes, plots
     assert all(link.startswith("data:image/png;base64,") for link in links)
-    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert not {"link", "iframe"} & {tag for tag, _ in page.tags}
+    assert page.scripts == 1 and not any(attrs for tag, attrs in page.tags if tag == "script")
 
 
 def test_the_spans_of_the_steps_hold_the_whole_answer_and_escape_it(page):
-    assert page.answers == [TEXT] * 2 * 8  # turns of eight answers; <script> is text here, no tag
+    other = decode((0, 1, 2, 5, 4, 5, 6, 7, 8))
+    assert page.answers[:16] == [TEXT] * 2 * 8  # turns of eight answers of ctc; <script> is text here, no tag
+    assert sorted(page.answers[16:]) == sorted([TEXT] * 2 * 7 + [other] * 2)  # and of ngram
+
+
+def test_a_reader_chooses_among_all_drafters_and_sees_the_fastest_first(page):
+    assert page.options == ["ctc", "ngram"]
+    blocks = [attrs for tag, attrs in page.tags if "data-drafter" in attrs]
+    assert [(attrs["data-drafter"], "hidden" in attrs) for attrs in blocks] == [("ctc", False), ("ngram", True)]
+
+
+def test_the_page_shows_the_same_few_questions_for_each_of_many_drafters(answers):
+    own = answers["mt_bench"]
+    many = {f"ctc {index}": [replace(a, drafter=f"ctc {index}") for a in own["ctc"]] for index in range(20)}
+    told = {"mt_bench": {"none": own["none"], **many}}
+    told["gsm8k"] = {name: [replace(a, question_id=a.question_id + 10) for a in of] for name, of in many.items()}
+    found = summarised({"mt_bench": told["mt_bench"]})
+    for count in (1, 3, 20):
+        few = {benchmark: dict(list(of.items())[: count + 1]) for benchmark, of in told.items()}
+        few["gsm8k"] = {name: few["gsm8k"][name] for name in few["mt_bench"] if name != "none"}
+        chosen = viewer.choose_answers(found, few, decode)
+        shown = [[(each["benchmark"], each["answer"].question_id) for each in one["shown"]] for one in chosen]
+        assert len(chosen) == count and all(each == shown[0] for each in shown)
+        assert shown[0][:2] == [("mt_bench", 1), ("gsm8k", 11)], "benchmarks take turns"
+        assert sum(map(len, shown)) <= viewer.MAX_SHOWN_ANSWERS and len(shown[0]) == {1: 8, 3: 8, 20: 2}[count]
+        assert {one["num_answers"] for one in chosen} == {8}
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+def test_a_browser_shows_the_chosen_drafter_and_the_questions_that_were_unfolded(page_file, tmp_path):
+    chosen = """<script>
+    document.querySelectorAll("[data-drafter=ctc] details")[2].open = true;
+    const select = document.querySelector("select");
+    select.value = "ngram";
+    select.dispatchEvent(new Event("change"));
+    </script>"""
+    (tmp_path / "page.html").write_text(page_file.read_text(encoding="utf-8") + chosen, encoding="utf-8")
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    ran = subprocess.run([*command, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120)
+    shown = Page(ran.stdout)
+    blocks = {attrs["data-drafter"]: "hidden" in attrs for _, attrs in shown.tags if "data-drafter" in attrs}
+    assert blocks == {"ctc": True, "ngram": False}
+    unfolded = ["open" in attrs for tag, attrs in shown.tags if tag == "details"]
+    assert unfolded == 2 * [True, False, True, *[False] * 5]
 
 
 def test_the_plots_are_files_too(page_file):
@@ -298,7 +353,7 @@ def test_the_page_of_several_folders_needs_nothing_but_itself(make_folder, tmp_p
     page = Page(html)
     links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
     assert all(link.startswith(("data:image/png;base64,", "#part-")) for link in links)
-    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert not {"link", "iframe"} & {tag for tag, _ in page.tags} and page.scripts == 1
     assert {attrs.get("id") for tag, attrs in page.tags if tag == "article"} == {"part-1", "part-2"}
     assert "2 evaluations side by side" in html and '<p class="note">the machine was busy</p>' in html
     assert "Warning: the machine was busy." in capsys.readouterr().out
@@ -311,7 +366,7 @@ def test_without_the_tokenizer_answers_are_shown_whole(make_folder, tmp_path, ca
     folder = make_folder("a", base="nowhere/at/all")
     report.report([folder])
     html = (Path(folder) / "report.html").read_text(encoding="utf-8")
-    assert Page(html).answers == [TEXT.removesuffix("</s>")] * 2 * 4
+    assert Page(html).answers == [TEXT.removesuffix("</s>")] * 2 * 2 * 4
     assert "drafters report --tokenizer FOLDER" in html
 
 

@@ -1,10 +1,14 @@
 """The sampler's law: what it draws from, and that the draws follow it."""
 
+import random
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from drafters import DraftTree
+from drafters.tree import ChildLaw
+from inference.rejection import rounds
 from inference.sampling import Greedy, KeyedSampler, most_probable
 
 SETTINGS = [
@@ -96,6 +100,53 @@ def test_the_most_probable_token_is_torchs_argmax(dtype):
     ties = (logits == logits.max(-1, keepdim=True).values).sum(-1)
     assert (ties > 1).sum() > 10
     assert most_probable(logits).equal(logits.argmax(-1))
+
+
+def judged_everywhere(sampler, logits, tree, positions):
+    """A pick for every node, on the accepted path or not."""
+    laws = sampler.probabilities(logits)
+    picks = sampler.pick(logits, positions)
+    for children in tree.laws:
+        row = 1 + children.parent
+        taken, choice, rest = rounds(
+            laws[row], children, tree, lambda i, row=row: sampler.uniform(positions[row], 1 + i)
+        )
+        picks[row] = choice if taken else sampler._draws(rest[None], positions[row : row + 1])
+    return picks[:, None]
+
+
+def random_tree(rng, with_laws, vocab=9):
+    parents = [rng.randrange(-1, node) for node in range(12)]
+    free = {parent: rng.sample(range(vocab), vocab) for parent in range(-1, 12)}
+    tokens = [free[parent].pop() for parent in parents]
+    laws = []
+    for parent in rng.sample(range(-1, 12), 9) if with_laws else []:
+        draws = tuple(node for node in range(12) if parents[node] == parent)
+        laws.append(
+            ChildLaw(parent, torch.tensor([rng.random() for _ in range(vocab)]).softmax(-1), draws, rng.random() < 0.5)
+        )
+    return DraftTree(tokens, parents, laws=tuple(laws))
+
+
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.5}, {"top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("with_laws", [True, False])
+def test_what_is_drawn_on_the_path_alone_is_what_is_drawn_everywhere(with_laws, setting):
+    """Drawn with one number for each position and round; nodes off the path are not looked at."""
+    rng, lengths = random.Random(0), set()
+    for seed in range(300):
+        tree = random_tree(rng, with_laws)
+        positions = [7, *(7 + depth for depth in tree.depths)]
+        logits = torch.randn(13, 9, generator=torch.Generator().manual_seed(seed)) * 2
+        sampler = KeyedSampler(seed=seed, **setting)
+        verdict = sampler.judge(logits, tree, positions)
+        path, emitted = sampler.walk(tree, verdict.tolist())
+        assert (path, emitted) == sampler.walk(tree, judged_everywhere(sampler, logits, tree, positions).tolist())
+        assert [row for row, pick in enumerate(verdict[:, 0].tolist()) if pick >= 0] == [
+            0,
+            *(1 + node for node in path),
+        ]
+        lengths.add(len(path))
+    assert lengths >= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}])

@@ -62,14 +62,14 @@ def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("drafters", "turns", "said"),
-    [(["none", "anpd:order=1"], "hello", "order must be at least 2"), (["none"], "hello " * 600, "shorten the prompt")],
+    ("drafters", "words", "said"),
+    [(["none", "anpd:order=1"], 1, "order must be at least 2"), (["none"], 600, "shorten the prompts")],
 )
 def test_nothing_is_decoded_before_all_drafters_and_prompts_are_known_to_be_good(
-    folder, tmp_path, monkeypatch, drafters, turns, said
+    folder, tmp_path, monkeypatch, drafters, words, said
 ):
     questions = tmp_path / "questions.jsonl"
-    rows = [{"question_id": 1, "category": "toy", "turns": [text]} for text in ("hello", turns)]
+    rows = [{"question_id": 1, "category": "toy", "turns": ["hello " * words]}]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(module, "alone", lambda *arguments: pytest.fail("the base was asked"))
     with pytest.raises(ValueError, match=said):

@@ -15,7 +15,6 @@ from learned import ARMS, all_simulated
 from rates import training_rates
 from side_by_side import Measured, main, show
 
-from drafters.whole_file import whole_file
 from inference.base import load_base
 from inference.evaluate import evaluate
 from inference.regenerate import regenerate
@@ -105,7 +104,6 @@ def all_drafters(
         ),
     ]
     for benchmark, (questions, skipped) in asked.items():
-        chosen = spaced(questions, skipped, live_questions, folder / f"{benchmark}.jsonl")
         results = {}
         for dtype in dtypes:
             kept = folder / "live" / f"{benchmark}-{dtype}"
@@ -114,7 +112,10 @@ def all_drafters(
                     base,
                     specs,
                     [benchmark],
-                    [str(chosen)],
+                    [questions],
+                    offset=skipped,
+                    limit=live_questions,
+                    spaced=True,
                     max_new_tokens=max_new_tokens,
                     dtype=dtype,
                     out=str(kept),
@@ -150,14 +151,6 @@ def prepared(
             features(base, [text], store, max_length=Common.max_length, layers=LAYERS)
             (Path(store) / "finished").touch()
     return text, store
-
-
-def spaced(questions: str, offset: int, count: int, path: Path) -> Path:
-    """A file of so many questions, evenly spaced, so that all kinds are among them."""
-    lines = [line for line in Path(questions).read_text(encoding="utf-8").split("\n") if line.strip()][offset:]
-    with whole_file(path) as new:
-        new.write_text("".join(line + "\n" for line in lines[:: max(1, len(lines) // count)][:count]), encoding="utf-8")
-    return path
 
 
 def simulated_table(

@@ -37,6 +37,7 @@ def evaluate(
     questions: list[str] | None = None,
     offset: int = 0,
     limit: int | None = None,
+    spaced: bool = False,
     max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -69,6 +70,7 @@ def evaluate(
         offset: Leave out the first questions of each benchmark.
         limit: Questions of each benchmark at most. Those whose prompts do not fit into the base's context are left out
             and named; they do not count.
+        spaced: Take those of the limit evenly spaced, from all categories of a benchmark, and not its first.
         max_new_tokens: Tokens of an answer at most; each benchmark has its own from the papers.
         temperature: 0 decodes greedily, above it samples, each draw keyed by the seed and its position.
         top_k: Sampling keeps the k most probable tokens; 0 keeps all.
@@ -98,13 +100,15 @@ def evaluate(
     if files and len(files) != len(benchmark):
         raise ValueError(f"{len(files)} --questions for {len(benchmark)} --benchmark: give one file for each, in order")
     benchmarks.check_selection(offset, limit)
+    if spaced and limit is None:
+        raise ValueError("--spaced says which questions of a --limit are taken: give one")
     loaded = {
         name: benchmarks.load(name, file or None, offset)
         for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
     }
     caps = {name: benchmarks.length_cap(name) if max_new_tokens is None else max_new_tokens for name in loaded}
     reader = load_reader(base)
-    fit = {name: fitting(reader, name, every, template, caps[name], limit) for name, every in loaded.items()}
+    fit = {name: fitting(reader, name, every, template, caps[name], limit, spaced) for name, every in loaded.items()}
     asked = {name: found.questions for name, found in fit.items()}
     chosen = _devices(resolve_device(device), devices)
     specs = zoo.labels(["none", *(spec for spec in drafter if spec != "none")])

@@ -71,19 +71,22 @@ def fitting(
     template: str,
     max_new_tokens: int,
     limit: int | None = None,
+    spaced: bool = False,
 ) -> Asked:
     """Leave out the questions whose first prompt is too long. (A later turn that is ends its answer early.)
 
     Args:
         limit: So many that fit are enough: what comes after them is not looked at.
+        spaced: Take the first that fits of each of so many stretches of equal length.
 
     Raises:
         ValueError: A prompt is empty, no token may be written, or no question is left.
     """
-    asked = Asked(benchmark, base.context_length)
-    for question in questions:
-        if len(asked.questions) == limit:
-            break
+    asked, wanted = Asked(benchmark, base.context_length), limit or len(questions)
+    stretch = max(1, len(questions) // wanted)
+    for place, question in enumerate(questions):
+        if len(asked.questions) >= min(wanted, place // stretch + 1 if spaced else wanted):
+            continue
         prompt = asked_ids(base, question, [("user", question.turns[0])], template)
         if len(prompt) >= base.context_length:
             asked.left_out.append(question.question_id)

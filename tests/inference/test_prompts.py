@@ -74,6 +74,18 @@ def test_of_many_questions_left_out_the_first_are_named(make_base):
     assert note.startswith("xsum:shot: 8 of 9 questions, ") and note.endswith(" tokens: 0, 1, 2, 4, 5 and 3 more")
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected", "left_out"),
+    [(1, [1], []), (2, [1, 4], []), (3, [1, 4, 7], [3, 5, 6]), (9, [1, 2, 4, 7], [3, 5, 6])],
+)
+def test_questions_of_a_limit_are_spaced_and_those_that_fit_stand_for_those_that_do_not(
+    folder, limit, expected, left_out
+):
+    """Of seven questions: at 1; at 1 and 4; at 1, 3 and 5, for which the next that fit stand in; and all."""
+    asked = fitting(load_reader(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20, limit, spaced=True)
+    assert [each.question_id for each in asked.questions] == expected and asked.left_out == left_out
+
+
 def test_a_base_is_known_without_its_weights(folder, make_base):
     reader = load_reader(str(folder / "base"))
     asked = fitting(reader, "mt_bench", EVERY, "tokenizer", 20)

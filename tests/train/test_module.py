@@ -6,17 +6,21 @@ import torch
 from torch.utils.data import DataLoader
 
 from data import embedded
-from drafters import CTC
+from drafters import CTC, Block
 from drafters.learned.anchors import following
 from inference.prompts import prompt_ids
 from train.answers import with_own_answers
 from train.module import DrafterTraining
 
 SMALL = {"num_frames": 6, "num_labels": 4, "num_anchors": 16, "num_nodes": 8, "top_k": 4}
+SMALL_CTC = partial(CTC, **SMALL)
+SMALL_BLOCK = partial(
+    Block, **{name: value for name, value in SMALL.items() if name != "num_labels"}
+)  # a frame a label
 
 
-def make(tiny, **arguments):
-    return DrafterTraining(str(tiny), partial(CTC, **SMALL), max_val_tokens=32, **arguments)
+def make(tiny, drafter=SMALL_CTC, **arguments):
+    return DrafterTraining(str(tiny), drafter, max_val_tokens=32, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +33,13 @@ def own_text(tiny_base):
     return with_own_answers(tiny_base, {"input_ids": rows, "loss_mask": mask}, 32)
 
 
-def test_training_lowers_the_loss_and_raises_the_acceptance_length_and_leaves_the_base_alone(tiny, own_text, tmp_path):
+@pytest.mark.parametrize("drafter", [SMALL_CTC, SMALL_BLOCK], ids=["ctc", "block"])
+def test_training_lowers_the_loss_and_raises_the_acceptance_length_and_leaves_the_base_alone(
+    tiny, own_text, tmp_path, drafter
+):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        module = make(tiny, learning_rate=1e-2)
+        module = make(tiny, drafter, learning_rate=1e-2)
         before = {name: weight.clone() for name, weight in module.base.model.named_parameters()}
         batches = DataLoader([own_text], batch_size=None)
         trainer = L.Trainer(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import CTC, EAGLE, EAGLE3, DraftTree, NoDrafter, TrainingBatch
+from drafters import CTC, EAGLE, EAGLE3, Block, DraftTree, NoDrafter, TrainingBatch
 from inference.base import load_base
 from inference.prompts import prompt_ids
 from inference.runner import Runner
@@ -54,15 +54,16 @@ def texts(base, prompts):
 
 @pytest.fixture(scope="module")
 def drafters(base, texts):
-    """CTC drafters on one layer and on three, each as it starts and after some steps on the base's own text."""
+    """CTC drafters on one layer and on three, and a block drafter, untrained and after steps on the base's own text."""
     texts, answers, labels = texts
     made = {}
-    for layers in [(-1,), (0, 1, -1)]:
+    for name, layers in {1: (-1,), 3: (0, 1, -1), "block": (-1,)}.items():
+        kind, arguments = (Block, {}) if name == "block" else (CTC, {"num_labels": 4})
         with torch.random.fork_rng():
             torch.manual_seed(len(layers))
             for steps in (0, 50):
-                drafter = CTC(
-                    base.shape, FRAMES, num_labels=4, hidden_layers=layers, num_anchors=24, num_nodes=8, top_k=4
+                drafter = kind(
+                    base.shape, FRAMES, hidden_layers=layers, num_anchors=24, num_nodes=8, top_k=4, **arguments
                 ).double()
                 with torch.no_grad():
                     hidden, last = base.hidden_states(texts, layers)
@@ -73,7 +74,7 @@ def drafters(base, texts):
                     loss.backward()
                     optimizer.step()
                 drafter.eval().borrow(base.borrowed)
-                made[len(layers), steps] = drafter
+                made[name, steps] = drafter
     return made
 
 
@@ -114,11 +115,11 @@ def live_and_simulated(base, drafter, prompt, max_new_tokens, eos=frozenset()):
 
 
 @pytest.mark.parametrize("steps", [0, 50], ids=["random", "trained"])
-@pytest.mark.parametrize("num_layers", [1, 3])
-def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, drafters, prompts, num_layers, steps):
+@pytest.mark.parametrize("name", [1, 3, "block"])
+def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, drafters, prompts, name, steps):
     seen = []
     for prompt in prompts:
-        live, simulated = live_and_simulated(base, drafters[num_layers, steps], prompt, 48)
+        live, simulated = live_and_simulated(base, drafters[name, steps], prompt, 48)
         far = sum(done + FRAMES < 48 for done in accumulate(live))  # nearer the cap the session's trees are less deep
         assert simulated[:far] == live[:far]
         seen += live

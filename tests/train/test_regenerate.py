@@ -229,16 +229,22 @@ def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base,
     assert masked_text(conversation.written.input_ids.tolist(), masks[0], tiny_base.tokenizer).plain
 
 
-def test_killed_in_its_middle_and_started_again_it_writes_the_same_file(written, tiny, asked, tmp_path):
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_stopped_in_its_middle_and_started_again_it_writes_the_same_file(written, tiny, asked, tmp_path, number, ended):
     out = tmp_path / "own.jsonl"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
     code = f"import torch; torch.set_num_threads(1); from train.commands import main; main({words!r})"
     partial = out.with_name("own.jsonl.partial")
-    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
     while running.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < 2):
         time.sleep(0.001)
-    running.send_signal(signal.SIGKILL)
-    assert running.wait() == -signal.SIGKILL and not out.exists()
+    running.send_signal(number)
+    said = running.communicate()[1]
+    assert running.returncode == ended and not out.exists()
+    assert "Traceback" not in said and ("stopped by Ctrl-C" in said) == (number == signal.SIGINT)
     with partial.open("ab") as stream:
         stream.write(b"[0,[[1,[5,")  # what a kill in the middle of writing leaves
     commands.main(words)

@@ -151,11 +151,12 @@ class DrafterTraining(L.LightningModule):
         length = self.acceptance_length.compute()
         if not self.trainer.sanity_checking:
             self.measured = {"step": self.global_step, "acceptance_length": float(length)}
-        self.log("val/acceptance_length", length, prog_bar=True)
-        shares = self.depth_acceptance.compute().tolist()
+        # metrics are the same on all processes: to say so keeps Lightning from warning of each
+        self.log("val/acceptance_length", length, prog_bar=True, sync_dist=True)
+        shares, by_depth = self.depth_acceptance.compute().tolist(), {}
         for depth, (share, given) in enumerate(zip(shares, conditional(shares), strict=True), start=1):
-            self.log(f"val/accepted_{depth}_or_more", share)
-            self.log(f"val/accepted_{depth}_given_{depth - 1}", given)
+            by_depth |= {f"val/accepted_{depth}_or_more": share, f"val/accepted_{depth}_given_{depth - 1}": given}
+        self.log_dict(by_depth, sync_dist=True)
         self.acceptance_length.reset()
         self.depth_acceptance.reset()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from inference import plots
 from inference.metrics import Summary
-from inference.results import Run
+from inference.results import Run, by_key
 from inference.tables import (
     COUNTING_RULE,
     OVERVIEW,
@@ -24,7 +24,7 @@ from inference.tables import (
     overview_rows,
     quality_rows,
 )
-from inference.viewer import Answers, Decode, choose_answers
+from inference.viewer import Answers, Decode, choose_answers, cut_note, ended_turns
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -64,6 +64,8 @@ def write_page(folder: str | Path, runs: Sequence[tuple[Run, Decode | None]]) ->
             _describe(run, decode, colours, folder / "plots", f"{index}-" if len(runs) > 1 else "")
             for index, (run, decode) in enumerate(runs, 1)
         ],
+        folders=[name for run, _ in runs for name in run.contexts],
+        what_was_run=by_key({name: counted(told) for run, _ in runs for name, told in run.contexts.items()}),
         colours=colours,
         counting_rule=COUNTING_RULE,
         overview_title=OVERVIEW,
@@ -85,17 +87,18 @@ def _describe(run: Run, decode: Decode | None, colours: plots.Colours, folder: P
         "benchmarks": [
             {
                 "name": benchmark,
-                "table": drafter_rows(by_drafter),
-                "legend": legend(*drafter_rows(by_drafter)),
+                "table": (rows := drafter_rows(by_drafter, {name: ended_turns(of) for name, of in answers.items()})),
+                "legend": legend(*rows),
                 "quality": quality_rows(by_drafter),
+                "cut": cut_note(by_drafter, answers, run.conditions.get("decoding", "")),
                 "footnotes": footnotes(by_drafter),
                 "figures": _draw_figures(folder, prefix + benchmark, dict(by_drafter), colours),
             }
             for benchmark, by_drafter in run.summaries.items()
+            for answers in [run.answers.get(benchmark, {})]
         ],
         "shown": choose_answers(run.summaries, run.answers, decode),
         "is_coloured": decode is not None,
-        "context": counted(run.context),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable
@@ -79,16 +80,17 @@ def plot_categories(summaries: Summaries, colours: Colours) -> Figure:
 def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
     """Share of steps that accept at least d draft tokens, a line for each drafter."""
     figure, axes = _figure(3.5, "Steps that accept at least d draft tokens")
-    deepest = 1
+    deepest, highest = 1, 10.0
     for drafter, summary in summaries.items():
         if shares := summary.acceptance_by_depth:
             percents = [100 * share for share in shares]
             axes.plot(range(1, len(shares) + 1), percents, color=colours[drafter], label=drafter, marker="o")
             deepest = max(deepest, sum(percent >= 1 for percent in percents))
+            highest = max(highest, *percents)
     axes.set_xlabel("d, draft tokens")
     axes.set_ylabel("% of steps")
     axes.set_xlim(0.7, deepest + 0.3)
-    axes.set_ylim(0, 100)
+    axes.set_ylim(0, 10 * math.ceil(highest / 10))
     axes.xaxis.get_major_locator().set_params(integer=True, steps=[1, 2, 5, 10])
     axes.grid(axis="both")
     _legend_below(figure)

@@ -42,10 +42,20 @@ class Run:
 
     @property
     def context(self) -> dict[str, Any]:
-        """What was run, in one list."""
-        if len(self.contexts) == 1:
-            return next(iter(self.contexts.values()))
-        return {f"{name}, {key}": told for name, context in self.contexts.items() for key, told in context.items()}
+        """What was run, in one list: where folders differ, with the folder's name."""
+        return {
+            key if len(values) == 1 else f"{name}, {key}": told
+            for key, values in by_key(self.contexts).items()
+            for name, told in zip(self.contexts, values, strict=False)
+            if told is not None
+        }
+
+
+def by_key(contexts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What was run, by key: one value where all folders agree, or else one for each, None where nothing is told."""
+    keys = dict.fromkeys(key for context in contexts.values() for key in context)
+    told = {key: [context.get(key) for context in contexts.values()] for key in keys}
+    return {key: values[:1] if all(v == values[0] for v in values) else values for key, values in told.items()}
 
 
 def read(folder: str | Path, name: str | None = None) -> Run:

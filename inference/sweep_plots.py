@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 
 from inference.grid import Axis
 
-# metric: title, colours, the value in the middle of the colours if there is one
 METRICS = {
-    "acceptance_length": ("Acceptance length, tokens per base forward", "viridis", None),
-    "speedup": ("Speed-up, times the base alone", "PRGn", 1.0),
+    "acceptance_length": "Acceptance length, tokens per base forward",
+    "speedup": "Speed-up, times the base alone",
 }
 MAX_COLUMNS = 4  # panels side by side
 MAX_NAME = 16  # characters of a value, the end of which tells files apart
@@ -65,12 +64,10 @@ def panels(axes: Sequence[Axis], measured: Mapping[tuple[str, ...], float | None
 
 def draw(metric: str, drafter: str, maps: Sequence[Panel], path: Path) -> None:
     """Write the maps of one of `METRICS` as one PNG, all on one scale of colours; the best place is framed."""
-    title, colours, middle = METRICS[metric]
     numbers = np.concatenate([panel.values.ravel() for panel in maps])
     numbers = numbers[np.isfinite(numbers)]
     low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 1.0)
-    width = max(low, high, key=lambda number: abs(number - (middle or 0))) if middle else None
-    norm = CenteredNorm(middle, max(abs(width - middle), 1e-3)) if middle else Normalize(low, max(high, low + 1e-3))
+    colours, norm, told = scale(metric, low, high)
     num_columns = min(MAX_COLUMNS, len(maps))
     num_rows = -(-len(maps) // num_columns)
     high_cells, wide_cells = maps[0].values.shape
@@ -97,9 +94,24 @@ def draw(metric: str, drafter: str, maps: Sequence[Panel], path: Path) -> None:
                 if value == high:
                     corner = (column - 0.47, row - 0.47)
                     axes.add_patch(matplotlib.patches.Rectangle(corner, 0.94, 0.94, fill=False, ec=ink, lw=1.6))
-        figure.suptitle(f"{drafter}: {title}", fontsize=11, fontweight="bold", x=0.01, ha="left")
-        figure.colorbar(image, ax=grid, shrink=0.9, pad=0.02)
+        figure.suptitle(f"{drafter}: {METRICS[metric]}", fontsize=11, fontweight="bold", x=0.01, ha="left")
+        figure.colorbar(image, ax=grid, shrink=0.9, pad=0.02, label=told)
         figure.savefig(path, dpi=160)
+
+
+def scale(metric: str, low: float, high: float) -> tuple[str, Normalize, str]:
+    """Colours from the least to the greatest number, and what to say of them.
+
+    A speed-up above 1 is green and one below it purple; all colours lie between the numbers where they are of one side.
+    """
+    ends = Normalize(low, max(high, low + 1e-3))
+    if metric != "speedup":
+        return "viridis", ends, ""
+    if high < 1:
+        return "Purples_r", ends, "none is faster"
+    if low > 1:
+        return "Greens", ends, "all are faster"
+    return "PRGn", CenteredNorm(1, max(1 - low, high - 1, 1e-3)), "white: as fast"
 
 
 def short(value: str) -> str:

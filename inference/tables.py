@@ -59,13 +59,13 @@ class Row:
         cells: What stands in its columns.
         best: Columns to stress.
         is_identical: Whether the drafter wrote the baseline's very text.
-        intervals: 95 % intervals, by column, where they are known.
+        small: What stands small below a cell, by column: its 95 % interval, or how many answers it rests on.
     """
 
     cells: list[str]
     best: set[int] = field(default_factory=set)
     is_identical: bool = True
-    intervals: dict[int, str] = field(default_factory=dict)
+    small: dict[int, str] = field(default_factory=dict)
 
 
 def table(summaries: Summaries) -> list[RenderableType]:
@@ -127,8 +127,9 @@ def headline(summaries: Summaries) -> str:
     times = _geometric_mean([s.speedup for s in own])
     speed = f"{times:.1f}x faster" if times >= 1 else f"at {times:.2f}x its speed"
     length = _geometric_mean([s.acceptance_length for s in own])
-    over = f" (geometric means over {len(own)} benchmarks)" if len(own) > 1 else ""
-    return f"{best} writes {what} {_name(own[0].baseline)}, {speed}, {length:.1f} tokens per base forward{over}."
+    over = f"over {questions} question{'' if questions == 1 else 's'}"
+    over += f" of {len(own)} benchmarks (geometric means)" if len(own) > 1 else ""
+    return f"{best} writes {what} {_name(own[0].baseline)}, {speed}, {length:.1f} tokens per base forward, {over}."
 
 
 def fastest(summaries: Summaries) -> str | None:
@@ -143,10 +144,13 @@ def fastest(summaries: Summaries) -> str | None:
     return max(means, key=means.__getitem__, default=None)
 
 
-def drafter_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
+def drafter_rows(
+    by_drafter: Mapping[str, Summary], ended: Mapping[str, str] | None = None
+) -> tuple[list[str], list[Row]]:
     """Headings, and a row for each drafter; the best of the drafters, the baseline aside, is stressed.
 
-    A column that tells nothing of any drafter is left out.
+    A column that tells nothing of any drafter is left out. How many turns ended by themselves, by drafter, stands below
+    the figure that rests on them alone.
     """
     summaries = list(by_drafter.values())
     columns = {heading: cells for heading, cell in COLUMNS if set(cells := list(map(cell, summaries))) - {"–", "0.0"}}
@@ -159,11 +163,7 @@ def drafter_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row
             [cells[index] for cells in columns.values()],
             {at for at, heading in enumerate(columns) if best.get(heading) == index},
             summary.identical == summary.questions,
-            {
-                at: _interval(getattr(summary, INTERVALS[heading]))
-                for at, heading in enumerate(columns)
-                if heading in INTERVALS
-            },
+            {at: told for at, heading in enumerate(columns) if (told := _small(summary, heading, ended or {}))},
         )
         for index, summary in enumerate(summaries)
     ]
@@ -180,7 +180,12 @@ def quality_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row
 
 def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:
     """What a reader of `drafter_rows` may ask."""
-    told = ["Small: 95 % intervals over questions."] if any(any(row.intervals.values()) for row in rows) else []
+    small = {headings[at] for row in rows for at in row.small}
+    told = []
+    if small & INTERVALS.keys():
+        told.append("Small: 95 % intervals over questions; where they overlap, bold may be chance.")
+    if "ended by EOS" in small:
+        told.append("Ended by EOS: over the turns that ended by themselves, of all turns.")
     if "noise" in headings:
         told.append("Noise: what another run's speed-up may differ by, one standard deviation.")
     return " ".join(told)
@@ -231,6 +236,12 @@ def number(value: float | None, places: int = 2, unit: str = "") -> str:
     return "–" if value is None else f"{value:.{places}f}{unit}"
 
 
+def _small(summary: Summary, heading: str, ended: Mapping[str, str]) -> str:
+    if heading == "ended by EOS":
+        return ended.get(summary.drafter, "")
+    return _interval(getattr(summary, INTERVALS[heading])) if heading in INTERVALS else ""
+
+
 def _interval(bounds: Sequence[float] | None) -> str:
     """The interval for a reader; nothing where it is unknown or has no width."""
     return f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds and bounds[0] != bounds[1] else ""
@@ -276,8 +287,8 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
     lines = [list(map(escape, headings)), ["---", *["---:"] * (len(headings) - 1)]]
     for row in rows:
         cells = [f"**{escape(cell)}**" if at in row.best else escape(cell) for at, cell in enumerate(row.cells)]
-        intervals = [f" ({interval})" if (interval := row.intervals.get(at)) else "" for at in range(len(cells))]
-        lines.append([cell + interval for cell, interval in zip(cells, intervals, strict=True)])
+        small = [f" ({told})" if (told := row.small.get(at)) else "" for at in range(len(cells))]
+        lines.append([cell + told for cell, told in zip(cells, small, strict=True)])
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from inference.metrics import acceptance_length
+from inference.metrics import Summary, acceptance_length
 from inference.record import Answer, Turn
 from inference.tables import Summaries, fastest
 
@@ -69,6 +69,23 @@ def choose_answers(summaries: Summaries, answers: Answers, decode: Decode | None
         shown = [_shown(benchmark, answer, decode) for benchmark, answer in given[:room]]
         chosen.append({"drafter": drafter, "num_answers": len(given), "shown": shown})
     return chosen
+
+
+def ended_turns(answers: Sequence[Answer]) -> str:
+    """How many turns ended by themselves, of how many."""
+    ended = [is_ended for answer in answers for is_ended in answer.ended]
+    return f"{sum(ended)} of {len(ended)}" if ended else ""
+
+
+def cut_note(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequence[Answer]], decoding: str) -> str:
+    """A line where graded answers, first turns all, were cut at the length cap; nothing where all came to their end."""
+    graded = [drafter for drafter, summary in by_drafter.items() if summary.quality]
+    ended = [answer.ended[0] for drafter in graded for answer in answers.get(drafter, ())]
+    if all(ended):
+        return ""
+    percent = 100 * ended.count(False) / len(ended)
+    cap = f" ({decoding})" if decoding else ""
+    return f"{percent:.3g} % of the graded answers were cut at the length cap{cap} and graded as far as they go."
 
 
 def _shown(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:

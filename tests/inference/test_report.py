@@ -205,9 +205,9 @@ def test_the_terminal_tables_fit_and_tell_who_is_not_lossless(summaries, width):
 
 
 def test_the_headline_names_the_fastest_drafter(summaries):
-    expected = "ctc writes the same text as the base, 2.2x faster, 2.7 tokens per base forward"
-    assert report.markdown({"mt_bench": summaries["mt_bench"]}, {}).startswith(f"**{expected}.**")
-    assert report.markdown(summaries, {}).startswith(f"**{expected} (geometric means over 2 benchmarks).**")
+    expected = "ctc writes the same text as the base, 2.2x faster, 2.7 tokens per base forward, over"
+    assert report.markdown({"mt_bench": summaries["mt_bench"]}, {}).startswith(f"**{expected} 4 questions.**")
+    assert report.markdown(summaries, {}).startswith(f"**{expected} 8 questions of 2 benchmarks (geometric means).**")
 
 
 def test_the_headline_does_not_hide_other_text_or_lost_speed(summaries):
@@ -244,12 +244,27 @@ def test_a_column_that_tells_nothing_is_left_out_and_intervals_stand_beside_thei
     headings, rows = tables.drafter_rows(of)
     cells = dict(zip(headings, rows[1].cells, strict=True))
     assert cells["peak MiB"] == "3" and cells["acceptance length"] == "2.67"
-    assert {headings[at]: told for at, told in rows[1].intervals.items() if told} == {
+    assert {headings[at]: told for at, told in rows[1].small.items()} == {
         "acceptance length": "2.50 – 2.75",
         "speed-up": "2.00 – 2.50",
     }
     assert "| **2.67** (2.50 – 2.75) |" in report.markdown(summaries, {})
     assert tables.legend(headings, rows).startswith("Small: 95 % intervals")
+
+
+def test_answers_that_were_cut_are_counted_where_a_figure_rests_on_the_others(answers, tmp_path):
+    def page():
+        found = summarised(answers)
+        of = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in found["gsm8k"].items()}
+        context = {"decoding": "greedy, at most 9"}
+        path = report.write_report(tmp_path, {**found, "gsm8k": of}, context, answers, decode)
+        return path.read_text(encoding="utf-8")
+
+    assert "<small>8 of 8</small>" in page() and "were cut" not in page()
+    answers["gsm8k"]["ctc"][:3] = [replace(own, ended=[False, True]) for own in answers["gsm8k"]["ctc"][:3]]
+    cut = page()
+    assert cut.count("<small>5 of 8</small>") == 1 and "Ended by EOS: over the turns that ended" in cut
+    assert cut.count("25 % of the graded answers were cut at the length cap (greedy, at most 9)") == 1
 
 
 def save_tokenizer(folder, words):
@@ -323,7 +338,13 @@ def test_folders_of_the_same_conditions_share_a_table_and_keep_their_own_ratios(
     }
     assert [s.is_baseline for s in run.summaries["mt_bench"].values()] == [True, False, True, False, False]
     assert {own[0].drafter for own in run.answers["mt_bench"].values()} == set(run.summaries["mt_bench"])
-    assert "a, command" in run.context and "b, command" in run.context
+    assert run.context == {
+        "base": "tiny",
+        "decoding": "greedy, at most 9",
+        "a, command": "drafters eval --out a",
+        "b, command": "drafters eval --out b",
+        "counting": tables.COUNTING_RULE,
+    }
 
 
 def test_drafters_of_several_weights_are_named_by_their_folders(make_folder):
@@ -355,6 +376,11 @@ def test_the_page_of_several_folders_needs_nothing_but_itself(make_folder, tmp_p
     assert all(link.startswith(("data:image/png;base64,", "#part-")) for link in links)
     assert not {"link", "iframe"} & {tag for tag, _ in page.tags} and page.scripts == 1
     assert {attrs.get("id") for tag, attrs in page.tags if tag == "article"} == {"part-1", "part-2"}
+    told = re.findall("<tr><th>(.*?)</th>(.*?)</tr>", html.partition(">What was run<")[2], re.DOTALL)
+    told = {key: re.findall(r"<td(?: colspan=\"(\d)\")?>(.*?)</td>", cells) for key, cells in told}
+    assert told["decoding"] == [("3", "greedy, at most 9")], "what all share stands once"
+    assert told["base"] == [("", "tiny"), ("", "tiny"), ("", "large")], "a column for each folder: a, c, b"
+    assert told["warnings"] == [("", "–"), ("", "–"), ("", "the machine was busy")]
     assert "2 evaluations side by side" in html and '<p class="note">the machine was busy</p>' in html
     assert "Warning: the machine was busy." in capsys.readouterr().out
     markdown = (tmp_path / "page" / "results.md").read_text(encoding="utf-8")
@@ -400,6 +426,13 @@ def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
     }
     assert "budget" in plots.applicable(named) and "budget" not in plots.applicable(summaries["mt_bench"])
     assert plots.draw("budget", named, plots.choose_colours(named.values()), "dark").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("shares", "top"), [([0.0], 10), ([0.31, 0.05], 40), ([0.4], 40), ([1.0, 0.9], 100)])
+def test_the_axis_of_depths_ends_where_the_data_do(summaries, shares, top):
+    summaries = {"ctc": replace(summaries["mt_bench"]["ctc"], acceptance_by_depth=shares)}
+    figure = plots.plot_depths(summaries, plots.choose_colours(summaries.values()))
+    assert figure.axes[0].get_ylim() == (0, top)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Sweeps: the grid, its maps, and cells that are those of single evaluations, however often the work was stopped."""
 
 import json
-from itertools import product
+from itertools import pairwise, product
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -87,6 +88,20 @@ def test_a_map_is_drawn_whatever_was_measured(tmp_path, metric, values):
     maps = sweep_plots.panels([Axis("a_file", tuple("xyz"))], {(key,): v for key, v in zip("xyz", values, strict=True)})
     sweep_plots.draw(metric, "anpd", maps, tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("speedups", "told"),
+    [([0.55, 0.6, 0.65], "none is faster"), ([0.9, 1.0, 1.1], "white: as fast"), ([1.4, 1.5, 1.6], "all are faster")],
+)
+def test_colours_tell_speedups_apart_and_which_side_of_the_base_they_lie(speedups, told):
+    colours, norm, said = sweep_plots.scale("speedup", speedups[0], speedups[-1])
+    inks = [matplotlib.colormaps[colours](norm(value))[:3] for value in speedups]
+    assert said == told
+    assert all(np.linalg.norm(np.subtract(one, other)) > 0.3 for one, other in pairwise(inks))
+    greenness = [green - (red + blue) / 2 for red, green, blue in inks]
+    assert all(np.sign(round(g, 1)) in (0, np.sign(v - 1)) for g, v in zip(greenness, speedups, strict=True))
+    assert any(round(g, 1) for g in greenness)
 
 
 # ---- the work

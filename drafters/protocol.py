@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -244,9 +244,11 @@ class LearnedDrafter(nn.Module, ABC):
     """A drafter with weights, trained by ``train.DrafterTraining`` on a frozen base.
 
     A subclass takes a `BaseShape` first and flat, typed arguments after it; those arguments are the recipe that
-    the YAML, the checkpoint and the exported folder share. Besides `Drafter`'s three methods it has:
+    the YAML, the checkpoint and the exported folder share. ``decoding`` names those that decoding reads and may set
+    anew; training fixes the others. Besides `Drafter`'s three methods it has:
     """
 
+    decoding: ClassVar[frozenset[str]] = frozenset()
     needs: Needs
     history_only = False
     remembers = False

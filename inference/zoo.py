@@ -134,25 +134,42 @@ def _learned(name: str, folder: str | None, text: str, base: Base) -> LearnedDra
     if config.class_path != f"drafters.{kind.__name__}":
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)
+    _refuse_fixed(kind, folder, config.init_args, text)
     overrides = _arguments(name, kind, text)
     drafter, _ = checkpoint.load(folder, base.model.dtype, replace(config, init_args=config.init_args | overrides))
     drafter.to(base.model.device).borrow(base.borrowed)
     return drafter
 
 
+def _refuse_fixed(kind: type[LearnedDrafter], folder: str, init_args: dict[str, object], text: str) -> None:
+    """Refuse an argument that a drafter was trained with and that decoding does not read, or cannot change."""
+    defaults = {key: p.default for key, p in inspect.signature(kind).parameters.items() if p.default is not p.empty}
+    for key in (pair.partition("=")[0] for pair in text.split(",")):
+        if key in defaults and key not in kind.decoding:
+            value = json.dumps((defaults | init_args)[key])
+            reads = ", ".join(_settable(kind))
+            raise ValueError(f"{key} is fixed by training: {folder} has {value}; decoding reads {reads}")
+
+
+def _settable(build: Callable) -> dict[str, object]:
+    """The arguments that a spec may give, each with its default; of a trained drafter those that decoding reads."""
+    parameters = inspect.signature(build).parameters
+    given = getattr(build, "decoding", parameters)
+    return {key: p.default for key, p in parameters.items() if key in given and p.default not in (p.empty, None)}
+
+
 def _arguments(name: str, build: Callable, text: str) -> dict[str, object]:
     """Typed arguments of ``key=value,...``; the types are those of the constructor."""
     if not text:
         return {}
-    parameters = inspect.signature(build).parameters
-    known = {key: p for key, p in parameters.items() if p.default is not p.empty and p.default is not None}
+    known = _settable(build)
     values: dict[str, object] = {}
     for pair in text.split(","):
         key, equals, value = pair.partition("=")
         if key not in known or not equals:
             raise ValueError(f"{name} takes {', '.join(known) or 'no arguments'}; not {pair!r}")
-        default = known[key].default
-        if isinstance(default, tuple) and value.endswith(".json"):
+        default = known[key]
+        if isinstance(default, tuple):
             values[key] = _entry(value, key)
             continue
         try:
@@ -177,6 +194,4 @@ def _typed(value: str, kind: type) -> object:
         if value.lower() not in ("true", "false"):
             raise ValueError(value)
         return value.lower() == "true"
-    if kind is tuple:  # of the trained module's shape: not a matter of decoding
-        raise ValueError(value)
     return kind(value)

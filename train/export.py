@@ -36,7 +36,7 @@ def export(
         out: Folder to make.
         base: Name the model card gives the base, where it is not the one it was trained with; ``vllm`` reads the
             embedding of a block drafter's base from there.
-        overwrite: Replace a drafter that is already there.
+        overwrite: Replace a drafter or base that is already there.
         format: ``drafters``, which `drafters eval` reads, or ``vllm``: Medusa, or Block as speculators' DSpark.
         mask_token_id: For a block drafter in vllm's format, a token that no text holds; its embedding is the mask's.
         max_shard_size: Of a base, the most that one file of weights may hold, such as 16MB; one file if not given.
@@ -46,6 +46,8 @@ def export(
         raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
     if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{out} already holds a model: give another folder, or --overwrite to replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise ValueError(f"{out} holds other files, and no drafter or base (config.json): give another folder")
     saved = read_checkpoint(Path(ckpt))
     arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
     if "drafter" in arguments:

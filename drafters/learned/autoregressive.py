@@ -78,6 +78,8 @@ class AutoregressiveDrafter(LearnedDrafter):
         chunk_anchors: Anchors drafted for at once on known text.
     """
 
+    decoding = frozenset({"depth", "width", "top_k", "num_nodes", "min_probability", "tree", "draws", "temperature"})
+
     def __init__(
         self,
         base: BaseShape,

@@ -46,6 +46,8 @@ class Block(ParallelDrafter):
         step_costs: File that ``drafters step-cost`` wrote; with it a tree stops growing where it no longer pays.
     """
 
+    decoding = ParallelDrafter.decoding | {"tree"}
+
     def __init__(
         self,
         base: BaseShape,

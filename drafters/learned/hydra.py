@@ -78,6 +78,8 @@ class Hydra(HeadDrafter):
         width: Nodes expanded at each level, the most probable ones; with top_k it bounds what a draft costs.
     """
 
+    decoding = frozenset({"num_nodes", "top_k", "width"})
+
     def __init__(
         self,
         base: BaseShape,

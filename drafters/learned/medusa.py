@@ -38,6 +38,8 @@ class Medusa(HeadDrafter):
         static: A fixed tree in place of ``tree``: paths of ranks, parents first, as `drafters tree-search` writes them.
     """
 
+    decoding = frozenset({"tree", "num_nodes", "top_k", "static"})
+
     def __init__(
         self,
         base: BaseShape,

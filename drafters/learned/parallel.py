@@ -80,6 +80,8 @@ class ParallelDrafter(LearnedDrafter):
         chunk_anchors: Anchors drafted for at once on known text.
     """
 
+    decoding = frozenset({"num_nodes", "top_k", "min_probability", "step_costs"})
+
     def __init__(
         self,
         base: BaseShape,

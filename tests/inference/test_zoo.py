@@ -1,8 +1,14 @@
 """Drafters by name: what a spec may say, and what is refused in one line."""
 
+import inspect
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import drafters
 from drafters import checkpoint
@@ -118,12 +124,94 @@ def test_more_candidates_than_the_vocabulary_holds_are_all_of_it(base, config, s
         ("base=1", "not 'base=1'"),
         ("wings=2", "not 'wings=2'"),
         ("num_nodes=x", "num_nodes must be int"),
-        ("hidden_layers=1", "hidden_layers must be tuple"),
-        ("num_layers=2", "does not fit its config.json"),
+        ("hidden_layers=1,-2", "hidden_layers is fixed by training"),
+        ("num_frames=8", "num_frames is fixed by training: {folder} has 5; decoding reads tree, num_nodes, top_k, "),
+        ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
+        (
+            "wings=2",
+            "ctc takes tree, num_nodes, top_k, min_probability, step_costs, draws, draw_temperature, draw_seed; ",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
-    assert said in refusal(f"ctc={save(config)}:{argument}", base)
+    folder = save(config)
+    assert said.format(folder=folder) in refusal(f"ctc={folder}:{argument}", base)
+
+
+LEARNED = zoo.LEARNED.items()
+DECODING = [(name, key) for name, kind in LEARNED for key in sorted(kind.decoding)]
+FIXED = [
+    (name, key) for name, kind in LEARNED for key in inspect.signature(kind).parameters if key not in kind.decoding
+]
+OTHER = {
+    **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
+    **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
+}
+BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
+BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}
+
+
+@pytest.fixture
+def save_any(base, tmp_path, monkeypatch):
+    """Saves a drafter of a name, with lively weights, and the files that its arguments may name; returns its folder."""
+
+    def save(name):
+        kind = zoo.LEARNED[name]
+        fits = base.shape, base.name, tokenizer_hash(base.tokenizer)
+        config = DrafterConfig(f"drafters.{kind.__name__}", {"num_nodes": 16}, *fits)
+        drafter = config.build()
+        for weight in drafter.parameters():
+            torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(weight.numel()))
+        checkpoint.save(tmp_path / "drafter", drafter, config)
+        (tmp_path / "costs.json").write_text(json.dumps({"nodes": [0, 64], "seconds": [0.1, 9.0]}))
+        (tmp_path / "tree.json").write_text(json.dumps({"static": [[0], [1], [0, 1]]}))
+        monkeypatch.chdir(tmp_path)
+        return "drafter"
+
+    return save
+
+
+def drafted(drafter, base):
+    """The trees that a drafter proposes while a text is decoded."""
+    trees, propose = [], drafter.propose
+
+    def keeping(seq, limits):
+        trees.append(propose(seq, limits))
+        return trees[-1]
+
+    drafter.propose = keeping
+    Session(Runner(base), drafter).run([5, 6, 7, 8], 12)
+    return [(list(tree.tokens), list(tree.parents)) for tree in trees]
+
+
+def test_the_documentation_names_what_decoding_reads():
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|$", page.partition("| drafter | keys |")[2], re.MULTILINE)
+    named = {name: set(keys.split(", ")) for names, keys in rows for name in names.split(", ")}
+    assert named == {name: kind.decoding for name, kind in LEARNED}
+
+
+@pytest.mark.parametrize(("name", "key"), DECODING)
+def test_what_decoding_is_said_to_read_changes_what_is_drafted_with_the_same_weights(base, save_any, name, key):
+    folder, beside = save_any(name), BESIDE.get(key, [])
+
+    def make(*pairs):
+        return zoo.make(f"{name}={folder}" + (f":{','.join(pairs)}" if pairs else ""), Runner(base))
+
+    usual, again, other = make(*beside), make(*beside), make(*beside, f"{key}={OTHER[key]}")
+    weights = load_file(f"{folder}/model.safetensors")
+    assert other.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weight, weights[part].to(weight)) for part, weight in other.state_dict().items())
+    trees = drafted(usual, base)
+    assert drafted(again, base) == trees
+    assert drafted(other, base) != trees
+
+
+@pytest.mark.parametrize(("name", "key"), [pair for pair in FIXED if pair[1] != "base"])
+def test_what_only_training_reads_is_refused_at_decoding(base, save_any, name, key):
+    message = refusal(f"{name}={save_any(name)}:{key}=1", base)
+    assert f"{key} is fixed by training: drafter has " in message
+    assert set(message.partition("decoding reads ")[2].split(", ")) == zoo.LEARNED[name].decoding
 
 
 @pytest.mark.parametrize(("number", "other"), [("hidden_size", 64), ("vocab_size", 41), ("num_layers", 3)])

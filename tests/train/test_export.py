@@ -58,6 +58,14 @@ def test_export_replaces_a_drafter_only_when_told_to(call, trained, tmp_path):
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == weights
 
 
+def test_export_leaves_a_folder_of_something_else_alone(call, trained, tmp_path):
+    (tmp_path / "results.json").write_text("{}")
+    for options in ([], ["--overwrite"]):
+        refused = call(commands.main, "export", trained.ckpt, tmp_path, *options)
+        assert "holds other files, and no drafter or base" in refused.one_line_error("drafters")
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
 def test_a_bare_overwrite_option_is_true(call, trained, tmp_path):
     assert call(commands.main, "export", trained.ckpt, tmp_path / "a").code == 0
     assert call(commands.main, "export", trained.ckpt, tmp_path / "a", "--overwrite").code == 0

@@ -60,6 +60,8 @@ class CTC(ParallelDrafter):
         blank_bias: Where the blank's bias starts; below zero keeps training out of all-blank.
     """
 
+    decoding = ParallelDrafter.decoding | {"tree", "draws", "draw_temperature", "draw_seed"}
+
     def __init__(
         self,
         base: BaseShape,

@@ -118,7 +118,10 @@ class FeatureStore:
         """Raise ValueError where conversations were tokenised in another way than the store's."""
         ours = self.manifest
         if tokenizer != ours.tokenizer:
-            raise ValueError(f"the feature store {self.folder} was written with the tokenizer of {ours.base}, not this")
+            raise ValueError(
+                f"the feature store {self.folder} was written by {ours.base}, and this base has another tokenizer: "
+                f"pass --model.base {ours.base}, or write a store of this base with `drafters features`"
+            )
         if template != ours.template:
             raise ValueError(
                 f"the feature store {self.folder} was written with the template {ours.template_name}, whose text "

@@ -20,6 +20,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
+        if not Path(name).is_dir():
+            raise ValueError(
+                f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
+            ) from error
         raise ValueError(
             f"cannot load the tokenizer of {name} ({first_line(error)}): tokenizer.json must stand beside config.json"
         ) from error

@@ -87,6 +87,8 @@ def lines(path: str | Path) -> Iterator[tuple[str, dict]]:
     Raises:
         ValueError: There is no such file, or it is no JSONL.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; give a JSONL file of recorded answers in it")
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file; give a JSONL file of recorded answers")
     try:

@@ -130,7 +130,8 @@ class Chat:
             temperature = float(text)
         except ValueError as error:
             raise ValueError(f"a temperature is a number of at least 0, not {text!r}") from error
-        self._sampler = make_sampler(temperature, self.top_k, self.top_p, self.seed)
+        warping = (self.top_k, self.top_p, self.seed) if temperature else ()  # kept for a later /temperature
+        self._sampler = make_sampler(temperature, *warping)
         self.temperature = temperature
         if self._turns:
             self._turns.session.sampler = self._sampler

@@ -22,12 +22,14 @@ from inference.journal import Journal
 from inference.outputs import new_folder
 from inference.prompts import fitting
 from inference.quality import needs_code, quality_of
+from inference.sampling import make_sampler
 from inference.share import Plan
 from inference.tables import COUNTING_RULE
 
 __all__ = ["answer", "answers", "evaluate"]
 
 JOURNALS = "journal"  # the folder of what each process keeps as it goes
+CALLED = {"caps": "max_new_tokens", "files": "files of the base or a drafter"}  # of the plan, by a user
 
 
 def evaluate(
@@ -94,6 +96,9 @@ def evaluate(
 
     if typical and temperature == 0:
         raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
+    make_sampler(temperature, top_k, top_p, seed)  # refuses what it cannot do before a base is loaded
+    if repeated := [name for name in benchmark if benchmark.count(name) > 1]:
+        raise ValueError(f"the benchmark {repeated[0]} is named twice")
     if repeats < 1 or (devices != "auto" and devices < 1):
         raise ValueError(f"repeats and devices must be at least 1, not {repeats} and {devices}")
     files = questions or []
@@ -195,7 +200,7 @@ def _results_folder(out: str | None, overwrite: bool, work: dict[str, Any]) -> P
     if not overwrite:
         for path in kept:
             try:
-                with Journal(path, work):
+                with Journal(path, work, called=CALLED):
                     pass
             except ValueError as error:
                 raise ValueError(f"{out} already holds results: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,12 +19,15 @@ class Journal:
         path: Of the file; it is made where there is none.
         work: What decides what the lines will be: a work begun with another is refused.
         is_anew: Whether a work begun with another is thrown away instead.
+        called: What a user calls some of the work's keys.
 
     Raises:
         ValueError: Another work was begun there, or a line in the middle is damaged.
     """
 
-    def __init__(self, path: Path, work: dict[str, Any], is_anew: bool = False) -> None:
+    def __init__(
+        self, path: Path, work: dict[str, Any], is_anew: bool = False, called: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = path.open("a+b")
@@ -38,8 +41,8 @@ class Journal:
             if begun != work:
                 self._stream.close()
                 raise ValueError(
-                    f"{path} was begun with {_differing(begun, work)}: repeat that command to go on, or give "
-                    "--overwrite to begin anew"
+                    f"{path} was begun with {_differing(begun, work, called or {})}: repeat that command to go on, "
+                    "or give --overwrite to begin anew, or another --out"
                 )
 
     def __enter__(self) -> Journal:
@@ -79,7 +82,12 @@ class Journal:
                 raise ValueError(f"{self.path} line {number} is damaged: delete the file, and begin anew") from error
 
 
-def _differing(begun: Any, work: dict[str, Any]) -> str:
+def _differing(begun: Any, work: dict[str, Any], called: Mapping[str, str]) -> str:
     begun = begun if isinstance(begun, dict) else {}
-    pairs = [f"{key} {begun.get(key)!r}, not {value!r}" for key, value in work.items() if begun.get(key) != value]
-    return ", ".join(pairs) or "more than this"
+    keys = [key for key, value in work.items() if begun.get(key) != value]
+    told = [
+        f"other {name}" if isinstance(work[key], (dict, list)) else f"{name} {begun.get(key)!r}, not {work[key]!r}"
+        for key in keys
+        for name in [called.get(key, key)]
+    ]
+    return " and ".join(told) or "more than this"

@@ -78,11 +78,14 @@ class KeyedSampler(_Matching):
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        if not 0 < temperature < inf or top_k < 0 or not 0 < top_p <= 1 or seed < 0:
-            raise ValueError(
-                "need temperature > 0, top_k >= 0, 0 < top_p <= 1 and seed >= 0, not "
-                f"{temperature}, {top_k}, {top_p} and {seed}"
-            )
+        for is_right, needed, value in (
+            (0 < temperature < inf, "temperature must be a number above 0, or 0 to decode greedily", temperature),
+            (top_k >= 0, "top_k must be at least 0", top_k),
+            (0 < top_p <= 1, "top_p must be above 0 and at most 1", top_p),
+            (seed >= 0, "seed must be at least 0", seed),
+        ):
+            if not is_right:
+                raise ValueError(f"{needed}, not {value}")
         self.seed = seed
         self._warpers = LogitsProcessorList()
         if temperature != 1.0:
@@ -132,7 +135,14 @@ class KeyedSampler(_Matching):
 
 
 def make_sampler(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Greedy | KeyedSampler:
-    """Greedy at temperature 0, else draws keyed by seed and position."""
+    """Greedy at temperature 0, else draws keyed by seed and position.
+
+    Raises:
+        ValueError: A value is out of its range, or narrows a law that greedy decoding does not draw from.
+    """
+    if not temperature and (top_k or top_p != 1):
+        given = f"top_k {top_k}" if top_k else f"top_p {top_p}"
+        raise ValueError(f"{given} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
     return KeyedSampler(temperature, top_k, top_p, seed) if temperature else Greedy()
 
 

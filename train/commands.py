@@ -63,8 +63,13 @@ def normalised(
     args: list[str], repeated: set[str], positional: list[str], flags: Collection[str] = frozenset()
 ) -> list[str]:
     """``--max-new-tokens`` for max_new_tokens, ``--drafter a --drafter b`` for a list, ``CKPT OUT`` by position, where
-    the last may be repeated, ``--overwrite`` for ``--overwrite true``."""
+    the last may be repeated, ``--overwrite`` for ``--overwrite true``.
+
+    Raises:
+        ValueError: A second value stands behind an option that takes one at a time.
+    """
     result: list[str] = []
+    before = ""  # the repeated option whose value was read last
     places = iter(positional)
     left = list(args)
     while left:
@@ -73,6 +78,8 @@ def normalised(
             return ["--help"]
         if not arg.startswith("--"):
             name = next(places, next((last for last in positional[-1:] if last in repeated), None))
+            if not name and before:
+                raise ValueError(f"--{before} takes one value at a time: write --{before} again before {arg}")
             result += [f"--{name}+={arg}" if name in repeated else f"--{name}={arg}"] if name else [arg]
             continue
         key, equals, value = arg.partition("=")
@@ -86,6 +93,7 @@ def normalised(
             else:
                 return [*result, key]
         result.append(f"{key}+={value}" if name in repeated else f"{key}={value}")
+        before = name if name in repeated else ""
     return result
 
 
@@ -113,6 +121,8 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
 
     from jsonargparse import ArgumentParser
 
+    from train.wrong_values import in_plain_words
+
     if command not in COMMANDS:
         raise ValueError(f"unknown command {command!r}: known are {', '.join(COMMANDS)}")
     module, name, _ = COMMANDS[command]
@@ -126,6 +136,7 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
     try:
         values = parser.parse_args(normalised(args, repeated, POSITIONAL.get(command, []), flags))
     except Exception as error:  # argparse, jsonargparse and type errors alike are the user's arguments
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ValueError(f"{command}: {' '.join(lines)} (drafters {command} --help lists the arguments)") from error
+        raise ValueError(
+            f"{command}: {in_plain_words(str(error))} (drafters {command} --help lists the arguments)"
+        ) from error
     return function, values

@@ -29,5 +29,7 @@ def user_errors(command: str) -> Iterator[None]:
         is_users = isinstance(error, (ValueError, *files)) or type(error).__name__ == "MisconfigurationException"
         if os.environ.get("DRAFTERS_DEBUG") == "1" or not (is_users or is_full):
             raise
-        print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        is_barred = isinstance(error, PermissionError) and error.filename
+        said = f"no permission to use {error.filename}: give another place" if is_barred else str(error)
+        print(f"{command}: error: {' '.join(said.split())}", file=sys.stderr)
         sys.exit(2)

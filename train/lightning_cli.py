@@ -13,8 +13,11 @@ import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data.module import ShareGPTData
+from inference.outputs import folder_above
+from inference.zoo import LEARNED
 from train.callbacks import Optimisation, Speed
 from train.checkpoints import WholeCheckpoints, check_whole, newest_whole, remove_unfinished
 from train.estimate import Estimate
@@ -23,6 +26,7 @@ from train.module import DrafterTraining
 from train.preemption import Preemption
 from train.resume import ExactResume
 from train.tree_samples import TreeSamples
+from train.wrong_values import in_plain_words
 
 
 class OneLineParser(LightningArgumentParser):
@@ -32,7 +36,12 @@ class OneLineParser(LightningArgumentParser):
         super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
     def error(self, message: str, *args, **kwargs) -> NoReturn:
-        text = re.sub(r"\s+", " ", str(message))
+        text = in_plain_words(str(message))
+        text = re.sub(r"^--(?=\w+ takes)", "", text)  # a class's own argument, told without the keys above it
+        known = [f"drafters.{kind.__name__}" for kind in LEARNED.values()]
+        named = re.search(r"model\.drafter\": .*Got value: (?:Namespace\(class_path=')?(drafters\.\w+)", text)
+        if named and named[1] not in known:
+            text = f"{named[1]} is no drafter to train: give --model.drafter one of {', '.join(known)}"
         inner = re.findall(
             r"Option '[^']+' is not accepted|No module named '[^']+'|Subcommand '[^']+' does not accept[^.]*\S+", text
         )
@@ -75,6 +84,8 @@ class DrafterCLI(LightningCLI):
                 callback.init_args.dirpath = callback.init_args.get("dirpath") or f"{run}/checkpoints"
                 callback.init_args.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
                 self.checkpoint_folders.append(callback.init_args.dirpath)
+                if self.subcommand == "fit" and "://" not in callback.init_args.dirpath:
+                    folder_above(Path(callback.init_args.dirpath) / "last.ckpt")
                 self._require_empty(Path(callback.init_args.dirpath), config)
         if config.get("ckpt_path") == "last" and (path := newest_whole(self.checkpoint_folders)):
             config.ckpt_path = str(path)
@@ -94,6 +105,16 @@ class DrafterCLI(LightningCLI):
                 f"{folder} already holds checkpoints: go on with --ckpt_path last, or give another "
                 "--trainer.default_root_dir"
             )
+
+    def instantiate_trainer(self, **kwargs) -> L.Trainer:
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, TypeError) as error:
+            if "backend found" in str(error):
+                raise ValueError(f"{error} Pass --trainer.accelerator cpu or auto") from error
+            if "`devices` selected" in str(error):
+                raise ValueError(f"{error} Pass --trainer.devices 1 or auto") from error
+            raise
 
     def after_instantiate_classes(self) -> None:
         self.model.command = self.command

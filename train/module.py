@@ -59,6 +59,9 @@ class DrafterTraining(L.LightningModule):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
+        rates = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+        if wrong := [f"{name} must be at least 0, not {value}" for name, value in rates.items() if not value >= 0]:
+            raise ValueError(wrong[0])
         self.save_hyperparameters()
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule

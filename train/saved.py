@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if (path / "latest").is_file():
         return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
+    inside = [file for pattern in ("*.ckpt", "checkpoints/*.ckpt") for file in sorted(path.glob(pattern))]
+    if inside:
+        names = ", ".join(str(file.relative_to(path)) for file in inside)
+        raise ValueError(f"{path} is a folder: give a checkpoint in it, one of {names}")
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}: give the .ckpt that `lightning fit` wrote")
     return _load(path)
@@ -41,7 +46,12 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(STAND_INS):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and I/O errors each have their own type
+    except UnpicklingError as error:  # torch's own words advise to run what the file holds
+        raise ValueError(
+            f"{path} is not a readable checkpoint: it is another kind of file, or holds more than weights and numbers; "
+            "give the .ckpt that `lightning fit` wrote"
+        ) from error
+    except Exception as error:  # zip and I/O errors each have their own type
         raise ValueError(
             f"{path} is not a readable checkpoint ({str(error).splitlines()[0]}); train or copy it again"
         ) from error

@@ -65,6 +65,8 @@ def _json_rows(file: str) -> Rows:
 
 def _lines(file: str) -> list[str]:
     path = Path(file).expanduser()
+    if path.is_dir():
+        raise ValueError(f"{file} is a folder; give a file of questions in it")
     if not path.is_file():
         raise ValueError(f"{file}: no such file; give a file of questions, or several with commas between them")
     data = path.read_bytes()

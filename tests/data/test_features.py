@@ -206,7 +206,8 @@ def test_each_mismatch_has_its_own_line(written, make_data):
     assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
     manifest = Manifest.read(folder)
     replace(manifest, tokenizer="0").save(folder)
-    assert "was written with the tokenizer of a-base" in refusal(make_data, folder)
+    said = refusal(make_data, folder)
+    assert "was written by a-base, and this base has another tokenizer: pass --model.base a-base, or write" in said
     replace(manifest, is_complete=False).save(folder)
     assert "is not finished" in refusal(make_data, folder)
 

@@ -322,7 +322,7 @@ def test_mistakes_are_said_in_one_line_and_the_chat_goes_on(talk):
         "/max": "an answer may have a whole number of tokens, at least 1, not ''",
         "/max -1": "an answer may have",
         "/temperature hot": "a temperature is a number of at least 0, not 'hot'",
-        "/temperature -1": "need temperature > 0",
+        "/temperature -1": "temperature must be a number above 0, or 0 to decode greedily, not -1.0",
         "/max \udcff": "at least 1, not '\N{REPLACEMENT CHARACTER}'",
         " ".join(["w5"] * 300): "the prompt has 300 tokens and the context",
     }

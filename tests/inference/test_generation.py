@@ -119,7 +119,7 @@ def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
         ({"prompts": [[3], list(range(3, 40)) * 2]}, "shorten the prompt"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"drafter": "anpb"}, "unknown drafter"),
-        ({"temperature": -1.0}, "temperature > 0"),
+        ({"temperature": -1.0}, "temperature must be a number above 0"),
         ({"cache": "paged"}, "static or dynamic"),
         ({"tokenizer": object()}, "leave tokenizer out"),
         ({"base": "folder"}, "load_base"),

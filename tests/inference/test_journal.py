@@ -41,6 +41,8 @@ def test_another_work_is_refused_in_one_line_or_begun_anew(path):
     with pytest.raises(ValueError, match=r"was begun with name 'näme', not 'other': repeat that command") as error:
         Journal(path, WORK | {"name": "other"})
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"was begun with other questions: repeat .* begin anew, or another --out$"):
+        Journal(path, WORK | {"questions": {"embedded": "bc5f"}})
     with Journal(path, WORK, is_anew=True) as journal:
         assert list(journal) == LINES
     with Journal(path, WORK | {"name": "other"}, is_anew=True) as journal:

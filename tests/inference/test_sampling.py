@@ -9,7 +9,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from drafters import DraftTree
 from drafters.tree import ChildLaw
 from inference.rejection import rounds
-from inference.sampling import Greedy, KeyedSampler, most_probable
+from inference.sampling import Greedy, KeyedSampler, make_sampler, most_probable
 
 SETTINGS = [
     {},
@@ -149,7 +149,17 @@ def test_what_is_drawn_on_the_path_alone_is_what_is_drawn_everywhere(with_laws, 
     assert lengths >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("setting", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}])
-def test_settings_without_meaning_are_refused(setting):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    "setting", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}, {"seed": -1}]
+)
+def test_a_setting_without_meaning_is_refused_by_its_name(setting):
+    [(name, value)] = setting.items()
+    with pytest.raises(ValueError, match=rf"^{name} must be .*, not {value}$"):
         KeyedSampler(**setting)
+
+
+@pytest.mark.parametrize(("setting", "said"), [({"top_k": 5}, "top_k 5"), ({"top_p": 0.5}, "top_p 0.5")])
+def test_what_greedy_decoding_would_leave_unused_is_refused(setting, said):
+    with pytest.raises(ValueError, match=f"{said} is for sampling, .*: give a temperature above 0"):
+        make_sampler(**setting)
+    assert isinstance(make_sampler(0.7, **setting), KeyedSampler)

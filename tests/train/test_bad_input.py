@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from data import embedded
 from train import cli, commands
@@ -54,8 +55,6 @@ def place(trained, tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
 
     (folder / "cut.ckpt").write_bytes(trained.ckpt.read_bytes()[:3000])
     (folder / "text.ckpt").write_text("not a checkpoint")
-    import torch
-
     torch.save({"state_dict": {}}, folder / "foreign.ckpt")
     torch.save([1, 2], folder / "list.ckpt")
 
@@ -77,6 +76,9 @@ def place(trained, tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
         "questions-blank.jsonl": json.dumps({"question_id": 1, "category": "x", "turns": [""]}) + "\n",
     }.items():
         (folder / name).write_text(text)
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    for name in ("best", "last"):
+        (folder / "run" / "checkpoints" / f"{name}.ckpt").touch()
     (folder / "results" / "answers").mkdir(parents=True)
     (folder / "results" / "answers" / "none.jsonl").write_text("{}\n")
     (folder / "results" / "results.json").write_text("{}")
@@ -97,12 +99,17 @@ DRAFTERS = {
     EVAL + "--drafter anpd --lim 3": "lim",
     EVAL + "--drafter anpd extra": "extra",
     EVAL + "--drafter": "drafter",
-    EVAL + "--drafter anpd --limit two": "limit",
+    EVAL + "--drafter anpd --limit two": "--limit takes a whole number, not 'two'",
+    EVAL + "--drafter anpd --temperature hot": "--temperature takes a number, not 'hot'",
+    EVAL + "--drafter anpd --devices many": "--devices takes a whole number or auto, not 'many'",
+    EVAL + "--drafter anpd ngram": "--drafter takes one value at a time: write --drafter again before ngram",
+    EVAL + "--benchmark embedded --drafter anpd": "the benchmark embedded is named twice",
+    "regenerate --files a b": "--files takes one value at a time: write --files again before b",
     EVAL + "--drafter anpd --limit 0": "limit at least 1, not 0 and 0",
     EVAL + "--drafter anpd --limit -1": "limit at least 1, not 0 and -1",
     EVAL + "--drafter anpd --offset -1": "offset must be at least 0",
     EVAL + "--drafter anpd --offset 1000": "no question selected",
-    EVAL + "--drafter anpd --dtype float8": "dtype",
+    EVAL + "--drafter anpd --dtype float8": "--dtype takes float32, bfloat16, float16, int8 or nf4, not 'float8'",
     EVAL + "--drafter anpd --device cuda": "no CUDA device here",
     EVAL + "--drafter anpd --template chatml": "unknown chat template 'chatml'",
     "eval --benchmark embedded --drafter anpd": "base",
@@ -131,7 +138,7 @@ DRAFTERS = {
     VERIFY + "--drafter ctc=@nowhere": "config.json is missing",
     VERIFY + "--drafter ctc=@tiny": "is not a drafter's configuration",
     VERIFY + "--drafter ctc=@drafter:num_node=3": "'num_node=3'",
-    VERIFY + "--drafter ctc=@drafter:num_frames=3": "num_frames (3) must be at least num_labels (4)",
+    VERIFY + "--drafter ctc=@drafter:num_frames=3": "num_frames is fixed by training",
     VERIFY + "--drafter ctc=@drafter:num_nodes=many": "num_nodes must be int, not 'many'",
     VERIFY + "--drafter ctc=@drafter-cut": "is damaged or cut short",
     VERIFY + "--drafter ctc=@drafter-without-weights": "model.safetensors is missing",
@@ -147,6 +154,7 @@ DRAFTERS = {
     # ---- the questions
     "eval --base @tiny --drafter anpd --benchmark mtbench": "unknown benchmark 'mtbench'; choose one of: mt_bench,",
     "eval --base @tiny --drafter anpd --benchmark mt_bench": "cannot reach",
+    EVAL + "--drafter anpd --questions @hollow": "hollow is a folder; give a file of questions in it",
     EVAL + "--drafter anpd --questions @whole.json --questions @whole.json": "2 --questions for 1 --benchmark",
     EVAL + "--drafter anpd --questions @nowhere.jsonl": "no such file",
     EVAL + "--drafter anpd --questions @questions-not-json.jsonl": "line 1: invalid JSON",
@@ -160,8 +168,11 @@ DRAFTERS = {
     # ---- export
     "export @nowhere.ckpt @out": "no checkpoint at",
     "export @tiny @out": "no checkpoint at",
+    "export @run @out": "run is a folder: give a checkpoint in it, one of checkpoints/best.ckpt, checkpoints/last.ckpt",
+    "export @run/checkpoints @out": "is a folder: give a checkpoint in it, one of best.ckpt, last.ckpt",
     "export @cut.ckpt @out": "is not a readable checkpoint",
-    "export @text.ckpt @out": "is not a readable checkpoint",
+    "export @text.ckpt @out": "is not a readable checkpoint: it is another kind of file",
+    "export @whole.json @out": "is not a readable checkpoint: it is another kind of file",
     "export @foreign.ckpt @out": "holds neither a drafter nor a base",
     "export @list.ckpt @out": "holds neither a drafter nor a base",
     "export @last.ckpt @drafter": "already holds a model",
@@ -204,6 +215,17 @@ LIGHTNING = {
     FIT + "--model.base @nowhere": "no base at",
     FIT + "--model.base @hollow": "is a folder without config.json",
     FIT + "--model.base @base-cut": "cannot load the base",
+    FIT + "--model.drafter drafters.CTCC": "drafters.CTCC is no drafter to train: give --model.drafter one of "
+    "drafters.CTC, drafters.Block, drafters.Medusa,",
+    FIT + "--model.drafter.class_path drafters.ANPD": "drafters.ANPD is no drafter to train: give --model.drafter one",
+    FIT + "--model.drafter nonsense.Own": "No module named 'nonsense'",
+    FIT + "--model.drafter.init_args.num_frames x": "error: num_frames takes a whole number, not 'x'",
+    FIT + "--model.drafter.init_args.num_frame 3": "num_frame",
+    FIT + "--model.learning_rate -1 --model.base @nowhere": "learning_rate must be at least 0, not -1",
+    FIT + "--model.warmup_steps -1 --model.base @nowhere": "warmup_steps must be at least 0, not -1",
+    FIT + "--trainer.devices many": "Pass --trainer.devices 1 or auto",
+    FIT + "--model.learning_rate fast": "--model.learning_rate takes a number, not 'fast'",
+    FIT + "--data.val_size x": "--data.val_size takes a whole number, not 'x'",
     FIT + "--model.drafter.init_args.num_frames 3": "num_frames (3) must be at least num_labels (4)",
     FIT + "--model.drafter drafters.Medusa --model.drafter.init_args.decay -1": "decay must be at least 0, not -1",
     FIT + "--model.drafter drafters.Hydra --model.drafter.init_args.top_k 0": "top_k must be at least 1, not 0",
@@ -237,6 +259,37 @@ def test_a_mistake_to_lightning_ends_in_one_line(call, place, row, said, tmp_pat
     assert said in without_notes(outcome).one_line_error("lightning")
 
 
+def test_a_run_where_nothing_can_be_written_is_refused_before_the_base_is_loaded(call, place):
+    row = FIT + "--model.base @nowhere --trainer.default_root_dir @whole.json/run "
+    row += "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath null"
+    said = without_notes(call(cli.main, *arguments(row, place))).one_line_error("lightning")
+    assert "cannot be made" in said and "whole.json is a file" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_missing_gpu_is_told_with_the_way_out(call, place, tmp_path):
+    row = FIT + f"--trainer.accelerator gpu --trainer.default_root_dir {tmp_path}"
+    said = without_notes(call(cli.main, *arguments(row, place))).one_line_error("lightning")
+    assert "Pass --trainer.accelerator cpu or auto" in said
+
+
+def test_a_name_the_hub_does_not_give_is_told_with_the_ways_out(call, place, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE")  # transformers stays offline: it read the variable when it was imported
+    said = call(commands.main, *arguments("verify --drafter anpd --base nobody/nothing", place))
+    assert "check the name, go online, or give a folder" in without_notes(said).one_line_error("drafters")
+
+
+def test_another_selection_into_the_same_folder_is_told_in_plain_words(call, place):
+    row = EVAL + "--drafter anpd --out @kept "
+    assert call(commands.main, *arguments(row, place)).code == 0
+    before = (place / "kept" / "results.json").read_bytes()
+    for change, said in {"--offset 1": "other questions", "--seed 3": "seed 0, not 3"}.items():
+        line = without_notes(call(commands.main, *arguments(row + change, place))).one_line_error("drafters")
+        assert f"was begun with {said}: repeat that command to go on, or give --overwrite" in line
+        assert "another --out" in line and "{" not in line
+    assert (place / "kept" / "results.json").read_bytes() == before
+
+
 def test_a_mistake_is_shown_in_full_on_request(place, monkeypatch):
     monkeypatch.setenv("DRAFTERS_DEBUG", "1")
     with pytest.raises(ValueError, match="no checkpoint at"):
@@ -251,15 +304,19 @@ def test_a_defect_of_ours_is_not_taken_for_a_mistake_of_the_user():
 
 
 @pytest.mark.parametrize(
-    "kind", [FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError]
+    ("kind", "said"),
+    [
+        *((kind, "[Errno 1] No such luck: 'a/b'") for kind in (FileNotFoundError, FileExistsError, IsADirectoryError)),
+        (PermissionError, "no permission to use a/b: give another place"),
+    ],
 )
-def test_what_is_wrong_with_a_path_is_told_in_one_line(capsys, kind):
+def test_what_is_wrong_with_a_path_is_told_in_one_line(capsys, kind, said):
     from train.errors import user_errors
 
     with pytest.raises(SystemExit) as ended, user_errors("drafters"):
         raise kind(1, "No such luck", "a/b")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "drafters: error: [Errno 1] No such luck: 'a/b'\n"
+    assert capsys.readouterr().err == f"drafters: error: {said}\n"
 
 
 def test_a_message_of_several_lines_is_told_in_one(capsys):

@@ -84,7 +84,7 @@ def refused(call, place, row):
     return said
 
 
-MODEL = "need temperature > 0, top_k >= 0, 0 < top_p <= 1 and seed >= 0, not"
+TEMPERATURE = "temperature must be a number above 0, or 0 to decode greedily, not"
 SPECS = {
     # ---- of the text alone
     "none:num_draft=3": "none takes no arguments; not 'num_draft=3'",
@@ -118,11 +118,11 @@ SPECS = {
     "draft_model=@tiny:num_draft=0": "need num_draft >= 1 and 0 <= threshold < 1, not 0 and 0.0",
     "draft_model=@tiny:threshold=1": "0 <= threshold < 1",
     "draft_model=@tiny:threshold=nan": "0 <= threshold < 1",
-    "draft_model=@tiny:temperature=-1": MODEL,
-    "draft_model=@tiny:temperature=nan": MODEL,
-    "draft_model=@tiny:temperature=1,top_k=-1": MODEL,
-    "draft_model=@tiny:temperature=1,top_p=0": MODEL,
-    "draft_model=@tiny:temperature=1,seed=-1": MODEL,
+    "draft_model=@tiny:temperature=-1": TEMPERATURE,
+    "draft_model=@tiny:temperature=nan": TEMPERATURE,
+    "draft_model=@tiny:temperature=1,top_k=-1": "top_k must be at least 0, not -1",
+    "draft_model=@tiny:temperature=1,top_p=0": "top_p must be above 0 and at most 1, not 0",
+    "draft_model=@tiny:temperature=1,seed=-1": "seed must be at least 0, not -1",
     "draft_model=@tiny:inner_ngram=2": "draft_model takes num_draft,",
     "cascade": "the drafter cascade needs its MODEL",
     "cascade=@more-words": "pass a model of the same vocabulary",
@@ -186,8 +186,8 @@ SPECS = {
     "self_speculative=@skips-deep.json": "is for deep with 9 layers, and this base has 2",
     "self_speculative:num_draft=0": "need num_draft >= 1",
     "self_speculative:threshold=1.5": "0 <= threshold < 1",
-    "self_speculative:temperature=-1": MODEL,
-    "self_speculative:temperature=1,top_p=2": MODEL,
+    "self_speculative:temperature=-1": TEMPERATURE,
+    "self_speculative:temperature=1,top_p=2": "top_p must be above 0 and at most 1, not 2",
     "self_speculative:layers=3": "self_speculative takes num_draft,",
 }
 
@@ -251,7 +251,7 @@ ROWS = {
     f"{REPLAY} --drafter anpd --drafter anpd": "the drafter anpd is named twice",
     f"{REPLAY} --drafter anpd --tokenizer @nowhere": "no base at",
     f"{REPLAY} --drafter anpd --answers @nowhere.jsonl": "nowhere.jsonl: no such file",
-    f"{REPLAY} --drafter anpd --answers @hollow": "hollow: no such file",
+    f"{REPLAY} --drafter anpd --answers @hollow": "hollow is a folder; give a JSONL file of recorded answers in it",
     f"{REPLAY} --drafter anpd --answers @empty.jsonl": "empty.jsonl: no turn to replay",
     f"{REPLAY} --drafter anpd --answers @broken.jsonl": "broken.jsonl line 2: invalid JSON",
     f"{REPLAY} --drafter anpd --answers @latin.jsonl": "latin.jsonl is not UTF-8",
@@ -323,12 +323,15 @@ ROWS = {
     # ---- eval
     f"{EVAL} --questions @latin.jsonl": "latin.jsonl is not UTF-8",
     f"{EVAL} --typical": "typical acceptance is a rule for sampling: give a --temperature above 0",
-    f"{EVAL} --typical --temperature -1": "need temperature > 0",
-    f"{EVAL} --temperature nan": "temperature",
-    f"{EVAL} --temperature inf": "temperature",
-    f"{EVAL} --temperature 1 --top-k -1": "top_k >= 0",
-    f"{EVAL} --temperature 1 --top-p 0": "0 < top_p <= 1",
-    f"{EVAL} --temperature 1 --seed -1": "seed >= 0",
+    f"{EVAL} --typical --temperature -1": f"{TEMPERATURE} -1",
+    f"{EVAL} --temperature nan": "--temperature takes a number, not 'nan'",
+    f"{EVAL} --temperature .inf": f"{TEMPERATURE} inf",
+    f"{EVAL} --temperature 1 --top-k -1": "top_k must be at least 0, not -1",
+    f"{EVAL} --temperature 1 --top-p 0": "top_p must be above 0 and at most 1, not 0",
+    f"{EVAL} --temperature 1 --seed -1": "seed must be at least 0, not -1",
+    f"{EVAL} --top-k 5": "top_k 5 is for sampling",
+    f"{EVAL} --top-p 0.5": "top_p 0.5 is for sampling, and temperature 0 decodes greedily: give a temperature above 0",
+    f"{VERIFY} --top-p 0.5": "top_p 0.5 is for sampling",
     f"{EVAL} --out @text.txt/deep/new": "text.txt is a file",
     f"{EVAL} --out @results --overwrite --drafter corpus=@corpus-cut": "is no corpus cache",
 }

@@ -303,10 +303,13 @@ def test_a_defect_of_ours_is_not_taken_for_a_mistake_of_the_user():
         raise TypeError("ours")
 
 
+PATH_ERRORS = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        *((kind, "[Errno 1] No such luck: 'a/b'") for kind in (FileNotFoundError, FileExistsError, IsADirectoryError)),
+        *((kind, "[Errno 1] No such luck: 'a/b'") for kind in PATH_ERRORS),
         (PermissionError, "no permission to use a/b: give another place"),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from train.saved import read_checkpoint
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -112,7 +114,7 @@ def test_a_benchmark_that_trains_ends_as_its_training_did(fork, tiny, tmp_path, 
 
     run = fork(before=benchmark)
     assert run.wait() == code, run.log.read_text()
-    assert torch.load(tmp_path / "medusa" / "seed0" / "checkpoints" / "last.ckpt")["global_step"] == 3
+    assert read_checkpoint(tmp_path / "medusa" / "seed0" / "checkpoints" / "last.ckpt")["global_step"] == 3
 
 
 def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, tmp_path):

@@ -11,16 +11,16 @@ from typing import Literal
 
 import numpy as np
 import torch
-from side_by_side import Measured, in_turn, main, num_millions, random_llama, show, spread
 
+from benchmarks.harness import Measured, in_turn, main, num_millions, random_llama, show, spread
 from data import benchmarks
 from drafters import Drafter, DraftModel, NoDrafter, PromptLookup
-from inference.base import Base, Dtype, load_base, resolve_device
-from inference.inner import ModelSession
-from inference.prompts import prompt_ids
-from inference.runner import Runner
-from inference.session import Session, StepCost, check_prompt
-from inference.verify import first_divergence
+from inference.api.prompts import prompt_ids
+from inference.engine.base import Base, Dtype, load_base, resolve_device
+from inference.engine.draft_session import ModelSession
+from inference.engine.runner import Runner
+from inference.engine.session import Session, StepCost, check_prompt
+from inference.evaluation.verify import first_divergence
 
 PAIRS = ("vanilla", "prompt lookup", "draft model")
 OURS, THEIRS = "ours", "transformers"

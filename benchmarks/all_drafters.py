@@ -10,15 +10,15 @@ from statistics import mean
 from typing import Any
 
 import torch
-from arms import Common, decoded_answers, train
-from learned import ARMS, all_simulated
-from rates import training_rates
-from side_by_side import Measured, main, show
 
-from inference.base import load_base
-from inference.evaluate import evaluate
-from inference.regenerate import regenerate
-from train.features import features
+from benchmarks.experiment import Common, decoded_answers, train
+from benchmarks.harness import Measured, main, show
+from benchmarks.learned_drafters import ARMS, all_simulated
+from benchmarks.training_rates import training_rates
+from inference.engine.base import load_base
+from inference.evaluation.evaluate import evaluate
+from inference.regeneration.regenerate import regenerate
+from train.feature_store.features import features
 
 LEARNED = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "block", "block_markov", "ctc", "ctc_markov", "ctc_deep"]
 LIVE = ["medusa", "hydra", "eagle", "eagle3", "block_markov", "ctc_markov", "ctc_deep"]

@@ -8,14 +8,14 @@ from time import perf_counter as clock
 from typing import TYPE_CHECKING
 
 import torch
-from side_by_side import Measured, in_turn, main, percentile, show, spread
 
+from benchmarks.harness import Measured, in_turn, main, percentile, show, spread
 from data import sharegpt
 from data.tokenizer import load_tokenizer
-from drafters import DraftTree, Needs
-from inference import zoo
-from inference.runner import Rows
-from inference.session import PHASES, Session, StepCost
+from drafters import DraftTree, RequiredOutputs
+from inference.engine.runner import ForwardOutput
+from inference.engine.session import PHASES, Session, StepCost
+from inference.registry import catalogue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ class WrittenRunner:
     def reset(self, reserve: int = 0) -> None:
         self.cached = self._num_pending = 0
 
-    def forward(self, pending: list[int], tree: DraftTree, needs: Needs) -> Rows:
+    def forward(self, pending: list[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
         self._num_pending = len(pending)
         root = self.cached + len(pending) - 1
         fed = torch.tensor([self.text[root], *tree.tokens])
@@ -71,7 +71,7 @@ class WrittenRunner:
         for row, depth in enumerate([0, *tree.depths]):
             if on_path[row] and root + depth + 1 < len(self.text):
                 logits[row, self.text[root + depth + 1]] = NUM_FOLLOWERS + 1
-        return Rows(logits, None)
+        return ForwardOutput(logits, None)
 
     def commit(self, path: list[int]) -> None:
         self.cached += self._num_pending + len(path)
@@ -136,8 +136,8 @@ def drafter_overhead(
     writer = load_tokenizer(tokenizer)
     text = _text(data, writer, max(lengths) + 16 * steps)
     runner = WrittenRunner(text, len(writer), writer)
-    specs = zoo.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
-    sessions = {name: Session(runner, zoo.make(spec, runner)) for name, spec in specs.items()}
+    specs = catalogue.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
+    sessions = {name: Session(runner, catalogue.make(spec, runner)) for name, spec in specs.items()}
     found = {(name, length): Costs() for name in sessions for length in lengths}
     for session in sessions.values():
         _run(session, text, min(lengths), 8, Costs())
@@ -195,7 +195,7 @@ def _run(session: Session, text: list[int], length: int, num_steps: int, costs: 
 
 def offered() -> list[str]:
     """The drafters that can do without a model and a file; of prompt lookup both rules."""
-    free = [name for name, kind in zoo.TRAINING_FREE.items() if not kind.named or kind.optional]
+    free = [name for name, kind in catalogue.TRAINING_FREE.items() if not kind.named or kind.optional]
     specs = [name for name in free if name not in WITH_MODEL]
     return [*specs, "prompt_lookup:partial=false"]
 

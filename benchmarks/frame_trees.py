@@ -1,4 +1,4 @@
-"""Draft trees of one draft's frames, read as tokens or as CTC frames: what benchmarks/table2.py compares."""
+"""Draft trees of one draft's frames, read as tokens or as CTC frames: what benchmarks/ctc_paper_table2.py compares."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from drafters import CTC, Block, Medusa
-from drafters.learned import best_first
-from drafters.learned.candidates import tables
-from drafters.learned.ctc import paper_tree, prefix
-from drafters.protocol import Borrowed
+from drafters.learned.ctc import paper_tree, prefix_search
+from drafters.learned.trees import best_first
+from drafters.learned.trees.candidates import tables
+from drafters.protocol import BaseWeights
 from drafters.tree import ROOT, DraftTree
 
 
@@ -36,7 +36,7 @@ class Frames:
 
 @torch.inference_mode()
 def frames_at(
-    drafter: Medusa | Block | CTC, hidden: Tensor, input_ids: Tensor, anchors: Tensor, borrowed: Borrowed
+    drafter: Medusa | Block | CTC, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights
 ) -> list[Frames]:
     """The frames that decoding would see at several anchors of one known text; shapes as for ``draft_at``, anchors at
     least 1."""
@@ -44,13 +44,13 @@ def frames_at(
     if isinstance(drafter, Medusa):
         states = drafter.encode(hidden[None])[0]
         for part in anchors.split(drafter.chunk_anchors):
-            probs, tokens = (each.cpu().numpy() for each in drafter(states[part - 1], borrowed, drafter.top_k))
+            probs, tokens = (each.cpu().numpy() for each in drafter(states[part - 1], base_weights, drafter.top_k))
             found += [Frames(*each) for each in zip(probs, tokens, strict=True)]
         return found
     for part in anchors.split(drafter.chunk_anchors):
         roots = input_ids[part]
-        states = drafter(hidden[None], part[None], roots[None], borrowed.embedding)[0]  # (A, T, D)
-        logits = drafter.logits(states, borrowed.head)
+        states = drafter(hidden[None], part[None], roots[None], base_weights.embedding)[0]  # (A, T, D)
+        logits = drafter.logits(states, base_weights.head)
         for (probs,), tokens in tables(logits, roots, drafter.vocab_size, drafter.num_candidates):
             if isinstance(drafter, CTC):
                 found.append(Frames(probs[:, :-1], tokens, probs[:, -1], drafter.vocab_size))
@@ -120,7 +120,7 @@ def paper(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] =
 
 def exact(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
     """The most probable texts, each summed over its frame sequences: the drafter's ``tree: prefix``."""
-    return prefix.search(frames.probs, frames.blank, frames.tokens, num_nodes, max_depth, eos)[0]
+    return prefix_search.search(frames.probs, frames.blank, frames.tokens, num_nodes, max_depth, eos)[0]
 
 
 Build = Callable[[Frames, int, int, Collection[int]], DraftTree]

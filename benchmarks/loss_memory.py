@@ -12,15 +12,15 @@ from time import perf_counter as clock
 from typing import Literal
 
 import torch
-from side_by_side import Measured, in_turn, main, show, spread
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.learned.chunks import MAX_BYTES
-from drafters.learned.cross_entropy import cross_entropy
+from benchmarks.harness import Measured, in_turn, main, show, spread
 from drafters.learned.ctc.loss import ctc_loss
-from drafters.learned.markov import Markov
-from inference.base import Dtype, resolve_device
+from drafters.learned.layers.markov import Markov
+from drafters.learned.losses.chunks import MAX_BYTES
+from drafters.learned.losses.cross_entropy import cross_entropy
+from inference.engine.base import Dtype, resolve_device
 
 PLAIN, CTC, PREFIX, MARKOV, CROSS = "plain F.ctc_loss", "ctc", "prefix", "prefix, Markov bias", "cross-entropy"
 ARMS = PLAIN, CTC, PREFIX, MARKOV, CROSS

@@ -8,11 +8,11 @@ from time import perf_counter as clock
 
 import numpy as np
 import torch
-from side_by_side import Measured, in_turn, main, show
 
+from benchmarks.harness import Measured, in_turn, main, show
 from drafters import DraftTree
-from drafters.learned import best_first
-from drafters.learned.ctc import paper_tree, prefix
+from drafters.learned.ctc import paper_tree, prefix_search
+from drafters.learned.trees import best_first
 
 OURS, LABELLED, PLAIN, PAPER, FRAMES = "prefix", "prefix, laws by token", "prefix beam, Python", "paper", "best-first"
 Build = Callable[["Frames", int], DraftTree]
@@ -38,13 +38,13 @@ class Frames:
             logits[frame, token] += 15.0
             logits[frame + 1 : frame + 2, token] += 13.0  # it may be heard late, or go on
         logits[:, -1] += 13.0  # the blank
-        law = np.exp(logits - logits.max(1, keepdims=True))
-        law /= law.sum(1, keepdims=True)
-        own = np.argsort(-law[:, :-1], axis=1)[:, :top_k]  # (T, k)
+        distribution = np.exp(logits - logits.max(1, keepdims=True))
+        distribution /= distribution.sum(1, keepdims=True)
+        own = np.argsort(-distribution[:, :-1], axis=1)[:, :top_k]  # (T, k)
         self.tokens = own.ravel()  # (T * k,), a token may stand more than once
-        self.probs, self.blank = law[:, self.tokens].astype(np.float32), law[:, -1].astype(np.float32)
-        self.own_probs, self.own = np.take_along_axis(law, own, 1).astype(np.float32), own
-        self.laws = (
+        self.probs, self.blank = distribution[:, self.tokens].astype(np.float32), distribution[:, -1].astype(np.float32)
+        self.own_probs, self.own = np.take_along_axis(distribution, own, 1).astype(np.float32), own
+        self.distributions = (
             np.repeat(self.probs[None], len(self.tokens) + 1, 0),
             np.repeat(self.blank[None], len(self.tokens) + 1, 0),
         )
@@ -83,8 +83,8 @@ def prefix_beam(frames: Frames, num_nodes: int) -> DraftTree:
 
 
 BUILDS: dict[str, Build] = {
-    OURS: lambda f, n: prefix.search(f.probs, f.blank, f.tokens, n, len(f.blank))[0],
-    LABELLED: lambda f, n: prefix.search(*f.laws, f.tokens, n, len(f.blank))[0],
+    OURS: lambda f, n: prefix_search.search(f.probs, f.blank, f.tokens, n, len(f.blank))[0],
+    LABELLED: lambda f, n: prefix_search.search(*f.distributions, f.tokens, n, len(f.blank))[0],
     PAPER: lambda f, n: paper_tree.search(f.own_probs, f.blank, f.own, n, len(f.blank))[0],
     FRAMES: lambda f, n: best_first.search(f.own_probs, f.own, n, len(f.blank))[0],
     PLAIN: prefix_beam,

@@ -51,7 +51,7 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True)
-class Written:
+class DraftedTokens:
     """A conversation as the very tokens that the base read and wrote: its text may not give them back.
 
     Args:
@@ -73,7 +73,7 @@ class Conversation:
 
     id: str
     messages: tuple[tuple[str, str], ...]  # (role, text); the roles are "system", "user", "assistant"
-    written: Written | None = None  # taken as it is, in place of the messages
+    written: DraftedTokens | None = None  # taken as it is, in place of the messages
 
     def as_dicts(self) -> list[dict[str, str]]:
         """Return the messages in the form that chat templates read."""
@@ -134,12 +134,12 @@ def _valid(text: str, what: str) -> str:
     return text
 
 
-def _written(record: dict) -> Written:
+def _written(record: dict) -> DraftedTokens:
     ids, mask, *names = (record.get(key) for key in ("input_ids", "loss_mask", "tokenizer", "template"))
     if not all(isinstance(name, str) for name in names):
         raise ValueError("input_ids without the tokenizer and template they belong to")
     try:
-        written = Written(array("i", ids), array("b", mask), *names)
+        written = DraftedTokens(array("i", ids), array("b", mask), *names)
     except (TypeError, OverflowError) as error:
         raise ValueError("input_ids or loss_mask is not a list of whole numbers") from error
     if not written.input_ids or min(written.input_ids) < 0 or not set(written.loss_mask) <= {0, 1}:
@@ -207,7 +207,7 @@ def encode(
 
 
 def _as_written(
-    written: Written, tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
+    written: DraftedTokens, tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
 ) -> tuple[list[int], list[int]]:
     for name, ours, theirs in (
         ("tokenizer", tokenizer_hash(tokenizer), written.tokenizer),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from data.batch import BucketSampler, collate
 from data.conversation import resolve_template
-from data.features import FeatureStore, StoredRows
+from data.feature_store.store import FeatureStore, StoredRows
 from data.sharegpt import Statistics, lengths, load, tokenise
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from drafters.learned.ctc import prefix
+from drafters.learned.ctc import prefix_search
 from drafters.learned.ctc.alignment import collapse
 
 WORDS, BLANK = ["very", "good"], 2
@@ -42,9 +42,9 @@ def panel(axes: Axes, title: str, caption: str, width: float, height: float) -> 
 def draw_frames(axes: Axes) -> None:
     """Each frame a column, each symbol a row, the more probable the darker."""
     panel(axes, "1  Frames", "one pass gives all three laws", 4.4, 6.4)
-    for t, law in enumerate(FRAMES):
+    for t, distribution in enumerate(FRAMES):
         axes.text(1.6 + t, 0.8, f"frame {t + 1}", ha="center", va="center", color=FAINT, fontsize=10)
-        for symbol, probability in enumerate(law):
+        for symbol, probability in enumerate(distribution):
             box(axes, 1.6 + t, 1.7 + symbol, f"{probability:g}", COLOURS[symbol], 0.12 + 1.4 * probability)
     for symbol, name in enumerate(NAMES):
         axes.text(0.95, 1.7 + symbol, name, ha="right", va="center", color=INK, fontsize=12)
@@ -79,7 +79,7 @@ def draw_alignments(axes: Axes) -> None:
 def draw_tree(axes: Axes) -> None:
     """The most probable prefixes, a node each."""
     panel(axes, "3  Draft tree", "the four most probable prefixes, node by node", 5.6, 6.4)
-    tree, reached = prefix.search(FRAMES[:, :2], FRAMES[:, 2], np.arange(2), NUM_NODES, len(FRAMES))
+    tree, reached = prefix_search.search(FRAMES[:, :2], FRAMES[:, 2], np.arange(2), NUM_NODES, len(FRAMES))
     root, places = (0.5, 3.2), []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         x = 0.5 + 2.2 * tree.depths[node]

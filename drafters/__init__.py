@@ -1,19 +1,19 @@
 """What proposes: the drafters, the draft tree, and the folder a trained drafter is kept in."""
 
-from drafters.learned.block import Block
+from drafters.learned.autoregressive.eagle import EAGLE
+from drafters.learned.autoregressive.eagle3 import EAGLE3
 from drafters.learned.ctc.drafter import CTC
-from drafters.learned.eagle import EAGLE
-from drafters.learned.eagle3 import EAGLE3
-from drafters.learned.hydra import Hydra
-from drafters.learned.medusa import Medusa
+from drafters.learned.heads.hydra import Hydra
+from drafters.learned.heads.medusa import Medusa
+from drafters.learned.parallel.block import Block
 from drafters.protocol import (
     BaseShape,
-    Borrowed,
+    BaseWeights,
     Drafter,
     LearnedDrafter,
     Limits,
-    Needs,
     NoDrafter,
+    RequiredOutputs,
     StepResult,
     TrainingBatch,
 )
@@ -38,8 +38,8 @@ __all__ = [
     "EAGLE3",
     "REST",
     "BaseShape",
+    "BaseWeights",
     "Block",
-    "Borrowed",
     "CorpusCache",
     "DraftModel",
     "DraftTree",
@@ -50,11 +50,11 @@ __all__ = [
     "Limits",
     "Lookahead",
     "Medusa",
-    "Needs",
     "NgramPool",
     "NoDrafter",
     "Ouroboros",
     "PromptLookup",
+    "RequiredOutputs",
     "SelfDraft",
     "SelfSpeculative",
     "StepResult",

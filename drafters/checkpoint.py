@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import drafters
+from drafters.atomic_write import atomic_write
 from drafters.protocol import BaseShape, LearnedDrafter
-from drafters.whole_file import whole_file
 
 FORMAT = 1
 
@@ -58,7 +58,7 @@ def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
     """Write a drafter's folder; each file appears whole or not at all, the weights last."""
     text = json.dumps({"format": FORMAT, **asdict(config)}, indent=2)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    with whole_file(folder / "model.safetensors") as new, whole_file(folder / "config.json") as new_config:
+    with atomic_write(folder / "model.safetensors") as new, atomic_write(folder / "config.json") as new_config:
         new_config.write_text(text + "\n", encoding="utf-8")
         save_file(weights, new, metadata={"format": "pt"})
 

@@ -40,7 +40,7 @@ class BaseShape:
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class BaseWeights:
     """The frozen tensors of the base that a learned drafter uses and never owns: both (V, D)."""
 
     embedding: Tensor
@@ -48,7 +48,7 @@ class Borrowed:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RequiredOutputs:
     """What a drafter wants to see of the base at fed positions.
 
     Args:
@@ -112,7 +112,7 @@ class TrainingBatch:
     step: int = 0
     divisor: Callable[[Tensor], Tensor] = at_least_one
 
-    def divided_by(self, divisor: Callable[[Tensor], Tensor]) -> TrainingBatch:
+    def with_divisor(self, divisor: Callable[[Tensor], Tensor]) -> TrainingBatch:
         """The same batch with another divisor."""
         other = copy(self)
         object.__setattr__(other, "divisor", divisor)  # the class is frozen
@@ -160,7 +160,7 @@ class Drafter(Protocol):
         draft_forwards: Forwards of a draft module or model made so far.
     """
 
-    needs: Needs = Needs()
+    required_outputs: RequiredOutputs = RequiredOutputs()
     history_only: bool = False
     remembers: bool = True
     draft_forwards: int = 0
@@ -195,7 +195,7 @@ class NoDrafter(Drafter):
 
 
 @dataclass(frozen=True)
-class Written:
+class DraftedTokens:
     """What an inner session wrote ahead.
 
     Args:
@@ -204,11 +204,12 @@ class Written:
     """
 
     tokens: list[int]
-    laws: list[Tensor]
+    distributions: list[Tensor]
 
 
-class InnerSession(Protocol):
-    """A model that writes ahead of the base, with its own cache and its own drafter; `inference.inner` makes them.
+class DraftSession(Protocol):
+    """A model that writes ahead of the base, with its own cache and its own drafter; `inference.engine.draft_session`
+    makes them.
 
     Args:
         forwards: Forwards made so far.
@@ -229,7 +230,7 @@ class InnerSession(Protocol):
 
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
-    ) -> Written:
+    ) -> DraftedTokens:
         """Go on from ``seq``. What was written before and is not in it is taken back.
 
         Args:
@@ -249,15 +250,15 @@ class LearnedDrafter(nn.Module, ABC):
     """
 
     decoding: ClassVar[frozenset[str]] = frozenset()
-    needs: Needs
+    required_outputs: RequiredOutputs
     history_only = False
     remembers = False
     draft_forwards = 0
-    borrowed: Borrowed | None = None
+    base_weights: BaseWeights | None = None
 
-    def borrow(self, borrowed: Borrowed) -> None:
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
         """Take the base's embedding and head for drafting; they stay outside ``state_dict``."""
-        self.__dict__["borrowed"] = borrowed
+        self.__dict__["base_weights"] = base_weights
 
     @abstractmethod
     def rewind(self, length: int) -> None:
@@ -266,16 +267,16 @@ class LearnedDrafter(nn.Module, ABC):
     def reset(self) -> None:
         """Nothing is kept across texts."""
 
-    def initialise(self, borrowed: Borrowed) -> None:
+    def initialise(self, base_weights: BaseWeights) -> None:
         """Start weights that begin as copies of the base's; called once, before training and before any checkpoint."""
 
     @abstractmethod
-    def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         """Training loss of a batch, a scalar, and scalars worth logging."""
 
     @abstractmethod
     def draft_at(
-        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, borrowed: Borrowed, limits: Limits = UNLIMITED
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
     ) -> list[DraftTree]:
         """The trees that decoding would propose at several anchors of one known text.
 

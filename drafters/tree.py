@@ -13,7 +13,7 @@ ROOT = -1
 
 
 @dataclass(frozen=True)
-class ChildLaw:
+class ChildDistribution:
     """The law that drafted children of one node were drawn from: what exact rejection needs to know.
 
     Args:
@@ -52,7 +52,7 @@ class DraftTree:
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
     num_scratch: int = 0
-    laws: tuple[ChildLaw, ...] = ()
+    distributions: tuple[ChildDistribution, ...] = ()
     probabilities: Sequence[float] = field(default=(), compare=False, repr=False)
 
     @classmethod
@@ -105,17 +105,17 @@ class DraftTree:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
-    def sees(self) -> np.ndarray:
+    def ancestor_mask(self) -> np.ndarray:
         """Which node sees which: itself and its ancestors.
 
         Returns:
             (M, M) bool, row = the node that looks.
         """
-        sees = np.eye(len(self), dtype=bool)
+        ancestor_mask = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent != ROOT:
-                sees[node] |= sees[parent]
-        return sees
+                ancestor_mask[node] |= ancestor_mask[parent]
+        return ancestor_mask
 
     def path_tokens(self, node: int) -> list[int]:
         """The tokens from below the root down to ``node``."""
@@ -158,13 +158,17 @@ class DraftTree:
                 num_scratch += scratch
                 if node < len(self.probabilities):
                     kept_probabilities.append(self.probabilities[node])
-        laws = tuple(
-            replace(law, parent=kept[law.parent], draws=tuple(kept[node] for node in law.draws if node in kept))
-            for law in self.laws
-            if law.parent in kept
+        distributions = tuple(
+            replace(
+                distribution,
+                parent=kept[distribution.parent],
+                draws=tuple(kept[node] for node in distribution.draws if node in kept),
+            )
+            for distribution in self.distributions
+            if distribution.parent in kept
         )
-        laws = tuple(law for law in laws if law.draws)
-        return DraftTree(tokens, parents, num_scratch, laws, kept_probabilities)
+        distributions = tuple(distribution for distribution in distributions if distribution.draws)
+        return DraftTree(tokens, parents, num_scratch, distributions, kept_probabilities)
 
     def _goes_on_after(self, eos: Collection[int]) -> bool:
         """Whether a candidate hangs on an end-of-sequence token."""
@@ -183,6 +187,8 @@ class DraftTree:
         assert len(self._children) == candidates, "candidate siblings hold distinct tokens"
         assert all(0 <= token < vocab_size for token in self.tokens), "a token is outside the vocabulary"
         assert len(self.probabilities) in (0, candidates), "each candidate has a probability, or none has"
-        for law in self.laws:
-            assert all(self.parents[node] == law.parent for node in law.draws), "draws are children of their law's node"
-            assert all(node < candidates for node in law.draws), "a drawn node is a candidate"
+        for distribution in self.distributions:
+            assert all(self.parents[node] == distribution.parent for node in distribution.draws), (
+                "draws are children of their law's node"
+            )
+            assert all(node < candidates for node in distribution.draws), "a drawn node is a candidate"

@@ -7,21 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inference.base import Base, load_base
-    from inference.generation import Generated, GrowingText, generate, stream
-    from inference.speculation import Speculation, speculate
+    from inference.api.generation import Generated, GrowingText, generate, stream
+    from inference.api.speculation import Speculation, speculate
+    from inference.engine.base import Base, load_base
 
 __all__ = ["Base", "Generated", "GrowingText", "Speculation", "generate", "load_base", "speculate", "stream"]
 
 _HOMES = {
-    "Base": "base",
-    "load_base": "base",
-    "Generated": "generation",
-    "GrowingText": "generation",
-    "generate": "generation",
-    "stream": "generation",
-    "Speculation": "speculation",
-    "speculate": "speculation",
+    "Base": "engine.base",
+    "load_base": "engine.base",
+    "Generated": "api.generation",
+    "GrowingText": "api.generation",
+    "generate": "api.generation",
+    "stream": "api.generation",
+    "Speculation": "api.speculation",
+    "speculate": "api.speculation",
 }
 
 

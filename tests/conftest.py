@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.base import Base
-from inference.runner import Rows
+from inference.engine.base import Base
+from inference.engine.runner import ForwardOutput
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 40
@@ -108,14 +108,14 @@ class PseudoRunner:
                 break
         return seq[len(prompt) :]
 
-    def forward(self, pending, tree, needs):
+    def forward(self, pending, tree, required_outputs):
         tree.validate(self.vocab_size)
         assert pending and max(tree.depths, default=0) <= self.context_length - self.cached - len(pending)
         self.forwards += 1
         self.fed = (list(pending), tree)
         known = self.text + list(pending)
         picks = [self.next(known), *(self.next(known + tree.path_tokens(node)) for node in range(len(tree)))]
-        return Rows(torch.nn.functional.one_hot(torch.tensor(picks), self.vocab_size).float(), None)
+        return ForwardOutput(torch.nn.functional.one_hot(torch.tensor(picks), self.vocab_size).float(), None)
 
     def commit(self, path):
         pending, tree = self.fed

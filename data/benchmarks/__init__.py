@@ -17,7 +17,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def NAMES() -> list[str]:
+def benchmark_names() -> list[str]:
     """Return the names of the benchmarks."""
     return [*BENCHMARKS]
 
@@ -30,7 +30,7 @@ def find(name: str) -> tuple[Benchmark, Style]:
     """
     benchmark, colon, style = name.partition(":")
     if benchmark not in BENCHMARKS:
-        raise ValueError(f"unknown benchmark {benchmark!r}; choose one of: {', '.join(NAMES())}")
+        raise ValueError(f"unknown benchmark {benchmark!r}; choose one of: {', '.join(benchmark_names())}")
     styles = BENCHMARKS[benchmark].styles
     if colon and style not in styles:
         raise ValueError(f"{benchmark} has no prompt style {style!r}; choose one of: {', '.join(styles)}")

@@ -11,9 +11,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from drafters.atomic_write import atomic_write
 from drafters.protocol import Drafter, Limits
 from drafters.tree import DraftTree
-from drafters.whole_file import whole_file
 
 FORMAT = "drafters-corpus-1"
 
@@ -32,7 +32,7 @@ class CorpusTable:
         keys: (K,) int64 codes, ascending.
         offsets: (K + 1,) int64.
         grams: (G, n) int32, the most frequent first within a context.
-        tokenizer_hash: Name of the vocabulary (`inference.base.tokenizer_hash`).
+        tokenizer_hash: Name of the vocabulary (`inference.engine.base.tokenizer_hash`).
         min_count: N-grams seen less often were left out.
         num_tokens: Size of the text.
         sources: Names of the files it was built from.
@@ -84,7 +84,7 @@ class CorpusTable:
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("keys", "offsets", "grams")}
         rest = {name: getattr(self, name) for name in ("tokenizer_hash", "min_count", "num_tokens", "sources")}
         about = {"format": FORMAT, "gram": self.grams.shape[1], **rest}
-        with whole_file(path) as new:
+        with atomic_write(path) as new:
             save_file(arrays, new, {"corpus": json.dumps(about)})  # one entry: several are written in no fixed order
 
     @classmethod

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import Drafter, InnerSession, Limits
-from drafters.tree import ChildLaw, DraftTree
+from drafters.protocol import Drafter, DraftSession, Limits
+from drafters.tree import ChildDistribution, DraftTree
 
 
 class DraftModel(Drafter):
@@ -20,7 +20,7 @@ class DraftModel(Drafter):
         threshold: A draft ends after a token that is less probable than this; 0 never.
     """
 
-    def __init__(self, inner: InnerSession, num_draft: int = 5, threshold: float = 0.0) -> None:
+    def __init__(self, inner: DraftSession, num_draft: int = 5, threshold: float = 0.0) -> None:
         if num_draft < 1 or not 0 <= threshold < 1:
             raise ValueError(f"need num_draft >= 1 and 0 <= threshold < 1, not {num_draft} and {threshold}")
         self.inner, self.num_draft, self.threshold = inner, num_draft, threshold
@@ -38,8 +38,10 @@ class DraftModel(Drafter):
         if room < 1:
             return DraftTree()
         written = self.inner.write(seq, room, limits.eos, self.threshold)
-        laws = (ChildLaw(node - 1, probs, (node,)) for node, probs in enumerate(written.laws))
-        return DraftTree(written.tokens, range(-1, len(written.tokens) - 1), laws=tuple(laws))
+        distributions = (
+            ChildDistribution(node - 1, probs, (node,)) for node, probs in enumerate(written.distributions)
+        )
+        return DraftTree(written.tokens, range(-1, len(written.tokens) - 1), distributions=tuple(distributions))
 
     def rewind(self, length: int) -> None:
         self.inner.rewind(length)

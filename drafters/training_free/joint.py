@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
 
-from drafters.protocol import Drafter, Limits, Needs, StepResult
+from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.followers import BITS, EXPERIENCES, FollowerTable, extended
 from drafters.tree import DraftTree
@@ -58,7 +58,7 @@ class Joint(Drafter):
         self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
         self.corpus = corpus
         self._in_corpus: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # what was asked for already
-        self.needs, self.history_only = Needs(top_k=runner_up), runner_up == 0
+        self.required_outputs, self.history_only = RequiredOutputs(top_k=runner_up), runner_up == 0
         self.reset()
 
     def reset(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from drafters.protocol import Drafter, Limits, Needs, StepResult
+from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.pool import NgramPool
 from drafters.tree import ROOT, DraftTree
 
@@ -40,7 +40,7 @@ class Lookahead(Drafter):
         pool: One to share, which lives as long as its owner wants. Without it each text begins with an empty one.
     """
 
-    needs = Needs(top_k=1)
+    required_outputs = RequiredOutputs(top_k=1)
 
     def __init__(
         self,

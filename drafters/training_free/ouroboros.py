@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import Drafter, InnerSession, Limits, Needs, StepResult
+from drafters.protocol import Drafter, DraftSession, Limits, RequiredOutputs, StepResult
 from drafters.training_free.pool import NgramPool
 from drafters.tree import DraftTree
 
@@ -42,11 +42,11 @@ class Ouroboros(Drafter):
             token after a whole phrase.
     """
 
-    needs = Needs(top_k=1)
+    required_outputs = RequiredOutputs(top_k=1)
 
     def __init__(
         self,
-        inner: InnerSession,
+        inner: DraftSession,
         pool: NgramPool,
         num_draft: int = 12,
         num_phrases: int = 3,

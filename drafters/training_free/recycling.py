@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
-from drafters.protocol import Drafter, Limits, Needs, StepResult
+from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import ROOT, DraftTree
 
 Template = tuple["Template", ...]  # of a node: the templates of its children, the most probable first
@@ -29,7 +29,7 @@ class TokenRecycling(Drafter):
         if num_nodes < 1 or top_k < 1:
             raise ValueError(f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}")
         self.num_nodes, self.top_k = num_nodes, top_k
-        self.needs = Needs(top_k=top_k)
+        self.required_outputs = RequiredOutputs(top_k=top_k)
         self._successors: dict[int, Sequence[int]] = {}
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 
-from drafters.protocol import Drafter, Limits, Needs, StepResult
+from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.pool import NgramPool
 from drafters.tree import ROOT, DraftTree
@@ -50,7 +50,7 @@ class SelfDraft(Drafter):
         corpus: The corpus cache, if any.
     """
 
-    needs = Needs(top_k=1)
+    required_outputs = RequiredOutputs(top_k=1)
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import InnerSession, StepResult
+from drafters.protocol import DraftSession, StepResult
 from drafters.training_free.draft_model import DraftModel
 
 # How the threshold follows the acceptance rate (Draft & Verify, adaptive draft exiting; the numbers of its code).
@@ -31,7 +31,7 @@ class SelfSpeculative(DraftModel):
 
     def __init__(
         self,
-        inner: InnerSession,
+        inner: DraftSession,
         num_draft: int = 8,
         threshold: float = 0.8,
         adaptive: bool = True,

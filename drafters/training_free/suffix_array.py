@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from drafters.whole_file import whole_file
+from drafters.atomic_write import atomic_write
 
 FORMAT = "drafters-suffix-array-1"
 DTYPES = {"U16": np.uint16, "I32": np.int32, "U32": np.uint32, "U64": np.uint64}  # by their names in safetensors
@@ -32,7 +32,7 @@ class SuffixArray:
         suffixes: (S,) uint32 places of the S tokens, sorted by the ``depth`` tokens from there on, then by place.
         heads: (S,) uint64 the first four tokens (two, where tokens are int32) at each of these places, in one number.
         depth: So many tokens of a place decide its rank.
-        tokenizer_hash: Name of the vocabulary (`inference.base.tokenizer_hash`).
+        tokenizer_hash: Name of the vocabulary (`inference.engine.base.tokenizer_hash`).
         sources: Names of the files it was built from.
     """
 
@@ -159,7 +159,7 @@ class SuffixArray:
         """Write one safetensors file, which appears whole or not at all."""
         arrays = {name: getattr(self, name) for name in ("tokens", "suffixes", "heads")}
         about = {name: getattr(self, name) for name in ("depth", "tokenizer_hash", "sources")}
-        with whole_file(path) as new:
+        with atomic_write(path) as new:
             save_file(arrays, new, {"suffix_array": json.dumps({"format": FORMAT, **about})})
 
     @classmethod

@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from data import embedded
-from data.benchmarks import BENCHMARKS, NAMES, Checks, Question, find, length_cap, load
+from data.benchmarks import BENCHMARKS, Checks, Question, benchmark_names, find, length_cap, load
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]
@@ -110,7 +110,7 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
 
 
 def test_an_unknown_benchmark_and_a_missing_file_are_named(tmp_path):
-    with pytest.raises(ValueError, match=f"'mtbench'; choose one of: {', '.join(NAMES())}"):
+    with pytest.raises(ValueError, match=f"'mtbench'; choose one of: {', '.join(benchmark_names())}"):
         load("mtbench")
     with pytest.raises(ValueError, match="no such file"):
         load("gsm8k", str(tmp_path / "nowhere.jsonl"))

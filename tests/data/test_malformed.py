@@ -11,9 +11,9 @@ import torch
 from pyarrow import parquet
 
 from data import sources
-from data.conversation import Written, encode, parse
-from data.features import FeatureStore, Manifest
-from data.shards import pack, write_shard
+from data.conversation import DraftedTokens, encode, parse
+from data.feature_store.shards import pack, write_shard
+from data.feature_store.store import FeatureStore, Manifest
 from data.sharegpt import Dropped, load, tokenise
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}
@@ -260,7 +260,9 @@ def test_broken_utf8_in_parquet_is_named(tmp_path):
 
 def test_tokens_of_another_tokenizer_or_template_are_named_or_refused(tokenizer, tmp_path):
     good, foreign = parse(GOOD[0], 1), parse(GOOD[1], 2)
-    foreign = type(foreign)(foreign.id, foreign.messages, Written(array("i", [1]), array("b", [1]), "other", "other"))
+    foreign = type(foreign)(
+        foreign.id, foreign.messages, DraftedTokens(array("i", [1]), array("b", [1]), "other", "other")
+    )
     assert tokenise([good, foreign], tokenizer, "vicuna_v1.1", 99, str(tmp_path))["id"] == ["good-0"]
     with pytest.raises(ValueError, match="its tokens were written with another tokenizer: take that one, or remove"):
         tokenise([foreign], tokenizer, "vicuna_v1.1", 99, str(tmp_path))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters import CTC, BaseShape, Borrowed
+from drafters import CTC, BaseShape, BaseWeights
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 
@@ -14,9 +14,9 @@ def shape():
 
 
 @pytest.fixture
-def borrowed():
+def base_weights():
     generator = torch.Generator().manual_seed(7)
-    return Borrowed(*(torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2)))
+    return BaseWeights(*(torch.randn(SHAPE.vocab_size, SHAPE.hidden_size, generator=generator) for _ in range(2)))
 
 
 @pytest.fixture

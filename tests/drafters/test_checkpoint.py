@@ -84,7 +84,7 @@ def test_a_save_that_fails_leaves_what_was_there(folder, config, monkeypatch):
 
 def test_the_recipe_reaches_the_drafter(folder):
     drafter, _ = checkpoint.load(folder)
-    assert (drafter.num_frames, drafter.num_labels, drafter.needs.hidden_layers) == (6, 4, (1, -1))
+    assert (drafter.num_frames, drafter.num_labels, drafter.required_outputs.hidden_layers) == (6, 4, (1, -1))
 
 
 def test_a_missing_folder_or_file_is_named(folder, tmp_path):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from drafters.tree import ROOT, ChildLaw, DraftTree
+from drafters.tree import ROOT, ChildDistribution, DraftTree
 
 THE_CAT = DraftTree([11, 12, 13, 14], [-1, 0, -1, 1])
 """    ─┬─ 11 ── 12 ── 14
@@ -41,14 +41,14 @@ def test_no_path_and_an_empty_path_give_an_empty_tree():
     for tree in (DraftTree(), DraftTree.from_paths([]), DraftTree.from_paths([[]])):
         assert len(tree) == 0
         assert tree.depths == []
-        assert tree.sees().shape == (0, 0)
+        assert tree.ancestor_mask().shape == (0, 0)
         assert tree.pruned(3, 3, {1}) is tree
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(seed):
     tree = random_tree(random.Random(seed), 12)
-    for node, row in enumerate(tree.sees().tolist()):
+    for node, row in enumerate(tree.ancestor_mask().tolist()):
         assert {other for other, seen in enumerate(row) if seen} == ancestors(tree, node)
         assert tree.depths[node] == len(ancestors(tree, node)) == len(tree.path_tokens(node))
 
@@ -138,15 +138,27 @@ def test_candidates_and_scratch_are_pruned_by_their_own_depths():
     assert kept(3, 8, {11, 15}, 3) == (2, [(11,), (13,), (13,), (11, 13), (13, 15), (13, 15, 16)])
 
 
-def test_a_law_goes_where_its_children_go():
+def test_a_distribution_goes_where_its_children_go():
     q = torch.full((20,), 0.05)
-    laws = (ChildLaw(ROOT, q, (2, 0, 2)), ChildLaw(0, q, (1,)), ChildLaw(1, q, (3,)))
-    tree = DraftTree(THE_CAT.tokens, THE_CAT.parents, laws=laws)
+    distributions = (
+        ChildDistribution(ROOT, q, (2, 0, 2)),
+        ChildDistribution(0, q, (1,)),
+        ChildDistribution(1, q, (3,)),
+    )
+    tree = DraftTree(THE_CAT.tokens, THE_CAT.parents, distributions=distributions)
     tree.validate(vocab_size=20)
     assert tree.pruned(3, 4, ()) is tree
-    assert [(law.parent, law.draws) for law in tree.pruned(2, 4, ()).laws] == [(ROOT, (2, 0, 2)), (0, (1,))]
-    assert [(law.parent, law.draws) for law in tree.pruned(3, 2, ()).laws] == [(ROOT, (0,)), (0, (1,))]
-    assert [(law.parent, law.draws) for law in tree.pruned(3, 4, {11}).laws] == [(ROOT, (1, 0, 1))]
+    assert [(distribution.parent, distribution.draws) for distribution in tree.pruned(2, 4, ()).distributions] == [
+        (ROOT, (2, 0, 2)),
+        (0, (1,)),
+    ]
+    assert [(distribution.parent, distribution.draws) for distribution in tree.pruned(3, 2, ()).distributions] == [
+        (ROOT, (0,)),
+        (0, (1,)),
+    ]
+    assert [(distribution.parent, distribution.draws) for distribution in tree.pruned(3, 4, {11}).distributions] == [
+        (ROOT, (1, 0, 1))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +166,13 @@ def test_a_law_goes_where_its_children_go():
     [
         (DraftTree([1, 2], [-1, 0], num_scratch=3), "scratch nodes are nodes"),
         (DraftTree([1, 2, 3], [-1, 2, -1], num_scratch=1), "parents come before"),
-        (DraftTree([1, 2], [-1, -1], laws=(ChildLaw(0, torch.ones(3), (1,)),)), "draws are children"),
-        (DraftTree([1, 2], [-1, -1], num_scratch=1, laws=(ChildLaw(-1, torch.ones(3), (1,)),)), "a candidate"),
+        (DraftTree([1, 2], [-1, -1], distributions=(ChildDistribution(0, torch.ones(3), (1,)),)), "draws are children"),
+        (
+            DraftTree([1, 2], [-1, -1], num_scratch=1, distributions=(ChildDistribution(-1, torch.ones(3), (1,)),)),
+            "a candidate",
+        ),
     ],
 )
-def test_validate_knows_the_rules_of_scratch_and_laws(tree, broken):
+def test_validate_knows_the_rules_of_scratch_and_distributions(tree, broken):
     with pytest.raises(AssertionError, match=broken):
         tree.validate(vocab_size=50)

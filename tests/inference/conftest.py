@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import drafters
-from drafters import DraftTree, Needs
+from drafters import DraftTree, RequiredOutputs
 
 
 class AdversarialTrees(drafters.Drafter):
@@ -18,7 +18,7 @@ class AdversarialTrees(drafters.Drafter):
         most: Nodes at most.
     """
 
-    needs = Needs(hidden_layers=(0, -1))
+    required_outputs = RequiredOutputs(hidden_layers=(0, -1))
 
     def __init__(self, truth, seed=0, most=14, vocab=40):
         self.truth, self.rng, self.most, self.vocab = truth, random.Random(seed), most, vocab
@@ -52,7 +52,7 @@ class AdversarialTrees(drafters.Drafter):
 class Oracle(drafters.Drafter):
     """Drafts a given text, whatever the base thinks of it."""
 
-    needs = Needs()
+    required_outputs = RequiredOutputs()
 
     def __init__(self, text, length=8):
         self.text, self.length = text, length
@@ -90,7 +90,7 @@ def make_random_ctc():
             for name, weight in drafter.named_parameters():
                 if name == "markov.right":  # it starts as no bias
                     torch.nn.init.normal_(weight)
-        drafter.to(base.model.dtype).eval().requires_grad_(False).borrow(base.borrowed)
+        drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
         return drafter
 
     return make
@@ -104,7 +104,7 @@ def make_random_eagle():
         with torch.random.fork_rng():
             torch.manual_seed(1)
             drafter = kind(base.shape, **{"depth": 4, "width": 3, "top_k": 4, "num_nodes": 9} | arguments)
-        drafter.to(base.model.dtype).eval().requires_grad_(False).borrow(base.borrowed)
+        drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
         return drafter
 
     return make

@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from data import embedded
-from inference.base import load_base
-from train import cli, commands
+from inference.engine.base import load_base
+from train.cli import commands, lightning_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,7 +163,7 @@ def trained(write_recipe, tmp_path_factory):
     config = write_recipe(runs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["pytest"])
-        cli.main(["fit", "--config", str(config)])
+        lightning_command.main(["fit", "--config", str(config)])
         commands.main(["export", str(runs / "checkpoints" / "last.ckpt"), str(runs / "drafter")])
     return Trained(config, runs / "checkpoints" / "last.ckpt", runs / "drafter")
 
@@ -188,7 +188,7 @@ class Outcome:
 
 @pytest.fixture
 def call(capsys):
-    """Runs a command in process: ``call(train.cli.main, "fit", ...)``."""
+    """Runs a command in process: ``call(train.cli.lightning_command.main, "fit", ...)``."""
 
     def run(main, *args):
         capsys.readouterr()
@@ -309,7 +309,7 @@ def fork(tmp_path_factory):
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
             before()
-            cli.main([str(arg) for arg in args])
+            lightning_command.main([str(arg) for arg in args])
             code = 0
         except SystemExit as stopped:
             code = stopped.code or 0

@@ -1,1 +1,4 @@
-"""The CTC drafter: one pass gives frames, collapse turns them into a tree."""
+"""The CTC drafter: alignments, losses, exact prefix probabilities, and the trees built from them.
+
+May import `parallel`, `layers`, `losses` and `trees`.
+"""

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafters.learned import columns
-from drafters.learned.candidates import tables
-from drafters.learned.ctc import paper_tree, prefix
-from drafters.learned.ctc.drawn import draw
+from drafters.learned.ctc import paper_tree, prefix_search
 from drafters.learned.ctc.loss import Objective, ctc_loss
-from drafters.learned.label_weights import Weights
-from drafters.learned.markov import Markov
-from drafters.learned.parallel import ParallelDrafter, check_at_least
-from drafters.protocol import BaseShape, Borrowed, Limits, TrainingBatch
+from drafters.learned.ctc.sampled_tree import draw
+from drafters.learned.layers.markov import Markov
+from drafters.learned.losses import gathered_logits
+from drafters.learned.losses.label_weights import Weights
+from drafters.learned.parallel.drafter import ParallelDrafter, check_at_least
+from drafters.learned.trees.candidates import tables
+from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.tree import DraftTree
 
 Tree = Literal["prefix", "paper", "chain"]
@@ -134,15 +134,15 @@ class CTC(ParallelDrafter):
 
     # ---- training
 
-    def loss(self, batch: TrainingBatch, borrowed: Borrowed) -> tuple[Tensor, dict[str, Tensor]]:
-        anchored = self.sampled_anchors(batch, borrowed)
+    def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
+        anchored = self.sampled_anchors(batch, base_weights)
         teacher, read = anchored.teacher(batch) if self.distillation else (None, None)
         return ctc_loss(
             anchored.frames,
             anchored.labels,
             anchored.valid,
             anchored.roots,
-            borrowed.head,
+            base_weights.head,
             self.blank_row,
             self.blank_bias[0],
             self.markov,
@@ -170,11 +170,15 @@ class CTC(ParallelDrafter):
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
         """(..., V + 1) of frame states (..., D), the blank last."""
-        blank = (columns.wide(frames) * columns.wide(self.blank_row)).sum(-1)  # as precise as the loss has it
-        return torch.cat([super().logits(frames, head), (blank + columns.wide(self.blank_bias))[..., None]], dim=-1)
+        blank = (gathered_logits.wide(frames) * gathered_logits.wide(self.blank_row)).sum(
+            -1
+        )  # as precise as the loss has it
+        return torch.cat(
+            [super().logits(frames, head), (blank + gathered_logits.wide(self.blank_bias))[..., None]], dim=-1
+        )
 
-    def trees(self, frames: Tensor, roots: Tensor, borrowed: Borrowed, limits: Limits) -> list[DraftTree]:
-        logits = self.logits(frames, borrowed.head)
+    def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        logits = self.logits(frames, base_weights.head)
         each = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
         return [self._tree(table[..., :-1], table[..., -1], tokens, limits) for table, tokens in each]
 
@@ -183,13 +187,16 @@ class CTC(ParallelDrafter):
         if self.tree == "paper":
             every = np.broadcast_to(tokens, probs[0].shape)  # the same candidates as for our own tree
             return paper_tree.search(probs[0], blank[0], every, num_nodes, depth, limits.eos)[0]
-        grow = prefix.chain if self.tree == "chain" else prefix.search
+        grow = prefix_search.chain if self.tree == "chain" else prefix_search.search
         return self.worth_feeding(*grow(probs, blank, tokens, num_nodes, depth, limits.eos, self.min_probability))
 
-    def draft(self, frames: Tensor, root: int, borrowed: Borrowed, limits: Limits) -> DraftTree:
+    def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:
-            return super().draft(frames, root, borrowed, limits)
-        logits, room = self.logits(frames, borrowed.head)[0], (min(self.num_nodes, limits.max_nodes), limits.max_depth)
+            return super().draft(frames, root, base_weights, limits)
+        logits, room = (
+            self.logits(frames, base_weights.head)[0],
+            (min(self.num_nodes, limits.max_nodes), limits.max_depth),
+        )
         return draw(logits, self.markov, root, self.draws, *room, limits.eos, self._generator, self.draw_temperature)
 
 

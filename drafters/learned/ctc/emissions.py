@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.learned import columns
 from drafters.learned.ctc.alignment import is_possible
+from drafters.learned.losses import gathered_logits
 
 LEAST_LOG_PROB = -60.0
 """Distillation takes what the draft cannot say for this improbable, lest one such token be the whole loss."""
@@ -56,20 +56,20 @@ def emit(
         left: (A, U + 1, R) the bias's factor of root, y_1..y_U. right: (V + 1, R); without the two, no bias.
     """
     index = labels[:, None].expand(-1, frames.shape[1], -1)
-    exponentials, most, picked = columns.exponentials(columns.logits(frames, head), index)
+    exponentials, most, picked = gathered_logits.exponentials(gathered_logits.logits(frames, head), index)
     work = most.dtype
     blank = (frames.to(work) @ blank_row.to(work) + blank_bias.to(work))[..., None]  # (A, T, 1)
     if left is None or right is None:
-        log_sum = torch.logaddexp(columns.log_sum(exponentials, most), blank)
+        log_sum = torch.logaddexp(gathered_logits.log_sum(exponentials, most), blank)
         enter = picked - log_sum
         highest = torch.zeros_like(most[:, :1])
         return Emissions(enter, enter, blank - log_sum, exponentials, most, log_sum, highest)
     left, right = left.to(work), right.to(work)
     biases = left @ right[:-1].T  # (A, U + 1, V)
-    factors, highest, _ = columns.exponentials(biases, labels.new_empty(*biases.shape[:2], 0))
+    factors, highest, _ = gathered_logits.exponentials(biases, labels.new_empty(*biases.shape[:2], 0))
     highest = highest.mT  # (A, 1, U + 1)
     blank = blank + (left @ right[-1])[:, None]  # (A, T, U + 1)
-    sums = columns.products(exponentials, factors).clamp(min=torch.finfo(work).tiny)
+    sums = gathered_logits.products(exponentials, factors).clamp(min=torch.finfo(work).tiny)
     log_sum = torch.logaddexp(sums.log() + most + highest, blank)
     of_labels = F.embedding(labels, right)
     of_enter, of_stay = ((part * of_labels).sum(-1)[:, None] for part in (left[:, :-1], left[:, 1:]))  # (A, 1, U)
@@ -77,7 +77,9 @@ def emit(
     return Emissions(enter, stay, blank - log_sum, exponentials, most, log_sum, highest, left, right)
 
 
-def divergence(laws: Emissions, states: tuple[Tensor, ...], labels: Tensor, teacher: Tensor, head: Tensor) -> Tensor:
+def divergence(
+    distributions: Emissions, states: tuple[Tensor, ...], labels: Tensor, teacher: Tensor, head: Tensor
+) -> Tensor:
     """KL(base's law || q(. | y_<u)) for u = 1..U, where q sums the draft's alignments exactly:
 
         q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
@@ -97,17 +99,21 @@ def divergence(laws: Emissions, states: tuple[Tensor, ...], labels: Tensor, teac
     prefix = torch.where(is_possible(prefix), prefix, 0.0)
     at_blank = blank_end[:, :-1, :num_labels] - prefix  # (A, T, U)
     anywhere = torch.logaddexp(at_blank, label_end[:, :-1, :num_labels] - prefix)
-    shares = (anywhere + laws.most + (laws.highest - laws.log_sum)[..., :num_labels]).exp()
-    q = shares.mT @ laws.exponentials  # (A, U, V), but for the factor exp(bias)
-    law, negative_entropy = columns.teacher_law(teacher, head)
-    cross = -torch.einsum("auv,auv->au", law, q.clamp(min=torch.finfo(q.dtype).tiny).log().clamp(min=LEAST_LOG_PROB))
-    if laws.left is not None and laws.right is not None:  # the mean of the bias left out of q, less its maximum
-        mean = ((law @ laws.right[:-1]) * laws.left[:, :num_labels]).sum(-1)
-        cross = cross - mean + laws.highest[:, 0, :num_labels]
+    shares = (anywhere + distributions.most + (distributions.highest - distributions.log_sum)[..., :num_labels]).exp()
+    q = shares.mT @ distributions.exponentials  # (A, U, V), but for the factor exp(bias)
+    distribution, negative_entropy = gathered_logits.teacher_distribution(teacher, head)
+    cross = -torch.einsum(
+        "auv,auv->au", distribution, q.clamp(min=torch.finfo(q.dtype).tiny).log().clamp(min=LEAST_LOG_PROB)
+    )
+    if (
+        distributions.left is not None and distributions.right is not None
+    ):  # the mean of the bias left out of q, less its maximum
+        mean = ((distribution @ distributions.right[:-1]) * distributions.left[:, :num_labels]).sum(-1)
+        cross = cross - mean + distributions.highest[:, 0, :num_labels]
     # the last label again needs a blank before it: put that one token right
     again, wrong = (
-        (source[..., 1:] + laws.stay[..., :-1]).logsumexp(1).clamp(min=LEAST_LOG_PROB)
+        (source[..., 1:] + distributions.stay[..., :-1]).logsumexp(1).clamp(min=LEAST_LOG_PROB)
         for source in (at_blank, anywhere)
     )
-    of_again = law[:, 1:].gather(-1, labels[:, :-1, None])[..., 0]  # (A, U - 1)
+    of_again = distribution[:, 1:].gather(-1, labels[:, :-1, None])[..., 0]  # (A, U - 1)
     return negative_entropy + cross - F.pad(of_again * (again - wrong), (1, 0))

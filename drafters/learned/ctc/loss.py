@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.learned import label_weights
-from drafters.learned.chunks import MAX_BYTES, anchors_per_chunk, chunked
 from drafters.learned.ctc import alignment
 from drafters.learned.ctc.alignment import is_possible
 from drafters.learned.ctc.emissions import divergence, emit
-from drafters.learned.label_weights import Weights
-from drafters.learned.markov import Markov
+from drafters.learned.layers.markov import Markov
+from drafters.learned.losses import label_weights
+from drafters.learned.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.learned.losses.label_weights import Weights
 from drafters.protocol import at_least_one
 
 Objective = Literal["ctc", "prefix"]
@@ -89,8 +89,8 @@ def ctc_loss(
         per_anchor |= {"teacher": teacher, "taught": valid if teacher_valid is None else valid & teacher_valid}
 
     def sums(frames, labels, valid, teacher=None, taught=None, **emission) -> tuple[Tensor, Tensor]:
-        laws = emit(frames, labels, head, **emission)
-        states = alignment.states(laws.enter, laws.stay, laws.blank, labels)
+        distributions = emit(frames, labels, head, **emission)
+        states = alignment.states(distributions.enter, distributions.stay, distributions.blank, labels)
         exact, prefix = alignment.summed(*states)
         counts = valid & is_possible(prefix)
         prefix = torch.where(counts, prefix, 0.0)
@@ -106,14 +106,14 @@ def ctc_loss(
             reached = is_possible(log_prob) & (lengths > 0)
             loss = -(torch.where(reached, log_prob, 0.0) / lengths.clamp(min=1)).sum()
         if warm_up:
-            own = laws.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
+            own = distributions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
             plain = -(label_weights.by_depth(valid, decay, own.dtype)[:, : own.shape[1]] * own).sum()
             loss = (1 - warm_up) * loss + warm_up * plain
         if distillation:
             reached = taught & F.pad(counts[:, :-1], (1, 0), value=True)
-            apart = divergence(laws, states, labels, teacher, head)
+            apart = divergence(distributions, states, labels, teacher, head)
             loss = loss + distillation * torch.where(reached, weight * apart, 0.0).sum()
-        blank_share = (laws.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
+        blank_share = (distributions.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
         return loss, torch.stack([blank_share, alignment.expected_acceptance(prefix, counts).sum()])
 
     planes = _planes(frames.shape[1], labels.shape[1], markov is not None, bool(distillation))

@@ -1,0 +1,278 @@
+"""Drafters trained side by side: one arm a drafter, the same base, text, steps and seeds for all, resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from data.benchmarks import load
+from drafters import checkpoint
+from drafters.atomic_write import atomic_write
+from drafters.protocol import LearnedDrafter, Limits
+from drafters.tree import ROOT, DraftTree
+from inference.engine.base import Base, base_hash
+from inference.evaluation.answering import asked_ids
+from inference.regeneration.batched import greedy_batch
+from train.callbacks.preemption import EXIT_CODES
+from train.checkpointing.saved import read_checkpoint
+from train.cli import lightning_cli
+from train.export.export import export
+
+BUDGETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter to be trained, and how.
+
+    Args:
+        name: It goes by in tables and folders.
+        drafter: Its class in `drafters`.
+        arguments: Of its constructor.
+        model: Arguments of the training module that differ from the common ones, as its learning rate.
+    """
+
+    name: str
+    drafter: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Common:
+    """What all arms share.
+
+    Args:
+        base: Folder or hub id of the base.
+        files: Training text.
+        steps: Training steps.
+        batch_size: Conversations a step.
+        max_length: Longest conversation in tokens.
+        features: Feature store of the training text, or None to run the base in training.
+        learning_rate: Peak rate of AdamW, a cosine to zero after 30 steps of warm-up.
+    """
+
+    base: str
+    files: Sequence[str]
+    steps: int
+    batch_size: int = 8
+    max_length: int = 384
+    features: str | None = None
+    learning_rate: float = 2e-3
+
+    def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
+        """The YAML that trains an arm."""
+        data = {"files": list(self.files), "val_size": 0, "max_length": self.max_length, "batch_size": self.batch_size}
+        return {
+            "seed_everything": seed,
+            "model": {
+                "base": self.base,
+                "learning_rate": self.learning_rate,
+                "warmup_steps": 30,
+                "schedule": "cosine",
+                **arm.model,
+                "drafter": {"class_path": f"drafters.{arm.drafter}", "init_args": arm.arguments},
+            },
+            "data": data | {"seed": seed} | ({"features": self.features} if self.features else {}),
+            "trainer": {
+                "accelerator": "auto",
+                "devices": 1,
+                "max_steps": self.steps,
+                "limit_val_batches": 0,
+                "gradient_clip_val": 0.5,
+                "log_every_n_steps": 10,
+                "default_root_dir": str(folder),
+                "enable_progress_bar": sys.stderr.isatty(),
+                "enable_model_summary": False,
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.CSVLogger",
+                    "init_args": {"save_dir": str(folder), "name": "", "version": "log"},
+                },
+                "callbacks": [
+                    {
+                        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+                        "init_args": {"every_n_train_steps": 100, "save_last": True, "save_top_k": 1},
+                    }
+                ],
+            },
+        }
+
+
+def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
+    """Train an arm as ``lightning fit`` does and export it; what is done already is kept.
+
+    Returns:
+        The exported drafter's folder; beside it ``config.yaml``, ``log/metrics.csv`` and ``training.json``.
+
+    Raises:
+        ValueError: The folder holds an arm that was trained otherwise, or the training failed.
+        SystemExit: A signal stopped the training.
+    """
+    folder = out / arm.name / f"seed{seed}"
+    exported, recipe = folder / "drafter", folder / "config.yaml"
+    config = common.config(arm, seed, folder)
+    if recipe.exists() and yaml.safe_load(recipe.read_text(encoding="utf-8")) != json.loads(json.dumps(config)):
+        raise ValueError(f"{folder} was trained with other settings: give another --out, or delete it")
+    if (exported / "model.safetensors").exists():
+        return exported
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    started, last = time.perf_counter(), folder / "checkpoints" / "last.ckpt"
+    arguments = ["fit", "--config", str(recipe), *(["--ckpt_path", "last"] if last.exists() else [])]
+    with open(folder / "output.txt", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            lightning_cli.run(arguments, command=f"lightning {' '.join(arguments)}")
+        except SystemExit as stopped:
+            if stopped.code in EXIT_CODES.values():  # by a signal, which ends all of this program
+                print(f"the training in {folder} was stopped: run the same command again", file=sys.__stderr__)
+                raise
+            if stopped.code:
+                raise ValueError(f"the training in {folder} failed: see output.txt there") from stopped
+        if (done := read_checkpoint(last)["global_step"]) < common.steps:
+            raise ValueError(f"the training in {folder} was stopped at step {done}: run the same command again")
+        export(str(last), str(exported))
+    with atomic_write(folder / "training.json") as new:
+        new.write_text(json.dumps({"seconds": time.perf_counter() - started, "threads": torch.get_num_threads()}))
+    return exported
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A greedy answer of the base: ``tokens`` (S,), of which those from ``start`` on are its own."""
+
+    tokens: Tensor
+    start: int
+    ended: bool  # by an end-of-sequence token, not by the length cap
+
+
+def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: int, kept: Path) -> list[Answer]:
+    """What the base writes alone after each prompt; ``kept`` is a file that holds it for the next time."""
+    key = hashlib.sha256(json.dumps([base_hash(base), prompts, max_new_tokens]).encode()).hexdigest()
+    known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    if known.get("key") != key:
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        found: dict[int, list[int]] = {}
+        for first in range(0, len(order), 32):
+            indices = order[first : first + 32]
+            written = greedy_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
+            found |= zip(indices, written, strict=True)
+        known = {"key": key, "answers": [found[index] for index in range(len(prompts))]}
+        with atomic_write(kept) as new:
+            new.write_text(json.dumps(known), encoding="utf-8")
+    return [
+        Answer(torch.tensor([*prompt, *answer]), len(prompt), answer[-1] in base.eos)
+        for prompt, answer in zip(prompts, known["answers"], strict=True)
+    ]
+
+
+def decoded_answers(
+    base: Base, benchmark: str, questions: str, offset: int, limit: int | None, max_new_tokens: int, folder: Path
+) -> list[Answer]:
+    """`own_answers` to the first turns of a benchmark's questions, kept in a folder."""
+    asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
+    prompts = [asked_ids(base, question, [("user", question.turns[0])], "tokenizer") for question in asked]
+    return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
+
+
+def reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
+    """The nodes along ``continuation``, as far as it is drafted."""
+    node, nodes = ROOT, []
+    for token in continuation:
+        child = tree.child(node, token)
+        if child is None:
+            break
+        nodes.append(child)
+        node = child
+    return nodes
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Simulated decoding of one drafter over many answers, for several node budgets.
+
+    Args:
+        length: By budget, acceptance length over all answers (tokens a base forward, bonus included).
+        ended: The same over answers that end by an end-of-sequence token.
+        fed: By budget, draft tokens fed a step.
+        by_depth: At the largest budget, share of steps that accept at least 1, 2, ... draft tokens.
+    """
+
+    length: dict[str, float]
+    ended: dict[str, float]
+    fed: dict[str, float]
+    by_depth: list[float]
+
+
+@torch.inference_mode()
+def simulate(drafter: LearnedDrafter, base: Base, answers: Sequence[Answer], budgets: Sequence[int]) -> Simulated:
+    """Decode the base's own answers with every budget at once.
+
+    Trees come most probable node first, so the tree of a smaller budget is the beginning of that of the largest: a
+    node counts for all budgets above its place. The CTC paper's tree spends its budget on frames: below the largest
+    budget it is cut to as many nodes as are fed, more than so many frames would give.
+    """
+    emitted, steps, fed = ({budget: [0, 0] for budget in budgets} for _ in range(3))
+    depths: list[int] = []
+    for answer in answers:
+        tokens, start = answer.tokens.to(base.model.device), answer.start
+        end = len(tokens)
+        if end - start < 2:
+            continue
+        hidden = base.hidden_states(tokens[None], drafter.required_outputs.hidden_layers)[0][0]
+        anchors = torch.arange(start, end - 1, device=tokens.device)
+        limits = Limits(max_depth=end - start, eos=base.eos)
+        trees = drafter.draft_at(hidden, tokens, anchors, base.base_weights, limits)
+        text = answer.tokens.tolist()
+        for budget in budgets:
+            root = start
+            while root < end - 1:
+                tree = trees[root - start]
+                count = sum(node < budget for node in reached(tree, text[root + 1 :]))
+                if budget == budgets[-1]:
+                    depths.append(count)
+                gained = min(count + 1, end - 1 - root)
+                for counter, amount in ((emitted, gained), (steps, 1), (fed, min(len(tree), budget))):
+                    counter[budget][0] += amount
+                    counter[budget][1] += amount * answer.ended
+                root += gained
+    ratio = lambda kind, part: {str(b): part[b][kind] / max(1, steps[b][kind]) for b in budgets}  # noqa: E731
+    deepest = max(depths, default=0)
+    return Simulated(
+        length=ratio(0, emitted),
+        ended=ratio(1, emitted),
+        fed=ratio(0, fed),
+        by_depth=[sum(count >= depth for count in depths) / len(depths) for depth in range(1, deepest + 1)],
+    )
+
+
+def simulated(
+    folder: Path, variant: str, overrides: dict[str, Any], base: Base, answers: Sequence[Answer], budgets: Sequence[int]
+) -> dict[str, Any]:
+    """`simulate` an exported drafter with other arguments of decoding; kept in ``simulated.json`` beside it."""
+    path = folder.parent / "simulated.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    key = json.dumps([variant, overrides, list(budgets), len(answers)])
+    of = hashlib.sha256(json.dumps([answer.tokens.tolist() for answer in answers]).encode()).hexdigest()[:16]
+    if known.get(key, {"answers": None}).get("answers", of) != of:  # older files do not say which answers
+        config = checkpoint.read_config(folder)
+        arguments = config.init_args | overrides
+        drafter, _ = checkpoint.load(
+            folder, base.model.dtype, checkpoint.DrafterConfig(**vars(config) | {"init_args": arguments})
+        )
+        drafter.to(base.model.device)
+        result = vars(simulate(drafter, base, answers, budgets))
+        known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters()), "answers": of}
+        with atomic_write(path) as new:
+            new.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    return known[key]

@@ -1,0 +1,182 @@
+"""What the benchmarks share: runs in turn on one machine, spreads, random bases, tables with their origin."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import get_type_hints
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from inference.engine.base import Base
+
+# hidden size, intermediate size, layers, heads, key-value heads
+SHAPES = {
+    "draft": (256, 688, 2, 4, 4),
+    "tiny": (192, 512, 8, 6, 6),
+    "100m": (768, 2048, 12, 12, 12),
+    "1b": (2048, 8192, 16, 32, 8),
+    "7b": (4096, 11008, 32, 32, 32),
+}
+
+
+@dataclass
+class Measured:
+    """One table of results.
+
+    Args:
+        title: What was measured.
+        headings: One a column; the first column names the arm.
+        rows: Cells as they are shown.
+        notes: What was set and what to keep in mind.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def for_terminal(self) -> Table:
+        table = Table(*self.headings, title=self.title, title_justify="left", caption_justify="left")
+        for index, column in enumerate(table.columns):
+            column.justify, column.no_wrap = ("right" if index else "left"), True
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [self.headings, ["---", *["---:"] * (len(self.headings) - 1)], *self.rows]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        return "\n\n".join([f"## {self.title}", table, "\n".join(f"- {note}" for note in self.notes)])
+
+
+def in_turn(arms: Sequence[str], num_items: int, repeats: int, title: str) -> Iterator[tuple[int, int, str]]:
+    """(repeat, item, arm) in the order to run: all arms on an item one after the other, each time another one first.
+
+    So a machine that grows slower meets every arm alike. Shows a progress bar on a terminal.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task(title, total=len(arms) * num_items * repeats)
+        for repeat, item in product(range(repeats), range(num_items)):
+            first = (repeat + item) % len(arms)
+            for arm in [*arms[first:], *arms[:first]]:
+                yield repeat, item, arm
+                progress.advance(task)
+
+
+def spread(values: Sequence[float]) -> float:
+    """(largest - smallest) / median: how far repeats of one thing lie apart, the noise of the machine."""
+    return (max(values) - min(values)) / median(values)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:
+    """A LLaMA of random weights, made where it is to run; it has no tokenizer and no end-of-sequence token.
+
+    Raises:
+        ValueError: There is no such shape.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
+
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device(device), no_init_weights():
+        model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
+    return Base(f"random {shape} LLaMA", model.eval().requires_grad_(False), None)
+
+
+def num_millions(base: Base) -> str:
+    """Its parameters, in millions."""
+    return f"{sum(weight.numel() for weight in base.model.parameters()) / 1e6:.1f} M"
+
+
+def origin(device: torch.device) -> dict[str, str]:
+    """Command, machine, date and versions: what a table needs to be made again."""
+    import transformers
+
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    machine = f"{processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used"
+    if device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device)}; {machine}"
+    return {
+        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "machine": f"{machine}; load {os.getloadavg()[0]:.1f} at the end",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+    }
+
+
+def show(tables: Sequence[Measured], device: torch.device, out: str | None) -> None:
+    """Print the tables; with ``out``, write them as Markdown with their origin too."""
+    about, console = origin(device), Console(width=None if sys.stdout.isatty() else 120)
+    for table in tables:
+        console.print(table.for_terminal())
+        for note in table.notes:
+            console.print(f"- {note}", style="dim", highlight=False, markup=False)
+    for name, value in about.items():
+        console.print(f"{name}: {value}", style="dim", highlight=False, markup=False)
+    if out:
+        head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
+        text = "\n\n".join([head, *(table.markdown() for table in tables)])
+        draft = Path(f"{out}.part")
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text + "\n", encoding="utf-8")
+        draft.replace(out)
+
+
+def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
+    """Run a benchmark with the arguments of the command line; ``--max-new-tokens`` is max_new_tokens."""
+    from jsonargparse import auto_cli
+
+    given = sys.argv[1:] if argv is None else argv
+    flags = [name for name, hint in get_type_hints(function).items() if hint is bool]
+    args = []
+    for arg, after in zip(given, [*given, "--"][1:], strict=True):
+        key, equals, value = arg.partition("=")
+        if key.startswith("--"):
+            key = f"--{key[2:].replace('-', '_')}"
+            if key[2:] in flags and not equals and after.startswith("--"):
+                equals, value = "=", "true"
+        args.append(key + equals + value)
+    try:
+        auto_cli(function, args=args, as_positional=False)
+    except ValueError as error:
+        print(f"{function.__name__}: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,4 @@
+"""The files of a feature store: a manifest and safetensors shards of hidden states.
+
+Imports no other room of `data`.
+"""

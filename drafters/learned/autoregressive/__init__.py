@@ -1,0 +1,4 @@
+"""Drafters that run one decoder layer once per draft depth: EAGLE and EAGLE-3.
+
+May import `layers`, `losses` and `trees`.
+"""

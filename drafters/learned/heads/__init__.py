@@ -1,0 +1,4 @@
+"""Drafters with one prediction head per draft position: Medusa and Hydra.
+
+May import `layers`, `losses` and `trees`.
+"""

@@ -1,0 +1,4 @@
+"""What training optimises: anchors and their labels, label weights, and losses computed in chunks.
+
+May import `layers`.
+"""

@@ -1,0 +1,4 @@
+"""The decoding engine: the base, its KV cache, tree attention, acceptance and the decoding loop.
+
+Imports `data` and `drafters`, and no other room of `inference`.
+"""

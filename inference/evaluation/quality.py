@@ -1,0 +1,164 @@
+"""Whether the answers are any good: exact match, ROUGE, BLEU, chrF and pass@1, to show that a drafter loses nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from functools import lru_cache
+
+from data.benchmarks import Question
+from inference.results.records import Answer
+from inference.sandbox.sandbox import run
+
+NUMBER = r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+# a number alone after three or four #, as GSM8K's answers end and CTC-drafter's prompt asks; not a heading
+MARKED = re.compile(rf"#{{3,}}[ ]*({NUMBER})[ .$%]*$", re.MULTILINE)
+FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def quality_of(
+    benchmark: str, questions: Sequence[Question], answers: Sequence[Answer], allow_code: bool = False
+) -> dict[str, float]:
+    """Score the first turns of recorded answers to the same questions.
+
+    Args:
+        benchmark: Name of the benchmark; a prompt style after a colon makes no difference.
+        questions: The questions.
+        answers: Answers to them, in any order.
+        allow_code: Run the programs that answers hold, in the sandbox.
+
+    Raises:
+        ValueError: A question has no answer.
+    """
+    written = {answer.question_id: answer.turns[0].text for answer in answers if answer.turns}
+    missing = [question.question_id for question in questions if question.question_id not in written]
+    if missing:
+        raise ValueError(f"{benchmark}: question {missing[0]} has no answer; answer the same questions")
+    texts = [written[question.question_id] for question in questions]
+    return score(benchmark, questions, texts, allow_code)
+
+
+def score(
+    benchmark: str, questions: Sequence[Question], texts: Sequence[str], allow_code: bool = False
+) -> dict[str, float]:
+    """Score one text for each question, in percent; nothing where the benchmark knows no right answers.
+
+    Spec-Bench is scored by task: its mathematics, summaries and translations.
+
+    Args:
+        benchmark: As in `quality_of`.
+        questions: N questions.
+        texts: N answers.
+        allow_code: As in `quality_of`.
+    """
+    name = benchmark.partition(":")[0]
+    found: dict[str, float] = {}
+    for measure, of in MEASURES.get(name, {}).items():
+        pairs = [
+            (question, _until(text, question.stops))
+            for question, text in zip(questions, texts, strict=True)
+            if (question.category == of or of is None) and question.reference is not None
+        ]
+        if pairs and (allow_code or measure is not pass_at_1):
+            found |= measure(*map(list, zip(*pairs, strict=True)))
+    return found
+
+
+def needs_code(benchmark: str) -> bool:
+    """Whether a benchmark is judged by running what was written."""
+    return pass_at_1 in MEASURES.get(benchmark.partition(":")[0], {})
+
+
+def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Share of answers with the reference's final number."""
+    right = [
+        final_number(text) is not None and final_number(text) == final_number(question.reference or "")
+        for question, text in zip(questions, texts, strict=True)
+    ]
+    return {"exact match": 100 * sum(right) / len(right)}
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number alone behind ``####`` (or ``###``), the first such line; else the last number of the text.
+
+    >>> final_number("He pays $1,200.50 for 3.")
+    Decimal('3')
+    """
+    marked = MARKED.search(text)
+    numbers = [marked[1]] if marked else re.findall(NUMBER, text)
+    return Decimal(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
+
+
+def rouge(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L with stemming (Lin 2004, by rouge-score)."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+    scorer = RougeScorer(list(names), use_stemmer=True)
+    scores = [scorer.score(question.reference, text) for question, text in zip(questions, texts, strict=True)]
+    return {names[key]: 100 * sum(one[key].fmeasure for one in scores) / len(scores) for key in names}
+
+
+def translation(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """BLEU and chrF of the corpus (sacrebleu's defaults)."""
+    import sacrebleu
+
+    references = [[question.reference for question in questions]]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(list(texts), references).score,
+        "chrF": sacrebleu.corpus_chrf(list(texts), references).score,
+    }
+
+
+def pass_at_1(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Share of the programs that pass their tests, one program for each task (Chen et al. 2021 with n = k = 1)."""
+    passed = [passes(program(question, text)) for question, text in zip(questions, texts, strict=True)]
+    return {"pass@1": 100 * sum(passed) / len(passed)}
+
+
+@lru_cache(maxsize=4096)
+def passes(program: str) -> bool:
+    """Run a program with its tests in the sandbox; the same program, say of a lossless drafter, is run once."""
+    return run(program).has_finished
+
+
+def program(question: Question, text: str) -> str:
+    """The code of an answer, between what it continues and the tests that judge it.
+
+    Code in a fence is taken alone: the first block that defines the function asked for, else the first block.
+    """
+    assert question.checks is not None, f"question {question.question_id} has no tests"
+    prefix, entry_point = question.checks.prefix, question.checks.entry_point
+    blocks = FENCED.findall(text)
+    defines = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b" if entry_point else r"^def ", re.MULTILINE)
+    code = next((block for block in blocks if defines.search(block)), blocks[0] if blocks else text)
+    if prefix and not defines.search(code):
+        code = _indented_like(prefix, code)
+    # a whole function goes after the prefix too: that may hold imports and other functions, and a body of its docstring
+    return f"{prefix}{code}\n\n{question.checks.tests}\n"
+
+
+def _indented_like(prefix: str, code: str) -> str:
+    """Give the first line back the indentation that decoding or stripping took from it."""
+    last = prefix.rstrip("\n").rpartition("\n")[2]
+    indentation = last[: len(last) - len(last.lstrip())]
+    return code if code.startswith((indentation, "\n")) else indentation + code.lstrip(" ")
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+Measure = Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
+# by benchmark: what is measured, and in which category where not in all
+MEASURES: dict[str, dict[Measure, str | None]] = {
+    "gsm8k": {exact_match: None},
+    "humaneval": {pass_at_1: None},
+    "mbpp": {pass_at_1: None},
+    "mbpp_validation": {pass_at_1: None},
+    "cnn_dm": {rouge: None},
+    "xsum": {rouge: None},
+    "wmt16": {translation: None},
+    "spec_bench": {exact_match: "math_reasoning", rouge: "summarization", translation: "translation"},
+}

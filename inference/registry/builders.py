@@ -1,0 +1,141 @@
+"""How the drafters that need more than numbers are put together: a draft model, a file, the base itself.
+
+Each function takes the base's runner and what ``NAME=...`` names, and then the flat arguments of the command line.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeVar
+
+import drafters
+from drafters.protocol import Drafter
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.pool import NgramPool
+from drafters.training_free.suffix_array import SuffixArray
+from inference.engine.base import Base, load_base, tokenizer_hash
+from inference.engine.draft_session import ModelSession
+from inference.engine.layer_skipping import SkipSession, default_skips, read_skips
+from inference.engine.runner import Runner
+from inference.engine.sampling import RunningSampler
+
+Built = TypeVar("Built", CorpusTable, SuffixArray)
+
+
+def draft_model(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 5,
+    threshold: float = 0.0,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Drafter:
+    """Draft-model speculation: greedy chains at temperature 0, drawn ones with exact rejection above it."""
+    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
+    return drafters.DraftModel(ModelSession(model_runner(folder, runner.base), sampler=sampler), num_draft, threshold)
+
+
+def cascade(runner: Runner, folder: str, num_draft: int = 5, inner_ngram: int = 3, inner_draft: int = 5) -> Drafter:
+    """Vertical cascade: prompt lookup drafts for the draft model, which drafts for the base."""
+    lowest = drafters.PromptLookup(inner_ngram, inner_draft)
+    return drafters.DraftModel(ModelSession(model_runner(folder, runner.base), lowest), num_draft)
+
+
+def ouroboros(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 12,
+    num_phrases: int = 3,
+    level: int = 7,
+    window: int = 20,
+    phrases_draft: bool = True,
+    lengthen: bool = True,
+    verify_phrases: bool = True,
+    history: bool = True,
+    drop_last: bool = False,
+    seed: int = 0,
+) -> Drafter:
+    """Ouroboros: the draft model drafts by lookahead over the pool that also lengthens its drafts; without
+    ``phrases_draft`` it drafts token by token. A key keeps as many phrases as the window is wide, as in the paper's
+    code."""
+    pool = NgramPool(window)
+    lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
+    inner = ModelSession(model_runner(folder, runner.base), lookahead if phrases_draft else None)
+    return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
+
+
+def corpus_table(file: str, base: Base) -> CorpusTable:
+    """A corpus cache of the base's vocabulary.
+
+    Raises:
+        ValueError: It is not there, or was built with another tokenizer.
+    """
+    return _of_the_bases_vocabulary(CorpusTable.load(file), f"corpus cache {file}", "corpus", base)
+
+
+def datastore(file: str, base: Base) -> SuffixArray:
+    """A datastore of the base's vocabulary.
+
+    Raises:
+        ValueError: It is not there, or was built with another tokenizer.
+    """
+    return _of_the_bases_vocabulary(SuffixArray.open(file), f"datastore {file}", "datastore", base)
+
+
+def _of_the_bases_vocabulary(built: Built, name: str, command: str, base: Base) -> Built:
+    if built.tokenizer_hash != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"the {name} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters {command} OUT --tokenizer {base.name}`"
+        )
+    return built
+
+
+def self_speculative(
+    runner: Runner,
+    file: str | None = None,
+    num_draft: int = 8,
+    threshold: float = 0.8,
+    adaptive: bool = True,
+    carry: bool = False,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Drafter:
+    """The base drafts for itself on its own cache, without the sublayers the file names, or every second layer.
+
+    Greedy chains at temperature 0, drawn ones with exact rejection above it.
+    """
+    num_layers = runner.base.model.config.num_hidden_layers
+    attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
+    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
+    inner = SkipSession(runner, attention, mlp, sampler)
+    return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
+
+
+def model_runner(folder: str, base: Base) -> Runner:
+    """A draft model of the base's vocabulary, with a cache of its own.
+
+    Raises:
+        ValueError: It is not there, or has another vocabulary.
+    """
+    dtype = str(base.model.dtype).removeprefix("torch.")
+    model = _load(folder, dtype, str(base.model.device))
+    if model.model.config.vocab_size != base.model.config.vocab_size:
+        raise ValueError(
+            f"the draft model {folder} has {model.model.config.vocab_size} tokens and the base {base.name} "
+            f"{base.model.config.vocab_size}: pass a model of the same vocabulary"
+        )
+    if tokenizer_hash(model.tokenizer) != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"the tokenizer of the draft model {folder} is not that of {base.name}: pass a model of the same vocabulary"
+        )
+    return Runner(model)
+
+
+@lru_cache(maxsize=4)
+def _load(folder: str, dtype: str, device: str) -> Base:
+    return load_base(folder, dtype, device)

@@ -1,0 +1,267 @@
+"""The report's plots: matplotlib figures of summaries, as PNG, for a light and a dark page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from inference.results.metrics import Summary
+
+Summaries = dict[str, Summary]  # of one benchmark, by drafter
+Colours = dict[str, str]  # by drafter
+
+VANILLA_GREY = "#969ba3"
+PALETTE = ("#3f7fdb", "#e2803a", "#2ea583", "#c4579f", "#8b6fd8", "#cfa02a", "#45acc9", "#d65a5a", "#7d9a3c", "#a5765a")
+FADED = ("#9fbfed", "#f0bf9c", "#96d2c1", "#e1abcf", "#c5b7eb", "#e7cf94", "#a2d5e5", "#eaacac", "#becc9d", "#d2baac")
+PHASE_COLOURS = {
+    "prefill": "#b4bac3",
+    "propose": "#e3a13f",
+    "forward": "#7590b0",
+    "accept": "#46a88a",
+    "commit": "#9478d2",
+    "observe": "#d4719f",
+    "other": "#868c95",
+}
+BUDGET_ARGUMENTS = ("num_nodes", "num_draft")
+THEMES = {"light": ("#ffffff", "#24292f", "#d8dce2"), "dark": ("#181b20", "#d7dbe0", "#3a3f47")}  # paper, ink, rules
+
+
+def choose_colours(summaries: Iterable[Summary]) -> Colours:
+    """One colour for each drafter, whatever the plot; the baseline is grey."""
+    is_baseline = {summary.drafter: summary.is_baseline for summary in summaries}
+    others = [drafter for drafter, is_it in is_baseline.items() if not is_it]
+    colours = {drafter: (PALETTE + FADED)[index % (2 * len(PALETTE))] for index, drafter in enumerate(others)}
+    return {drafter: colours.get(drafter, VANILLA_GREY) for drafter in is_baseline}
+
+
+def plot_speedup(summaries: Summaries, colours: Colours) -> Figure:
+    """Speed-up of each drafter, a bar each, with its interval."""
+    figure = _bars(summaries, colours, "Speed-up, times the baseline", "speedup", "speedup_interval", "×")
+    figure.axes[0].set_xlabel("dashed: the baseline" + _interval_told(summaries, "speedup_interval"))
+    return figure
+
+
+def plot_acceptance(summaries: Summaries, colours: Colours) -> Figure:
+    """Acceptance length of each drafter, a bar each, with its interval."""
+    figure = _bars(summaries, colours, "Acceptance length", "acceptance_length", "acceptance_interval")
+    told = _interval_told(summaries, "acceptance_interval")
+    figure.axes[0].set_xlabel("tokens per base forward" + told)
+    return figure
+
+
+def plot_categories(summaries: Summaries, colours: Colours) -> Figure:
+    """Acceptance length by category, a group of bars for each category."""
+    drafters = {name: summary for name, summary in summaries.items() if not summary.is_baseline} or summaries
+    categories = list(dict.fromkeys(category for summary in drafters.values() for category in summary.by_category))
+    height = 0.8 / len(drafters)
+    figure, axes = _figure(
+        1.5 + len(categories) * max(0.3, 0.14 * len(drafters) + 0.12), "Acceptance length by category"
+    )
+    for index, (drafter, summary) in enumerate(drafters.items()):
+        lengths = [_acceptance_length(summary, category) for category in categories]
+        places = [row + (index + 0.5) * height - 0.4 for row in range(len(categories))]
+        bars = axes.barh(places, lengths, height=0.9 * height, color=colours[drafter], label=drafter)
+        axes.bar_label(bars, [f"{length:.1f}" if length else "" for length in lengths], padding=2, fontsize=7)
+    _mark_one(axes)
+    axes.margins(x=0.08, y=0.01)
+    axes.set_xlabel("tokens per base forward; dashed: without a drafter")
+    _as_rows(axes, categories)
+    _legend_below(figure)
+    return figure
+
+
+def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
+    """Share of steps that accept at least d draft tokens, a line for each drafter."""
+    figure, axes = _figure(3.5, "Steps that accept at least d draft tokens")
+    deepest, highest = 1, 10.0
+    for drafter, summary in summaries.items():
+        if shares := summary.acceptance_by_depth:
+            percents = [100 * share for share in shares]
+            axes.plot(range(1, len(shares) + 1), percents, color=colours[drafter], label=drafter, marker="o")
+            deepest = max(deepest, sum(percent >= 1 for percent in percents))
+            highest = max(highest, *percents)
+    axes.set_xlabel("d, draft tokens")
+    axes.set_ylabel("% of steps")
+    axes.set_xlim(0.7, deepest + 0.3)
+    axes.set_ylim(0, 10 * math.ceil(highest / 10))
+    axes.xaxis.get_major_locator().set_params(integer=True, steps=[1, 2, 5, 10])
+    axes.grid(axis="both")
+    _legend_below(figure)
+    return figure
+
+
+def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
+    """Where the time of a token goes, a stacked bar for each drafter."""
+    figure, axes = _figure(1.9 + 0.36 * len(summaries), "Time by phase")
+    ends = dict.fromkeys(summaries, 0.0)
+    for phase, colour in PHASE_COLOURS.items():
+        costs = [1000 * max(s.phase_seconds.get(phase, 0.0), 0.0) / max(s.tokens, 1) for s in summaries.values()]
+        axes.barh(range(len(costs)), costs, left=list(ends.values()), color=colour, label=phase, height=0.68)
+        ends = {drafter: end + cost for (drafter, end), cost in zip(ends.items(), costs, strict=True)}
+    for row, end in enumerate(ends.values()):
+        axes.annotate(f"{end:.1f}", (end, row), (4, 0), textcoords="offset points", va="center")
+    axes.set_xlim(0, 1.12 * max(ends.values()) or 1)
+    axes.set_xlabel("ms per token")
+    _as_rows(axes, summaries)
+    _legend_below(figure)
+    return figure
+
+
+def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
+    """Acceptance length and speed-up against fed tokens a step, a line for each drafter run with several budgets."""
+    figure = Figure(figsize=(5.6, 4.6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper.set_title("What a larger tree gives")
+    for family, drafters in budgets(summaries).items():
+        points = sorted((summaries[drafter] for drafter in drafters), key=lambda s: s.fed_per_step)
+        colour, fed = colours[drafters[0]], [s.fed_per_step for s in points]
+        for axes, measure, interval in (
+            (upper, "acceptance_length", "acceptance_interval"),
+            (lower, "speedup", "speedup_interval"),
+        ):
+            values = [getattr(s, measure) or 0.0 for s in points]
+            bounds = [getattr(s, interval) or (value, value) for s, value in zip(points, values, strict=True)]
+            axes.plot(fed, values, color=colour, label=family, marker="o")
+            axes.fill_between(fed, *zip(*bounds, strict=True), color=colour, alpha=0.15, linewidth=0)
+    lower.axhline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
+    upper.set_ylabel("acceptance length")
+    lower.set_ylabel("speed-up")
+    lower.set_xlabel("fed tokens a step; dashed: the baseline")
+    for axes in (upper, lower):
+        axes.grid(axis="both")
+    _legend_below(figure)
+    return figure
+
+
+def budgets(summaries: Summaries) -> dict[str, list[str]]:
+    """Drafters whose names differ only in `BUDGET_ARGUMENTS`, by what else their name says; at least two of each."""
+    families: dict[str, list[str]] = {}
+    for drafter, summary in summaries.items():
+        if summary.fed_per_step is not None and not summary.is_baseline:
+            spec = re.sub(r" \(.*\)$", "", drafter)  # the folder it comes from
+            name, _, arguments = spec.partition(":")
+            kept = [pair for pair in arguments.split(",") if pair and pair.partition("=")[0] not in BUDGET_ARGUMENTS]
+            families.setdefault(":".join([name, *([",".join(kept)] if kept else [])]), []).append(drafter)
+    fed = {family: {summaries[drafter].fed_per_step for drafter in own} for family, own in families.items()}
+    return {family: own for family, own in families.items() if len(fed[family]) > 1}
+
+
+PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
+    "speedup": plot_speedup,
+    "acceptance": plot_acceptance,
+    "depths": plot_depths,
+    "phases": plot_phases,
+    "categories": plot_categories,
+    "budget": plot_budget,
+}
+
+
+def applicable(summaries: Summaries) -> list[str]:
+    """The plots that have something to show."""
+    several = {
+        "categories": max(len(s.by_category) for s in summaries.values()) > 1,
+        "budget": bool(budgets(summaries)),
+    }
+    return [plot for plot in PLOTS if several.get(plot, True)]
+
+
+def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light") -> bytes:
+    """The plot of this name as a PNG, for a page of this theme."""
+    paper, ink, rules = THEMES[theme]
+    style = {
+        "figure.facecolor": paper,
+        "savefig.facecolor": paper,
+        "axes.facecolor": paper,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), ink),
+        "axes.edgecolor": rules,
+        "grid.color": rules,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlepad": 10,
+        "font.size": 9.5,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 4,
+        "legend.frameon": False,
+        "text.parse_math": False,  # a name may hold a dollar sign
+    }
+    with matplotlib.rc_context(style):
+        figure = PLOTS[plot](summaries, colours)
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=160)
+    return png.getvalue()
+
+
+def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, interval: str, unit: str = "") -> Figure:
+    """A bar for each drafter; of several baselines, which all stand at the dashed line, the first."""
+    first = next((drafter for drafter, summary in summaries.items() if summary.is_baseline), None)
+    shown = {drafter: s for drafter, s in summaries.items() if not s.is_baseline or drafter == first}
+    values = [getattr(summary, measure) or 0.0 for summary in shown.values()]
+    bounds = [getattr(s, interval) or (value, value) for s, value in zip(shown.values(), values, strict=True)]
+    figure, axes = _figure(1.5 + 0.36 * len(shown), title)
+    axes.barh(range(len(values)), values, color=[colours[drafter] for drafter in shown], height=0.68)
+    ink, ends = matplotlib.rcParams["text.color"], []
+    for row, (value, (low, high)) in enumerate(zip(values, bounds, strict=True)):
+        if low < high:
+            axes.plot([low, high], [row, row], color=ink, linewidth=1.2, marker="|", markersize=7)
+        ends.append(max(value, high))
+        axes.annotate(f"{value:.2f}{unit}", (ends[-1], row), (5, 0), textcoords="offset points", va="center")
+    _mark_one(axes)
+    axes.set_xlim(0, 1.17 * max(1.0, *ends))
+    _as_rows(axes, shown)
+    return figure
+
+
+def _interval_told(summaries: Summaries, interval: str) -> str:
+    known = (bounds for s in summaries.values() if (bounds := getattr(s, interval)))
+    return "; whiskers: 95 %" if any(low < high for low, high in known) else ""
+
+
+def _acceptance_length(summary: Summary, category: str) -> float:
+    measured = summary.by_category.get(category)
+    return (measured.acceptance_length if measured else None) or 0.0
+
+
+def _figure(height: float, title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.6, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    return figure, axes
+
+
+def _as_rows(axes: Axes, names: Iterable[str]) -> None:
+    """One row for each name, the first on top, ruled by values."""
+    labels = [textwrap.fill(textwrap.shorten(name.replace(",", ", "), 44, placeholder=" …"), 24) for name in names]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _mark_one(axes: Axes) -> None:
+    """A dashed line where decoding without a drafter stands."""
+    axes.axvline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
+
+
+def _legend_below(figure: Figure) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        labels = [label if len(label) <= 40 else f"{label[:39]}…" for label in labels]
+        ncols = min(4, max(1, 70 // (6 + max(map(len, labels)))))
+        width, height = figure.get_size_inches()
+        figure.set_size_inches(width, height + 0.17 * max(0, -(-len(labels) // ncols) - 2))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=ncols, handlelength=1.1, columnspacing=1.4, fontsize=9
+        )

@@ -1,0 +1,222 @@
+"""The figures of recorded answers beside a recorded baseline's, by every convention in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from inference.reporting.tables import Row, escape, markdown_table, number, rich_table
+from inference.results import intervals
+from inference.results.answer_files import RecordedAnswer
+
+Pairs = Sequence[tuple[RecordedAnswer, RecordedAnswer]]  # an answer and the baseline's to the same question
+
+
+def pair(given: Sequence[RecordedAnswer], baseline: Sequence[RecordedAnswer]) -> Pairs:
+    """Each answer beside the baseline's to the same question.
+
+    Raises:
+        ValueError: The baseline has none, or one of another number of turns.
+    """
+    by_id = {answer.question_id: answer for answer in baseline}
+    for answer in given:
+        base = by_id.get(answer.question_id)
+        if base is None:
+            raise ValueError(
+                f"{answer.place}: the baseline has no answer to question {answer.question_id}: "
+                "pass answers to the same questions"
+            )
+        if len(base.turns) != len(answer.turns):
+            raise ValueError(
+                f"{answer.place}: {len(answer.turns)} turns, and {len(base.turns)} in {base.place}: "
+                "pass answers to the same questions"
+            )
+    return [(answer, by_id[answer.question_id]) for answer in given]
+
+
+def acceptance_by_index(pairs: Pairs) -> float | None:
+    """The CTC paper's beta (equation 12); its steps are an index counted from zero, so one a turn is missing."""
+    return _mean(_ratio(_tokens(answer), _indices(answer)) for answer, _ in pairs)
+
+
+def acceptance_by_question(pairs: Pairs) -> float | None:
+    """Mean over questions of the tokens of a base forward."""
+    return _mean(_ratio(*emitted_and_steps(answer)) for answer, _ in pairs)
+
+
+def acceptance_micro(pairs: Pairs) -> float | None:
+    """Tokens of all questions / base forwards of all questions."""
+    counts = [emitted_and_steps(answer) for answer, _ in pairs]
+    return _ratio(sum(emitted for emitted, _ in counts), sum(steps for _, steps in counts))
+
+
+def speedup_by_question(pairs: Pairs) -> float | None:
+    """The CTC paper's gamma (equation 13), a mean over questions."""
+    return _mean(_ratio(_speed([answer]), _speed([base])) for answer, base in pairs)
+
+
+def speedup_of_means(pairs: Pairs) -> float | None:
+    """Mean speed over questions / the baseline's."""
+    return _ratio(_mean(_speed([answer]) for answer, _ in pairs), _mean(_speed([base]) for _, base in pairs))
+
+
+def speedup_micro(pairs: Pairs) -> float | None:
+    """Speed over all questions / the baseline's."""
+    return _ratio(_speed([answer for answer, _ in pairs]), _speed([base for _, base in pairs]))
+
+
+@dataclass(frozen=True)
+class Convention:
+    """One way to count.
+
+    Args:
+        name: What is counted, and who counts so.
+        formula: How, in words.
+        count: The number; None where the files do not tell enough.
+    """
+
+    name: str
+    formula: str
+    count: Callable[[Pairs], float | None]
+
+
+CONVENTIONS = (
+    Convention(
+        "beta, CTC paper",
+        "mean over questions of new tokens / last step's index from zero, turns summed: a step a turn too few",
+        acceptance_by_index,
+    ),
+    Convention(
+        "acceptance length, mean",
+        "mean over questions of new tokens / steps; steps = that index + 1",
+        acceptance_by_question,
+    ),
+    Convention(
+        "acceptance length, micro",
+        "all new tokens / all steps, prefills excluded; Spec-Bench's mean accepted tokens",
+        acceptance_micro,
+    ),
+    Convention(
+        "gamma, CTC paper",
+        "mean over questions of tokens per second / the baseline's tokens per second",
+        speedup_by_question,
+    ),
+    Convention(
+        "speed-up, Spec-Bench", "mean over questions of tokens per second / the baseline's mean", speedup_of_means
+    ),
+    Convention("speed-up, micro", "all tokens / all seconds / the same of the baseline", speedup_micro),
+)
+
+
+def identical_turns(pairs: Pairs) -> tuple[int, int]:
+    """How many turns have the baseline's text, and how many turns there are."""
+    turns = [both for answer, base in pairs for both in zip(answer.turns, base.turns, strict=True)]
+    return sum(ours.text == its.text for ours, its in turns), len(turns)
+
+
+def notes(pairs: Pairs) -> list[str]:
+    """What must be known beside the numbers: identical turns, the interval, counts that stand in, unequal lengths."""
+    same, num_turns = identical_turns(pairs)
+    found = [f"identical turns: {same} of {num_turns} ({100 * same / num_turns:.1f} %)"]
+    counts = [counted for answer, _ in pairs if all(counted := emitted_and_steps(answer))]
+    if counts and (interval := intervals.interval([*zip(*counts, strict=True)], (1, -1))):
+        low, high = interval
+        found.append(f"95 % interval of the micro acceptance length over questions: {low:.2f} to {high:.2f}")
+    sides = dict(zip(("answers", "baseline"), zip(*pairs, strict=True), strict=True))
+    for name, side in sides.items():
+        zeros = sum(turn.has_stand_in for answer in side for turn in answer.turns)
+        if zeros:
+            found.append(f"the {name} record 0 new tokens in {zeros} of {num_turns} turns: idxs + 1 is counted there")
+    longest, its = (max(turn.num_tokens for answer in side for turn in answer.turns) for side in sides.values())
+    if longest != its:
+        found.append(
+            f"longest turn: {longest} tokens, the baseline's {its}: a speed-up is per token, not of the same work"
+        )
+    return found
+
+
+def emitted_and_steps(answer: RecordedAnswer) -> tuple[int, int]:
+    """Tokens that decoding steps gained, and the steps; prefills excluded. Two zeros where the file does not tell.
+
+    FastChat-style loops count the prefill's token as the first step's own, so all tokens are gained by their steps.
+    """
+    if answer.accept_lengths is not None:
+        return sum(answer.accept_lengths), len(answer.accept_lengths)
+    indices = _indices(answer)
+    return (0, 0) if indices is None else (_tokens(answer), indices + len(answer.turns))
+
+
+def _tokens(answer: RecordedAnswer) -> int:
+    return sum(turn.num_tokens for turn in answer.turns)
+
+
+def _indices(answer: RecordedAnswer) -> int | None:
+    indices = [turn.index for turn in answer.turns]
+    return None if None in indices else sum(indices)
+
+
+def _speed(given: Sequence[RecordedAnswer]) -> float | None:
+    """Tokens per second."""
+    seconds = [turn.seconds for answer in given for turn in answer.turns]
+    return None if None in seconds else _ratio(sum(map(_tokens, given)), sum(seconds))
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are."""
+    measured = [value for value in values if value is not None]
+    return fmean(measured) if measured else None
+
+
+def figures(pairs: Pairs) -> dict[str, Any]:
+    """Every number by the name of its convention, and the notes."""
+    return {convention.name: convention.count(pairs) for convention in CONVENTIONS} | {"notes": notes(pairs)}
+
+
+def rows(pairs: Pairs) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each convention."""
+    found = [Row([c.name, number(c.count(pairs)), c.formula]) for c in CONVENTIONS]
+    return ["figure", "value", "how it is counted"], found
+
+
+def category_rows(pairs: Pairs) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each category, where the file tells of categories."""
+    kinds: dict[str, list] = {}
+    for answer, base in pairs:
+        if answer.category is not None:
+            kinds.setdefault(answer.category, []).append((answer, base))
+    columns = {"acceptance length, micro": acceptance_micro, "speed-up, Spec-Bench": speedup_of_means}
+    found = [
+        Row([kind, str(len(own)), *(number(count(own)) for count in columns.values())]) for kind, own in kinds.items()
+    ]
+    return ["category", "questions", *columns], found
+
+
+def table(pairs: Pairs) -> list[RenderableType]:
+    """For a rich console to print one by one."""
+    headings, found = rows(pairs)
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, justify in zip(headings, ("left", "right", "left"), strict=True):
+        grid.add_column(heading, justify=justify, no_wrap=justify == "right")
+    for row in found:
+        grid.add_row(*map(Text, row.cells))
+    by_category = category_rows(pairs)
+    parts = [rich_table(*by_category), Text()] if by_category[1] else []
+    return [grid, Text(), *parts, *map(Text, notes(pairs)), Text()]
+
+
+def markdown(pairs: Pairs) -> str:
+    """The same in Markdown."""
+    by_category = category_rows(pairs)
+    lines = [*markdown_table(*rows(pairs)), *(markdown_table(*by_category) if by_category[1] else [])]
+    return "\n".join([*lines, *(f"- {escape(note)}" for note in notes(pairs)), ""])

@@ -1,0 +1,297 @@
+"""The tables of an evaluation, for the terminal and for Markdown, and its one-sentence headline."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from inference.results.metrics import CategorySummary, Summary
+
+Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark, by drafter
+
+COUNTING_RULE = "Acceptance length = emitted tokens / base forwards, prefill excluded, micro average."
+OVERVIEW, BY_CATEGORY = (f"Acceptance length and speed-up by {what}" for what in ("benchmark", "category"))
+COLUMNS = (
+    ("drafter", lambda s: s.drafter),
+    ("acceptance length", lambda s: number(s.acceptance_length)),
+    ("mean per question", lambda s: number(s.acceptance_length_mean)),
+    ("ended by EOS", lambda s: number(s.acceptance_length_ended)),
+    ("with prefill", lambda s: number(s.acceptance_length_with_prefill)),
+    ("speed-up", lambda s: number(s.speedup, unit="×")),
+    ("noise", lambda s: number(None if s.noise is None else 100 * s.noise, places=1, unit=" %")),
+    ("tokens/s", lambda s: number(s.tokens_per_second, places=1)),
+    ("fed tokens/step", lambda s: number(s.fed_per_step, places=1)),
+    ("of them scratch", lambda s: number(s.scratch_per_step, places=1)),
+    ("draft forwards/step", lambda s: number(s.draft_forwards_per_step, places=1)),
+    ("peak MiB", lambda s: number(None if s.peak_bytes is None else s.peak_bytes / 2**20, places=0)),
+    ("identical answers", lambda s: _identical(s)),
+)
+INTERVALS = {
+    "acceptance length": "acceptance_interval",
+    "mean per question": "acceptance_mean_interval",
+    "speed-up": "speedup_interval",
+}
+RANKED = {
+    "acceptance length": "acceptance_length",
+    "mean per question": "acceptance_length_mean",
+    "ended by EOS": "acceptance_length_ended",
+    "with prefill": "acceptance_length_with_prefill",
+    "speed-up": "speedup",
+    "tokens/s": "tokens_per_second",
+}
+TERMINAL_COLUMNS = ("drafter", "acceptance length", "speed-up", "tokens/s", "fed tokens/step", "identical answers")
+MAX_TERMINAL_DRAFTERS = 6  # side by side, for the same reason
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
+
+    Args:
+        cells: What stands in its columns.
+        best: Columns to stress.
+        is_identical: Whether the drafter wrote the baseline's very text.
+        small: What stands small below a cell, by column: its 95 % interval, or how many answers it rests on.
+    """
+
+    cells: list[str]
+    best: set[int] = field(default_factory=set)
+    is_identical: bool = True
+    small: dict[int, str] = field(default_factory=dict)
+
+
+def table(summaries: Summaries) -> list[RenderableType]:
+    """The tables of all benchmarks with their titles and footnotes, for a rich console to print one by one."""
+    parts: list[RenderableType] = []
+    if len(summaries) > 1:
+        parts += [Text(OVERVIEW, style="bold"), *_side_by_side(*overview_rows(summaries))]
+    for benchmark, by_drafter in summaries.items():
+        headings, rows = drafter_rows(by_drafter)
+        shown = [at for at, heading in enumerate(headings) if heading in TERMINAL_COLUMNS]
+        parts += [Text(benchmark, style="bold"), rich_table(headings, rows, shown)]
+        parts += [Text(note, style="red") for note in footnotes(by_drafter)]
+        headings, rows = category_rows(by_drafter)
+        parts.append(Text())
+        if (quality := quality_rows(by_drafter))[1]:
+            parts += [Text(f"{benchmark}, task quality, %"), rich_table(*quality), Text()]
+        if len(rows) > 1:
+            parts += [Text(f"{benchmark}, {BY_CATEGORY.lower()}"), *_side_by_side(headings, rows)]
+    return parts
+
+
+def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[RenderableType]:
+    """A table with a column for each drafter, in as many parts as a terminal needs."""
+    parts: list[RenderableType] = []
+    for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
+        columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
+        parts += [rich_table(headings, rows, [0, *columns]), Text()]
+    return parts
+
+
+def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
+    """The same tables in Markdown, and what was run."""
+    lines = [f"**{escape(headline(summaries))}**", ""]
+    if len(summaries) > 1:
+        lines += [f"{OVERVIEW}:", "", *markdown_table(*overview_rows(summaries))]
+    for benchmark, by_drafter in summaries.items():
+        lines += [f"## {escape(benchmark)}", ""]
+        lines += markdown_table(*drafter_rows(by_drafter))
+        lines += [line for note in footnotes(by_drafter) for line in (escape(note), "")]
+        if (quality := quality_rows(by_drafter))[1]:
+            lines += ["Task quality, %:", "", *markdown_table(*quality)]
+        headings, rows = category_rows(by_drafter)
+        if len(rows) > 1:
+            lines += [f"{BY_CATEGORY}:", "", *markdown_table(headings, rows)]
+    lines += ["## What was run", ""]
+    lines += [f"- {escape(str(key))}: {escape(str(value))}" for key, value in counted(context).items()]
+    return "\n".join([*lines, ""])
+
+
+def headline(summaries: Summaries) -> str:
+    """The evaluation in one sentence about the fastest of the drafters that answered the most benchmarks."""
+    best = fastest(summaries)
+    if best is None:
+        own = next(iter(next(iter(summaries.values())).values()))
+        return f"Only {own.drafter} was run: {number(own.tokens_per_second, places=1)} tokens per second."
+    own = [by_drafter[best] for by_drafter in summaries.values() if best in by_drafter]
+    identical, questions = sum(s.identical for s in own), sum(s.questions for s in own)
+    what = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"
+    times = _geometric_mean([s.speedup for s in own])
+    speed = f"{times:.1f}x faster" if times >= 1 else f"at {times:.2f}x its speed"
+    length = _geometric_mean([s.acceptance_length for s in own])
+    over = f"over {questions} question{'' if questions == 1 else 's'}"
+    over += f" of {len(own)} benchmarks (geometric means)" if len(own) > 1 else ""
+    return f"{best} writes {what} {_name(own[0].baseline)}, {speed}, {length:.1f} tokens per base forward, {over}."
+
+
+def fastest(summaries: Summaries) -> str | None:
+    """The fastest of the drafters that answered the most benchmarks, by the geometric mean of its speed-ups."""
+    speedups: dict[str, list[float | None]] = {}
+    for by_drafter in summaries.values():
+        for drafter, summary in by_drafter.items():
+            if not summary.is_baseline:
+                speedups.setdefault(drafter, []).append(summary.speedup)
+    most = max(map(len, speedups.values()), default=0)
+    means = {drafter: _geometric_mean(own) for drafter, own in speedups.items() if len(own) == most}
+    return max(means, key=means.__getitem__, default=None)
+
+
+def drafter_rows(
+    by_drafter: Mapping[str, Summary], ended: Mapping[str, str] | None = None
+) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each drafter; the best of the drafters, the baseline aside, is stressed.
+
+    A column that tells nothing of any drafter is left out. How many turns ended by themselves, by drafter, stands below
+    the figure that rests on them alone.
+    """
+    summaries = list(by_drafter.values())
+    columns = {heading: cells for heading, cell in COLUMNS if set(cells := list(map(cell, summaries))) - {"–", "0.0"}}
+    best = {
+        heading: _best([None if s.is_baseline else getattr(s, name) for s in summaries])
+        for heading, name in RANKED.items()
+    }
+    rows = [
+        Row(
+            [cells[index] for cells in columns.values()],
+            {at for at, heading in enumerate(columns) if best.get(heading) == index},
+            summary.identical == summary.questions,
+            {at: told for at, heading in enumerate(columns) if (told := _small(summary, heading, ended or {}))},
+        )
+        for index, summary in enumerate(summaries)
+    ]
+    return list(columns), rows
+
+
+def quality_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each drafter whose answers were graded."""
+    graded = {drafter: summary.quality for drafter, summary in by_drafter.items() if summary.quality}
+    grades = list(dict.fromkeys(grade for quality in graded.values() for grade in quality))
+    rows = [Row([drafter, *(number(quality.get(grade)) for grade in grades)]) for drafter, quality in graded.items()]
+    return ["drafter", *grades], rows
+
+
+def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:
+    """What a reader of `drafter_rows` may ask."""
+    small = {headings[at] for row in rows for at in row.small}
+    told = []
+    if small & INTERVALS.keys():
+        told.append("Small: 95 % intervals over questions; where they overlap, bold may be chance.")
+    if "ended by EOS" in small:
+        told.append("Ended by EOS: over the turns that ended by themselves, of all turns.")
+    if "noise" in headings:
+        told.append("Noise: what another run's speed-up may differ by, one standard deviation.")
+    return " ".join(told)
+
+
+def category_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each category with acceptance length and speed-up of each drafter but the baseline."""
+    drafters = [summary for summary in by_drafter.values() if not summary.is_baseline]
+    categories = dict.fromkeys(category for summary in drafters for category in summary.by_category)
+    rows = [_both(category, [summary.by_category.get(category) for summary in drafters]) for category in categories]
+    return ["category", *(summary.drafter for summary in drafters)], rows
+
+
+def overview_rows(summaries: Summaries) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each benchmark with acceptance length and speed-up of each drafter but the baseline."""
+    drafters = dict.fromkeys(name for by in summaries.values() for name, own in by.items() if not own.is_baseline)
+    rows = [_both(name, [by_drafter.get(each) for each in drafters]) for name, by_drafter in summaries.items()]
+    return ["benchmark", *drafters], rows
+
+
+def _both(name: str, measured: Sequence[Summary | CategorySummary | None]) -> Row:
+    """Acceptance length and speed-up of each drafter; the longest is stressed."""
+    best = _best([found.acceptance_length if found else None for found in measured])
+    cells = [f"{number(m.acceptance_length)} {number(m.speedup, unit='×')}" if m else "–" for m in measured]
+    return Row([name, *cells], set() if best is None else {best + 1})
+
+
+def footnotes(by_drafter: Mapping[str, Summary]) -> list[str]:
+    """A line for each drafter whose answers are not all the baseline's."""
+    notes = []
+    for summary in by_drafter.values():
+        if summary.first_divergence is not None:
+            question, turn, position = summary.first_divergence
+            notes.append(
+                f"† {summary.drafter} does not always write what {_name(summary.baseline)} writes: they part first in "
+                f"question {question}, turn {turn + 1}, after {position} equal tokens."
+            )
+    return notes
+
+
+def counted(context: Mapping[str, Any]) -> dict[str, Any]:
+    """What was run, and how it was counted unless that is said already."""
+    return {**context, "counting": context.get("counting", COUNTING_RULE)}
+
+
+def number(value: float | None, places: int = 2, unit: str = "") -> str:
+    """The number for a reader; a dash where nothing was measured."""
+    return "–" if value is None else f"{value:.{places}f}{unit}"
+
+
+def _small(summary: Summary, heading: str, ended: Mapping[str, str]) -> str:
+    if heading == "ended by EOS":
+        return ended.get(summary.drafter, "")
+    return _interval(getattr(summary, INTERVALS[heading])) if heading in INTERVALS else ""
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    """The interval for a reader; nothing where it is unknown or has no width."""
+    return f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds and bounds[0] != bounds[1] else ""
+
+
+def _name(baseline: str) -> str:
+    return "the base" if baseline == "none" else baseline
+
+
+def _identical(summary: Summary) -> str:
+    percent = math.floor(1000 * summary.identical / summary.questions) / 10  # never rounds up to 100
+    mark = "" if summary.identical == summary.questions else " †"
+    return f"{percent:g} % ({summary.identical}/{summary.questions}){mark}"
+
+
+def _best(values: Sequence[float | None]) -> int | None:
+    measured = {index: value for index, value in enumerate(values) if value is not None}
+    return max(measured, key=measured.__getitem__) if measured else None
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float:
+    measured = [value for value in values if value]
+    return math.exp(sum(map(math.log, measured)) / len(measured)) if measured else 0.0
+
+
+def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int] | None = None) -> Table:
+    """A table for the terminal, of the columns ``shown`` or of all."""
+    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = range(len(headings)) if shown is None else shown
+    for index in shown:
+        heading = Text(headings[index].replace(" ", "\n", 1))
+        width = max(len(row.cells[index]) for row in rows)  # where room is short, headings and long names break
+        justify = "right" if index else "left"
+        result.add_column(heading, justify=justify, vertical="bottom", min_width=min(width, 16), overflow="fold")
+    for row in rows:
+        cells = [Text(row.cells[index], style="bold" if index in row.best else "") for index in shown]
+        result.add_row(*cells, style="" if row.is_identical else "red")
+    return result
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """The lines of a table in Markdown, and an empty one after it."""
+    lines = [list(map(escape, headings)), ["---", *["---:"] * (len(headings) - 1)]]
+    for row in rows:
+        cells = [f"**{escape(cell)}**" if at in row.best else escape(cell) for at, cell in enumerate(row.cells)]
+        small = [f" ({told})" if (told := row.small.get(at)) else "" for at in range(len(cells))]
+        lines.append([cell + told for cell, told in zip(cells, small, strict=True)])
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def escape(text: str) -> str:
+    """The text as Markdown shows it."""
+    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", text.replace("\n", " "))

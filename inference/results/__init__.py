@@ -1,0 +1,4 @@
+"""What an evaluation keeps: answer records, metrics with confidence intervals, and result folders.
+
+May import `engine` and `registry`.
+"""

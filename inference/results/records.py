@@ -1,0 +1,146 @@
+"""What a drafter answered and what every step cost, as JSON lines that FastChat and Spec-Bench read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.engine.session import StepCost
+
+COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answered turn of a conversation.
+
+    Args:
+        text: The answer.
+        token_ids: The answer's tokens, the end-of-sequence token among them.
+        prompt_tokens: Tokens of the prompt, the earlier turns among them.
+        steps: What each step cost; the first is the prefill.
+        seconds: Wall time of the turn.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    steps: list[StepCost]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question answered with one drafter.
+
+    Args:
+        question_id: Number of the question in its benchmark.
+        category: The benchmark's name for this kind of question.
+        drafter: Name of the drafter.
+        turns: The answered turns.
+        ended: Whether each turn ended with an end-of-sequence token, not with the length cap.
+        peak_bytes: GPU memory allocated at most while it was decoded, the base and every drafter of the run included;
+            None on a CPU, where memory is not counted by what asks for it.
+        core_share: Of the time, that the decoding thread had a core.
+    """
+
+    question_id: int
+    category: str
+    drafter: str
+    turns: list[Turn]
+    ended: list[bool]
+    peak_bytes: int | None = None
+    core_share: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all turns."""
+        return sum(turn.seconds for turn in self.turns)
+
+
+def to_json(answer: Answer) -> dict[str, Any]:
+    """The answer in FastChat's form.
+
+    ``idxs`` is the zero-based index of each turn's last step, as FastChat-style tools expect it, and
+    ``accept_lengths`` what Spec-Bench averages: tokens emitted by each step, prefills excluded.
+    """
+    turns = answer.turns
+    choice = {
+        "index": 0,
+        "turns": [turn.text for turn in turns],
+        "token_ids": [list(turn.token_ids) for turn in turns],
+        "idxs": [len(turn.steps) - 1 for turn in turns],
+        "new_tokens": [len(turn.token_ids) for turn in turns],
+        "wall_time": [round(turn.seconds, 7) for turn in turns],
+        "accept_lengths": [step.emitted for turn in turns for step in turn.steps[1:]],
+        "prompt_tokens": [turn.prompt_tokens for turn in turns],
+        "ended": list(answer.ended),
+        "steps": [[_step_to_json(step) for step in turn.steps] for turn in turns],
+        "peak_bytes": answer.peak_bytes,
+        "core_share": None if answer.core_share is None else round(answer.core_share, 4),
+    }
+    return {
+        "question_id": answer.question_id,
+        "answer_id": f"{answer.drafter}-{answer.question_id}",
+        "model_id": answer.drafter,
+        "category": answer.category,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
+
+
+def from_json(record: dict[str, Any]) -> Answer:
+    """The inverse of `to_json`."""
+    choice = record["choices"][0]
+    columns = (choice[key] for key in ("turns", "token_ids", "prompt_tokens", "steps", "wall_time"))
+    turns = [
+        Turn(text, token_ids, prompt_tokens, [_step_from_json(row) for row in steps], seconds)
+        for text, token_ids, prompt_tokens, steps, seconds in zip(*columns, strict=True)
+    ]
+    measured = choice.get("peak_bytes"), choice.get("core_share")  # answers of older runs have none
+    return Answer(record["question_id"], record["category"], record["model_id"], turns, choice["ended"], *measured)
+
+
+def write(path: str | Path, answers: Iterable[Answer]) -> None:
+    """Write the answers, one a line, in place of what the file held."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(map(_line, answers)), encoding="utf-8")
+
+
+def read(path: str | Path) -> list[Answer]:
+    """Read answers back.
+
+    Raises:
+        ValueError: A line is no answer that `write` wrote.
+    """
+    answers = []
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                answers.append(from_json(json.loads(line)))
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                raise ValueError(
+                    f"{path}:{number}: not a recorded answer ({type(error).__name__}: {error}): "
+                    "delete the line, or the file, and run `drafters eval` again"
+                ) from error
+    return answers
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(to_json(answer), ensure_ascii=False) + "\n"
+
+
+def _step_to_json(step: StepCost) -> list[float]:
+    counts = [getattr(step, name) for name in COUNTS]
+    return counts + [round(seconds, 7) for seconds in step.seconds]
+
+
+def _step_from_json(row: list[float]) -> StepCost:
+    return StepCost(*map(int, row[: len(COUNTS)]), tuple(row[len(COUNTS) :]))

@@ -1,0 +1,221 @@
+"""What `inference.sandbox.sandbox` starts in a fresh process: it locks itself in, then runs the program it was sent.
+
+It runs as a file and imports nothing of the project. Kernel locks come first: Landlock for files and signals, seccomp
+for processes, sockets, and what Landlock knows nothing of: modes, owners, times, and things that outlive a process.
+What the kernel does not lock, an audit hook refuses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import traceback
+from contextlib import suppress
+
+WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
+READ, BOX = READ_FILE | READ_DIR, WRITE_FILE | READ_FILE | READ_DIR | REMOVE_FILE | MAKE_REG | TRUNCATE
+SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, audit name
+
+
+def numbers(table: str) -> list[tuple[int, int]]:
+    """Read system calls, each a name and its numbers on x86_64 and aarch64, 0 where there is none."""
+    words = table.split()
+    return [(int(x86), int(arm)) for x86, arm in zip(words[1::3], words[2::3], strict=True)]
+
+
+REFUSED = numbers("""
+    fork 57 0  vfork 58 0  execve 59 221  execveat 322 281
+    socket 41 198  socketpair 53 199  connect 42 203  io_uring_setup 425 425
+    ptrace 101 117  process_vm_readv 310 270  process_vm_writev 311 271  kcmp 312 272  pidfd_send_signal 424 424
+    pidfd_open 434 434  pidfd_getfd 438 438  process_madvise 440 440  process_mrelease 448 448
+    setpriority 141 140  ioprio_set 251 30  migrate_pages 256 238  move_pages 279 239
+    chmod 90 0  fchmod 91 52  fchmodat 268 53  fchmodat2 452 452  chown 92 0  fchown 93 55  lchown 94 0  fchownat 260 54
+    utime 132 0  utimes 235 0  futimesat 261 0  utimensat 280 88  setxattrat 463 463  removexattrat 466 466
+    setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
+    file_setattr 469 469  shmget 29 194  semget 64 190  msgget 68 186  mq_open 240 180  memfd_create 319 279
+    memfd_secret 447 447  add_key 248 217  request_key 249 218  keyctl 250 219  userfaultfd 323 282
+    perf_event_open 298 241  bpf 321 280  unshare 272 97  setns 308 268  mount 165 40  umount2 166 39  chroot 161 51
+    pivot_root 155 41  open_by_handle_at 304 265  open_tree 428 428  move_mount 429 429  fsopen 430 430
+""")
+OWN = numbers("""
+    kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  prlimit64 302 261
+    sched_setparam 142 118  sched_setscheduler 144 119  sched_setaffinity 203 122  sched_setattr 314 274
+""")  # their first argument names a process: itself only
+CLONE, CLONE3, CLONE_THREAD = (56, 220), 435, 0x10000
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def limit_resources(limits: dict[str, int]) -> None:
+    """Bound what the process may use; a soft limit equal to the hard one cannot be raised again."""
+    wanted = {
+        "RLIMIT_CPU": limits["cpu_seconds"],
+        "RLIMIT_AS": limits["memory_bytes"],
+        "RLIMIT_FSIZE": limits["file_bytes"],
+        "RLIMIT_NOFILE": limits["open_files"],
+        "RLIMIT_CORE": 0,
+    }
+    for name, most in wanted.items():
+        lower(getattr(resource, name), most)
+
+
+def lower(kind: int, most: int) -> None:
+    """Set a resource limit, where the system knows it, and never above what was inherited."""
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    with suppress(ValueError, OSError):  # macOS has no limit on address space
+        resource.setrlimit(kind, (most, most))
+
+
+def renounce() -> None:
+    """Die with the parent, gain no privileges, and give up those of root."""
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
+
+
+def landlock(box: str) -> bool:
+    """Let files be read in Python and the system, and written in the box alone; no folders, links or devices.
+
+    Returns whether the kernel does so: Landlock from its third version on, Linux 6.2.
+    """
+
+    def call(*arguments: object) -> int:
+        return libc.syscall(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
+
+    version = call(444, None, 0, 1)
+    if version < 3:
+        return False
+    files = (1 << (16 if version >= 5 else 15)) - 1  # every right this version knows is handled, so none is left open
+    handled = struct.pack("QQQ", files, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]  # files, TCP, signals
+    ruleset = call(444, handled, len(handled), 0)
+    if ruleset < 0:
+        return False
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    for path, rights in [*((path, READ) for path in (*prefixes, *SYSTEM)), ("/dev/null", BOX), (box, BOX)]:
+        if os.path.exists(path):
+            folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed = rights if os.path.isdir(path) else rights & (READ_FILE | WRITE_FILE | TRUNCATE)
+            added = call(445, ruleset, 1, struct.pack("=Qi", allowed, folder), 0)
+            os.close(folder)
+            if added:
+                return False
+    locked = call(446, ruleset, 0) == 0
+    os.close(ruleset)
+    return locked
+
+
+def seccomp() -> bool:
+    """Refuse the system calls above. Returns whether the kernel does so."""
+    if platform.machine() not in ARCHITECTURES or sys.maxsize < 2**32:
+        return False
+    column, architecture = ARCHITECTURES[platform.machine()]
+    load, equal, at_least, has, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, unknown, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000  # EPERM is 1, ENOSYS 38
+
+    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
+    if column == 0:
+        code += [(at_least, 0, 1, 0x40000000), (end, 0, 0, refuse)]  # the x32 calls are another set of numbers
+    for number in (call[column] for call in REFUSED if call[column]):
+        code += [(equal, 0, 1, number), (end, 0, 0, refuse)]
+    code += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # its flags are out of sight; libraries fall back to clone
+    code += [(equal, 0, 4, CLONE[column]), (load, 0, 0, 16), (has, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
+    code += [(end, 0, 0, allow)]
+    for number in (call[column] for call in OWN):
+        code += [(equal, 0, 5, number), (load, 0, 0, 16), (equal, 2, 0, os.getpid()), (equal, 1, 0, 0)]
+        code += [(end, 0, 0, refuse), (end, 0, 0, allow)]
+    code += [(end, 0, 0, allow)]
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    program = struct.pack("HP", len(code), ctypes.addressof(instructions))
+    return libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def watch(box: str, files: bool, processes: bool) -> None:
+    """Refuse in Python itself what is not locked: files outside the box, or processes, sockets and native code."""
+    roots = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *SYSTEM, "/dev/null", box)]
+    writable = [os.path.realpath(box), "/dev/null"]
+    changes = ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "chmod", "chown", "truncate", "utime")
+    changes = {f"os.{name}" for name in (*changes, "setxattr", "removexattr", "chflags", "lockf")}
+    looks = {"os.listdir", "os.scandir", "os.getxattr", "os.listxattr"}
+    others = {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
+    others |= {"os.kill", "os.killpg", "resource.prlimit", "pty.spawn", "signal.pthread_kill"}
+
+    def is_in(path: object, folders: list[str]) -> bool:
+        path = os.path.realpath(os.fsdecode(path))  # type: ignore[arg-type]
+        return any(path == folder or path.startswith(folder + "/") for folder in folders)
+
+    def refuse(event: str, what: object = "") -> None:
+        raise PermissionError(f"the sandbox refuses {event} {what}")
+
+    def hook(event: str, args: tuple) -> None:
+        if files:
+            if event == "open" and isinstance(args[0], (str, bytes)):
+                is_written = args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+                # a descriptor of another folder would let later paths begin there
+                is_other = os.path.isdir(args[0]) and not is_in(args[0], writable)
+                if is_other or not is_in(args[0], writable if is_written else roots):
+                    refuse(event, args[0])
+            elif event == "os.chdir" and isinstance(args[0], (str, bytes)) and not is_in(args[0], writable):
+                refuse(event, args[0])
+            elif event in changes:
+                if event == "os.mkdir" or any(not is_in(a, writable) for a in args if isinstance(a, (str, bytes))):
+                    refuse(event, args)
+            elif event in looks and args[0] is not None and not isinstance(args[0], int) and not is_in(args[0], roots):
+                refuse(event, args[0])
+        if processes:
+            if event in others or event.startswith("socket."):
+                refuse(event)
+            if event.startswith("ctypes."):  # native code meets no hook; who imports ctypes can do without
+                raise ImportError("the sandbox has no ctypes")
+
+    sys.addaudithook(hook)
+
+
+def main() -> None:
+    """Read the order, lock up, run the program, and tell of its end through the file that was handed over."""
+    order = json.load(sys.stdin)
+    verdict, box = int(sys.argv[1]), os.getcwd()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    limit_resources(order["limits"])
+    is_linux = sys.platform == "linux"
+    if is_linux:
+        renounce()
+    locks = {
+        "landlock": is_linux and order["use_kernel"] and landlock(box),
+        "seccomp": is_linux and order["use_kernel"] and seccomp(),
+    }
+    if not locks["seccomp"]:
+        lower(resource.RLIMIT_NPROC, 0)
+        for name in [name for name in sys.modules if name.split(".")[0] in ("ctypes", "_ctypes")]:
+            del sys.modules[name]
+    if not all(locks.values()):
+        watch(box, files=not locks["landlock"], processes=not locks["seccomp"])
+    held = [name for name, holds in locks.items() if holds] + ["hook"] * (not all(locks.values()))
+    os.write(verdict, f"{' '.join(held)}\n".encode())
+    end = "an exception that cannot be told"
+    try:
+        code = compile(order["program"], "program.py", "exec", dont_inherit=True)
+        exec(code, {"__name__": "program", "__builtins__": __builtins__})
+        end = order["token"]
+    except SystemExit:
+        end = ""
+    except BaseException as error:
+        with suppress(BaseException):  # what it says of itself is the program's too
+            end = f"{type(error).__name__}: {error}"[:200]
+            traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+    with suppress(BaseException):  # the program may have closed it
+        sys.stdout.flush()
+    os.write(verdict, end.encode())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

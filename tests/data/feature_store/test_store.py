@@ -1,0 +1,253 @@
+import json
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from data.batch import collate
+from data.feature_store.shards import BYTES_PER_ROW, bytes_per_token, keys, pack, unpack, write_shard
+from data.feature_store.store import FeatureStore, Manifest, StoredRows, differing
+from data.module import ShareGPTData
+from data.sharegpt import lengths
+from data.tokenizer import short_hash, tokenizer_hash
+
+LAYERS, WIDTH = (0, 2, -1), 8
+DTYPES = ("float32", "float16", "bfloat16", "int8")
+
+
+@pytest.fixture
+def make_data(tokenizer_folder, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(files=("embedded:12",), **arguments):
+        options = {"val_size": 2, "batch_size": 4, "max_length": 240, "cache_dir": str(cache)} | arguments
+        return ShareGPTData(tokenizer_folder, list(files), **options)
+
+    return make
+
+
+@pytest.fixture
+def written(make_data, tmp_path):
+    """Random states of 12 conversations in three shards, in each number format: the folder, and what was written."""
+
+    def write(dtype="float32", layers=LAYERS, **changes):
+        data = make_data(val_size=0)
+        data.setup("fit")
+        rows, random = data.train_set, torch.Generator().manual_seed(0)
+        texts = []
+        for row in rows:
+            length = len(row["input_ids"])
+            texts.append(
+                {
+                    "id": row["id"],
+                    "input_ids": torch.tensor(row["input_ids"]),
+                    "loss_mask": torch.tensor(row["loss_mask"]),
+                    "labels": torch.randint(600, (length,), generator=random),
+                    "hidden": torch.randn(length, len(layers) * WIDTH, generator=random),
+                }
+            )
+        folder = tmp_path / f"store-{dtype}"
+        folder.mkdir()
+        names, order = keys(rows), [7, 2, 9, 0, 4, 11, 1, 3, 5, 6, 8, 10]
+        shards = []
+        for number in range(3):
+            members = order[4 * number : 4 * number + 4]
+            path = folder / f"shard-{number:05d}.safetensors"
+            named = [names[row] for row in members]
+            shards.append(write_shard(path, named, [texts[row] for row in members], layers, dtype))
+        values = {
+            "base": "a-base",
+            "base_dtype": "float32",
+            "base_hash": "0",
+            "tokenizer": tokenizer_hash(data.tokenizer_object),
+            "template": short_hash(data.tokenizer_object.get_chat_template()),
+            "template_name": "tokenizer",
+            "max_length": 240,
+            "layers": layers,
+            "hidden_size": WIDTH,
+            "dtype": dtype,
+            "rows": "",
+            "num_rows": len(rows),
+            "num_tokens": sum(lengths(rows)),
+            "shard_bytes": 0,
+            "shards": tuple(shards),
+            "is_complete": True,
+        }
+        Manifest(**values | changes).save(folder)
+        return folder, texts
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_read_is_what_was_written_but_for_rounding(written, make_data, dtype):
+    folder, texts = written(dtype)
+    data = make_data(features=str(folder), val_size=3)
+    data.setup("fit")
+    ids = [text["id"] for text in texts]
+    for row, stored in zip(data.train_set, StoredRows(data.store, data._places), strict=True):
+        text = texts[ids.index(row["id"])]
+        for name in ("input_ids", "loss_mask", "labels"):
+            assert torch.equal(stored[name].long(), text[name].long())
+        read = unpack(stored["hidden"], stored.get("hidden_scale"), torch.float32)
+        error = (read - text["hidden"]).unflatten(-1, (len(LAYERS), WIDTH)).abs()
+        exact = text["hidden"].unflatten(-1, (len(LAYERS), WIDTH)).abs()
+        steps = {"float32": 0, "float16": 2**-11, "bfloat16": 2**-8}
+        if dtype == "int8":
+            assert (error <= exact.amax(-1, keepdim=True) / 254 * 1.001).all(), "half a step of each token's own scale"
+        else:
+            assert (error <= exact * steps[dtype]).all()
+
+
+def test_a_subset_of_the_layers_is_read_in_the_order_asked_for(written):
+    folder, texts = written()
+    store = FeatureStore(folder)
+    parts = dict(zip(LAYERS, texts[7]["hidden"].chunk(3, -1), strict=True))
+    for layers in [(2, 0), (-1,), (0, -1)]:
+        store.layers = layers
+        row = store.read((0, 0, len(texts[7]["input_ids"])))
+        assert torch.equal(row["hidden"], torch.cat([parts[layer] for layer in layers], -1))
+        assert ("last" in row) == (-1 not in layers), "the last state comes once"
+        if "last" in row:
+            assert torch.equal(row["last"], parts[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_store_takes_the_bytes_that_were_announced(written, dtype):
+    folder, texts = written(dtype)
+    tokens = sum(len(text["input_ids"]) for text in texts)
+    expected = tokens * bytes_per_token(len(LAYERS), WIDTH, dtype) + len(texts) * BYTES_PER_ROW
+    assert 0 <= sum(path.stat().st_size for path in folder.glob("*.safetensors")) - expected < 3 * 2000  # headers
+
+
+def test_int8_keeps_zeros_and_every_tokens_largest_value():
+    states = torch.tensor([[0.0, 0.0, 0.0], [1e4, -3.0, 5.0], [1e-6, 2e-6, -4e-6]])
+    packed, scale = pack(states, "int8")
+    read = unpack(packed, scale[:, None], torch.float32)
+    assert torch.equal(read[0], states[0]) and read.isfinite().all()
+    assert torch.allclose(read[1, 0], states[1, 0]) and torch.allclose(read[2, 2], states[2, 2])
+
+
+def test_states_that_the_number_format_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match=r"hidden states reach 7e\+04, beyond float16: pass --dtype bfloat16"):
+        pack(torch.tensor([[7e4]]), "float16")
+    for dtype in DTYPES:
+        with pytest.raises(ValueError, match="not finite"):
+            pack(torch.tensor([[float("nan"), 1.0]]), dtype)
+
+
+def test_batches_are_those_of_a_training_without_a_store_and_carry_states(written, make_data):
+    folder, texts = written()
+    ids = [text["id"] for text in texts]
+    plain, stored = make_data(), make_data(features=str(folder))
+    for data in (plain, stored):
+        data.setup("fit")
+    for epoch in range(2):
+        loaders = [data.train_dataloader() for data in (plain, stored)]
+        for loader in loaders:
+            loader.batch_sampler.set_epoch(epoch)
+        for ours, theirs in zip(*loaders, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+            assert theirs["labels"].dtype == torch.int64
+            for row, length in enumerate(theirs["lengths"].tolist()):
+                tokens = theirs["input_ids"][row, :length].tolist()
+                (text,) = (text for text in texts if text["input_ids"].tolist() == tokens)
+                assert text["id"] in ids
+                assert torch.equal(theirs["hidden"][row, :length], text["hidden"])
+                assert torch.equal(theirs["labels"][row, :length], text["labels"])
+                assert not theirs["hidden"][row, length:].any()
+    assert "hidden" not in next(iter(stored.val_dataloader())), "validation runs the base"
+
+
+def test_other_processes_read_the_same(written, make_data):
+    folder, _ = written("int8")
+    batches = []
+    for num_workers in (0, 2):
+        data = make_data(features=str(folder), num_workers=num_workers)
+        data.setup("fit")
+        batches.append(list(data.train_dataloader()))
+    for ours, theirs in zip(*batches, strict=True):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert deepcopy(data.store).layers == LAYERS, "a process that is spawned takes such a copy"
+
+
+def test_rows_are_known_by_tokens_and_mask(make_data):
+    data = make_data(val_size=0)
+    data.setup("fit")
+    rows = data.train_set
+    names = keys(rows)
+    assert len(set(names)) == len(rows) == 12
+    assert keys(rows.select([5, 3])) == [names[5], names[3]], "not by their place"
+    turned = rows.map(lambda row: {"loss_mask": [1 - value for value in row["loss_mask"]]})
+    assert not set(keys(turned)) & set(names)
+
+
+def test_collate_leaves_what_it_knew_as_it_was():
+    batch = collate([{"input_ids": [5, 6], "loss_mask": [0, 1]}], pad_id=0)
+    assert batch.keys() == {"input_ids", "loss_mask", "lengths"}
+
+
+def refusal(make_data, folder, **arguments):
+    data = make_data(features=str(folder), **arguments)
+    with pytest.raises(ValueError) as error:
+        data.setup("fit")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_each_mismatch_has_its_own_line(written, make_data):
+    folder, _ = written()
+    assert "is not that of llama2_chat: pass --data.template tokenizer" in refusal(
+        make_data, folder, template="llama2_chat"
+    )
+    assert "max_length 240, not 100: pass --data.max_length 240" in refusal(make_data, folder, max_length=100)
+    missing = refusal(make_data, folder, files=["embedded:12", "embedded:5:9"], val_size=0)
+    assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
+    manifest = Manifest.read(folder)
+    replace(manifest, tokenizer="0").save(folder)
+    said = refusal(make_data, folder)
+    assert "was written by a-base, and this base has another tokenizer: pass --model.base a-base, or write" in said
+    replace(manifest, is_complete=False).save(folder)
+    assert "is not finished" in refusal(make_data, folder)
+
+
+def test_validation_alone_does_not_need_the_store(make_data, tmp_path):
+    data = make_data(features=str(tmp_path / "gone"))
+    data.setup("validate")
+    assert data.store is None and next(iter(data.val_dataloader()))["input_ids"].numel()
+
+
+def test_damage_is_named(written, make_data, tmp_path):
+    folder, _ = written()
+    assert "no feature store at" in refusal(make_data, tmp_path / "nowhere")
+    second = folder / "shard-00001.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-40])
+    assert "shard-00001.safetensors is not of the size in the manifest" in refusal(make_data, folder)
+    second.write_bytes(b"\xff" * len(whole))
+    assert "shard-00001.safetensors is damaged" in refusal(make_data, folder)
+    second.unlink()
+    assert "shard-00001.safetensors is missing" in refusal(make_data, folder)
+    second.write_bytes(whole)
+    make_data(features=str(folder)).setup("fit")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for broken in ("{", "[]", "{}", json.dumps(manifest | {"format": 99}), json.dumps(manifest | {"dtype": "int3"})):
+        (folder / "manifest.json").write_text(broken)
+        assert "write the store anew" in refusal(make_data, folder)
+
+
+def test_a_shard_that_cannot_be_written_leaves_nothing_behind(written, tmp_path):
+    _, texts = written()
+    (tmp_path / "full").mkdir()
+    texts[1]["hidden"][3, 2] = float("inf")
+    with pytest.raises(ValueError, match=f"conversation {texts[1]['id']}, layer 0: .* not finite"):
+        write_shard(tmp_path / "full" / "shard", [bytes(16)] * 2, texts[:2], LAYERS, "float16")
+    assert not any((tmp_path / "full").iterdir())
+
+
+def test_stores_differ_in_what_the_states_depend_on(written):
+    manifest = Manifest.read(written()[0])
+    same = replace(manifest, base="elsewhere", files=({"name": "x"},), shards=(), is_complete=False)
+    assert differing(manifest, same) == []
+    assert differing(manifest, replace(manifest, dtype="int8", max_length=7)) == ["max_length", "dtype"]

@@ -1,0 +1,514 @@
+"""EAGLE and EAGLE-3: what they learn from and what they draft from are the same thing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.learned.autoregressive.eagle3 import low_middle_high, unroll_mask
+from drafters.learned.losses.distillation import soft_cross_entropy
+from drafters.protocol import UNLIMITED
+
+S, D, V = 20, 16, 23
+both = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+
+
+@pytest.fixture
+def make(shape):
+    """Makes a drafter in float64 with weights large enough that context matters, the same for the same arguments."""
+
+    def make(kind, **arguments):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drafter = kind(shape, **{"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12} | arguments).double()
+            for weight in drafter.parameters():
+                if weight.dim() == 2:
+                    torch.nn.init.normal_(weight, std=0.3)
+        return drafter.eval()
+
+    return make
+
+
+@pytest.fixture
+def base_weights(base_weights):
+    return type(base_weights)(base_weights.embedding.double(), base_weights.head.double())
+
+
+def text_for(drafter, seed=3, length=S):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(
+        length, D * len(drafter.required_outputs.hidden_layers), generator=generator, dtype=torch.float64
+    )
+    return hidden, torch.randint(0, V, (length,), generator=generator)
+
+
+def committed(hidden):
+    """A step that put these positions into the base's cache and accepted nothing."""
+    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
+
+
+def ready(drafter, base_weights, hidden, ids, anchor):
+    """The drafter as it stands at a root, all before it observed in one step."""
+    drafter.attach_base_weights(base_weights)
+    drafter.begin(ids[:anchor].tolist())
+    drafter.observe(committed(hidden[:anchor]))
+    return drafter
+
+
+def distribution_after(drafter, base_weights, hidden, ids, anchor, path):
+    """Log-probabilities after a path below a root, by whole forwards over the text, its own states fed back."""
+    states, tokens = drafter.enter(hidden[None, :anchor]), [*ids[1 : anchor + 1].tolist(), *path]
+    for count in range(anchor, len(tokens) + 1):
+        made = drafter(states, torch.tensor([tokens[:count]]), base_weights)[:, -1:]
+        states = torch.cat([states, made], dim=1)
+    return drafter.read(made[0, 0], base_weights).log_softmax(-1)
+
+
+# ---- drafting
+
+
+@both
+def test_the_tree_is_that_of_whole_forwards_over_every_path(make, base_weights, kind):
+    """Unbounded, so that it holds the most probable of all paths; each is scored by forwards without any cache."""
+    drafter = make(kind, depth=2, width=V, top_k=V, num_nodes=40)
+    hidden, ids = text_for(drafter)
+    tree = ready(drafter, base_weights, hidden, ids, 7).propose(ids[:8].tolist(), UNLIMITED)
+    first = distribution_after(drafter, base_weights, hidden, ids, 7, [])
+    second = torch.stack(
+        [first[token] + distribution_after(drafter, base_weights, hidden, ids, 7, [token]) for token in range(V)]
+    )
+    scores = {(token,): first[token].item() for token in range(V)}
+    scores |= {(one, two): second[one, two].item() for one in range(V) for two in range(V)}
+    best = sorted(scores, key=lambda path: -scores[path])[:40]
+    assert [tuple(tree.path_tokens(node)) for node in range(len(tree))] == best
+    assert max(tree.depths) == 2
+
+
+@both
+def test_a_chain_is_the_greedy_text_of_whole_forwards(make, base_weights, kind):
+    drafter = make(kind, depth=6, tree="chain")
+    hidden, ids = text_for(drafter)
+    tree = ready(drafter, base_weights, hidden, ids, 5).propose(ids[:6].tolist(), UNLIMITED)
+    path = []
+    for _ in range(6):
+        path.append(distribution_after(drafter, base_weights, hidden, ids, 5, path).argmax().item())
+    assert tree == DraftTree(path, list(range(-1, 5)))
+    assert drafter.draft_forwards == 6
+
+
+@both
+@pytest.mark.parametrize("arguments", [{}, {"tree": "chain"}, {"depth": 1}, {"depth": 6, "width": 8, "num_nodes": 50}])
+def test_trees_of_known_text_are_those_of_decoding(make, base_weights, kind, arguments):
+    drafter = make(kind, **arguments)
+    hidden, ids = text_for(drafter)
+    anchors = [1, 2, 5, 6, 11, 19]
+    drafter.attach_base_weights(base_weights)
+    drafter.begin(ids[:1].tolist())
+    live, done = [], 0
+    for anchor in anchors:
+        drafter.observe(committed(hidden[done:anchor]))
+        done = anchor
+        live.append(drafter.propose(ids[: anchor + 1].tolist(), Limits(max_depth=100, eos=frozenset({4}))))
+    for tree in live:
+        tree.validate(V)
+    limits = Limits(max_depth=100, eos=frozenset({4}))
+    assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
+    drafter.chunk_anchors = 2
+    assert drafter.draft_at(hidden, ids, torch.tensor([0, *anchors]), base_weights, limits) == [DraftTree(), *live]
+
+
+@both
+def test_accepted_nodes_and_not_rejected_ones_are_remembered(make, base_weights, kind):
+    """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
+    through_tree, plainly = make(kind), make(kind)
+    hidden, ids = text_for(plainly)
+    for drafter in (through_tree, plainly):
+        drafter.attach_base_weights(base_weights)
+        drafter.begin([])
+    fed = torch.stack([hidden[0], hidden[1], hidden[2], torch.full_like(hidden[0], 50.0), hidden[3]])
+    tree = DraftTree([4, 5, 6], [-1, -1, 0])
+    through_tree.observe(StepResult(num_pending=2, tree=tree, hidden=fed, path=[0, 2], emitted=[4, 6, 9]))
+    plainly.observe(committed(hidden[:4]))
+    assert through_tree.propose(ids[:5].tolist(), Limits(9)) == plainly.propose(ids[:5].tolist(), Limits(9))
+
+
+@both
+@pytest.mark.parametrize("proposed_between", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 6, 9, 10])
+def test_what_was_taken_back_is_forgotten(make, base_weights, kind, length, proposed_between):
+    """After a rewind the last token that stays is a root, and another text goes on from it."""
+    drafter = make(kind)
+    hidden, ids = text_for(drafter)
+    other_hidden, other_ids = text_for(drafter, seed=8)
+    ready(drafter, base_weights, hidden, ids, 9)
+    if proposed_between:
+        drafter.propose(ids[:10].tolist(), Limits(9))
+    drafter.rewind(length)
+    mixed_hidden = torch.cat([hidden[: length - 1], other_hidden[length - 1 :]])
+    mixed_ids = torch.cat([ids[:length], other_ids[length:]])
+    limits = Limits(9)
+    assert [drafter.propose(mixed_ids[:length].tolist(), limits)] == drafter.draft_at(
+        mixed_hidden, mixed_ids, torch.tensor([length - 1]), base_weights
+    )
+    drafter.observe(committed(mixed_hidden[length - 1 : length + 3]))
+    assert [drafter.propose(mixed_ids[: length + 4].tolist(), limits)] == drafter.draft_at(
+        mixed_hidden, mixed_ids, torch.tensor([length + 3]), base_weights
+    )
+
+
+@both
+def test_decided_tokens_whose_states_are_not_known_are_gone_through_with_its_own(make, base_weights, kind):
+    drafter = make(kind, depth=3, tree="chain")
+    hidden, ids = text_for(drafter)
+    ready(drafter, base_weights, hidden, ids, 9).rewind(5)
+    seq = [*ids[:5].tolist(), 3, 14]
+    tree = drafter.propose(seq, UNLIMITED)
+    path = []
+    for _ in range(3):
+        path.append(distribution_after(drafter, base_weights, hidden, ids, 4, [3, 14, *path]).argmax().item())
+    assert list(tree.tokens) == path
+
+
+@both
+def test_a_drafter_that_has_seen_nothing_drafts_nothing(make, base_weights, kind):
+    drafter = make(kind)
+    drafter.attach_base_weights(base_weights)
+    drafter.begin([1, 2])
+    assert len(drafter.propose([1, 2], Limits(9))) == 0
+
+
+@both
+def test_begin_forgets_the_last_text(make, base_weights, kind):
+    fresh, used = make(kind), make(kind)
+    hidden, ids = text_for(fresh)
+    used.attach_base_weights(base_weights)
+    used.begin([1])
+    used.observe(committed(hidden[9:17]))
+    trees = [
+        ready(drafter, base_weights, hidden, ids, 4).propose(ids[:5].tolist(), Limits(9)) for drafter in (fresh, used)
+    ]
+    assert trees[0] == trees[1]
+
+
+@both
+@pytest.mark.parametrize("arguments", [{}, {"tree": "chain"}, {"tree": "chain", "draws": 2}])
+@pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 1), (99, 7)])
+def test_drafts_keep_to_their_limits(make, base_weights, kind, arguments, depth, nodes):
+    drafter = make(kind, **arguments)
+    hidden, ids = text_for(drafter)
+    free = ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), Limits(99))
+    limits = Limits(depth, nodes, frozenset({free.tokens[0]}))
+    tree = drafter.propose(ids[:7].tolist(), limits)
+    tree.validate(V)
+    assert tree.pruned(depth, nodes, limits.eos) is tree
+    (known,) = drafter.draft_at(hidden, ids, torch.tensor([6]), base_weights, limits)
+    assert known.pruned(depth, nodes, limits.eos) is known
+    if not arguments:
+        assert tree == known
+
+
+@both
+def test_passes_are_counted(make, base_weights, kind):
+    drafter = make(kind, depth=4)
+    hidden, ids = text_for(drafter)
+    ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), Limits(99))
+    assert drafter.draft_forwards == 4
+    drafter.propose(ids[:7].tolist(), Limits(2))
+    assert drafter.draft_forwards == 6
+
+
+@both
+def test_draws_come_from_the_distribution_of_whole_forwards(make, base_weights, kind):
+    drafter = make(kind, depth=3, tree="chain", draws=2, temperature=0.7)
+    hidden, ids = text_for(drafter)
+    tree = ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), UNLIMITED)
+    assert len(tree.distributions) == 3
+    for distribution in tree.distributions:
+        path = [] if distribution.parent == -1 else tree.path_tokens(distribution.parent)
+        expected = (distribution_after(drafter, base_weights, hidden, ids, 6, path) / 0.7).softmax(-1)
+        torch.testing.assert_close(distribution.probs, expected)
+
+
+# ---- training
+
+
+def test_what_eagle_learns_is_what_it_does_first_when_it_drafts(make, base_weights):
+    drafter = make(EAGLE)
+    hidden, ids = text_for(drafter)
+    trained = drafter.read(drafter(hidden[None, :-1], ids[None, 1:], base_weights), base_weights)[0].log_softmax(-1)
+    for anchor in range(1, S):
+        expected = distribution_after(drafter, base_weights, hidden, ids, anchor, [])
+        torch.testing.assert_close(trained[anchor - 1], expected)
+
+
+def test_what_eagle3_learns_at_every_depth_is_what_it_does_there_when_it_drafts(make, base_weights):
+    drafter = make(EAGLE3, hidden_layers=(0, 1, -1))
+    hidden, ids = text_for(drafter)
+    unrolled = drafter.unroll(hidden[None, :-1], ids[None, 1:], base_weights, num_steps=5)
+    for depth, states in enumerate(unrolled):
+        trained = drafter.read(states, base_weights)[0].log_softmax(-1)
+        for pair in range(depth, S - 1):
+            anchor = pair - depth + 1
+            path = ids[anchor + 1 : anchor + 1 + depth].tolist()
+            torch.testing.assert_close(
+                trained[pair], distribution_after(drafter, base_weights, hidden, ids, anchor, path)
+            )
+    assert depth == 4
+
+
+def test_the_unrolled_mask_drawn():
+    """Four pairs at depth 2: the base's pairs up to two before, then one pair of depth 1 and one of depth 2."""
+    drawn = """
+        .... .... #...
+        .... #... .#..
+        #... .#.. ..#.
+        ##.. ..#. ...#
+    """
+    expected = [[letter == "#" for letter in line.replace(" ", "")] for line in drawn.split("\n") if line.strip()]
+    assert unroll_mask(4, 2).tolist() == expected
+
+
+@both
+@pytest.mark.parametrize("pair", [1, 7, 12])
+def test_training_never_looks_ahead(make, base_weights, kind, pair):
+    """Neither at states after a pair's own, nor at tokens after the one that follows it."""
+    drafter = make(kind)
+    hidden, ids = text_for(drafter)
+    later_hidden, later_ids = hidden.clone(), ids.clone()
+    later_hidden[pair + 1 :] += 9.0
+    later_ids[pair + 2 :] = (later_ids[pair + 2 :] + 1) % V
+    made = []
+    for states, tokens in ((hidden, ids), (later_hidden, later_ids)):
+        made.append(
+            torch.cat(list(drafter.unroll(states[None, :-1], tokens[None, 1:], base_weights, 3)))
+            if kind is EAGLE3
+            else drafter(states[None, :-1], tokens[None, 1:], base_weights)
+        )
+    torch.testing.assert_close(made[0][:, : pair + 1], made[1][:, : pair + 1])
+    assert not torch.allclose(made[0][:, pair + 1], made[1][:, pair + 1])
+
+
+def batch_for(drafter, rows=2, length=S, mask=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    size = D * len(drafter.required_outputs.hidden_layers)
+    hidden = torch.randn(rows, length, size, generator=generator, dtype=torch.float64)
+    last = hidden if size == D else torch.randn(rows, length, D, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, V, (rows, length), generator=generator)
+    mask = torch.rand(rows, length, generator=generator) < 0.7 if mask is None else mask
+    return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
+
+
+def test_eagles_loss_is_the_papers_written_out(make, base_weights):
+    drafter = make(EAGLE, chunk_positions=3)
+    batch = batch_for(drafter)
+    distances, crossed = [], []
+    for row in range(2):
+        foreseen = drafter(batch.hidden[row : row + 1], batch.input_ids[row : row + 1].roll(-1, 1), base_weights)[0]
+        for pair in range(S - 2):
+            if batch.loss_mask[row, pair + 2]:
+                feature = batch.hidden[row, pair + 1]
+                distances.append(torch.nn.functional.smooth_l1_loss(foreseen[pair], feature))
+                distribution = (base_weights.head @ feature).softmax(-1)
+                crossed.append(-(distribution * (base_weights.head @ foreseen[pair]).log_softmax(-1)).sum())
+    loss, seen = drafter.loss(batch, base_weights)
+    torch.testing.assert_close(loss, torch.stack(distances).mean() + 0.1 * torch.stack(crossed).mean())
+    torch.testing.assert_close(seen["token_loss"], torch.stack(crossed).mean())
+
+
+def test_eagle3s_loss_is_the_papers_written_out(make, base_weights):
+    """By whole forwards, one anchor and depth after the other."""
+    drafter = make(EAGLE3, num_unroll=3, chunk_positions=3)
+    batch = batch_for(drafter, length=9)
+    total, weights = 0.0, 0.0
+    for depth in range(3):
+        crossed = []
+        for row in range(2):
+            ids = batch.input_ids[row]
+            for anchor in range(1, 9):
+                target = anchor + 1 + depth  # the position of the token that is foreseen
+                if target < 9 and batch.loss_mask[row, anchor + 1 : target + 1].all():
+                    path = ids[anchor + 1 : target].tolist()
+                    distribution = (base_weights.head @ batch.last[row, target - 1]).softmax(-1)
+                    crossed.append(
+                        -(
+                            distribution
+                            * distribution_after(drafter, base_weights, batch.hidden[row], ids, anchor, path)
+                        ).sum()
+                    )
+        total, weights = total + 0.8**depth * torch.stack(crossed).mean(), weights + 0.8**depth
+    torch.testing.assert_close(drafter.loss(batch, base_weights)[0], total / weights)
+
+
+def test_soft_cross_entropy_is_that_of_the_whole_vocabulary_and_so_is_its_gradient(base_weights):
+    states, last = (torch.randn(11, D, dtype=torch.float64) for _ in range(2))
+    chunked, whole = states.clone().requires_grad_(), states.clone().requires_grad_()
+    got = soft_cross_entropy(chunked, lambda x: x @ base_weights.head.T, last, base_weights.head, 4)
+    expected = torch.nn.functional.cross_entropy(
+        whole @ base_weights.head.T, (last @ base_weights.head.T).softmax(-1), reduction="none"
+    )
+    torch.testing.assert_close(got, expected)
+    for losses in (got, expected):
+        (losses * torch.arange(11)).sum().backward()
+    torch.testing.assert_close(chunked.grad, whole.grad)
+
+
+@both
+@pytest.mark.parametrize("length", [1, 2, 3, 12])
+def test_a_batch_without_an_answer_has_a_finite_loss_that_touches_every_weight(make, base_weights, kind, length):
+    drafter = make(kind).train()
+    batch = batch_for(drafter, length=length, mask=torch.zeros(2, length, dtype=torch.bool))
+    loss, seen = drafter.loss(batch, base_weights)
+    loss.backward()
+    assert loss == 0 and all(value.isfinite() for value in seen.values())
+    assert all(weight.grad is not None and not weight.grad.any() for weight in drafter.parameters())
+
+
+@both
+def test_an_answer_moves_every_weight(make, base_weights, kind):
+    drafter = make(kind).train()
+    drafter.loss(batch_for(drafter), base_weights)[0].backward()
+    assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in drafter.parameters())
+
+
+def test_noise_is_for_training_alone_and_as_wide_as_said(make, base_weights, monkeypatch):
+    drafter = make(EAGLE, noise=0.2)
+    batch = batch_for(drafter)
+    plain = drafter.loss(batch, base_weights)[0]
+    assert torch.equal(plain, drafter.loss(batch, base_weights)[0])
+    drafter.train()
+    given = []
+    honest = EAGLE.forward
+    monkeypatch.setattr(
+        EAGLE, "forward", lambda self, states, *rest: given.append(states) or honest(self, states, *rest)
+    )
+    assert not torch.equal(plain, drafter.loss(batch, base_weights)[0])
+    noise = (given[0] - batch.hidden[:, :-2]).abs().max().item()
+    assert 0.09 < noise / (512 / S) <= 0.1
+
+
+def test_a_head_of_its_own_is_trained_and_read(make, base_weights):
+    drafter = make(EAGLE3, own_head=True)
+    assert {name for name in drafter.state_dict() if "head" in name} == {"lm_head.weight"}
+    drafter.loss(batch_for(drafter), base_weights)[0].backward()
+    assert drafter.lm_head.weight.grad.any()
+    assert not any("head" in name for name in make(EAGLE3).state_dict())
+
+
+@both
+def test_weights_of_the_base_stay_outside_the_state(make, base_weights, kind):
+    drafter = make(kind)
+    before = set(drafter.state_dict())
+    drafter.attach_base_weights(base_weights)
+    assert set(drafter.state_dict()) == before
+
+
+@both
+def test_what_comes_back_from_its_folder_drafts_the_same(make, shape, base_weights, kind, tmp_path):
+    arguments = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12}
+    saved, config = make(kind), DrafterConfig(f"drafters.{kind.__name__}", arguments, shape, "toy", "0123456789abcdef")
+    checkpoint.save(tmp_path, saved, config)
+    loaded, _ = checkpoint.load(tmp_path, torch.float64)
+    hidden, ids = text_for(saved)
+    anchors = torch.arange(1, S)
+    assert loaded.draft_at(hidden, ids, anchors, base_weights) == saved.draft_at(hidden, ids, anchors, base_weights)
+
+
+@both
+def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
+    """As validation does in a bfloat16 training, on a base in bfloat16 whose states are handed over so."""
+    drafter = make(kind).float().train()
+    batch = batch_for(drafter)
+    batch = replace(batch, hidden=batch.hidden.bfloat16(), last=batch.last.bfloat16())
+    half = type(base_weights)(base_weights.embedding.bfloat16(), base_weights.head.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = drafter.loss(batch, half)
+        trees = drafter.draft_at(batch.hidden[0], batch.input_ids[0], torch.arange(1, S), half)
+    loss.backward()
+    assert loss.isfinite() and all(weight.grad.isfinite().all() for weight in drafter.parameters())
+    assert all(len(tree) == 12 for tree in trees)
+    drafter.bfloat16().eval()
+    tree = ready(drafter, half, batch.hidden[0], batch.input_ids[0], 7).propose(
+        batch.input_ids[0, :8].tolist(), Limits(9)
+    )
+    assert len(tree) == 12
+
+
+def test_the_fused_layers_of_bases_of_several_sizes():
+    assert [low_middle_high(n) for n in (2, 6, 8, 32, 40)] == [
+        (0, 1, -1),
+        (1, 3, -1),
+        (2, 4, 5),
+        (2, 16, 29),
+        (2, 20, 37),
+    ]
+
+
+@both
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"tree": "star"}, "dynamic, chain"),
+        ({"draws": 2}, "needs tree: chain"),
+        ({"depth": 0}, "depth"),
+        ({"temperature": 0.0, "tree": "chain", "draws": 1}, "temperature"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, kind, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        make(kind, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_unroll": 0}, "num_unroll must be at least 1, not 0"),
+        ({"hidden_layers": [2, 16, 29]}, "but the base has 3 layers"),
+        ({"hidden_layers": [-2]}, "but the base has 3 layers"),
+    ],
+)
+def test_what_eagle3_cannot_be_trained_on_is_refused(make, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        make(EAGLE3, **arguments)
+
+
+def train_on_a_text_that_repeats(drafter, base_weights):
+    """A text of period five, whose last states are read as its next tokens.
+
+    Returns:
+        The losses, and how many of the next one, two, three and four tokens at twenty roots were drafted.
+    """
+    ids = torch.tensor([3, 8, 11, 14, 20]).repeat(8)[None].expand(4, -1)
+    labels = ids.roll(-1, 1)
+    last = base_weights.head[labels]
+    assert torch.equal((last @ base_weights.head.T).argmax(-1), labels)
+    hidden = torch.cat([last * (i + 1) for i in range(len(drafter.required_outputs.hidden_layers))], -1)
+    batch = TrainingBatch(hidden, last, ids, labels, torch.ones_like(ids, dtype=torch.bool))
+    optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=3e-3)
+    losses = []
+    for _ in range(120):
+        loss, _ = drafter.loss(batch, base_weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trees = drafter.eval().draft_at(hidden[0], ids[0], torch.arange(10, 30), base_weights)
+    drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
+    return losses, [
+        sum(ids[0, root + 1 : root + 1 + length].tolist() in paths for root, paths in enumerate(drafted, start=10))
+        for length in range(1, 5)
+    ]
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(EAGLE, {}), (EAGLE3, {"num_unroll": 4})])
+def test_after_training_drafts_come_true(make, base_weights, kind, arguments):
+    losses, drafted = train_on_a_text_that_repeats(make(kind, num_nodes=8, **arguments), base_weights)
+    assert losses[-1] < 0.5 * losses[0]
+    assert min(drafted) >= 18
+
+
+def test_without_training_on_its_own_states_eagle3_is_good_for_one_token(make, base_weights):
+    """What training-time test is for: nothing else makes its state one that it can go on from."""
+    _, drafted = train_on_a_text_that_repeats(make(EAGLE3, num_nodes=8, num_unroll=1), base_weights)
+    assert drafted[0] == 20 and drafted[2] <= 5

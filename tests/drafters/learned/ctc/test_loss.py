@@ -1,0 +1,304 @@
+"""The CTC losses against the sum over every alignment, written out, in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from drafters import TrainingBatch
+from drafters.learned.ctc.alignment import collapse
+from drafters.learned.ctc.loss import ctc_loss
+from drafters.learned.layers.markov import Markov
+
+T, V, U, D, R, BLANK = 5, 3, 3, 4, 2, 3
+ALIGNMENTS = torch.tensor(list(product(range(V + 1), repeat=T)))
+TEXTS = [tuple(collapse(alignment, BLANK)) for alignment in ALIGNMENTS]
+LABELS = torch.tensor([[0, 1, 2], [1, 1, 0], [2, 2, 2], [0, 1, 0], [2, 0, 0], [1, 2, 1]])
+LENGTHS = torch.tensor([3, 3, 3, 2, 0, 1])
+ROOTS = torch.tensor([0, 2, 2, 1, 1, 0])  # the second anchor's first label is not its root, the first's and third's is
+A = len(LABELS)
+VALID = torch.arange(U) < LENGTHS[:, None]
+
+
+def last_emitted(root):
+    """(N, T) for every alignment, the last label emitted before each frame."""
+    rows = []
+    for alignment in ALIGNMENTS.tolist():
+        row, last = [], root
+        for symbol in alignment:
+            row.append(last)
+            last = last if symbol == BLANK else symbol
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+class Case:
+    """Six anchors, their weights, and a loss that spells out softmax, alignments and products."""
+
+    def __init__(self, has_bias, num_frames=T):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.frames, self.head, self.teacher = draw(A, T, D), draw(V, D), draw(A, U, D)
+        self.blank_row, self.blank_bias = draw(D), draw(()) - 1
+        self.markov = None
+        self.leaves = [self.frames, self.blank_row, self.blank_bias]
+        if has_bias:
+            self.markov = Markov(V, R, V + 1).double()
+            for weight in self.markov.parameters():
+                weight.data = draw(*weight.shape)
+            self.leaves += [*self.markov.parameters()]
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+
+    def loss(self, **settings):
+        weights = self.head, self.blank_row, self.blank_bias, self.markov
+        return ctc_loss(self.frames, LABELS, VALID, ROOTS, *weights, **settings)
+
+    def log_distributions(self, anchor):
+        """(T, V, V + 1): the law of each frame after each last label."""
+        frames = self.frames[anchor]
+        logits = torch.cat([frames @ self.head.T, (frames @ self.blank_row + self.blank_bias)[:, None]], 1)
+        bias = torch.zeros(V, V + 1) if self.markov is None else self.markov(torch.arange(V))
+        return (logits[:, None] + bias).log_softmax(-1)
+
+    def texts(self, anchor):
+        """Probability that the text begins with some tokens, or that it is all of them."""
+        root = int(ROOTS[anchor])
+        each = self.log_distributions(anchor)[torch.arange(T), last_emitted(root), ALIGNMENTS].sum(1).exp()
+
+        def probability(tokens, whole=False):
+            tokens = tuple(tokens)
+            return each[
+                torch.tensor([text == tokens or (not whole and text[: len(tokens)] == tokens) for text in TEXTS])
+            ].sum()
+
+        return probability
+
+    def written_out(self, objective="prefix", weights="decay", decay=0.9, warm_up=0.0, distillation=0.0):
+        total = 0.0
+        for anchor in range(A):
+            label, probability = LABELS[anchor, : LENGTHS[anchor]].tolist(), self.texts(anchor)
+            prefix = [probability(label[:n]) for n in range(1, len(label) + 1)]
+            prefix = [p for p in prefix if p > 0]
+            factor = torch.tensor([decay**u for u in range(len(prefix))], dtype=torch.float64)
+            if weights == "survival":
+                factor = torch.tensor([p.item() for p in prefix], dtype=torch.float64)
+            factor = factor / factor.sum()
+            loss = torch.zeros((), dtype=torch.float64)
+            if objective == "prefix":
+                loss = loss - sum(w * p.log() for w, p in zip(factor, prefix, strict=True))
+            elif label and (whole := probability(label, whole=True)) > 0:
+                loss = loss - whole.log() / len(label)
+            if warm_up:
+                distributions, before = self.log_distributions(anchor), [int(ROOTS[anchor]), *label]
+                share = torch.tensor([decay**u for u in range(len(label))], dtype=torch.float64)
+                plain = -sum(w * distributions[u, before[u], label[u]] for u, w in enumerate(share / share.sum()))
+                loss = (1 - warm_up) * loss + warm_up * plain
+            if distillation:
+                base = (self.teacher[anchor] @ self.head.T).softmax(-1)
+                for u, w in enumerate(factor):
+                    begins = [tuple(label[:u])] + [(*label[:u], v) for v in range(V)]
+                    reach, *nexts = (probability(g) for g in begins)
+                    least = torch.full((), -60.0, dtype=torch.float64)
+                    q = torch.stack([(p / reach).log() if p > 0 else least for p in nexts])
+                    loss = loss + distillation * w * (base[u] * (base[u].log() - q)).sum()
+            total = total + loss
+        return total / (LENGTHS > 0).sum()
+
+
+has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["frame distributions", "Markov bias"])
+
+
+@has_bias
+@pytest.mark.parametrize("max_bytes", [1, 4 * 60 * V, 2**20], ids=["one", "some", "all"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "ctc"},
+        {"objective": "prefix", "decay": 0.6},
+        {"weights": "survival"},
+        {"warm_up": 1.0},
+        {"warm_up": 0.3, "objective": "ctc"},
+        {"distillation": 0.5},
+        {"distillation": 2.0, "weights": "survival", "warm_up": 0.2, "objective": "ctc"},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_the_written_out_sum(has_bias, settings, max_bytes):
+    case = Case(has_bias)
+    teacher = {"teacher": case.teacher} if "distillation" in settings else {}
+    ours, expected = case.loss(max_bytes=max_bytes, **teacher, **settings)[0], case.written_out(**settings)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * loss, case.leaves) for loss in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
+
+
+@has_bias
+def test_survival_weights_climb_the_expected_acceptance(has_bias):
+    """The gradient of -sum_u P(text begins with y_1..y_u), divided by that sum, anchor by anchor."""
+    case = Case(has_bias)
+    expected = 0.0
+    for anchor, length in enumerate(LENGTHS.tolist()):
+        probability, label = case.texts(anchor), tuple(LABELS[anchor].tolist())
+        accepted = [probability(label[:n]) for n in range(1, length + 1)]
+        if accepted:
+            expected = expected - sum(accepted) / sum(accepted).detach()
+    ours, _ = case.loss(weights="survival")
+    gradients = [torch.autograd.grad(x, case.leaves) for x in (ours, expected / (LENGTHS > 0).sum())]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@has_bias
+def test_the_numbers_are_the_mean_blank_share_and_the_mean_expected_acceptance(has_bias):
+    case = Case(has_bias)
+    blank, acceptance = [], []
+    for anchor, length in enumerate(LENGTHS.tolist()):
+        probability, label = case.texts(anchor), tuple(LABELS[anchor].tolist())
+        if length:
+            blank.append(case.log_distributions(anchor)[:, ROOTS[anchor], BLANK].exp().mean())
+            acceptance.append(sum(probability(label[:n]) for n in range(1, length + 1)))
+    for max_bytes in (1, 2**20):
+        _, numbers = case.loss(max_bytes=max_bytes)
+        assert not any(number.requires_grad for number in numbers.values())
+        torch.testing.assert_close(numbers["blank_share"], torch.stack(blank).mean())
+        torch.testing.assert_close(numbers["expected_acceptance"], torch.stack(acceptance).mean())
+
+
+@has_bias
+def test_positions_without_a_teacher_are_not_distilled(has_bias):
+    case = Case(has_bias)
+    settings = {"teacher": case.teacher, "distillation": 1.0}
+    taught = torch.zeros_like(VALID)
+    taught[:, 0] = True
+    none, first, every = (
+        case.loss(teacher_valid=known, **settings)[0].item() for known in (taught & False, taught, None)
+    )
+    assert none == pytest.approx(case.loss()[0].item(), abs=1e-12)
+    assert none < first < every
+
+
+@has_bias
+def test_labels_that_are_not_valid_change_nothing(has_bias, monkeypatch):
+    case = Case(has_bias)
+    settings = {"warm_up": 0.5, "distillation": 1.0, "teacher": case.teacher}
+    expected, _ = case.loss(**settings)
+    monkeypatch.setitem(globals(), "LABELS", torch.where(VALID, LABELS, (LABELS + 1) % V))
+    torch.testing.assert_close(case.loss(**settings)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+@has_bias
+def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero(has_bias, objective, monkeypatch):
+    case = Case(has_bias)
+    monkeypatch.setitem(globals(), "VALID", VALID & False)
+    settings = {"warm_up": 0.5, "distillation": 1.0, "teacher": case.teacher}
+    loss, numbers = case.loss(objective=objective, **settings)
+    assert loss.item() == numbers["blank_share"].item() == numbers["expected_acceptance"].item() == 0
+    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+@has_bias
+def test_labels_no_alignment_reaches_add_nothing(has_bias, objective):
+    """Three frames hold y y but not y y y."""
+    case = Case(has_bias)
+    short = [case.frames[:2, :3], torch.tensor([[1, 1, 1], [1, 2, 0]])]
+    rest = torch.tensor([0, 0]), case.head, case.blank_row, case.blank_bias, case.markov, objective
+    all_valid, two_valid = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True] * 3])
+    loss, _ = ctc_loss(*short, all_valid, *rest)
+    gradients = torch.autograd.grad(loss, case.leaves)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    if objective == "ctc":
+        assert gradients[0][0].eq(0).all()
+        assert loss > 0
+    else:
+        torch.testing.assert_close(loss, ctc_loss(*short, two_valid, *rest)[0])
+
+
+@has_bias
+def test_a_token_the_draft_cannot_say_costs_a_finite_divergence(has_bias):
+    """In four frames 1 1 may go on to 0 but not to a third 1, which the base still holds possible."""
+    case = Case(has_bias)
+    labels, valid = torch.tensor([[1, 1, 0]]), torch.ones(1, 3, dtype=torch.bool)
+    rest = torch.tensor([0]), case.head, case.blank_row, case.blank_bias, case.markov
+    settings = {"teacher": case.teacher[:1], "weights": "survival"}
+    plain, _ = ctc_loss(case.frames[:1, :4], labels, valid, *rest, weights="survival")
+    loss, _ = ctc_loss(case.frames[:1, :4], labels, valid, *rest, distillation=1.0, **settings)
+    assert plain < loss < plain + 60
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+@has_bias
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_multiplies_coarsely_and_sums_finely(has_bias, head_dtype):
+    """Frames in bfloat16 and an autocast around: sums of thousands of tokens still come out as in float64."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens, anchors = 4000, 5
+    head = torch.randn(num_tokens, D, generator=generator)
+    frames = torch.randn(anchors, T, D, generator=generator).bfloat16()
+    labels, roots = torch.randint(num_tokens, (anchors, U), generator=generator), torch.arange(anchors)
+    blank, markov = (torch.randn(D, generator=generator), torch.tensor(-1.0)), None
+    if has_bias:
+        markov = Markov(num_tokens, R, num_tokens + 1)
+        torch.nn.init.normal_(markov.right, std=0.1)
+    valid = torch.ones_like(labels, dtype=torch.bool)
+    exact = ctc_loss(
+        frames.double(), labels, valid, roots, head.to(head_dtype).double(), *(x.double() for x in blank), markov
+    )[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, _ = ctc_loss(frames, labels, valid, roots, head.to(head_dtype), *blank, markov)
+    assert ours.dtype == torch.float32
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[head_dtype]
+    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "plain"}, "objective"),
+        ({"weights": "even"}, "weights"),
+        ({"warm_up": 1.5}, "warm_up"),
+        ({"distillation": 0.1}, "teacher"),
+        ({"max_bytes": 0}, "max_bytes"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Case(False).loss(**settings)
+
+
+def test_a_bias_without_a_column_for_the_blank_is_refused():
+    case = Case(False)
+    case.markov = Markov(V, R, V)
+    with pytest.raises(ValueError, match="4 columns"):
+        case.loss()
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+def test_a_sequence_without_anchors_adds_nothing_to_its_batch(make_ctc, base_weights, objective):
+    """The second sequence has assistant tokens only where no anchor may stand: right after the first position."""
+    drafter = make_ctc(objective=objective)
+    hidden, ids = torch.randn(2, 12, 16), torch.randint(0, 23, (2, 12))
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 2:] = False
+    both, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, ids.roll(-1, 1), mask), base_weights)
+    first = TrainingBatch(hidden[:1], hidden[:1], ids[:1], ids[:1].roll(-1, 1), mask[:1])
+    alone, _ = drafter.loss(first, base_weights)
+    torch.testing.assert_close(both, alone)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+def test_a_batch_without_anchors_gives_a_finite_loss_that_touches_every_weight(make_ctc, base_weights, objective):
+    drafter = make_ctc(objective=objective, num_layers=2, hidden_layers=[1, -1])
+    hidden, ids = torch.randn(2, 8, 32), torch.randint(0, 23, (2, 8))
+    nothing = torch.zeros(2, 8, dtype=torch.bool)
+    loss, _ = drafter.loss(TrainingBatch(hidden, hidden[..., :16], ids, ids, nothing), base_weights)
+    loss.backward()
+    assert loss.item() == 0
+    for name, weight in drafter.named_parameters():
+        assert weight.grad is not None, f"{name} has no gradient: data-parallel training would wait for it"
+        assert weight.grad.isfinite().all()

@@ -1,0 +1,116 @@
+"""Cross-entropy in chunks against the whole softmax, written out, in float64."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drafters.learned.layers.markov import Markov
+from drafters.learned.losses.cross_entropy import cross_entropy
+
+A, T, U, V, D, R = 5, 4, 3, 7, 6, 2
+VALID = torch.arange(U) < torch.tensor([3, 2, 0, 1, 3])[:, None]
+
+
+class Case:
+    def __init__(self, has_bias):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.frames, self.head, self.teacher = draw(A, T, D), draw(V, D), draw(A, U, D)
+        self.labels, self.roots = (torch.randint(V, shape, generator=generator) for shape in ((A, U), (A,)))
+        self.markov, self.leaves = None, [self.frames.requires_grad_()]
+        if has_bias:
+            self.markov = Markov(V, R, V).double()
+            for weight in self.markov.parameters():
+                weight.data = draw(*weight.shape)
+            self.leaves += [*self.markov.parameters()]
+
+    def loss(self, valid=VALID, **settings):
+        return cross_entropy(self.frames, self.labels, valid, self.roots, self.head, self.markov, **settings)
+
+    def log_distributions(self):
+        logits = self.frames[:, :U] @ self.head.T
+        if self.markov is not None:
+            logits = logits + self.markov(torch.cat([self.roots[:, None], self.labels[:, :-1]], 1))
+        return logits.log_softmax(-1)
+
+    def reached(self):
+        """(A, U) p_1(y_1) ... p_u(y_u), zero beyond the valid labels."""
+        token = self.log_distributions().gather(-1, self.labels[..., None])[..., 0]
+        return token.cumsum(-1).exp() * VALID
+
+
+has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "Markov bias"])
+
+
+@has_bias
+@pytest.mark.parametrize("max_bytes", [1, 4 * 40 * V, 2**20], ids=["one", "some", "all"])
+@pytest.mark.parametrize("distillation", [0.0, 0.7])
+def test_loss_and_gradients_are_those_of_the_written_out_mean(has_bias, max_bytes, distillation):
+    case = Case(has_bias)
+    ours, _ = case.loss(decay=0.6, distillation=distillation, teacher=case.teacher, max_bytes=max_bytes)
+    log_distributions = case.log_distributions()
+    cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
+    base = (case.teacher @ case.head.T).log_softmax(-1)
+    cost = cost + distillation * F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
+    weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    expected = (weights * cost).sum() / 4
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * x, case.leaves) for x in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@has_bias
+def test_survival_weights_climb_the_expected_acceptance(has_bias):
+    """The gradient of -sum_u p_1 ... p_u, divided by that sum, anchor by anchor."""
+    case = Case(has_bias)
+    accepted = case.reached().sum(-1)[VALID[:, 0]]
+    ours, _ = case.loss(weights="survival")
+    expected = -(accepted / accepted.detach()).mean()
+    gradients = [torch.autograd.grad(x, case.leaves) for x in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@has_bias
+@pytest.mark.parametrize("max_bytes", [1, 2**20])
+def test_the_number_is_the_mean_expected_acceptance(has_bias, max_bytes):
+    case = Case(has_bias)
+    _, numbers = case.loss(max_bytes=max_bytes)
+    torch.testing.assert_close(numbers["expected_acceptance"], case.reached().sum(-1)[VALID[:, 0]].mean().detach())
+
+
+@has_bias
+@pytest.mark.parametrize("weights", ["decay", "survival"])
+def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero(has_bias, weights):
+    case = Case(has_bias)
+    loss, numbers = case.loss(valid=VALID & False, weights=weights, distillation=1.0, teacher=case.teacher)
+    assert loss.item() == numbers["expected_acceptance"].item() == 0
+    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+def test_positions_without_a_teacher_are_not_distilled():
+    case = Case(False)
+    settings = {"teacher": case.teacher, "distillation": 1.0}
+    torch.testing.assert_close(case.loss(teacher_valid=VALID & False, **settings)[0], case.loss()[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"weights": "even"}, "weights"), ({"distillation": 0.1}, "teacher")], ids=str
+)
+def test_what_makes_no_sense_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Case(False).loss(**settings)
+
+
+def test_fewer_frames_than_labels_and_a_bias_of_another_width_are_refused():
+    case = Case(True)
+    case.frames = case.frames[:, :2]
+    with pytest.raises(ValueError, match="2 frames"):
+        case.loss()
+    case = Case(False)
+    case.markov = Markov(V, R, V + 1)
+    with pytest.raises(ValueError, match="7 columns"):
+        case.loss()

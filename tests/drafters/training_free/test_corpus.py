@@ -1,0 +1,147 @@
+"""The corpus cache as a file and as a drafter, against counting in plain loops."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import drafters
+from drafters import CorpusCache, DraftTree, Limits
+from drafters.training_free.corpus import CorpusTable
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+from inference.indexes.corpus import count
+
+TEXT = [1, 2, 3, 4, 5, 6] * 3 + [9, 2, 3, 4, 5, 7] + [8, 2, 3, 4, 5, 7] * 2 + [5, 3, 6, 6, 6]
+
+
+def table(text, min_count=1, top=20, **rest):
+    return CorpusTable(*count(np.array(text, dtype=np.int32), min_count, top), min_count=min_count, **rest)
+
+
+def slow_continuations(text, context, min_count, top):
+    width, counts = len(context), Counter()
+    for i in range(len(text) - width - 3):
+        if text[i : i + width] == context and -1 not in text[i : i + width + 4]:
+            counts[tuple(text[i + width : i + width + 4])] += 1
+    often = [gram for gram in counts if counts[gram] >= min_count]
+    return sorted(often, key=lambda gram: (-counts[gram], gram))[:top]
+
+
+def slow_retrieve(text, seq, most, known, min_count, top):
+    found = []
+    for width in (4, 3, 2, 1):
+        if len(seq) >= width:
+            for gram in slow_continuations(text, seq[-width:], min_count, top)[: most - len(found)]:
+                if gram not in found and gram not in known:
+                    found.append(gram)
+    return found
+
+
+@pytest.mark.parametrize(("min_count", "top"), [(1, 20), (1, 2), (2, 20), (4, 1)])
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_retrieved_is_what_counting_says(seed, min_count, top):
+    rng = random.Random(seed)
+    vocab = rng.choice([2, 3])
+    text = [rng.randrange(vocab) if rng.random() > 0.02 else -1 for _ in range(400)]
+    cache, answers = table(text, min_count, top), 0
+    for _ in range(60):
+        seq = [rng.randrange(vocab + 1) for _ in range(rng.randrange(1, 9))]
+        known = slow_retrieve(text, seq, 1, (), min_count, top)[: rng.randrange(2)]
+        most = rng.randrange(5)
+        expected = slow_retrieve(text, seq, most, known, min_count, top)
+        assert cache.retrieve(seq, most, known) == expected
+        answers += bool(expected)
+    assert answers > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_follows_one_context_is_what_counting_says(seed):
+    rng = random.Random(seed)
+    text = [rng.randrange(3) for _ in range(300)]
+    cache = table(text, 2, 5)
+    for width in (1, 2, 3, 4):
+        for _ in range(30):
+            context = [rng.randrange(4) for _ in range(width)]
+            assert cache.after(context) == slow_continuations(text, context, 2, 5)
+    assert cache.after([]) == []
+
+
+def test_longer_contexts_come_first_then_the_more_frequent():
+    cache = table(TEXT)
+    assert cache.retrieve([1, 2, 3, 4], 1) == [(5, 6, 1, 2)]
+    assert cache.retrieve([8, 2, 3, 4], 1) == [(5, 7, 5, 3)], "of equally frequent ones the smaller; 5 before 8"
+    assert cache.retrieve([2, 3, 4], 2) == [(5, 6, 1, 2), (5, 7, 8, 2)]
+    assert cache.retrieve([2, 3, 4], 2, known=[(5, 6, 1, 2)]) == [(5, 7, 8, 2)], "left out without replacement"
+    assert cache.retrieve([77], 3) == cache.retrieve([2, 3, 4], 0) == []
+
+
+def test_no_token_of_the_base_is_taken_for_another():
+    """A base may know more tokens than the text; a code that ran over would find the context of another."""
+    cache = table(TEXT)
+    assert all(cache.retrieve([token], 3) == [] for token in (0, 10, 2**20, 2**31 - 1))
+
+
+def test_a_file_holds_all_of_it(tmp_path):
+    first = table(TEXT, 1, 3, tokenizer_hash="abc", num_tokens=len(TEXT), sources=("a.txt", "b.md"))
+
+    first.save(tmp_path / "cache")
+    again = CorpusTable.load(tmp_path / "cache")
+    for name in ("keys", "offsets", "grams"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
+        assert getattr(first, name).dtype == getattr(again, name).dtype
+    for name in ("tokenizer_hash", "min_count", "num_tokens", "sources"):
+        assert getattr(first, name) == getattr(again, name)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    assert again.retrieve([2, 3, 4], 3) == first.retrieve([2, 3, 4], 3) != []
+
+
+def test_what_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
+    good = tmp_path / "good"
+    table(TEXT).save(good)
+    (tmp_path / "short").write_bytes(good.read_bytes()[:-7])
+    (tmp_path / "text").write_text("hello")
+    save_file({"weights": np.zeros(3)}, tmp_path / "model")
+    broken = CorpusTable(np.arange(3), np.arange(3), np.zeros((2, 4), np.int32))
+    broken.save(tmp_path / "broken")
+    for name, said in {
+        "absent": "make one with `drafters corpus OUT`",
+        "short": "is no corpus cache",
+        "text": "is no corpus cache",
+        "model": "another kind of file",
+        "broken": "do not fit each other",
+    }.items():
+        with pytest.raises(ValueError, match=said) as caught:
+            CorpusTable.load(tmp_path / name)
+        assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_draft_is_the_chains_retrieved_within_the_limits():
+    cache = table(TEXT)
+    seq = [1, 2, 3, 4, 5]
+    grams = cache.retrieve(seq, 3)
+    assert len(grams) == 3
+    drafter = CorpusCache(cache)
+    assert drafter.propose(seq, Limits(9)) == DraftTree.from_paths(grams)
+    assert CorpusCache(cache, num_chains=1).propose(seq, Limits(9)) == DraftTree.from_paths(grams[:1])
+    assert drafter.propose(seq, Limits(2)) == DraftTree.from_paths([gram[:2] for gram in grams])
+    assert len(drafter.propose(seq, Limits(9, max_nodes=3))) == 3
+    assert list(drafter.propose(seq, Limits(0)).tokens) == []
+    assert set(drafter.propose(seq, Limits(9, eos=frozenset({6}))).depths) == {1, 2, 3, 4}
+    assert drafter.propose(seq, Limits(9, eos=frozenset({6}))).child(0, 1) is None, "nothing below an end token"
+    with pytest.raises(ValueError, match="num_chains must be at least 1"):
+        CorpusCache(cache, 0)
+
+
+@pytest.mark.parametrize("sampler", [None, KeyedSampler(0.4, seed=3)], ids=["greedy", "sampled"])
+def test_nothing_is_lost_and_something_gained(pseudo_runner, sampler):
+    runner = pseudo_runner(0, order=1)
+    drafter = CorpusCache(table(runner.greedy([0], 300) + runner.greedy([5], 300), 2))
+    assert drafter.history_only
+    for prompt in ([3], [3, 4], [1, 2, 3, 4, 5] * 3):
+        alone = Session(runner, drafters.NoDrafter(), sampler).run(prompt, 60)
+        drafted = Session(runner, drafter, sampler).run(prompt, 60)
+        assert drafted.tokens == alone.tokens
+        assert len(drafted.steps) < len(alone.steps)

@@ -1,0 +1,152 @@
+"""A smaller model's chain: how long it is, what it hangs on, and that it changes no token."""
+
+import random
+
+import pytest
+import torch
+
+from drafters import ANPD, DraftModel, PromptLookup
+from drafters.protocol import DraftedTokens, DraftSession, Limits
+from inference.engine.draft_session import ModelSession
+from inference.engine.sampling import KeyedSampler, RunningSampler
+from inference.engine.session import Session
+
+FAR = Limits(max_depth=100)
+PROMPTS = [1, 2, 3, 17]
+NO_EOS = frozenset()
+
+
+class Pen(DraftSession):
+    """Writes 1, 2, 3, ... and notes what it was asked."""
+
+    forwards, remembers = 0, False
+
+    def __init__(self, distributions=False):
+        self.asked, self.distributions = [], distributions
+
+    def write(self, seq, num_tokens, eos=NO_EOS, threshold=0.0):
+        self.asked.append((list(seq), num_tokens, eos, threshold))
+        tokens = list(range(1, num_tokens + 1))
+        return DraftedTokens(
+            tokens, [torch.full((9,), 1 / 9 + token) for token in tokens] if self.distributions else []
+        )
+
+
+def prompt_of(length, vocab=12):
+    rng = random.Random(length)
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "length"),
+    [(FAR, 5), (Limits(3), 3), (Limits(100, max_nodes=2), 2), (Limits(0), 0), (Limits(100, max_nodes=0), 0)],
+)
+def test_the_draft_is_one_chain_within_its_limits(limits, length):
+    pen = Pen()
+    tree = DraftModel(pen, num_draft=5, threshold=0.25).propose([8, 9], limits)
+    assert (list(tree.tokens), list(tree.parents)) == (list(range(1, length + 1)), list(range(-1, length - 1)))
+    assert pen.asked == ([([8, 9], length, NO_EOS, 0.25)] if length else [])
+
+
+def test_end_tokens_reach_the_draft_model():
+    pen = Pen()
+    DraftModel(pen, num_draft=2).propose([8], Limits(9, eos=frozenset({4})))
+    assert pen.asked == [([8], 2, frozenset({4}), 0.0)]
+
+
+def test_each_drawn_token_hangs_with_its_distribution_on_the_token_before():
+    tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
+    tree.validate(9)
+    assert [
+        (distribution.parent, distribution.draws, distribution.replacement) for distribution in tree.distributions
+    ] == [
+        (-1, (0,), True),
+        (0, (1,), True),
+        (1, (2,), True),
+    ]
+    assert [round(distribution.probs[0].item() - 1 / 9) for distribution in tree.distributions] == [1, 2, 3]
+    assert DraftModel(Pen(), num_draft=3).propose([8], FAR).distributions == ()
+
+
+@pytest.mark.parametrize("arguments", [{"num_draft": 0}, {"threshold": 1.0}, {"threshold": -0.1}])
+def test_numbers_out_of_range_are_refused(arguments):
+    with pytest.raises(ValueError, match="need num_draft >= 1 and 0 <= threshold < 1"):
+        DraftModel(Pen(), **arguments)
+
+
+def drafters_of(pseudo_runner, seed):
+    """A draft model alone, with words below it, with a model below it, and with words below that."""
+
+    def model(noise, drafter=None):
+        return ModelSession(pseudo_runner(seed, noise=noise), drafter)
+
+    return [
+        DraftModel(model(0.3), num_draft=4),
+        DraftModel(model(0.3, ANPD(order=3, num_draft=3)), num_draft=6),
+        DraftModel(model(0.3, PromptLookup(2, 4)), num_draft=6),
+        DraftModel(model(0.2, DraftModel(model(0.4), num_draft=3)), num_draft=7),
+        DraftModel(model(0.2, DraftModel(model(0.4, ANPD(order=3)), num_draft=3)), num_draft=7),
+    ]
+
+
+@pytest.mark.parametrize("length", PROMPTS)
+@pytest.mark.parametrize("which", range(5))
+def test_the_text_is_the_bases_own_step_by_step(pseudo_runner, which, length):
+    taken = set()
+    for seed in range(4):
+        drafter, num_draft = drafters_of(pseudo_runner, seed)[which], (4, 6, 6, 7, 7)[which]
+        draft_model = pseudo_runner(seed, noise=0.3 if which < 3 else 0.2)
+        for prompt, eos in ((prompt_of(length), NO_EOS), (prompt_of(length + 5), frozenset({2}))):  # one after another
+            seq, end = list(prompt), len(prompt) + 60
+            for emitted, cost in Session(pseudo_runner(seed), drafter).decode(prompt, 60, eos):
+                room = min(num_draft, end - len(seq) - 1)
+                draft = draft_model.greedy(seq, room, eos) if room else []
+                assert cost.fed_candidates == len(draft), "the draft is what the draft model alone would write"
+                agreeing = [ours == its for ours, its in zip(draft, emitted, strict=False)]
+                assert cost.accepted == [*agreeing, False].index(False)
+                taken.add(cost.accepted)
+                seq += emitted
+            assert seq[len(prompt) :] == pseudo_runner(seed).greedy(prompt, 60, eos)
+    assert len(taken) > 3, "drafts should be taken in part, too"
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_greedy_drafts_leave_sampled_text_as_it_is(pseudo_runner, which):
+    sampler = KeyedSampler(temperature=0.5, seed=4)
+    expected = Session(pseudo_runner(1), DraftModel(Pen(), 1), sampler).run([5, 6, 7], 60).tokens
+    drafter = drafters_of(pseudo_runner, 1)[which]
+    assert Session(pseudo_runner(1), drafter, sampler).run([5, 6, 7], 60).tokens == expected
+
+
+def test_forwards_of_all_models_below_are_counted(pseudo_runner):
+    middle, lowest = pseudo_runner(1, noise=0.2), pseudo_runner(1, noise=0.4)
+    drafter = DraftModel(ModelSession(middle, DraftModel(ModelSession(lowest), num_draft=3)), num_draft=7)
+    steps = Session(pseudo_runner(1), drafter).run([5, 6, 7], 60).steps
+    assert sum(step.draft_forwards for step in steps) == middle.forwards + lowest.forwards
+    assert middle.forwards < sum(step.fed_candidates for step in steps), (
+        "the lowest model saves the middle one forwards"
+    )
+
+
+def test_a_drawn_draft_leaves_the_distribution_of_the_text_as_it_is(make_base):
+    """The first two tokens behind a drawn draft, against the product of the base's own conditionals."""
+    from inference.engine.runner import Runner
+
+    base, other, prompt, distribution = make_base(), make_base(seed=3), [5, 6, 7], {"temperature": 1.5, "top_k": 3}
+    inner = ModelSession(Runner(other), sampler=RunningSampler(**distribution, seed=9))
+    counts, draws = {}, 300
+    for seed in range(draws):
+        session = Session(Runner(base), DraftModel(inner, num_draft=2), KeyedSampler(**distribution, seed=seed))
+        pair = tuple(session.run(prompt, 2).tokens)
+        counts[pair] = counts.get(pair, 0) + 1
+    probabilities, expected = KeyedSampler(**distribution).probabilities, {}
+    with torch.inference_mode():
+        first = probabilities(base.model(torch.tensor([prompt])).logits[0, -1:])[0]
+        for token in first.nonzero()[:, 0].tolist():
+            second = probabilities(base.model(torch.tensor([[*prompt, token]])).logits[0, -1:])[0]
+            expected |= {(token, i): (first[token] * second[i]).item() * draws for i in second.nonzero()[:, 0].tolist()}
+    assert set(counts) <= set(expected)
+    common = {pair: count for pair, count in expected.items() if count >= 5}
+    assert len(common) > 2
+    square = sum((counts.get(pair, 0) - count) ** 2 / count for pair, count in common.items())
+    assert square < 27, "chi-square of at most 8 degrees of freedom beyond its 0.9993 quantile"

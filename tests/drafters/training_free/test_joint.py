@@ -1,0 +1,280 @@
+"""The joint drafter against slow definitions of its tables, its probabilities and its tree."""
+
+import random
+
+import numpy as np
+import pytest
+
+from drafters import DraftTree
+from drafters.protocol import Limits, StepResult
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.followers import Followers, FollowerTable, extended
+from drafters.training_free.joint import RUNNERS_UP, Joint
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy, KeyedSampler
+from inference.engine.session import Session
+from inference.indexes.corpus import count
+
+FAR = Limits(max_depth=50)
+
+
+def markov_text(rng, length, vocab=9, order=2, noise=0.2):
+    """A text that repeats itself, but not quite."""
+    habits, text = {}, [rng.randrange(vocab) for _ in range(order)]
+    while len(text) < length:
+        usual = habits.setdefault(tuple(text[-order:]), rng.randrange(vocab))
+        text.append(rng.randrange(vocab) if rng.random() < noise else usual)
+    return text
+
+
+# ---- the tables
+
+
+def test_contexts_are_the_last_tokens_of_every_width():
+    keys = []
+    for token in (5, 6, 7, 8):
+        keys = extended(keys, token, order=3)
+    assert keys == [8, (7 << 20) | 8, (6 << 40) | (7 << 20) | 8]
+    assert extended([], 5, order=3) == [5]
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.1, 2.0])
+def test_a_follower_weighs_what_its_sightings_weigh_by_their_age(growth):
+    rng = random.Random(1)
+    seen = [rng.randrange(5) for _ in range(40)]
+    followers = Followers(seen[0])
+    for token in seen[1:]:
+        followers.add(token, growth, most=9)
+    for token in set(seen):
+        share = sum(growth**age for age, other in enumerate(seen) if other == token) / sum(
+            growth**age for age in range(40)
+        )
+        assert followers.weights[token] / followers.total == pytest.approx(share)
+
+
+def test_weights_stay_finite_for_ever():
+    followers = Followers(0)
+    for index in range(20_000):
+        followers.add(index % 3, 1.5, most=8)
+    assert 0 < followers.total < 1e101
+    assert sum(followers.weights.values()) == pytest.approx(followers.total)
+
+
+def test_of_too_many_followers_the_lightest_goes():
+    followers = Followers(0)
+    for token in (1, 1, 2, 0, 3):
+        followers.add(token, 1.0, most=3)
+    assert set(followers.weights) in ({0, 1, 2}, {0, 1, 3})
+    assert followers.total == pytest.approx(sum(followers.weights.values()))
+
+
+def test_a_table_forgets_its_oldest_contexts_when_it_is_full():
+    table = FollowerTable(order=1, most_contexts=8)
+    table.learn_text(range(10))
+    assert 6 <= len(table.widths[0]) <= 8
+    assert 8 in table.widths[0] and 0 not in table.widths[0]
+
+
+# ---- the probabilities
+
+
+class SlowJoint:
+    """The definition, on plain lists and tuples: no table is kept, everything is counted anew from the texts."""
+
+    def __init__(self, order, growth):
+        self.order, self.growth = order, growth
+        self.past, self.text, self.asked = [], [], {}
+
+    def sources(self, context):
+        for width in range(min(self.order, len(context)), 0, -1):
+            key = tuple(context[-width:])
+            for kind, texts in (("text", [self.text]), ("history", self.past)):
+                seen = [text[i] for text in texts for i in range(width, len(text)) if tuple(text[i - width : i]) == key]
+                if seen:
+                    weights = {}
+                    for age, token in enumerate(seen):
+                        weights[token] = weights.get(token, 0) + self.growth**age
+                    yield (kind, width, min(len(weights), 5), min(len(seen), 5)), weights
+
+    def learn(self, token):
+        for bucket, weights in self.sources(self.text):
+            asked = self.asked.setdefault(bucket, [2, 1])
+            asked[0] += 1
+            if token in weights:
+                asked[1] += 1
+                break
+        self.text.append(token)
+
+    def following(self, context):
+        left, found = 1.0, {}
+        for bucket, weights in self.sources(context):
+            asked = self.asked.get(bucket, [2, 1])
+            share = left * asked[1] / asked[0]
+            fresh = {token: weight for token, weight in weights.items() if token not in found}
+            if fresh:
+                found |= {token: share * weight / sum(fresh.values()) for token, weight in fresh.items()}
+                left -= share
+        return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_probabilities_are_those_of_the_slow_definition(seed):
+    rng = random.Random(seed)
+    quick, slow = Joint(order=3, runner_up=0, fade=0.8), SlowJoint(3, 1.25)
+    for _ in range(3):
+        text = markov_text(rng, 60, vocab=7)
+        slow.past, slow.text = [*slow.past, slow.text], text[:10]
+        quick.begin(text[:10])
+        for length in range(10, 60):
+            quick.propose(text[:length], FAR)
+            expected = slow.following(text[:length])
+            assert {token: p for p, token in quick.following(quick._keys)} == pytest.approx(expected)
+            assert sum(expected.values()) <= 1 + 1e-9
+            slow.learn(text[length])
+        quick.propose(text, FAR)
+
+
+def test_what_the_base_held_probable_is_drafted_where_nothing_else_is_known():
+    drafter = Joint(runner_up=3)
+    drafter.begin([1, 2])
+    tree = drafter.propose([1, 2], FAR)
+    assert len(tree) == 0
+    drafter.observe(StepResult(2, tree, None, [], [3], [[3, 8, 9]]))
+    drafter.propose([1, 2, 3], FAR)
+    assert [token for _, token in drafter.following([2])] == [3, 8, 9]
+    assert [token for _, token in drafter.following([2, (1 << 20) | 2])] == [3, 8, 9]
+    drafter.reset()
+    drafter.begin([1, 2])
+    assert drafter.following([2]) == []
+
+
+def test_a_source_is_weighed_by_what_it_held_before_the_step():
+    drafter = Joint(runner_up=2, history=False)
+    drafter.begin([1, 2])
+    before = [list(counts) for counts in drafter._right[RUNNERS_UP][0]]
+    tree = drafter.propose([1, 2], FAR)
+    drafter.observe(StepResult(2, tree, None, [], [3], [[3, 8]]))
+    assert drafter._right[RUNNERS_UP][0] == before, "the base's own row was no guess"
+    drafter.begin([1, 2])
+    tree = drafter.propose([1, 2], FAR)
+    drafter.observe(StepResult(2, tree, None, [], [8], [[8, 3], *([0, 1] for _ in tree.tokens)]))
+    (asked, right), *_ = drafter._right[RUNNERS_UP][1]
+    assert (asked, right) == (3, 2), "it had held 8 as its second guess"
+
+
+def test_a_corpus_is_asked_after_the_texts_and_its_ranks_are_learned():
+    corpus = CorpusTable(*count(np.array([1, 2, 3, 4, 5] * 5 + [1, 2, 8, 4, 5] * 3, dtype=np.int32), 2, 20))
+    drafter = Joint(runner_up=0, history=False, corpus=corpus)
+    drafter.begin([7, 1, 2])
+    assert [token for _, token in drafter.following(drafter._keys)] == [3, 8]
+    drafter.propose([7, 1, 2, 8], FAR)
+    drafter.begin([7, 1, 2])  # nothing of the last text is remembered but how often each rank was right
+    assert [token for _, token in drafter.following(drafter._keys)] == [8, 3]
+
+
+def test_rows_of_a_tree_that_was_pruned_are_not_learned():
+    drafter = Joint(runner_up=3)
+    drafter.begin([1, 2, 1])
+    drafter.propose([1, 2, 1], FAR)
+    drafter.observe(StepResult(1, DraftTree(), None, [], [2], [[3, 8, 9]]))
+    assert drafter._tops == ({}, {})
+
+
+# ---- the tree
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("num_nodes", "least"), [(1, 0.02), (5, 0.02), (12, 0.1), (40, 0.01)])
+def test_the_tree_is_the_most_probable_nodes(seed, num_nodes, least):
+    text = markov_text(random.Random(seed), 80)
+    drafter = Joint(num_nodes=num_nodes, min_probability=least, runner_up=0)
+    drafter.begin(text[:20])
+    for length in range(21, 80):
+        tree = drafter.propose(text[:length], Limits(max_depth=6, eos=frozenset({3})))
+    probability = {}
+
+    def expand(path, keys, above):
+        if len(path) == 6 or (path and path[-1] == 3):
+            return
+        for p, token in drafter.following(keys):
+            if above * p >= least:
+                probability[(*path, token)] = above * p
+                expand((*path, token), extended(keys, token, drafter.order), above * p)
+
+    expand((), drafter._keys, 1.0)
+    tree.validate(9)
+    drafted = [probability[tuple(tree.path_tokens(node))] for node in range(len(tree))]
+    best = sorted(probability.values(), reverse=True)[:num_nodes]
+    assert drafted == pytest.approx(best)
+    assert len(tree) == min(num_nodes, len(probability))
+
+
+@pytest.mark.parametrize("limits", [Limits(0), Limits(1), Limits(3, max_nodes=2), Limits(9, eos=frozenset(range(9)))])
+def test_a_proposal_keeps_to_the_limits(limits):
+    text = markov_text(random.Random(0), 60)
+    drafter = Joint(runner_up=0)
+    drafter.begin(text)
+    tree = drafter.propose(text, limits)
+    assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
+    assert len(tree) > 0 or limits.max_depth == 0
+
+
+# ---- what it keeps
+
+
+def steps_of(drafter, runner, prompt):
+    return len(Session(runner, drafter).run(prompt, 60).steps)
+
+
+def test_history_shortens_the_same_text_told_again_until_it_is_reset(pseudo_runner):
+    drafter = Joint(runner_up=0)
+    first = steps_of(drafter, pseudo_runner(3), [1, 2])
+    again = steps_of(drafter, pseudo_runner(3), [1, 2])
+    assert again < first
+    drafter.reset()
+    assert steps_of(drafter, pseudo_runner(3), [1, 2]) == first
+    forgetful = Joint(runner_up=0, history=False)
+    for _ in range(2):
+        counts = steps_of(forgetful, pseudo_runner(3), [1, 2])
+    assert counts >= again
+
+
+def test_text_that_was_taken_back_is_no_longer_the_context():
+    drafter, text = Joint(runner_up=0), markov_text(random.Random(2), 40)
+    drafter.begin(text[:20])
+    drafter.propose(text, FAR)
+    drafter.rewind(25)
+    assert drafter._text == text[:25]
+    drafter.propose([*text[:25], 4, 5], FAR)
+    assert drafter._keys == [5, (4 << 20) | 5, (text[24] << 40) | (4 << 20) | 5]
+
+
+# ---- nothing is lost
+
+
+@pytest.mark.parametrize("runner_up", [0, 4])
+@pytest.mark.parametrize("seed", range(10))
+def test_text_is_the_bases_own(pseudo_runner, seed, runner_up):
+    drafter = Joint(num_nodes=7, runner_up=runner_up)
+    for prompt in ([1], [1, 2], [4, 3, 2], list(range(10))):
+        expected = pseudo_runner(seed).greedy(prompt, 60, eos={5})
+        runner = pseudo_runner(seed)
+        assert Session(runner, drafter).run(prompt, 60, frozenset({5})).tokens == expected
+
+
+@pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(0.7, top_p=0.9, seed=3)])
+def test_text_of_a_real_base_is_its_own(base, sampler):
+    from drafters import NoDrafter
+
+    drafter = Joint(num_nodes=9)
+    for prompt in ([5], [5, 6, 7], [5, 6, 7, 5, 6]):
+        expected = Session(Runner(base), NoDrafter(), sampler).run(prompt, 40).tokens
+        assert Session(Runner(base), drafter, sampler).run(prompt, 40).tokens == expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_nodes": 0}, {"order": 1}, {"runner_up": -1}, {"min_probability": 0.0}, {"fade": 0.0}]
+)
+def test_arguments_without_meaning_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Joint(**wrong)

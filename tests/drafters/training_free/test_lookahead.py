@@ -1,0 +1,365 @@
+"""Lookahead decoding on the real loop against a transcription in plain loops that knows no trees and no sessions."""
+
+import random
+
+import numpy as np
+import pytest
+
+import drafters
+from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
+from inference.engine.draft_session import ModelSession
+from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+from inference.registry import catalogue
+
+FAR = Limits(max_depth=100)
+PARAMETERS = [
+    {},
+    {"level": 3, "window": 1, "guesses": 1},
+    {"level": 3, "window": 4, "guesses": 2, "seed": 5},
+    {"level": 4, "window": 3, "guesses": 2, "drop_last": True},
+    {"level": 4, "window": 1, "guesses": 0},
+    {"level": 5, "window": 2, "guesses": 3, "pool_from_prompt": True},
+    {"level": 6, "window": 5, "guesses": 4, "drop_last": True, "pool_from_prompt": True},
+    {"level": 7, "window": 10, "guesses": 0, "pool_from_prompt": True},
+]
+
+
+class Literal:
+    """The algorithm in lists: the window's levels, a list of n-grams for each key, every visible path spelled out."""
+
+    def __init__(self, base, level=5, window=7, guesses=7, pool_from_prompt=False, drop_last=False, seed=0):
+        self.base, self.N, self.W, self.G = base, level, window, guesses
+        self.pool_from_prompt, self.drop_last, self.seed = pool_from_prompt, drop_last, seed
+
+    def begin(self, prompt):
+        rng = random.Random(self.seed)
+        self.seq, self.pool = list(prompt), {}
+        self.win = [[rng.choice(prompt) for _ in range(self.W + self.N - 3)]] + [None] * (self.N - 2)
+        self.fill = 0
+        if self.pool_from_prompt:
+            for i in range(len(prompt) - self.N + 1):
+                self.insert(prompt[i], prompt[i + 1 : i + self.N])
+
+    def insert(self, key, gram):
+        grams, gram = self.pool.setdefault(key, []), tuple(gram)
+        if gram in grams:
+            grams.remove(gram)
+        grams.append(gram)
+        if self.G and len(grams) > self.G:
+            grams.pop(0)
+
+    def step(self, end, eos=()):
+        seq, win, N, W, fill = self.seq, self.win, self.N, self.W, self.fill
+        root, full = seq[-1], fill == N - 2
+        first = self.base.next(seq)
+        inp = []
+        for i in range(len(win[fill])):
+            visible = win[0][: i + 1] if fill == 0 else win[0][:i] + [win[level][i] for level in range(1, fill + 1)]
+            inp.append(self.base.next(seq + visible))
+        emitted = [first]
+        for gram in self.pool.get(root, []) if full else []:
+            res = [self.base.next(seq + list(gram[: k + 1])) for k in range(N - 1)]
+            gg = 0
+            while gg < N - 1 - self.drop_last and gram[gg] == [first, *res][gg]:
+                gg += 1
+            if gg > len(emitted) - 1:
+                emitted = [first, *res[:gg]]
+        if full:
+            assert len(win[0]) == W - 1
+            assert all(len(win[level]) == W for level in range(1, N - 1))
+            self.insert(root, [win[level][0] for level in range(1, N - 1)] + [inp[0]])
+            for i in range(1, W):
+                self.insert(win[0][i - 1], [win[level][i] for level in range(1, N - 1)] + [inp[i]])
+            win[0] = win[1][1:]
+            for level in range(1, N - 2):
+                win[level] = win[level + 1]
+            win[N - 2] = inp
+        elif fill == 0:
+            win[0], win[1], self.fill = win[0][1:], inp, 1
+        else:
+            for level in range(fill + 1):
+                win[level] = win[level][1:]
+            win[fill + 1], self.fill = inp[1:], fill + 1
+        emitted = emitted[: end - len(seq)]
+        for index, token in enumerate(emitted):
+            if token in eos:
+                emitted = emitted[: index + 1]
+        for token in emitted:
+            seq.append(token)
+            if self.pool_from_prompt and len(seq) >= N:
+                self.insert(seq[-N], seq[1 - N :])
+        return emitted
+
+
+def remembering(runner):
+    """The same runner; it computes the token after a text once."""
+    known, fresh = {}, runner.next
+
+    def next_token(seq):
+        key = tuple(seq[-6 * runner.order :])
+        if key not in known:
+            known[key] = fresh(seq)
+        return known[key]
+
+    runner.next = next_token
+    return runner
+
+
+def prompt_of(rng, length, vocab=12):
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
+def told(drafter, tree, after, emitted):
+    """Show the drafter a step; ``after`` holds the base's argmax at the root and at each node."""
+    drafter.observe(StepResult(1, tree, None, [], emitted, [[token] for token in after]))
+
+
+@pytest.mark.parametrize("arguments", PARAMETERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_lookahead_takes_the_steps_of_the_published_algorithm(pseudo_runner, arguments, seed):
+    rng = random.Random(seed)
+    runner = remembering(pseudo_runner(seed, vocab=8, order=rng.choice([1, 2])))
+    drafter, literal = Lookahead(**arguments), Literal(runner, **arguments)
+    session = Session(runner, drafter)
+    gained = 0
+    for length in (1, 2, 3, 17):  # a second text begins with an empty pool
+        prompt = prompt_of(rng, length, vocab=8)
+        session.begin(prompt)
+        literal.begin(prompt)
+        eos = frozenset(rng.sample(range(8), rng.choice([0, 0, 1])))
+        end = length + 45
+        while len(session.seq) < end and session.seq[length:][-1:] not in [[token] for token in eos]:
+            emitted, cost = session.step(end, eos)
+            drafter._read(session.seq)
+            assert emitted == literal.step(end, eos)
+            assert drafter._levels == [level for level in literal.win if level is not None]
+            assert {key: drafter.pool.newest(key) for key in range(8)} == {k: literal.pool.get(k, []) for k in range(8)}
+            assert len(emitted) <= drafter.level - drafter.drop_last
+            gained += cost.accepted
+    assert gained or drafter.window == 1
+
+
+def test_the_layout_of_the_window_and_the_guesses_is_the_one_drawn():
+    drafter = Lookahead(level=4, window=3, guesses=2)
+    drafter.begin([5])
+
+    tree = drafter.propose([5], FAR)  # the trunk, W + N - 3 tokens of the prompt
+    assert tree == DraftTree([5, 5, 5, 5], [-1, 0, 1, 2], num_scratch=4)
+    told(drafter, tree, [10, 11, 12, 13, 14], [10])
+
+    tree = drafter.propose([5, 10], FAR)
+    assert tree == DraftTree([5, 5, 5, 11, 12, 13, 14], [-1, 0, 1, -1, 0, 1, 2], num_scratch=7)
+    told(drafter, tree, [20, 0, 0, 0, 21, 22, 23, 24], [20])
+
+    tree = drafter.propose([5, 10, 20], FAR)
+    #          ------ trunk  ---- level 1  ---- level 2
+    tokens = [*(5, 5), *(12, 13, 14), *(22, 23, 24)]
+    parents = [*(-1, 0), *(-1, 0, 1), *(2, 3, 4)]
+    assert tree == DraftTree(tokens, parents, num_scratch=8)
+    told(drafter, tree, [5, *(0, 0), *(0, 0, 0), *(32, 33, 34)], [5])
+    assert drafter.pool.newest(20) == [(12, 22, 32)], "the root of the step, not the one after it"
+    assert drafter.pool.newest(5) == [(13, 23, 33), (14, 24, 34)]
+
+    tree = drafter.propose([5, 10, 20, 5], FAR)
+    #          ---------- candidates, the newest first  ------ trunk  ------ level 1  ----- level 2
+    tokens = [*(14, 24, 34), *(13, 23, 33), *(13, 14), *(22, 23, 24), *(32, 33, 34)]
+    parents = [*(-1, 0, 1), *(-1, 3, 4), *(-1, 6), *(-1, 6, 7), *(8, 9, 10)]
+    assert tree == DraftTree(tokens, parents, num_scratch=8)
+
+
+@pytest.mark.parametrize("level", range(3, 8))
+@pytest.mark.parametrize("window", range(1, 6))
+def test_mask_and_positions_of_the_window_are_the_papers(pseudo_runner, level, window):
+    drafter = Lookahead(level, window)
+    session = Session(pseudo_runner(vocab=50), drafter)
+    session.begin([3, 4, 9])
+    for filled in range(level):
+        filled = min(filled, level - 2)
+        rows = window + level - 3 - filled  # of the trunk; each level has one more
+        tree = drafter.propose(session.seq, Limits(0))
+        assert len(tree) == rows + filled * (rows + 1)
+        sees = np.zeros((len(tree), len(tree)), dtype=bool)
+        sees[:rows, :rows] = np.tri(rows, dtype=bool)
+        positions, values = list(range(1, rows + 1)), drafter._levels
+        for number in range(1, filled + 1):
+            for i in range(rows + 1):
+                node = rows + (number - 1) * (rows + 1) + i
+                sees[node, :i] = True
+                sees[node, [rows + (above - 1) * (rows + 1) + i for above in range(1, number + 1)]] = True
+                positions.append(number + i)
+                column = [values[above][i] for above in range(1, number + 1)]
+                assert tree.path_tokens(node) == values[0][:i] + column
+        assert (tree.sees() == sees).all()
+        assert tree.depths == positions
+        session.step(1000)
+
+
+@pytest.mark.parametrize("limit", [{"max_nodes": 9}, {"max_scratch_depth": 5}])
+def test_the_window_rests_where_it_does_not_fit_and_goes_on_where_it_does(limit):
+    drafter = Lookahead(level=4, window=5)
+    drafter.begin([5, 6])
+    drafter.propose([5, 6], FAR)
+    drafter._levels = before = [[1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+    drafter.pool.insert(6, (20, 21, 22))
+    tree = drafter.propose([5, 6], Limits(100, **limit))
+    assert (tree.tokens, tree.num_scratch) == ([20, 21, 22], 0)
+    told(drafter, tree, [1, 2, 3, 4], [1])
+    assert drafter._levels == before
+    assert len(drafter.pool) == 1
+    tree = drafter.propose([5, 6], Limits(100, max_nodes=17, max_scratch_depth=6))
+    assert tree.num_scratch == 14
+    told(drafter, tree, list(range(50, 50 + 18)), [50])
+    assert drafter._levels == [[6, 7, 8, 9], [10, 11, 12, 13, 14], [63, 64, 65, 66, 67]]
+
+
+def test_a_pruned_window_is_not_looked_at():
+    drafter = Lookahead(level=4, window=3)
+    drafter.begin([5])
+    tree = drafter.propose([5], FAR)
+    told(drafter, tree.pruned(100, 2, ()), [10, 11, 12], [10])
+    assert drafter._levels == [[5, 5, 5, 5]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_proposals_keep_to_their_limits(pseudo_runner, seed):
+    rng = random.Random(seed)
+    runner = remembering(pseudo_runner(seed, vocab=6))
+    drafter = Lookahead(rng.choice([3, 4, 6]), rng.choice([1, 3]), 5, pool_from_prompt=seed % 2 == 0)
+    session = Session(runner, drafter)
+    session.begin([0, 1, 2])
+    seen = set()
+    for _ in range(60):
+        eos = frozenset(rng.sample(range(6), 2))
+        limits = Limits(rng.choice([0, 1, 2, 9]), rng.choice([0, 3, 10, 30, 1024]), eos, rng.choice([0, 3, 50]))
+        tree = drafter.propose(session.seq, limits)
+        tree.validate(6)
+        asked = (limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
+        assert len(tree.pruned(*asked)) == len(tree)
+        seen.add((tree.num_candidates > 0, tree.num_scratch > 0))
+        session.step(1000)
+    assert len(seen) == 4
+
+
+def test_nodes_short_the_newest_guesses_are_fed():
+    drafter = Lookahead(level=3, window=1)
+    drafter.begin([5])
+    drafter._levels = [[], [1]]
+    for gram in ((1, 2), (3, 4), (1, 5)):
+        drafter.pool.insert(5, gram)
+    assert drafter.propose([5], Limits(100, max_nodes=4)).tokens == [1, 5, 3, 4]
+    assert drafter.propose([5], Limits(100, max_nodes=2)).tokens == [1, 5]
+    assert drafter.pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "cuts are not stored"
+
+
+def test_no_guess_goes_on_behind_an_end_token():
+    drafter = Lookahead(level=5, window=1)
+    drafter.begin([5])
+    drafter._levels = [[], [1], [1], [1]]
+    drafter.pool.insert(5, (1, 2, 3, 4))
+    drafter.pool.insert(5, (2, 3, 4, 5))
+    tree = drafter.propose([5], Limits(100, eos=frozenset({2}), max_scratch_depth=0))
+    assert (tree.tokens, tree.parents) == ([2, 1, 2], [-1, -1, 1])
+
+
+def test_an_own_pool_ends_with_its_text_and_a_shared_one_does_not(pseudo_runner):
+    shared = NgramPool(7)
+    for drafter, survives in ((Lookahead(), False), (Lookahead(pool=shared), True)):
+        Session(pseudo_runner(), drafter).run([1, 2, 3], 40)
+        held = len(drafter.pool)
+        assert held
+        drafter.begin([1, 2, 3])
+        assert len(drafter.pool) == (held if survives else 0)
+        drafter.reset()
+        assert len(drafter.pool) == 0
+    assert drafter.pool is shared
+
+
+def test_a_full_shared_pool_gives_its_newest_guesses():
+    pool = NgramPool(20)
+    drafter = Lookahead(level=3, window=1, guesses=2, pool=pool)
+    drafter.begin([5])
+    drafter._levels = [[], [1]]
+    for token in range(6):
+        pool.insert(5, (token, token))
+    tree = drafter.propose([5], FAR)
+    assert tree.tokens[: tree.num_candidates] == [5, 5, 4, 4]
+
+
+def test_what_is_written_in_the_place_of_a_refused_draft_is_read_too():
+    drafter = Lookahead(level=3, pool_from_prompt=True)
+    drafter.begin([1, 2])
+    drafter.propose([1, 2, 3, 4, 5], FAR)
+    drafter.rewind(3)
+    drafter.propose([1, 2, 3, 6, 7], FAR)
+    assert [drafter.pool.newest(key) for key in (1, 2, 3)] == [[(2, 3)], [(3, 4), (3, 6)], [(4, 5), (6, 7)]]
+
+
+@pytest.mark.parametrize("pool_from_prompt", [False, True])
+def test_inside_a_draft_model_the_window_slides_on_when_drafts_are_refused(pseudo_runner, pool_from_prompt):
+    rng = random.Random(0)
+    runner = pseudo_runner(vocab=8)
+    drafter = Lookahead(4, 3, 4, pool_from_prompt=pool_from_prompt)
+    inner = ModelSession(runner, drafter)
+    seq, refused = [1, 2, 3], 0
+    inner.begin(seq)
+    for _ in range(40):
+        levels = drafter._levels
+        inner.session.drafter.rewind(1)
+        assert drafter._levels == levels
+        draft = inner.write(seq, 5).tokens
+        assert draft == runner.greedy(seq, 5)
+        kept = rng.randrange(6)
+        refused += kept < 5
+        seq = seq + draft[:kept] + [rng.randrange(8)]
+    assert refused
+    assert inner.forwards < 40 * 5
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_text_is_the_bases_own_to_the_end_of_its_context(make_base, kind, drop_last):
+    base = make_base(kind, context=40)
+    for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
+        for prompt in ([7], [5, 6, 7, 5, 6]):
+            expected = Session(Runner(base), drafters.NoDrafter(), sampler).run(prompt, 100).tokens
+            session = Session(Runner(base), Lookahead(4, 4, 4, drop_last=drop_last), sampler)
+            assert session.run(prompt, 100).tokens == expected
+            assert len(prompt) + len(expected) == 40
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_text_is_the_one_without_a_drafter(pseudo_runner, seed):
+    sampler = KeyedSampler(temperature=0.2, seed=seed)
+    alone = Session(remembering(pseudo_runner(seed, vocab=6)), drafters.NoDrafter(), sampler).run([1, 2], 80)
+    ahead = Session(remembering(pseudo_runner(seed, vocab=6)), Lookahead(), sampler).run([1, 2], 80)
+    assert ahead.tokens == alone.tokens
+    assert len(ahead.steps) < len(alone.steps)
+
+
+def test_chance_is_the_drafters_own_and_begins_anew_with_each_text(pseudo_runner):
+    drafter, prompt = Lookahead(seed=4), list(range(12))
+    session, before = Session(pseudo_runner(), drafter), random.getstate()
+    costs = [[cost.fed for cost in session.run(prompt, 40).steps] for _ in range(2)]
+    assert costs[0] == costs[1]
+    assert random.getstate() == before
+    windows = []
+    for seed in range(3):
+        drafter.seed = seed
+        drafter.begin(prompt)
+        windows.append(drafter._levels)
+    assert windows[0] != windows[1] != windows[2]
+
+
+def test_the_zoo_knows_its_numbers_but_no_pool(pseudo_runner):
+    drafter = catalogue.make("lookahead:level=4,window=3,guesses=0,drop_last=true", pseudo_runner())
+    assert (drafter.level, drafter.window, drafter.guesses, drafter.drop_last) == (4, 3, 0, True)
+    with pytest.raises(ValueError, match="takes level, window, guesses, pool_from_prompt, drop_last, seed; not"):
+        catalogue.make("lookahead:pool=3", pseudo_runner())
+
+
+@pytest.mark.parametrize("arguments", [{"level": 2}, {"window": 0}, {"guesses": -1}])
+def test_numbers_too_small_are_refused(arguments):
+    with pytest.raises(ValueError, match="level >= 3"):
+        Lookahead(**arguments)

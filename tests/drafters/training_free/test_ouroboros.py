@@ -1,0 +1,393 @@
+"""Ouroboros against plain loops written from section 3 of its paper: what each step emits, which phrases it keeps."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
+from drafters.protocol import DraftedTokens, DraftSession, Limits, StepResult
+from drafters.training_free.pool import NgramPool
+from inference.engine.draft_session import ModelSession
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+
+NO_EOS = frozenset()
+VOCAB = 6
+
+
+class Book:
+    """A pool of phrases in plain lists."""
+
+    def __init__(self, most):
+        self.most, self.pages, self.learned, self.corrected = most, {}, 0, 0
+
+    def insert(self, key, phrase):
+        page = self.pages.setdefault(key, [])
+        if tuple(phrase) in page:
+            page.remove(tuple(phrase))
+        page.append(tuple(phrase))
+        if len(page) > self.most:
+            page.pop(0)
+
+    def newest(self, key, count):
+        return self.pages.get(key, [])[-count:]
+
+    def replace(self, key, phrases):
+        del self.pages[key][-len(phrases) :]
+        for phrase in phrases:
+            self.insert(key, phrase)
+
+
+def until_eos(tokens, eos):
+    ends = [index for index, token in enumerate(tokens) if token in eos]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def matching(left, right):
+    return [*(ours == its for ours, its in zip(left, right, strict=False)), False].index(False)
+
+
+def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, lengthen=True, verify=True, drop=False):
+    """Yield what each step emits. ``write`` is the draft model, greedy; ``base`` gives the token after a text."""
+    seq, end = list(prompt), len(prompt) + length
+    while len(seq) < end and (len(seq) == len(prompt) or seq[-1] not in eos):
+        room = end - len(seq) - 1
+        draft = write(seq, min(gamma, room), eos) if room else []
+        v = [base(seq + draft[:i]) for i in range(len(draft) + 1)]
+        accepted = matching(draft, v)
+        if accepted < len(draft):  # the tail is discarded; what the base agrees with in it is learned
+            emitted = v[: accepted + 1]
+            tail, says = draft[accepted:], v[accepted + 1 :]
+            for a in range(len(tail) if verify else 0):
+                phrase = []
+                for j in range(min(level - 1, len(tail) - a)):
+                    phrase.append(says[a + j])
+                    if a + j + 1 < len(tail) and tail[a + j + 1] != says[a + j]:
+                        break
+                if len(phrase) == level - 1:
+                    book.insert(tail[a], phrase)
+                    book.learned += 1
+        else:
+            hung = lengthen and draft and draft[-1] not in eos
+            phrases = book.newest(draft[-1], count) if hung else []
+            decisions = []  # of each phrase: how many tokens are right, what was fed, what the base says instead
+            for phrase in phrases:
+                fed = until_eos(list(phrase[: len(phrase) - drop])[: room - len(draft)], eos)
+                says = [base(seq + draft + fed[:i]) for i in range(len(fed) + 1)]
+                decisions.append((matching(fed, says), fed, says))
+            right, fed, says = best = max(decisions, key=lambda decisions: decisions[0], default=(0, [], v[-1:]))
+            emitted = until_eos(draft + fed[:right] + [says[right]], eos)
+            better = []
+            for phrase, (right, fed, says) in zip(phrases, decisions, strict=True):
+                better.append(phrase)
+                if len(fed) >= len(phrase) - 1 and not (right and says is best[2]):
+                    better[-1] = tuple(says[: len(phrase)])
+            if verify and phrases:
+                book.corrected += better != phrases
+                book.replace(draft[-1], better)
+        seq += emitted
+        yield emitted
+
+
+class PlainLookahead:
+    """A draft model that drafts by lookahead decoding, in the words of its paper: the levels of a window in lists."""
+
+    def __init__(self, model, level, window, book, first):
+        self.model, self.level, self.book, self.forwards = model, level, book, 0
+        self.win = [[first] * (window + level - 3)]  # drawn from a prompt of one word
+
+    def write(self, seq, num_tokens, eos):
+        text = list(seq)
+        while len(text) < len(seq) + num_tokens and (len(text) == len(seq) or text[-1] not in eos):
+            text += self.step(text, len(seq) + num_tokens - len(text) - 1, eos)
+        return text[len(seq) :]
+
+    def step(self, text, room, eos):
+        self.forwards += 1
+        win, root, model = self.win, text[-1], self.model
+        full = len(win) == self.level - 1
+        emitted = [model(text)]
+        for phrase in self.book.newest(root, 10**6) if full else []:
+            fed = until_eos(list(phrase)[:room], eos)
+            says = [model(text + fed[:i]) for i in range(len(fed) + 1)]
+            right = matching(fed, says)
+            emitted = max(emitted, until_eos(says[: right + 1], eos), key=len)
+        if len(win) == 1:
+            after = [model(text + win[0][: i + 1]) for i in range(len(win[0]))]
+            self.win = [win[0][1:], after]
+            return emitted
+        teeth = [[level[i] for level in win[1:]] for i in range(len(win[0]) + 1)]
+        after = [model(text + win[0][:i] + tooth) for i, tooth in enumerate(teeth)]
+        if full:
+            for key, tooth, token in zip([root, *win[0]], teeth, after, strict=True):
+                self.book.insert(key, [*tooth, token])
+            self.win = [win[1][1:], *win[2:], after]
+        else:
+            self.win = [*(level[1:] for level in win), after[1:]]
+        return emitted
+
+
+def world(pseudo_runner, seed, disagreement=0.15):
+    """A base, and a draft model that mostly says what it says."""
+    return pseudo_runner(seed, vocab=VOCAB, noise=disagreement), pseudo_runner(seed, vocab=VOCAB, noise=0.02)
+
+
+def filled(most, level, texts, seed=0):
+    """The same phrases in a pool and in a book: some of these texts, some that nobody wrote."""
+    rng, pool, book = random.Random(seed), NgramPool(most), Book(most)
+    for text in texts:
+        for start in range(0, len(text) - level + 1, 2):
+            phrase = [token if rng.random() < 0.9 else rng.randrange(VOCAB) for token in text[start : start + level]]
+            pool.insert(phrase[0], phrase[1:])
+            book.insert(phrase[0], phrase[1:])
+    return pool, book
+
+
+def pages(pool):
+    return {key: pool.newest(key) for key in range(VOCAB) if pool.newest(key)}
+
+
+def decisions(tree, says):
+    """What a step shows of a tree when the base says ``says[0]`` at the root and ``says[1 + i]`` at node i."""
+    path, node, emitted = [], -1, [says[0]]
+    while (child := tree.child(node, emitted[-1])) is not None:
+        path.append(child)
+        node = child
+        emitted.append(says[1 + child])
+    return StepResult(1, tree, None, path, emitted, [[token] for token in says])
+
+
+class Pen(DraftSession):
+    """Writes a given draft."""
+
+    forwards, remembers = 0, False
+
+    def __init__(self, draft):
+        self.draft, self.calls = draft, []
+
+    def begin(self, prompt):
+        self.calls.append("begin")
+
+    def write(self, seq, num_tokens, eos=NO_EOS, threshold=0.0):
+        return DraftedTokens(until_eos(self.draft[:num_tokens], eos), [])
+
+    def rewind(self, length):
+        self.calls.append(length)
+
+    def reset(self):
+        self.calls.append("reset")
+
+
+def pool_of(*phrases):
+    pool = NgramPool()
+    for key, *phrase in phrases:
+        pool.insert(key, phrase)
+    return pool
+
+
+# ---- against the plain loops
+
+
+SIZES = [(1, 3, 3), (4, 1, 3), (4, 3, 4), (7, 3, 5), (12, 5, 7), (12, 3, 3)]  # gamma, K, level
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("gamma", "count", "level"), SIZES)
+@pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
+def test_each_step_and_each_phrase_are_those_of_the_paper(pseudo_runner, gamma, count, level, eos, drop):
+    books, lengthened = [], 0
+    for seed in range(6):
+        base, draft = world(pseudo_runner, seed)
+        texts = [base.greedy([start], 40) for start in range(4)]
+        pool, book = filled(8, level, texts, seed)
+        books.append(book)
+        session = Session(base, Ouroboros(ModelSession(draft), pool, gamma, count, level, drop_last=drop))
+        for start in (4, 5):  # the second text begins with the phrases of the first
+            prompt = [start, seed % VOCAB]
+            expected = plain(base.next, draft.greedy, prompt, 60, book, gamma, count, level, eos, drop=drop)
+            for (emitted, cost), wanted in zip(session.decode(prompt, 60, eos), expected, strict=True):
+                assert emitted == wanted
+                assert pages(pool) == {key: page for key, page in book.pages.items() if page}
+                lengthened += cost.accepted > gamma
+            assert session.seq[len(prompt) :] == base.greedy(prompt, 60, eos)
+    assert lengthened, "some tails should be taken"
+    assert sum(book.corrected for book in books) > 5
+    assert sum(book.learned for book in books) > 2 or gamma < level
+
+
+@pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
+@pytest.mark.parametrize(("gamma", "count", "level", "window"), [(3, 2, 3, 4), (7, 3, 4, 5), (12, 3, 5, 6)])
+def test_all_four_parts_together_are_those_of_the_paper(pseudo_runner, gamma, count, level, window, eos):
+    lengthened = quick = learned = 0
+    for seed in range(5):
+        base, draft = world(pseudo_runner, seed)
+        pool, book = NgramPool(window), Book(window)
+        inner = ModelSession(draft, Lookahead(level, window, window, pool=pool))
+        session = Session(base, Ouroboros(inner, pool, gamma, count, level))
+        for start in (5, 3):
+            plainly = PlainLookahead(draft.next, level, window, book, start)
+            expected = plain(base.next, plainly.write, [start], 80, book, gamma, count, level, eos)
+            forwards = 0
+            for (emitted, cost), wanted in zip(session.decode([start], 80, eos), expected, strict=True):
+                assert emitted == wanted
+                assert pages(pool) == book.pages
+                forwards += cost.draft_forwards
+                assert forwards == plainly.forwards
+                lengthened += cost.accepted > gamma
+                quick += cost.draft_forwards < min(gamma, cost.fed_candidates)
+            assert session.seq[1:] == base.greedy([start], 80, eos)
+        learned += book.learned
+    assert quick and learned and (lengthened or eos)
+
+
+@pytest.mark.parametrize(("lengthen", "verify"), [(False, False), (False, True), (True, False)])
+def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
+    for seed in range(4):
+        base, draft = world(pseudo_runner, seed)
+        pool, book = filled(8, 4, [base.greedy([start], 40) for start in range(4)], seed)
+        session = Session(base, Ouroboros(ModelSession(draft), pool, 7, 3, 4, lengthen, verify))
+        expected = plain(base.next, draft.greedy, [4, 1], 80, book, 7, 3, 4, NO_EOS, lengthen, verify)
+        for (emitted, cost), wanted in zip(session.decode([4, 1], 80), expected, strict=True):
+            assert emitted == wanted
+            assert pages(pool) == book.pages
+            assert lengthen or cost.fed_candidates <= 7
+        assert bool(book.learned) == verify
+        assert bool(book.corrected) == (lengthen and verify)
+
+
+@pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
+@pytest.mark.parametrize("gamma", [1, 4, 12])
+def test_without_phrases_it_is_draft_model_speculation_step_for_step(pseudo_runner, gamma, eos):
+    for seed in range(4):
+        costs = []
+        for make in (lambda inner: Ouroboros(inner, NgramPool(), gamma, verify_phrases=False), DraftModel):
+            base, draft = world(pseudo_runner, seed)
+            drafter = make(ModelSession(draft))
+            drafter.num_draft = gamma
+            steps = Session(base, drafter).run([4, 1], 60, eos).steps
+            costs.append([replace(step, seconds=()) for step in steps])
+        assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_text_is_the_bases_own(pseudo_runner, seed):
+    sampler, (base, draft) = KeyedSampler(temperature=0.4, seed=seed), world(pseudo_runner, seed)
+    expected = Session(base, DraftModel(ModelSession(draft), 1), sampler).run([4, 1], 80).tokens
+    pool, _ = filled(8, 4, [base.greedy([start], 40) for start in range(4)], seed)
+    result = Session(base, Ouroboros(ModelSession(draft), pool, 5, 3, 4), sampler).run([4, 1], 80)
+    assert result.tokens == expected
+    assert any(step.accepted > 5 for step in result.steps)
+
+
+@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
+@pytest.mark.parametrize("phrases_draft", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 17])
+def test_on_a_real_base_text_and_inner_cache_are_those_of_fresh_forwards(make_base, cache_kind, phrases_draft, length):
+    import torch
+
+    from inference.engine.runner import Runner
+
+    base, prompt, pool = make_base(), [5 + index for index in range(length)], NgramPool()
+    truth = Session(Runner(base), DraftModel(ModelSession(Runner(base)), 1)).run(prompt, 40).tokens
+    for start in range(len(truth) - 4):
+        pool.insert(truth[start], truth[start + 1 : start + 4])
+    inner = ModelSession(Runner(base, cache_kind), Lookahead(4, 5, 0, pool=pool) if phrases_draft else None)
+    session = Session(Runner(base, cache_kind), Ouroboros(inner, pool, num_draft=3, level=4))
+    longest = 0
+    for _, cost in session.decode(prompt, 40):
+        longest = max(longest, cost.accepted)
+        for one in (session, inner.session):
+            with torch.inference_mode():
+                text = torch.tensor([one.seq[: one.runner.cached]])
+                fresh = base.model(text, use_cache=True).past_key_values
+            for held, expected in zip(one.runner._cache.layers, fresh.layers, strict=True):
+                torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=1e-9)
+                torch.testing.assert_close(held.values, expected.values, rtol=0, atol=1e-9)
+    assert session.seq[length:] == truth
+    assert longest == 6, "a draft of three and a tail of three"
+
+
+# ---- by hand
+
+
+def test_the_newest_phrases_hang_on_the_drafts_last_token():
+    pool = pool_of((7, 1, 1, 1), (7, 2, 3, 4), (8, 5, 5, 5), (7, 2, 3, 5), (7, 9, 8, 7))
+    tree = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4).propose([1], Limits(20))
+    tree.validate(10)
+    leaves = [node for node in range(len(tree)) if node not in tree.parents]
+    assert sorted(tree.path_tokens(leaf) for leaf in leaves) == [[6, 7, 2, 3, 4], [6, 7, 2, 3, 5], [6, 7, 9, 8, 7]]
+
+
+def test_after_full_acceptance_tried_phrases_are_corrected_but_for_the_one_taken():
+    pool = pool_of((7, 1, 1, 1), (7, 9, 8, 7), (7, 2, 3, 4), (7, 2, 5, 6))
+    drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)
+    tree = drafter.propose([1], Limits(20))
+    #       root 6 ── 7 ─┬─ 9 ── 8 ── 7
+    #                    └─ 2 ─┬─ 3 ── 4
+    #                          └─ 5 ── 6
+    says = {(): 6, (6,): 7, (6, 7): 2, (6, 7, 9): 5, (6, 7, 9, 8): 6, (6, 7, 2): 3, (6, 7, 2, 3): 0, (6, 7, 2, 5): 8}
+    step = decisions(tree, [6, *(says.get(tuple(tree.path_tokens(node)), 1) for node in range(len(tree)))])
+    assert step.emitted == [6, 7, 2, 3, 0]
+    drafter.observe(step)
+    assert pool.newest(7) == [(1, 1, 1), (2, 5, 6), (2, 3, 4), (2, 3, 8)]
+
+
+def test_a_rejection_leaves_tried_phrases_alone_and_makes_phrases_of_the_discarded_tail():
+    pool = pool_of((5, 1, 1))
+    drafter = Ouroboros(Pen([1, 2, 3, 4, 5]), pool, num_draft=5, level=3)
+    tree = drafter.propose([0], Limits(20))
+    assert len(tree) == 7
+    drafter.observe(decisions(tree, [1, 9, 3, 4, 8, 6, 2, 2]))  # after 1 the base says 9, not 2
+    assert pool.newest(2) == [(3, 4)], "after 2 comes 3, after 3 comes 4: the draft goes along"
+    assert pool.newest(3) == [(4, 8)], "the last token need not be drafted"
+    assert pool.newest(4) == [], "after 4 the base says 8, the draft 5"
+    assert pool.newest(5) == [(1, 1)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_trees_keep_to_every_limit(seed):
+    rng = random.Random(seed)
+    for _ in range(50):
+        pool = pool_of(*([rng.randrange(3), *(rng.randrange(3) for _ in range(4))] for _ in range(9)))
+        drafter = Ouroboros(Pen([rng.randrange(3) for _ in range(5)]), pool, num_draft=5, num_phrases=4, level=5)
+        limits = Limits(rng.randrange(12), rng.randrange(14), frozenset(rng.sample(range(3), rng.randrange(2))))
+        tree = drafter.propose([0], limits)
+        kept = tree.pruned(limits.max_depth, limits.max_nodes, limits.eos)
+        assert (list(kept.tokens), list(kept.parents)) == (list(tree.tokens), list(tree.parents))
+        before = {key: len(pool.newest(key)) for key in range(3)}
+        drafter.observe(decisions(tree, [rng.randrange(3) for _ in range(len(tree) + 1)]))
+        assert all(len(phrase) == 4 for key in before for phrase in pool.newest(key)), "a cut tail shortens no phrase"
+
+
+def test_a_tree_that_the_caller_pruned_teaches_nothing():
+    pool = pool_of((7, 1, 1, 1))
+    drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)
+    tree = drafter.propose([1], Limits(20))
+    drafter.observe(decisions(DraftTree(tree.tokens[:3], tree.parents[:3]), [6, 7, 2, 2]))
+    assert pool.newest(7) == [(1, 1, 1)]
+
+
+# ---- texts one after another
+
+
+def test_phrases_live_on_from_text_to_text_if_history_is_on():
+    for history in (True, False):
+        pool, pen = pool_of((7, 1, 2)), Pen([])
+        Ouroboros(pen, pool, history=history).begin([1])
+        assert pool.newest(7) == ([(1, 2)] if history else [])
+        assert pen.calls == ["begin"]
+
+
+def test_reset_forgets_every_phrase_and_rewind_goes_to_the_draft_model():
+    pool, pen = pool_of((7, 1, 2)), Pen([])
+    drafter = Ouroboros(pen, pool)
+    drafter.rewind(3)
+    drafter.reset()
+    assert (len(pool), pen.calls) == (0, [3, "reset"])
+
+
+@pytest.mark.parametrize("arguments", [{"num_draft": 0}, {"num_phrases": 0}, {"level": 2}])
+def test_numbers_too_small_are_refused(arguments):
+    with pytest.raises(ValueError, match="need num_draft >= 1, num_phrases >= 1 and level >= 3"):
+        Ouroboros(Pen([]), NgramPool(), **arguments)

@@ -1,0 +1,189 @@
+"""Token recycling on the real loop against a transcription in plain loops, and its tree against enumeration."""
+
+import random
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+
+import drafters
+from drafters import DraftTree, Limits, StepResult, TokenRecycling
+from drafters.training_free.recycling import best_first, rank_probability
+from inference.engine.runner import ForwardOutput, Runner
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+from inference.registry import catalogue
+
+FAR = Limits(max_depth=100)
+
+
+@pytest.fixture
+def ranked(pseudo_runner):
+    """Makes a pseudo-base that ranks its whole vocabulary, its next token first."""
+
+    class Ranked(pseudo_runner):
+        def rank(self, seq):
+            rest = list(range(self.vocab_size))
+            random.Random(str((self.seed, "rank", tuple(seq[-self.order :])))).shuffle(rest)
+            first = self.next(seq)
+            rest.remove(first)
+            return [first, *rest]
+
+        def forward(self, pending, tree, required_outputs):
+            super().forward(pending, tree, required_outputs)
+            known = self.text + list(pending)
+            ranks = [self.rank(known + path) for path in ([], *map(tree.path_tokens, range(len(tree))))]
+            logits = torch.empty(len(ranks), self.vocab_size)
+            return ForwardOutput(
+                logits.scatter_(1, torch.tensor(ranks), -torch.arange(self.vocab_size).float().expand_as(logits)), None
+            )
+
+    return Ranked
+
+
+def paths_of(template, above=()):
+    """The rank paths of a nested template."""
+    found = []
+    for rank, below in enumerate(template):
+        found += [(*above, rank), *paths_of(below, (*above, rank))]
+    return found
+
+
+def slow_step(base, seq, table, num_nodes, top_k, eos, end):
+    """One step with a dict of paths: draft along the most probable rank paths, compare, refill the table."""
+    ranks = sorted(paths_of(best_first(num_nodes, top_k)), key=lambda path: (len(path), path))
+    tokens = {(): seq[-1]}
+    for path in ranks:
+        above = tokens.get(path[:-1])
+        ended = len(path) > 1 and above in eos
+        if above in table and not ended and path[-1] < len(table[above]) and len(path) < end - len(seq):
+            tokens[path] = table[above][path[-1]]
+    texts = {path: [tokens[path[: depth + 1]] for depth in range(len(path))] for path in tokens}
+    emitted, path = [base.next(seq)], ()
+    while emitted[-1] not in eos:
+        below = [(*path, rank) for rank in range(top_k) if tokens.get((*path, rank)) == emitted[-1]]
+        if not below:
+            break
+        path = below[0]
+        emitted.append(base.next(seq + texts[path]))
+    for path in tokens:
+        table[tokens[path]] = base.rank(seq + texts[path])[:top_k]
+    return emitted, len(tokens) - 1
+
+
+@pytest.mark.parametrize(("num_nodes", "top_k"), [(1, 1), (5, 2), (12, 3), (12, 20), (40, 8)])
+@pytest.mark.parametrize("seed", range(3))
+def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_nodes, top_k, seed):
+    rng = random.Random(seed)
+    runner = ranked(seed, vocab=10, order=rng.choice([1, 2]))
+    drafter, table = TokenRecycling(num_nodes, top_k), {}
+    session, gained = Session(runner, drafter), 0
+    for length in (1, 2, 9):  # the table lives on
+        seq = [rng.randrange(10) for _ in range(length)]
+        session.begin(seq)
+        eos, end = frozenset(rng.sample(range(10), rng.choice([0, 1]))), length + 25
+        while len(seq) < end and not (seq[length:] and seq[-1] in eos):
+            wanted, num_fed = slow_step(runner, seq, table, num_nodes, min(top_k, 10), eos, end)
+            emitted, cost = session.step(end, eos)
+            assert emitted == wanted[: end - len(seq)]
+            assert cost.fed_candidates == num_fed
+            assert drafter._successors == table
+            seq += emitted
+            gained += cost.accepted
+    assert gained
+
+
+def test_successors_of_successors_are_drafted_as_drawn():
+    drafter = TokenRecycling(num_nodes=4, top_k=2)  # ranks 0, 1, 0-0 and 0-0-0
+    assert len(drafter.propose([7], FAR)) == 0
+    drafter.observe(StepResult(1, DraftTree(), None, [], [8], [[8, 9]]))
+    assert drafter.propose([7], FAR) == DraftTree([8, 9], [-1, -1])
+    drafter.observe(StepResult(1, DraftTree([8, 9], [-1, -1]), None, [0], [8, 9], [[8, 9], [9, 6], [7, 5]]))
+    assert drafter.propose([7], FAR) == DraftTree([8, 9, 9, 7], [-1, -1, 0, 2])
+    assert drafter.propose([8], FAR) == DraftTree([9, 6, 7, 8], [-1, -1, 0, 2])
+
+
+def test_of_one_token_fed_twice_the_last_node_counts():
+    drafter = TokenRecycling(top_k=1)
+    drafter.propose([7], FAR)
+    drafter.observe(StepResult(1, DraftTree([8, 7, 8], [-1, 0, 1]), None, [], [1], [[1], [2], [3], [4]]))
+    assert drafter._successors == {7: [3], 8: [4]}
+
+
+def test_the_table_lives_on_from_text_to_text_until_reset(ranked):
+    drafter = TokenRecycling()
+    session = Session(ranked(), drafter)
+    first = len(session.run([1, 2], 40).steps)
+    assert len(session.run([1, 2], 40).steps) < first
+    drafter.reset()
+    assert len(session.run([1, 2], 40).steps) == first
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 2, 7, 25])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_the_tree_holds_the_most_probable_rank_paths(num_nodes, top_k):
+    depth = 9 if top_k > 1 else num_nodes
+    every = [path for length in range(1, depth + 1) for path in product(range(top_k), repeat=length)]
+    every.sort(key=lambda path: (-prod(map(rank_probability, path)), path))
+    template = best_first(num_nodes, top_k)
+    assert sorted(paths_of(template)) == sorted(every[:num_nodes])
+    assert max(map(len, paths_of(template)), default=0) < 9 or top_k == 1, "else the enumeration may lack some"
+
+
+def test_the_tree_of_eighty_nodes_has_the_papers_width_and_about_its_depth():
+    paths = paths_of(best_first(80, 8))
+    assert len(paths) == 80
+    assert sum(len(path) == 1 for path in paths) == 8
+    assert 5 <= max(map(len, paths)) <= 7
+
+
+def test_fewer_nodes_are_the_best_ones_and_proposals_keep_to_their_limits():
+    rng = random.Random(0)
+    drafter = TokenRecycling(num_nodes=30, top_k=4)
+    drafter._successors = {token: rng.sample(range(12), 4) for token in range(11)}
+    for _ in range(200):
+        limits = Limits(rng.choice([0, 1, 3, 9]), rng.choice([0, 1, 8, 1024]), frozenset(rng.sample(range(12), 2)))
+        seq = [rng.randrange(12)]
+        tree = drafter.propose(seq, limits)
+        tree.validate(12)
+        assert len(tree.pruned(limits.max_depth, limits.max_nodes, limits.eos)) == len(tree)
+        if limits.max_nodes == 8:
+            assert tree == TokenRecycling.propose(_with(drafter, 8), seq, limits)
+
+
+def _with(drafter, num_nodes):
+    smaller = TokenRecycling(num_nodes, drafter.top_k)
+    smaller._successors = drafter._successors
+    return smaller
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_text_is_the_bases_own_to_the_end_of_its_context(make_base, kind):
+    base = make_base(kind, context=40)
+    for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
+        drafter = TokenRecycling(num_nodes=20)
+        for prompt in ([7], [5, 6, 7, 5, 6]):
+            expected = Session(Runner(base), drafters.NoDrafter(), sampler).run(prompt, 100).tokens
+            assert Session(Runner(base), drafter, sampler).run(prompt, 100).tokens == expected
+            assert len(prompt) + len(expected) == 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_text_is_the_one_without_a_drafter(ranked, seed):
+    sampler = KeyedSampler(seed=seed)
+    alone = Session(ranked(seed), drafters.NoDrafter(), sampler).run([1, 2], 60)
+    ahead = Session(ranked(seed), TokenRecycling(20), sampler).run([1, 2], 60)
+    assert ahead.tokens == alone.tokens
+    assert len(ahead.steps) < len(alone.steps)
+
+
+def test_the_zoo_knows_its_numbers(pseudo_runner):
+    drafter = catalogue.make("token_recycling:num_nodes=16,top_k=3", pseudo_runner())
+    assert (drafter.num_nodes, drafter.required_outputs.top_k) == (16, 3)
+
+
+@pytest.mark.parametrize("arguments", [{"num_nodes": 0}, {"top_k": 0}])
+def test_numbers_too_small_are_refused(arguments):
+    with pytest.raises(ValueError, match="at least 1"):
+        TokenRecycling(**arguments)

@@ -1,0 +1,300 @@
+"""REST against its definition: scan the whole text, count every prefix, sort them all."""
+
+import json
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from drafters import REST, DraftTree, SuffixArray
+from drafters.protocol import Limits
+from drafters.training_free import retrieval
+from drafters.training_free.retrieval import officially_cut
+from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+
+FAR = Limits(max_depth=100)
+WIDE = 70_000  # an id that needs more than 16 bits
+
+
+def documents_of(seed, count=25, vocab=4, longest=40, shift=0):
+    rng = random.Random(seed)
+    return [[shift + rng.randrange(vocab) for _ in range(rng.randrange(longest))] for _ in range(count)]
+
+
+def laid_out(documents):
+    """The whole text with None between documents."""
+    return [token for document in documents if document for token in (*document, None)]
+
+
+def slow_continuations(documents, seq, longest, shortest, length, num_hits, depth=32):
+    """What follows each hit of the longest end of ``seq`` that goes on somewhere, in the suffix array's order."""
+    text = [10**9 if token is None else token for token in laid_out(documents)]
+    for width in range(min(longest, len(seq)), shortest - 1, -1):
+        hits = [
+            place
+            for place in range(len(text) - width)
+            if text[place : place + width] == seq[-width:] and text[place + width] != 10**9
+        ]
+        if hits:
+            hits.sort(key=lambda place: (text[place : place + depth], place))
+            return [until_border(text[place + width : place + width + length]) for place in hits[:num_hits]]
+    return []
+
+
+def until_border(tokens):
+    return tuple(tokens[: tokens.index(10**9)] if 10**9 in tokens else tokens)
+
+
+def slow_prefixes(continuations, most, eos=()):
+    """The most frequent prefixes; of equals the shorter, then those of smaller tokens."""
+    counts = Counter(path[:end] for path in continuations for end in range(1, len(path) + 1))
+    allowed = [prefix for prefix in counts if not set(prefix[:-1]) & set(eos)]
+    return sorted(allowed, key=lambda prefix: (-counts[prefix], len(prefix), prefix))[:most]
+
+
+def paths(tree):
+    return [tuple(tree.path_tokens(node)) for node in range(len(tree))]
+
+
+# ---- the suffix array
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5, 8, 26, 32])
+@pytest.mark.parametrize("shift", [0, WIDE])
+def test_places_stand_in_the_order_of_what_stands_there(depth, shift):
+    documents = documents_of(depth, vocab=2, shift=shift)
+    array = SuffixArray.build(documents, depth)
+    text = [array.border if token is None else token for token in laid_out(documents)]
+    assert array.tokens.tolist() == text
+    assert array.tokens.dtype == (np.int32 if shift else np.uint16)
+    places = [place for place, token in enumerate(text) if token != array.border]
+    assert array.suffixes.tolist() == sorted(places, key=lambda place: (text[place : place + depth], place))
+    assert array.num_documents == sum(map(bool, documents))
+
+
+@pytest.mark.parametrize("shift", [0, WIDE])
+def test_a_phrase_is_found_where_a_linear_search_finds_it(shift):
+    documents = documents_of(1, vocab=3, shift=shift)
+    array = SuffixArray.build(documents)
+    text, rng = array.tokens.tolist(), random.Random(0)
+    known = [text[place : place + 32] for place in array.suffixes.tolist()]
+    for width in [*range(1, 12)] * 8:
+        start = rng.randrange(len(text) - width)
+        phrase = (
+            text[start : start + width] if rng.random() < 0.6 else rng.choices([shift, shift + 1, shift + 4], k=width)
+        )
+        assert array.row(phrase) == sum(standing < phrase for standing in known)
+
+
+@pytest.mark.parametrize("shift", [0, WIDE])
+def test_a_saved_array_opens_as_it_was_without_being_read(tmp_path, shift):
+    array = SuffixArray.build(documents_of(2, shift=shift), 30, "hash", ("a.txt", "b.jsonl"))
+    array.save(tmp_path / "store")
+    opened = SuffixArray.open(tmp_path / "store")
+    for name in ("tokens", "suffixes", "heads"):
+        assert getattr(opened, name).dtype == getattr(array, name).dtype
+        np.testing.assert_array_equal(getattr(opened, name), getattr(array, name))
+        assert not getattr(opened, name).flags.owndata
+    assert (opened.depth, opened.tokenizer_hash, opened.sources) == (30, "hash", ("a.txt", "b.jsonl"))
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    seq = [shift + 1, shift + 2]
+    assert REST(opened, shortest=1).propose(seq, FAR) == REST(array, shortest=1).propose(seq, FAR) != DraftTree()
+
+
+def damages(data):
+    """A datastore's bytes, damaged in several ways."""
+    size = int.from_bytes(data[:8], "little")
+    header, arrays = json.loads(data[8 : 8 + size]), data[8 + size :]
+
+    def with_header(header):
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + arrays
+
+    about = json.loads(header["__metadata__"]["suffix_array"])
+    return {
+        "nothing": b"",
+        "text": b"not a store at all, but long enough",
+        "cut short": data[:-9],
+        "header cut short": data[:40],
+        "no description": with_header({**header, "__metadata__": {}}),
+        "other format": with_header({**header, "__metadata__": {"suffix_array": json.dumps({**about, "format": "x"})}}),
+        "unknown field": with_header({**header, "__metadata__": {"suffix_array": json.dumps({**about, "wings": 2})}}),
+        "array missing": with_header({name: header[name] for name in header if name != "heads"}),
+        "fewer heads": with_header({**header, "heads": {**header["heads"], "shape": [3]}}),
+        "a list": with_header([1, 2]),
+    }
+
+
+def test_what_is_no_datastore_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "store"
+    with pytest.raises(ValueError, match=r"no datastore at .* make one with `drafters datastore OUT`"):
+        SuffixArray.open(path)
+    SuffixArray.build(documents_of(2)).save(path)
+    for data in damages(path.read_bytes()).values():
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"is no datastore .* build it again") as caught:
+            SuffixArray.open(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_text_without_tokens_and_a_depth_of_one_are_refused():
+    with pytest.raises(ValueError, match="takes 1 to 4294967295 tokens, borders included, not 0"):
+        SuffixArray.build([[], []])
+    with pytest.raises(ValueError, match="depth must be at least 2, not 1"):
+        SuffixArray.build([[1, 2]], depth=1)
+
+
+# ---- the draft
+
+
+@pytest.mark.parametrize("few", [0, 32, 10**9])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("vocab", "shift"), [(2, 0), (4, 0), (9, 0), (4, WIDE)])
+def test_the_draft_is_what_counting_every_prefix_gives(monkeypatch, few, seed, vocab, shift):
+    monkeypatch.setattr(retrieval, "FEW", few)
+    rng = random.Random(seed)
+    documents = documents_of(seed, vocab=vocab, shift=shift)
+    store = SuffixArray.build(documents)
+    for _ in range(25):
+        longest, length = rng.choice([(1, 1), (3, 4), (16, 10)])
+        num_draft, shortest = rng.choice([1, 5, 16, 64]), rng.choice([1, min(2, longest)])
+        num_hits = rng.choice([1, 2, 7, 5000])
+        drafter = REST(store, num_draft, longest, shortest, num_hits, length)
+        source = rng.choice([document for document in documents if document])
+        seq = source[: rng.randrange(1, len(source) + 1)]
+        eos = rng.choice([(), (shift,)])
+        depth, nodes = rng.choice([(100, 1024), (2, 1024), (100, 3)])
+        continuations = slow_continuations(documents, seq, longest, shortest, min(length, depth), num_hits)
+        expected = slow_prefixes(continuations, min(num_draft, nodes), eos)
+        limits = Limits(depth, nodes, frozenset(eos))
+        tree = drafter.propose(seq, limits)
+        assert sorted(paths(tree)) == sorted(expected)
+        tree.validate(shift + vocab)
+        assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_draft_is_closed_under_prefixes_within_its_size_and_always_the_same(seed):
+    documents = documents_of(seed, vocab=3)
+    drafter = REST(SuffixArray.build(documents), num_draft=20, shortest=1)
+    for document in filter(None, documents):
+        tree = drafter.propose(document, FAR)
+        found = set(paths(tree))
+        assert len(found) == len(tree) <= 20
+        assert all(path[:-1] in found or len(path) == 1 for path in found)
+        assert drafter.propose(document, FAR) == tree
+
+
+def test_no_match_and_no_draft_crosses_a_documents_end():
+    store = SuffixArray.build([[1, 2, 3], [4, 5, 6], [7, 3, 4, 9]])
+    drafter = REST(store, shortest=1)
+    assert paths(drafter.propose([1], FAR)) == [(2,), (2, 3)]
+    assert paths(drafter.propose([2, 3], FAR)) == [(4,), (4, 9)], "(2, 3) ends its document, 3 alone goes on elsewhere"
+    assert paths(drafter.propose([3, 4], FAR)) == [(9,)], "not 5, which follows a 3, a border and a 4"
+    assert paths(drafter.propose([6], FAR)) == []
+
+
+def test_a_drawn_trie_keeps_its_most_frequent_prefixes():
+    """After 9 stand 1 2 twice, 1 3 and 4 once: of the prefixes seen once the shorter goes first."""
+    store, whole = SuffixArray.build([[9, 1, 2], [9, 1, 2], [9, 1, 3], [9, 4]]), [(1,), (1, 2), (4,), (1, 3)]
+    for most in range(1, 6):
+        assert set(paths(REST(store, most, shortest=1).propose([9], FAR))) == set(whole[:most])
+    assert paths(REST(store, shortest=1, num_hits=3).propose([9], FAR)) == [(1,), (1, 2), (1, 3)]
+    assert paths(REST(store, shortest=1, num_hits=1).propose([9], FAR)) == [(1,), (1, 2)]
+
+
+def test_what_the_datastore_does_not_hold_gives_no_draft():
+    drafter = REST(SuffixArray.build([[1, 2, 3, 4]]))
+    assert len(drafter.propose([2], FAR)) == 0, "shorter than the shortest end"
+    for seq in ([2, 1], [0xFFFF, 0xFFFF], [WIDE, 2]):
+        assert len(drafter.propose(seq, FAR)) == 0
+    assert paths(drafter.propose([WIDE, 1, 2], FAR)) == []
+    assert paths(REST(drafter.store, longest=2).propose([WIDE, 1, 2], FAR)) == [(3,), (3, 4)]
+
+
+def test_where_no_node_may_stand_none_is_drafted():
+    for limits in (Limits(0), Limits(-1), Limits(5, max_nodes=0)):
+        assert len(REST(SuffixArray.build([[1, 2, 3]])).propose([1, 2], limits)) == 0
+
+
+def literal_cut(prefixes, choices):
+    """The rule of the paper's code (cut_to_choices, get_draft_choices); equals in the order they are given."""
+    count = [(len(set(prefix)), place) for place, prefix in enumerate(prefixes)]
+    count.sort(key=lambda pair: pair[0], reverse=True)
+    total = sum(size for size, _ in count)
+    removed = []
+    for size, place in count:
+        if total > choices:
+            total -= size
+            removed.append(place)
+        else:
+            break
+    left = [prefix for place, prefix in enumerate(prefixes) if place not in removed]
+    return {prefix[:end] for prefix in left for end in range(1, len(prefix) + 1)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("choices", [1, 8, 64])
+def test_the_official_cut_is_that_of_the_papers_code(seed, choices):
+    documents = documents_of(seed, vocab=3)
+    store = SuffixArray.build(documents)
+    exact, cut = (REST(store, choices, shortest=1, official_cut=official) for official in (False, True))
+    smaller = 0
+    for document in filter(None, documents):
+        whole, tree = exact.propose(document, FAR), cut.propose(document, FAR)
+        assert set(paths(tree)) == literal_cut(sorted(paths(whole), key=lambda path: (-len(path), path)), choices)
+        tree.validate(3)
+        smaller += len(tree) < len(whole)
+    assert choices == 1 or smaller
+
+
+def test_the_official_cut_leaves_ten_nodes_of_a_chain_of_twelve():
+    """Chain of n distinct tokens: its prefixes count n (n + 1) / 2."""
+    chain = DraftTree.from_paths([range(12)])
+    assert paths(officially_cut(chain, 64)) == paths(chain)[:10]
+    assert officially_cut(chain, 78) == chain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(({name: 0}, "must be at least 1") for name in ("num_draft", "shortest", "num_hits", "length")),
+        ({"longest": 3, "shortest": 4}, "longest at least shortest"),
+        ({"longest": 20}, "sorted by 26 tokens, and longest \\+ length is 30: look up less"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(arguments, said):
+    store = SuffixArray.build([[1, 2, 3]], depth=26)
+    REST(store)
+    with pytest.raises(ValueError, match=said):
+        REST(store, **arguments)
+
+
+# ---- on the loop
+
+
+@pytest.mark.parametrize("official_cut", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_text_is_the_pseudo_bases_own_and_drafts_from_it_are_accepted(pseudo_runner, seed, official_cut):
+    runner, rng = pseudo_runner(seed), random.Random(seed)
+    store = SuffixArray.build([runner.greedy([rng.randrange(12)], 60) for _ in range(20)])
+    drafter = REST(store, num_draft=24, official_cut=official_cut)
+    for prompt in [[rng.randrange(12) for _ in range(length)] for length in (1, 2, 3, 17)]:
+        for eos in (frozenset(), frozenset({3})):
+            result = Session(runner, drafter).run(prompt, 80, eos)
+            assert result.tokens == runner.greedy(prompt, 80, eos)
+        assert eos or sum(step.accepted for step in result.steps) > 10
+
+
+def test_sampled_text_is_the_one_drawn_alone(base):
+    rng = random.Random(3)
+    prompt = [rng.randrange(3, 40) for _ in range(6)]
+    for sampler in (None, KeyedSampler(temperature=0.8, top_k=12, seed=2)):
+        alone = Session(Runner(base), REST(SuffixArray.build([[1, 1, 1]])), sampler).run(prompt, 40).tokens
+        store = SuffixArray.build([[*prompt, *alone][start : start + 12] for start in range(0, 40, 5)])
+        result = Session(Runner(base), REST(store, num_draft=9), sampler).run(prompt, 40)
+        assert result.tokens == alone
+        assert sum(step.accepted for step in result.steps) > 10

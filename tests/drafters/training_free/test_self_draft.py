@@ -1,0 +1,397 @@
+"""Self-Draft on the real loop against a transcription in plain loops that knows no trees and no sessions."""
+
+import random
+
+import pytest
+
+import drafters
+from drafters import Limits, SelfDraft
+from drafters.training_free.pool import NgramPool
+from inference.engine.draft_session import ModelSession
+from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+
+PARAMETERS = [
+    {},
+    {"branch_len": 5, "num_branches": 3, "max_pad": 1},
+    {"branch_len": 5, "gram": 4, "num_branches": 4, "max_pad": 3, "cache_size": 3},
+    {"branch_len": 7, "gram": 3, "num_branches": 2, "drop_last": True},
+    {"branch_len": 3, "gram": 2, "num_branches": 1, "cache_size": 2},
+    {"branch_len": 4, "gram": 1, "num_branches": 5, "seed": 3},
+    {"branch_len": 6, "text_ngrams": False},
+    {"branch_len": 8, "gram": 2, "text_ngrams": False, "drop_last": True, "cache_size": 4},
+]
+
+
+class CountingTable:
+    """What a corpus cache is asked for, by counting in plain loops."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def retrieve(self, seq, most, known=()):
+        found = []
+        for width in (4, 3, 2, 1):
+            counts = {}
+            for i in range(len(self.text) - width - 3):
+                if len(seq) >= width and self.text[i : i + width] == seq[-width:]:
+                    gram = tuple(self.text[i + width : i + width + 4])
+                    counts[gram] = counts.get(gram, 0) + 1
+            for gram in sorted(counts, key=lambda gram: (-counts[gram], gram))[: most - len(found)]:
+                if gram not in found and gram not in known:
+                    found.append(gram)
+        return found
+
+
+class Literal:
+    """Self-Draft as the reference tells it: pads, levels, and n-grams in lists; a token sees the path spelled out."""
+
+    def __init__(
+        self,
+        base,
+        branch_len=6,
+        num_branches=6,
+        gram=4,
+        max_pad=2,
+        cache_size=10,
+        text_ngrams=True,
+        drop_last=False,
+        seed=0,
+        corpus=None,
+    ):
+        self.base, self.L, self.N, self.g = base, branch_len, num_branches, gram
+        self.max_pad, self.cap = max_pad, cache_size
+        self.text_ngrams, self.drop_last, self.seed, self.corpus = text_ngrams, drop_last, seed, corpus
+        self.cache, self.texts = {}, 0
+
+    def insert(self, key, gram):
+        grams = self.cache.setdefault(key, [])
+        if gram in grams:
+            grams.remove(gram)
+        grams.append(gram)
+        if len(grams) > self.cap:
+            grams.pop(0)
+
+    def decode(self, prompt, length, eos=()):
+        """Yield of each step: what it feeds as branches, its candidates, what it emits, the cache after it."""
+        L, N, base = self.L, self.N, self.base
+        if self.texts and self.texts % 2 == 0:
+            self.cache = {key: grams[-2:] for key, grams in self.cache.items()}
+        self.texts += 1
+        rng, seq, learned = random.Random(self.seed), list(prompt), 0
+        aux = []
+        for i in range(N + L - 3):
+            aux.append(rng.choices(prompt, k=1 if i < L - 2 else rng.randint(1, self.max_pad)))
+        levels = []
+        end = min(len(prompt) + length, base.context_length)
+        while len(seq) < end:
+
+            def argmax(path, seq=seq):
+                return base.next(seq + path)
+
+            if not levels:
+                branches = [list(pads) for pads in aux]
+            else:
+                branches = [[level[0] for level in levels]]
+                branches += [pads + [level[1 + j] for level in levels] for j, pads in enumerate(aux)]
+            last = [argmax(branch) for branch in branches]
+            fits = len(seq) + max(len(branch) for branch in branches) <= base.context_length
+            candidates = []
+            if len(levels) == L - 2 or not fits:
+                candidates = list(self.cache.get(seq[-1], []))
+                if self.corpus:
+                    quota = 2 if len(candidates) == self.cap else min(3, self.cap - len(candidates))
+                    candidates += self.corpus.retrieve(seq, quota, candidates)
+            if not fits:
+                branches = []
+            elif not levels:
+                aux.pop(0)
+                levels.append(last)
+            elif len(levels) < L - 2:
+                aux.pop(0)
+                levels = [level[1:] for level in levels] + [last[1:]]
+            else:
+                self.learn(seq, learned, branches, argmax)
+                learned = len(seq)
+                aux = [[*pads[1:], levels[0][1 + j]] for j, pads in enumerate(aux)]
+                levels = [*levels[1:], last]
+            drafts = [gram[: len(gram) - self.drop_last][: end - len(seq) - 1] for gram in candidates]
+            best = 0
+            for draft in drafts:
+                agreed = 0
+                while agreed < len(draft) and argmax(list(draft[:agreed])) == draft[agreed]:
+                    agreed += 1
+                    if draft[agreed - 1] in eos:
+                        break
+                best = max(best, agreed)
+            emitted = []
+            while len(emitted) < best + 1:
+                emitted.append(argmax(emitted))
+                if emitted[-1] in eos:
+                    break
+            yield branches, drafts, emitted, self.cache
+            seq = seq + emitted
+            if emitted[-1] in eos:
+                return
+
+    def learn(self, seq, learned, branches, argmax):
+        g = self.g
+        longest = max(len(branch) for branch in branches)
+        for level in range(longest - g + 1):  # branches end at the same level
+            for branch in branches[1:]:
+                k = level - (longest - len(branch))
+                if k >= 0:
+                    self.insert(branch[k], (*branch[k + 1 : k + g], argmax(branch[: k + g])))
+        first = max(0, learned - g) if self.text_ngrams else len(seq) - 1
+        for i in range(first, len(seq)):
+            if i + g < len(seq):
+                self.insert(seq[i], tuple(seq[i + 1 : i + 1 + g]))
+            else:
+                own = seq[i + 1 :]
+                lent = branches[0][: g - 1 - len(own)]
+                self.insert(seq[i], (*own, *lent, argmax(lent)))
+        for k in range(len(branches[0]) - g + 1):
+            self.insert(branches[0][k], (*branches[0][k + 1 : k + g], argmax(branches[0][: k + g])))
+
+
+class Watched(SelfDraft):
+    """Keeps the tree of the last step."""
+
+    def observe(self, step):
+        self.tree = step.tree
+        super().observe(step)
+
+
+def chains(tree):
+    """The scratch chains of a tree."""
+    nodes = range(tree.num_candidates, len(tree))
+    return [tree.path_tokens(node) for node in nodes if node not in tree.parents]
+
+
+def prefixes(drafts, eos=()):
+    """All that a trie of these drafts spells; nothing goes on behind an end token."""
+    spelled = {tuple(draft[:n]) for draft in drafts for n in range(1, len(draft) + 1)}
+    return {path for path in spelled if not set(path[:-1]) & set(eos)}
+
+
+def spelled(tree):
+    return [tuple(tree.path_tokens(node)) for node in range(tree.num_candidates)]
+
+
+def held(cache, vocab):
+    return {key: cache.newest(key) for key in range(vocab) if cache.newest(key)}
+
+
+@pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("with_corpus", [False, True])
+def test_each_step_feeds_learns_and_emits_what_the_transcription_does(pseudo_runner, arguments, seed, with_corpus):
+    vocab = (4, 9, 30)[seed % 3]
+    runner = pseudo_runner(seed, vocab, order=1 + seed % 2, context=60, noise=0.2)
+    rng = random.Random(seed)
+    eos = {vocab - 1} if seed % 2 else set()
+    corpus = CountingTable(runner.greedy([0], 150) + runner.greedy([1], 150)) if with_corpus else None
+    drafter, literal = Watched(**arguments, corpus=corpus), Literal(runner, **arguments, corpus=corpus)
+    session, steps, hits = Session(runner, drafter), 0, 0
+    texts = (1, 3, 17, 30, 8) * (3 if eos else 1)  # the context ends in some, and the cache is thinned out on the way
+    for length in texts:
+        prompt = [rng.randrange(vocab) for _ in range(length)]
+        run = literal.decode(prompt, 35, eos)
+        for emitted, _ in session.decode(prompt, 35, frozenset(eos)):
+            branches, drafts, expected, cache = next(run)
+            assert emitted == expected
+            assert chains(drafter.tree) == branches
+            assert sorted(spelled(drafter.tree)) == sorted(prefixes(drafts, eos))
+            assert held(drafter.cache, vocab) == {key: grams for key, grams in cache.items() if grams}
+            steps += 1
+            hits += len(emitted) > 1
+        assert next(run, None) is None
+    assert steps > 20
+    assert hits or eos or vocab == 30
+
+
+class Counting:
+    """A base that writes the next number, whatever came before."""
+
+    def next(self, seq):
+        return (seq[-1] + 1) % 100
+
+
+def test_the_layout_is_the_one_drawn_by_hand(pseudo_runner):
+    """L = 5, N = 3: three steps of warm-up, each of which uses up a branch; then the window slides."""
+    runner = pseudo_runner(vocab=100)
+    runner.next = Counting().next
+    drafter = Watched(branch_len=5, num_branches=3, gram=4, max_pad=1)
+    steps = Session(runner, drafter).decode([10, 30, 50, 70], 20)
+    seen = []
+    for _ in range(5):
+        next(steps)
+        seen.append((chains(drafter.tree), drafter.tree))
+    (a,), (b,), (c,), (d,), (e,) = seen[0][0]
+    assert {a, b, c, d, e} <= {10, 30, 50, 70}
+    assert seen[1][0] == [[a + 1], [b, b + 1], [c, c + 1], [d, d + 1], [e, e + 1]]
+    assert seen[2][0] == [[b + 1, b + 2], [c, c + 1, c + 2], [d, d + 1, d + 2], [e, e + 1, e + 2]]
+    assert seen[3][0] == [[c + 1, c + 2, c + 3], [d, d + 1, d + 2, d + 3], [e, e + 1, e + 2, e + 3]]
+    assert seen[4][0] == [[c + 2, c + 3, c + 4], [d + 1, d + 2, d + 3, d + 4], [e + 1, e + 2, e + 3, e + 4]]
+    assert list(seen[3][1].parents) == [-1, 0, 1, -1, 3, 4, 5, -1, 7, 8, 9]
+    assert seen[3][1].depths == [1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4]
+    assert drafter.cache.newest(d)[-1] == (d + 1, d + 2, d + 3, d + 4), "the argmax at its end closes an n-gram"
+    assert (c + 2, c + 3, c + 4, c + 5) in drafter.cache.newest(74), "the first branch follows the root"
+    assert drafter.cache.newest(71)[0] == (72, 73, c + 1, c + 2), "the first branch completes what the text has begun"
+
+
+@pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
+def test_branches_keep_their_lengths_and_the_cache_its_own(pseudo_runner, arguments):
+    drafter = Watched(**arguments)
+    steps = Session(pseudo_runner(1), drafter).decode([1, 2, 3], 60)
+    levels = drafter.branch_len - 2
+    for _ in range(levels + 1):
+        next(steps)
+    lengths = [len(branch) for branch in chains(drafter.tree)]
+    assert len(lengths) == drafter.num_branches and lengths[0] == levels
+    assert all(levels + 1 <= length <= levels + drafter.max_pad for length in lengths[1:])
+    for _ in steps:
+        assert [len(branch) for branch in chains(drafter.tree)] == lengths
+    grams = [gram for key in range(12) for gram in drafter.cache.newest(key)]
+    assert grams
+    assert all(type(gram) is tuple and len(gram) == drafter.gram for gram in grams)
+    assert all(type(token) is int and 0 <= token < 12 for gram in grams for token in gram)
+    assert all(len(drafter.cache.newest(key)) <= drafter.cache_size for key in range(12))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("max_nodes", [5, 30, 40, 1024])
+@pytest.mark.parametrize("prompt", [[3], [3, 4], [1, 2, 3], [*range(12), 1, 2, 3, 4, 5]], ids=len)
+def test_nothing_is_lost(pseudo_runner, temperature, max_nodes, prompt):
+    def sampler():
+        return KeyedSampler(0.4, seed=5) if temperature else None
+
+    runner = pseudo_runner(2, context=50)
+    drafter = SelfDraft(corpus=CountingTable([*range(12)] * 3))
+    for eos in (frozenset(), frozenset({7})):
+        for length in (1, 2, 3, 45):
+            alone = Session(runner, drafters.NoDrafter(), sampler()).run(prompt, length, eos)
+            drafted = Session(runner, drafter, sampler(), max_nodes).run(prompt, length, eos)
+            assert drafted.tokens == alone.tokens
+            assert all(cost.fed <= cost.fed_pending + max_nodes for cost in drafted.steps)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_nothing_is_lost_on_a_real_base(make_base, kind, temperature):
+    base = make_base(kind)
+    for prompt in ([5], [5, 6, 7, 5, 6, 7, 8]):
+        texts = []
+        for drafter in (drafters.NoDrafter(), SelfDraft()):
+            sampler = KeyedSampler(temperature, seed=1) if temperature else None
+            session = Session(Runner(base), drafter, sampler)
+            texts.append([session.run(prompt, 40, base.eos).tokens for _ in range(2)])
+        assert texts[0] == texts[1]
+
+
+def test_scratch_stays_when_an_end_token_stands_in_it(pseudo_runner):
+    """The base never writes token 2, but the prompt does: so branches hold it, and still grow and are learnt from."""
+    runner = pseudo_runner(0)
+    runner.next = Counting().next
+    runner.vocab_size = 100
+    with_end, without = Watched(), Watched()
+    for _ in zip(
+        Session(runner, with_end).decode([2, 40], 20, frozenset({2})),
+        Session(pseudo_like(runner, pseudo_runner), without).decode([2, 40], 20),
+        strict=True,
+    ):
+        assert chains(with_end.tree) == chains(without.tree)
+    assert held(with_end.cache, 100) == held(without.cache, 100) != {}
+
+
+def pseudo_like(runner, make):
+    other = make(runner.seed, runner.vocab_size)
+    other.next = runner.next
+    return other
+
+
+def test_the_context_cache_outlives_texts_thinned_out_every_second_and_reset_clears_it(pseudo_runner):
+    drafter = SelfDraft()
+    session = Session(pseudo_runner(0, vocab=6), drafter)
+    for text in range(2):
+        session.run([text, 1, 2], 50)
+    assert max(len(grams) for grams in held(drafter.cache, 6).values()) > 2
+    newest = {key: grams[-2:] for key, grams in held(drafter.cache, 6).items()}
+    drafter.begin([1])
+    assert held(drafter.cache, 6) == newest
+    drafter.begin([1])
+    assert held(drafter.cache, 6) == newest
+    drafter.reset()
+    assert len(drafter.cache) == 0
+    for text in range(2):
+        session.run([text, 1, 2], 50)
+    assert {key: grams[-2:] for key, grams in held(drafter.cache, 6).items()} == newest, "a reset drafter is a new one"
+
+
+class CountingPool(NgramPool):
+    inserted = 0
+
+    def insert(self, key, gram):
+        self.inserted += 1
+        super().insert(key, gram)
+
+
+def test_a_step_inserts_no_more_late_in_a_long_text(pseudo_runner):
+    drafter = SelfDraft()
+    drafter.cache = CountingPool(10)
+    prompt = [index % 11 for index in range(1500)]
+    counts = []
+    for emitted, _ in Session(pseudo_runner(4), drafter).decode(prompt, 150):
+        counts.append((drafter.cache.inserted, len(emitted)))
+        drafter.cache.inserted = 0
+    (first, _), rest = counts[4], counts[5:]
+    assert [count for count, _ in counts[:4]] == [0] * 4
+    assert first > 1490
+    branches = rest[0][0] - counts[4][1]
+    assert all(count == branches + before for (count, _), (_, before) in zip(rest, counts[4:], strict=False))
+    assert branches < 40
+
+
+def test_a_draft_model_that_self_drafts_writes_its_own_text_also_after_refusals(pseudo_runner):
+    runner, drafter = pseudo_runner(3, vocab=6), SelfDraft(cache_size=1000)
+    inner, seq = ModelSession(runner, drafter), [1, 2, 3]
+    inner.begin(seq)
+    rng = random.Random(0)
+    for _ in range(30):
+        written = inner.write(seq, 8).tokens
+        assert written == runner.greedy(seq, 8)
+        seq = seq + written[: rng.randrange(9)] + [rng.randrange(6)]
+    inner.write(seq, 8)
+    assert all(tuple(seq[i + 1 : i + 5]) in drafter.cache.newest(seq[i]) for i in range(len(seq) - 4))
+
+
+def test_where_nodes_are_few_the_branches_are_fed_whole_and_candidates_take_the_rest(pseudo_runner):
+    drafter = SelfDraft()
+    steps = Session(pseudo_runner(0, vocab=5), drafter, max_nodes=40).run([1, 2, 3], 60).steps[4:]
+    (size,) = {step.fed_scratch for step in steps}
+    assert 29 <= size <= 34
+    assert max(step.fed_candidates for step in steps) == 40 - size
+
+
+def test_a_tree_keeps_to_its_limits_by_itself():
+    drafter = SelfDraft()
+    drafter.begin([1, 2, 3])
+    for key in range(5):
+        drafter.cache.insert(3, (key, key, key, key))
+    warming_up = drafter.propose([1, 2, 3], Limits(1, max_nodes=13, max_scratch_depth=2))
+    assert warming_up.num_candidates == 0 < warming_up.num_scratch == len(warming_up)
+    tree = drafter.propose([1, 2, 3], Limits(9, max_nodes=8, eos=frozenset({1})))
+    assert tree.num_scratch == 0 and tree.tokens == [0, 0, 0, 0, 1, 2, 2, 2], "too few nodes for the branches"
+    tree = drafter.propose([1, 2, 3], Limits(2, max_scratch_depth=1))
+    assert tree.num_scratch == 0 and max(tree.depths) == 2, "too little room below the root"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"branch_len": 4}, {"branch_len": 2, "gram": 1}, *({name: 0} for name in ("gram", "num_branches", "max_pad"))],
+    ids=str,
+)
+def test_numbers_that_make_no_branch_are_refused(arguments):
+    with pytest.raises(ValueError, match="need branch_len >= 3"):
+        SelfDraft(**arguments)

@@ -1,0 +1,293 @@
+"""The public way to decode: prompts of every form, whole texts and pieces, and runners that are kept."""
+
+import copy
+import gc
+import pickle
+import random
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+import inference
+from drafters import ANPD
+from inference import generate, load_base, stream
+from inference.api.generation import GrowingText, lend_runner
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy, KeyedSampler
+from inference.evaluation.verify import alone
+
+TEXTS = ["naïve café — 3 × 4 € 😀👩‍🚀", "漢字かな交じり文。한국어 ไทย", "plain", "a\u0301\ufffdb \U0001f1e9\U0001f1ea"]
+
+
+@pytest.fixture(scope="module")
+def chat(repository):
+    """The base that ships with the project."""
+    return load_base(str(repository / "checkpoints" / "tiny-chat"))
+
+
+@pytest.fixture(scope="module")
+def babbler(make_base, chat):
+    """A random base that writes bytes of the real tokenizer: halves of characters, and whole ones."""
+    base = make_base(vocab=len(chat.tokenizer), context=256)
+    return type(base)("babbler", base.model, chat.tokenizer)
+
+
+# ---- texts
+
+
+@pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
+def test_greedy_texts_are_the_bases_own(base, drafter):
+    prompts = [[3, 4, 5], [7], [9, 8, 9, 8, 9]]
+    expected = [alone(base, prompt, 20, Greedy()) for prompt in prompts]
+    written = generate(base, prompts, drafter, max_new_tokens=20)
+    assert [one.token_ids for one in written] == expected
+    assert [one.text for one in written] == [base.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
+
+
+def test_a_drafter_object_is_used_as_it_is(base, oracle):
+    written = generate(base, [3, 4, 5], "none", max_new_tokens=21, eos=[])[0].token_ids
+    drafter = oracle([3, 4, 5, *written], length=6)
+    (one,) = generate(base, [3, 4, 5], drafter, max_new_tokens=21, eos=[])
+    assert one.token_ids == written and [step.emitted for step in one.steps] == [7, 7, 7]
+    assert [len(step.emitted) for step in drafter.steps] == [7, 7, 7]
+
+
+def test_what_it_cost_is_counted(base):
+    (one,) = generate(base, [3, 4, 3, 4, 3], max_new_tokens=30, eos=[])
+    assert sum(step.emitted for step in one.steps) == len(one.token_ids) == 30
+    assert one.acceptance_length == (30 - one.steps[0].emitted) / (len(one.steps) - 1)
+    assert one.tokens_per_second == 30 / one.seconds
+    assert generate(base, [3], max_new_tokens=1)[0].acceptance_length is None
+
+
+def test_sampled_prompt_i_draws_with_seed_plus_i(base):
+    prompts, arguments = [[3, 4], [3, 4]], {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 20}
+    written = generate(base, prompts, seed=5, **arguments)
+    expected = [alone(base, [3, 4], 20, KeyedSampler(0.9, 20, 0.95, seed)) for seed in (5, 6)]
+    assert [one.token_ids for one in written] == expected and expected[0] != expected[1]
+
+
+def test_a_text_ends_at_the_tokens_named_and_else_at_the_bases_own(base):
+    free = generate(base, [3, 4, 5], max_new_tokens=20, eos=[])[0].token_ids
+    end = free[6]
+    assert generate(base, [3, 4, 5], max_new_tokens=20, eos=end)[0].token_ids == free[: free.index(end) + 1]
+    assert generate(base, [3, 4, 5], max_new_tokens=20)[0].token_ids == alone(base, [3, 4, 5], 20, Greedy())
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_a_model_of_transformers_comes_with_its_tokenizer(chat, cache):
+    arguments = {"max_new_tokens": 12, "cache": cache}
+    assert (
+        generate(chat.model, "What is 3 + 4?", tokenizer=chat.tokenizer, **arguments)[0].token_ids
+        == generate(chat, "What is 3 + 4?", **arguments)[0].token_ids
+    )
+
+
+# ---- prompts
+
+
+def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
+    text = "Name a colour."
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    plain = chat.tokenizer(text).input_ids
+    rendered = chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+    def ids(prompts):
+        return [one.token_ids for one in generate(chat, prompts, max_new_tokens=8)]
+
+    expected = [alone(chat, prompt, 8, Greedy()) for prompt in (plain, rendered)]
+    assert expected[0] != expected[1]
+    assert ids(text) == ids([text]) == ids(plain) == ids([plain]) == expected[:1]
+    assert ids(messages) == ids([messages]) == ids(rendered) == expected[1:]
+    assert ids([text, messages, plain, rendered]) == expected + expected
+    assert ids([]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prompts": 3}, "a prompt must be"),
+        ({"prompts": [None]}, "not NoneType"),
+        ({"prompts": torch.tensor([[3, 4]])}, "not Tensor"),
+        ({"prompts": [[{"role": "user"}]]}, "a prompt must be"),
+        ({"prompts": [{"role": "user", "content": "w3"}]}, "no chat template"),
+        ({"prompts": ""}, "the prompt is empty"),
+        ({"prompts": [3, 40]}, "outside the 40"),
+        ({"prompts": [[3], list(range(3, 40)) * 2]}, "shorten the prompt"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"drafter": "anpb"}, "unknown drafter"),
+        ({"temperature": -1.0}, "temperature must be a number above 0"),
+        ({"cache": "paged"}, "static or dynamic"),
+        ({"tokenizer": object()}, "leave tokenizer out"),
+        ({"base": "folder"}, "load_base"),
+    ],
+)
+def test_bad_input_is_one_clear_line(make_base, arguments, said):
+    arguments = {"base": make_base(seed=3), "prompts": [3, 4]} | arguments
+    with pytest.raises(ValueError, match=said) as caught:
+        generate(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_tokenizer_is_refused(base):
+    with pytest.raises(ValueError, match="pass tokenizer="):
+        generate(base.model, [3])
+
+
+def test_models_that_take_no_tree_are_refused(toy_tokenizer):
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MistralConfig, T5Config
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mistral = MistralConfig(vocab_size=40, num_key_value_heads=2, sliding_window=8, **small)
+    with pytest.raises(ValueError, match="not full attention"):
+        generate(AutoModelForCausalLM.from_config(mistral), [3], tokenizer=toy_tokenizer)
+    t5 = AutoModelForSeq2SeqLM.from_config(
+        T5Config(vocab_size=40, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        generate(t5, [3], tokenizer=toy_tokenizer)
+    full = AutoModelForCausalLM.from_config(
+        MistralConfig(vocab_size=40, num_key_value_heads=2, sliding_window=None, **small)
+    )
+    full.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        generate(full, [3], tokenizer=toy_tokenizer)
+
+
+# ---- pieces
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_are_whole_characters_and_join_to_the_text(chat, text, seed):
+    rng, ids = random.Random(seed), chat.tokenizer(text).input_ids
+    growing, shown = GrowingText(chat.tokenizer), ""
+    while ids:
+        size = rng.randrange(1, 4)
+        shown += growing.add(ids[:size])
+        ids = ids[size:]
+        assert text.startswith(shown)
+    assert shown + growing.finish() == text
+
+
+def test_half_a_character_is_held_back_to_the_end(chat):
+    ids = chat.tokenizer("€").input_ids
+    growing = GrowingText(chat.tokenizer)
+    assert len(ids) == 3 and [growing.add([token]) for token in ids[:2]] == ["", ""]
+    assert growing.finish() == chat.tokenizer.decode(ids[:2])
+    assert growing.add(ids[2:]) == "€"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_pieces_join_to_the_text_of_generate_though_it_is_full_of_halves(babbler, seed):
+    arguments = {"temperature": 1.0, "seed": seed, "max_new_tokens": 150, "eos": []}
+    pieces = list(stream(babbler, [5, 6, 7], "anpd", **arguments))
+    (one,) = generate(babbler, [5, 6, 7], "anpd", **arguments)
+    assert "".join(pieces) == one.text and "\ufffd" in one.text
+    assert all(pieces) and len(pieces) > 10
+
+
+def test_pieces_come_while_the_text_is_written(chat):
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    pieces = stream(chat, messages, max_new_tokens=30)
+    first = next(pieces)
+    (one,) = generate(chat, messages, max_new_tokens=30)
+    assert first + "".join(pieces) == one.text and len(first) < len(one.text)
+
+
+def test_a_decoder_that_puts_spaces_between_tokens_streams_them_too(base):
+    pieces = list(stream(base, "w3 w4 w5", max_new_tokens=20))
+    assert "".join(pieces) == generate(base, "w3 w4 w5", max_new_tokens=20)[0].text
+    assert " " in "".join(pieces)
+
+
+def test_stream_complains_at_once_and_takes_one_prompt(base):
+    with pytest.raises(ValueError, match="one prompt, not 2"):
+        stream(base, [[3], [4]])
+
+
+# ---- runners
+
+
+def test_a_runner_is_kept_with_its_model_and_lent_to_one_at_a_time(make_base):
+    base = make_base(seed=1)
+    with lend_runner(base) as first, lend_runner(base) as second:
+        assert second is not first
+    with lend_runner(base) as again:
+        assert again is first
+    with lend_runner(base, "dynamic") as other, lend_runner(base) as again:
+        assert other is not first and again is first
+
+
+def test_texts_that_are_written_in_turn_do_not_disturb_each_other(base):
+    prompts = [[3, 4, 5], [9, 8, 9, 8]]
+    expected = [one.text for one in generate(base, prompts, max_new_tokens=25, eos=[])]
+    streams = [stream(base, prompt, max_new_tokens=25, eos=[]) for prompt in prompts]
+    shown = ["", ""]
+    for _ in range(30):
+        for index, pieces in enumerate(streams):
+            shown[index] += next(pieces, "")
+    assert shown == expected
+
+
+def test_a_model_that_was_cast_or_given_another_head_gets_a_new_runner(make_base):
+    base = make_base(seed=1, dtype=torch.float32)
+    model = copy.deepcopy(base.model)
+    mine = type(base)("copy", model, base.tokenizer)
+    with lend_runner(mine) as first:
+        pass
+    with lend_runner(type(base)("cast", model.to(torch.float64), base.tokenizer)) as second:
+        assert second is not first and second.dtype == torch.float64
+    model.resize_token_embeddings(44)
+    with lend_runner(mine) as third:
+        assert third is not second and third.vocab_size == 44
+
+
+def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base):
+    base = make_base(seed=1)
+    model = copy.deepcopy(base.model)
+    generate(model, [3, 4], tokenizer=base.tokenizer, max_new_tokens=3)
+    kept = model.__dict__["_drafters_runners"]
+    assert isinstance(kept["static"], Runner)
+    assert copy.deepcopy(model).__dict__["_drafters_runners"] == {} == pickle.loads(pickle.dumps(kept))
+    gone = weakref.ref(model)
+    del model, kept
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_named_drafter_that_draws_takes_the_seed_of_the_call(base, monkeypatch):
+    from inference.api import generation
+
+    made = []
+    monkeypatch.setattr(generation.catalogue, "make", lambda spec, runner: made.append(spec))
+    for spec in ("draft_model=x", "draft_model=x:num_draft=2", "draft_model=x:seed=1", "anpd", "anpd:order=3"):
+        generation.make_drafter(spec, None, 7)
+        generation.make_drafter(spec, None)
+    assert made[::2] == [
+        "draft_model=x:seed=7",
+        "draft_model=x:num_draft=2,seed=7",
+        "draft_model=x:seed=1",
+        "anpd",
+        "anpd:order=3",
+    ]
+    assert made[1::2] == ["draft_model=x", "draft_model=x:num_draft=2", "draft_model=x:seed=1", "anpd", "anpd:order=3"]
+
+
+# ---- the package
+
+
+def test_the_package_gives_out_its_names_and_loads_nothing_before(repository):
+    code = (
+        "import sys, inference; print('torch' in sys.modules); "
+        "import inference.api.generation, inference.api.speculation; "
+        "from inference import generate, speculate; print(callable(generate), callable(speculate))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
+    assert all(getattr(inference, name) for name in inference.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        inference.nothing  # noqa: B018

@@ -1,0 +1,379 @@
+"""The terminal chat: turns on one cache, what the screen shows, and whole conversations through standard input."""
+
+import io
+import re
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+
+import drafters
+from drafters import NoDrafter
+from inference.chat.command import Chat, chat, compared, interruptible
+from inference.chat.screen import Screen
+from inference.chat.turns import Turns, read_ahead
+from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Generation, Session
+
+LEARNED = ["ctc", "ctc, chain", "ctc_deep", "block", "eagle", "eagle3"]
+TRAINING_FREE = {
+    "anpd": drafters.ANPD,
+    "prompt_lookup": drafters.PromptLookup,
+    "lookahead": drafters.Lookahead,
+    "token_recycling": drafters.TokenRecycling,
+    "self_draft": drafters.SelfDraft,
+    "joint": drafters.Joint,
+}
+TURNS = [[1, 5, 6, 7, 8], [9, 10, 11], [12, 5, 6]]
+
+
+@pytest.fixture
+def make(make_drafter):
+    return lambda name, base: TRAINING_FREE[name]() if name in TRAINING_FREE else make_drafter(name, base, [])
+
+
+@torch.inference_mode()
+def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
+    """What the base writes, a whole forward for each token."""
+    seq = list(prompt)
+    while len(seq) < len(prompt) + num_tokens:
+        logits = base.model(torch.tensor([seq])).logits[0, -1:]
+        seq.append(int(sampler.pick(logits, [len(seq)]) if sampler else logits.argmax()))
+        if seq[-1] in eos:
+            break
+    return seq[len(prompt) :]
+
+
+# ---- turns on one cache
+
+
+@pytest.mark.parametrize("sampler", [None, KeyedSampler(0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["none", *TRAINING_FREE, *LEARNED])
+def test_each_turn_is_the_bases_own_and_reads_only_what_is_new(make_base, make, name, sampler):
+    base = make_base(context=256)
+    turns, text = Turns(Session(Runner(base), make(name, base), sampler)), []
+    for number, said in enumerate(TURNS):
+        before, text = len(text), text + said
+        expected = naive(base, text, 20, sampler)
+        steps = list(turns.decode(text, 20))
+        assert [token for emitted, _ in steps for token in emitted] == expected
+        assert turns.num_cached == (before - 1 if number else 0)  # the last token of an answer was never fed
+        assert steps[0][1].fed_pending == len(text) - turns.num_cached
+        text += expected
+
+
+@pytest.mark.parametrize("name", ["anpd", "prompt_lookup", *LEARNED])
+def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first(make_base, make, name):
+    base = make_base(context=256)
+    turns, text = Turns(Session(Runner(base), make(name, base))), []
+    for said in TURNS:
+        text += said
+        steps = list(turns.decode(text, 24))
+        fresh = list(Turns(Session(Runner(base), make(name, base))).decode(text, 24))
+        if len(text) > len(said):
+            assert steps[0][1].fed_candidates == 0  # nothing is drafted before what was said is read
+            session = Session(Runner(base), make(name, base), max_nodes=0)
+            session.begin(text)
+            fresh = [session.step(len(text) + 24)]
+            session.max_nodes = 1024
+            while len(session.seq) < len(text) + 24:
+                fresh.append(session.step(len(text) + 24))
+        assert [(emitted, cost.fed_candidates) for emitted, cost in steps] == [
+            (emitted, cost.fed_candidates) for emitted, cost in fresh
+        ]
+        text += [token for emitted, _ in steps for token in emitted]
+
+
+@pytest.mark.parametrize("name", ["none", "joint", "ctc", "eagle"])
+def test_what_is_rendered_otherwise_is_taken_back_and_read_again(make_base, make, name):
+    base = make_base(context=256)
+    turns = Turns(Session(Runner(base), make(name, base)))
+    first = [token for emitted, _ in turns.decode([1, 5, 6, 7], 20) for token in emitted]
+    other = [1, 5, 6, 7, *first[:8], 30 + (first[8] == 30), *first[9:], 4]
+    for prompt, cached in [
+        (other, 11),  # twelve tokens alike, and the last of them is a root again
+        (other[:6], 5),
+        ([1, 5, 6, 7], 3),
+        ([2, 5], 0),
+    ]:
+        assert [t for emitted, _ in turns.decode(prompt, 15) for t in emitted] == naive(base, prompt, 15)
+        assert turns.num_cached == cached
+    turns.forget()
+    list(turns.decode([2, 5, 6], 3))
+    assert turns.num_cached == 0
+
+
+def test_a_turn_left_between_two_steps_is_gone_on_from(make_base, make):
+    base = make_base(context=256)
+    turns = Turns(Session(Runner(base), make("ctc", base)))
+    left = []
+    for emitted, _ in turns.decode([1, 5, 6], 30):
+        left += emitted
+        if len(left) > 5:
+            break
+    prompt = [1, 5, 6, *left, 9]
+    assert [t for emitted, _ in turns.decode(prompt, 20) for t in emitted] == naive(base, prompt, 20)
+    assert turns.num_cached == len(prompt) - 2
+    with pytest.raises(ValueError, match="context of toy-llama ends at 256"):
+        next(turns.decode([1] * 256, 5))
+
+
+class Torn(drafters.ANPD):
+    """Is interrupted once, in the middle of a step."""
+
+    def observe(self, step):
+        if not hasattr(self, "was_torn"):
+            self.was_torn = True
+            raise KeyboardInterrupt
+
+
+def test_after_half_a_step_the_chat_is_read_anew(make_base):
+    base = make_base(context=256)
+    turns = Turns(Session(Runner(base), Torn()))
+    with pytest.raises(KeyboardInterrupt):
+        next(turns.decode([1, 5, 6], 30))
+    assert [t for emitted, _ in turns.decode([1, 5, 6, 7], 20) for t in emitted] == naive(base, [1, 5, 6, 7], 20)
+    assert turns.num_cached == 0
+
+
+@pytest.mark.parametrize("length", [0, 4, 9])
+def test_a_text_read_ahead_goes_on_as_the_bases_own(base, length):
+    prompt, session = [1, *range(4, 13)], Session(Runner(base), NoDrafter())
+    read_ahead(session, prompt, length)
+    written = [token for _ in range(12) for token in session.step(40)[0]]
+    assert written == naive(base, prompt, 12)
+
+
+# ---- the screen
+
+
+class Terminal(io.StringIO):
+    """Understands the few control codes that redraw a line."""
+
+    def lines(self):
+        rows, row, column = [""], 0, 0
+        for code, character in re.findall(r"\x1b\[([?0-9;]*[A-Za-z])|(.|\n)", self.getvalue(), flags=re.S):
+            if code.endswith("A"):
+                row -= int(code[:-1])
+            elif code == "2K":
+                rows[row] = ""
+            elif character == "\r":
+                column = 0
+            elif character == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row + 1 - len(rows))
+            elif character:
+                rows[row] = rows[row][:column].ljust(column) + character
+                column += 1
+        return [line.rstrip() for line in rows]
+
+
+PIECES = [("The cat", False), (" sat on", True), (" a mat", True), (".\n\nAnd so", False), (" it\n", True), ("ends", 0)]
+
+
+@pytest.mark.parametrize("width", [9, 13, 80])
+def test_a_terminal_shows_the_whole_text_in_the_end_and_the_figures_while_it_grows(width):
+    terminal = Terminal()
+    with Screen(Console(file=terminal, force_terminal=True, width=width)) as screen:
+        for piece, is_accepted in PIECES:
+            screen.add(piece, is_accepted)
+            screen.draw("9 tokens")
+            assert [line for line in terminal.lines() if line][-1] == "9 tokens"
+    text = "".join(piece for piece, _ in PIECES)
+    shown = terminal.lines()
+    assert "9 tokens" not in shown
+    assert " ".join(" ".join(shown).split()) == " ".join(text.split())
+    assert max(map(len, shown)) <= width
+    if width == 80:
+        assert shown[:4] == text.split("\n")
+
+
+def test_elsewhere_the_text_stands_as_it_is_without_codes_of_the_model():
+    plain = io.StringIO()
+    with Screen(Console(file=plain, width=10)) as screen:
+        for piece in ("a long line that is not broken ", "[red]\x1b[2J[/red]\n", "end"):
+            screen.add(piece, True)
+            screen.draw("9 tokens")
+    assert plain.getvalue() == "a long line that is not broken [red]␛[2J[/red]\nend\n"
+
+
+def test_accepted_tokens_are_green_and_the_bases_own_are_not():
+    coloured = io.StringIO()
+    with Screen(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as screen:
+        screen.add("base", False)
+        screen.add(" drafted", True)
+    assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
+
+
+# ---- Ctrl-C, and two texts beside each other
+
+
+def test_the_first_press_of_ctrl_c_is_noted_and_the_second_interrupts():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interruptible() as is_stopped:
+        assert not is_stopped()
+        signal.raise_signal(signal.SIGINT)
+        assert is_stopped()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "decisions"),
+    [
+        ([5, 6, 7], "the same text"),
+        ([5, 8, 7], "another text after 1 equal tokens, '8' where '6' was written"),
+        ([5, 6], "another text after 2 equal tokens, '' where '7' was written"),
+    ],
+)
+def test_a_comparison_says_how_fast_and_where_two_texts_part(tokens, decisions):
+    drafted, single = Generation([5, 6, 7], [], 1.0), Generation(tokens, [], len(tokens) / 2)
+    line = compared(drafted, single, lambda ids: " ".join(map(str, ids)))
+    assert line == f"the base alone: 2.0 tokens/s, so 1.50× with the drafter; {decisions}"
+
+
+class Impatient(io.StringIO):
+    """A screen whose reader presses Ctrl-C once he has seen a word."""
+
+    def __init__(self, word):
+        super().__init__()
+        self.word = word
+
+    def write(self, text):
+        if self.word and self.word in text:
+            self.word = None
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+def test_ctrl_c_ends_the_answer_and_the_chat_goes_on_from_what_was_said(make_base):
+    base = make_base(context=512)
+    whole = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=60)
+    whole.hear("w3 w6")
+    words = whole.messages[-1][1].split()
+    word = next(word for index, word in enumerate(words) if index > 5 and word not in words[:index])
+    stopped = Chat(base, Console(file=(screen := Impatient(word)), width=200), "anpd", max_new_tokens=60)
+    stopped.hear("w3 w6")
+    kept = stopped.messages[-1][1].split()
+    assert 5 < len(kept) < len(words) and kept == words[: len(kept)]
+    assert screen.getvalue().splitlines()[-1].endswith("; stopped")
+    stopped.hear("w8")
+    assert len(stopped.messages) == 4 and stopped.said.num_cached > len(kept)
+
+
+# ---- whole conversations
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, tmp_path_factory):
+    folder, base = tmp_path_factory.mktemp("chat"), make_base(dtype=torch.float32, context=256)
+    base.model.save_pretrained(folder)
+    base.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def talk(folder, monkeypatch, capsys):
+    """Types lines, and gives what was shown after each of them."""
+
+    def talk(*lines, **arguments):
+        typed = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
+        capsys.readouterr()
+        chat(str(folder), **{"drafter": "anpd", "max_new_tokens": 20} | arguments)
+        shown = capsys.readouterr().out
+        banner, *parts = re.split(r"^> ?", shown, flags=re.M)
+        assert "/help" in banner
+        for line, part in zip(lines, parts, strict=False):
+            assert part.startswith(line.strip().replace("\udcff", "\N{REPLACEMENT CHARACTER}") + "\n")
+        return [part.split("\n", 1)[1].rstrip("\n") for part in parts[: len(lines)]]
+
+    return talk
+
+
+FIGURES = r"(\S+): acceptance length (\d\.\d\d|–), \d+\.\d tokens/s, (\d+) tokens in (\d+) steps(; [^:]+: .*)?"
+
+
+def test_a_conversation_through_standard_input(folder, make_base, talk):
+    base = make_base(dtype=torch.float32, context=256)
+    text, shown = "", talk("w5 w6 w7", "w9 w10", "/compare", "/drafter joint:num_nodes=4", "w11", "/compare", "/quit")
+    for said, part in zip(["w5 w6 w7", "w9 w10", "w11"], [shown[0], shown[1], shown[4]], strict=True):
+        text = f"{text}\n{said}".strip()
+        written = naive(base, base.tokenizer(text).input_ids, 20, eos=base.eos)
+        answer, figures = part.rsplit("\n", 1)
+        assert answer == base.tokenizer.decode(written, skip_special_tokens=True)
+        name, _, tokens, steps, _ = re.fullmatch(FIGURES, figures).groups()
+        assert name == ("joint:num_nodes=4" if said == "w11" else "anpd")
+        assert int(tokens) == len(written) and 1 <= int(steps) <= len(written)
+        text = f"{text}\n{answer}"
+    for part in (shown[2], shown[5]):
+        assert re.fullmatch(r"the base alone: \d+\.\d tokens/s, so \d+\.\d\d× with the drafter; the same text", part)
+
+
+def test_mistakes_are_said_in_one_line_and_the_chat_goes_on(talk):
+    mistakes = {
+        "/nope": "there is no command /nope: /help lists them all",
+        "/drafter": "the drafter is anpd; known are none, anpd, ",
+        "/drafter nix": "unknown drafter 'nix'; known are none, ",
+        "/drafter anpd:ordr=3": "anpd takes order, num_draft, update; not 'ordr=3'",
+        "/drafter ctc=nowhere": "no drafter at nowhere",
+        "/max": "an answer may have a whole number of tokens, at least 1, not ''",
+        "/max -1": "an answer may have",
+        "/temperature hot": "a temperature is a number of at least 0, not 'hot'",
+        "/temperature -1": "temperature must be a number above 0, or 0 to decode greedily, not -1.0",
+        "/max \udcff": "at least 1, not '\N{REPLACEMENT CHARACTER}'",
+        " ".join(["w5"] * 300): "the prompt has 300 tokens and the context",
+    }
+    *parts, answer = talk(*mistakes, "w5 w6")
+    for part, message in zip(parts, mistakes.values(), strict=True):
+        assert message in part and len(part.splitlines()) == 1
+    assert re.fullmatch(FIGURES, answer.splitlines()[-1])
+
+
+def test_settings_change_what_comes_next(talk):
+    lines = [
+        "/compare",
+        "w3 w6",
+        "/max 7",
+        "/reset",
+        "w3 w6",
+        "/temperature 1.5",
+        "/reset",
+        "w3 w6",
+        "/temperature 0",
+        "/compare",
+    ]
+    shown = talk(*lines, "", "/help")
+    assert shown[0] == "the next answer is compared" and shown[1].endswith("the same text")
+    first, second = shown[1].splitlines()[0].split(), shown[4].splitlines()[0].split()
+    assert second == first[: len(second)] and " 7 tokens in" in shown[4] and shown[4].endswith("/max N allows more")
+    assert shown[7].splitlines()[0].split() != second  # drawn, and the base alone draws the same
+    assert shown[9].endswith("the same text")  # it is picked as the answer was
+    assert {line.split()[0] for line in shown[-1].splitlines()} == {
+        f"/{name}" for name in ("drafter", "compare", "system", "max", "temperature", "reset", "help", "quit")
+    }
+
+
+def test_a_full_context_ends_an_answer_and_reset_makes_room(talk):
+    shown = talk(" ".join(["w5"] * 250), "w6", "/reset", "w6")
+    assert shown[0].endswith("; the context is full: /reset begins a new chat")
+    assert "and the context of" in shown[1] and shown[1].endswith("or /reset for a new chat")
+    assert re.fullmatch(FIGURES, shown[3].splitlines()[-1])
+
+
+def test_the_system_text_stands_before_everything(folder, make_base, talk):
+    base = make_base(dtype=torch.float32, context=256)
+    shown = talk("w6", "/system w9 w9", "/reset", "w6", "/system", "/reset", "w6", system="w4")
+    for part, text in [(shown[0], "w4\nw6"), (shown[3], "w9 w9\nw6"), (shown[6], "w6")]:
+        written = naive(base, base.tokenizer(text).input_ids, 20, eos=base.eos)
+        assert part.splitlines()[0] == base.tokenizer.decode(written, skip_special_tokens=True)
+
+
+def test_a_chat_model_of_the_project_remembers_its_turns_in_the_template(repository, monkeypatch, capsys):
+    typed = b"Tell me about lamps.\nWhy is that important?\n/compare\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
+    chat(str(repository / "checkpoints" / "tiny-chat"), "joint", max_new_tokens=24)
+    shown = capsys.readouterr().out
+    assert shown.rstrip().rstrip("> \n").endswith("the same text") and len(re.findall(FIGURES, shown)) == 2

@@ -1,0 +1,276 @@
+"""A model that writes ahead: its text, its cache and its laws are those of a fresh forward, whatever was refused."""
+
+import random
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+
+from drafters import ANPD, Drafter, DraftModel, DraftTree
+from inference.engine.base import Base
+from inference.engine.draft_session import ModelSession
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
+from inference.engine.session import Session
+
+PROMPTS = [1, 2, 3, 17]
+LAW = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
+
+
+def prompt_of(length):
+    rng = random.Random(length)
+    return [rng.randrange(3, 40) for _ in range(length)]
+
+
+@cache
+def cousin(base, seed=1, spread=0.35):
+    """A model that often says what the base says: its weights, a little shaken."""
+    model = deepcopy(base.model)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for weight in model.parameters():
+            weight += spread * weight.std() * torch.randn_like(weight) if weight.dim() == 2 else 0.0
+    return Base("cousin", model, base.tokenizer)
+
+
+@torch.inference_mode()
+def alone(base, prompt, length, eos=()):
+    """The base without cache and without engine."""
+    seq = list(prompt)
+    while len(seq) < min(len(prompt) + length, base.context_length):
+        seq.append(base.model(torch.tensor([seq])).logits[0, -1].argmax().item())
+        if seq[-1] in eos:
+            break
+    return seq[len(prompt) :]
+
+
+@torch.inference_mode()
+def assert_fresh(session):
+    """The cache holds what one forward over the session's own text would put there."""
+    runner = session.runner
+    assert 0 < runner.cached < len(session.seq)
+    fresh = runner.base.model(torch.tensor([session.seq[: runner.cached]]), use_cache=True).past_key_values
+    for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=1e-9)
+        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=1e-9)
+
+
+class Guesses(Drafter):
+    """Random chains and branches: some are what comes next, in toy worlds of few words."""
+
+    def __init__(self, seed, vocab):
+        self.rng, self.vocab, self.rewound = random.Random(seed), vocab, []
+
+    def propose(self, seq, limits):
+        paths = [[self.rng.randrange(self.vocab) for _ in range(3)] for _ in range(8)]
+        return DraftTree.from_paths([path[: max(0, limits.max_depth)] for path in paths])
+
+    def rewind(self, length):
+        self.rewound.append(length)
+
+
+# ---- writing on
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("guessing", [False, True])
+def test_what_is_written_is_the_models_own_text_after_whatever_was_asked_before(pseudo_runner, seed, guessing):
+    rng, runner, eos = random.Random(seed), pseudo_runner(seed, vocab=5), frozenset({3})
+    inner = ModelSession(runner, Guesses(seed, 5) if guessing else None)
+    for _ in range(2):
+        seq = [rng.randrange(5) for _ in range(rng.choice(PROMPTS))]
+        inner.begin(seq)
+        for _ in range(25):
+            asked, ends = rng.randrange(1, 9), rng.choice([eos, frozenset()])
+            written = inner.write(seq, asked, ends)
+            assert written.tokens == pseudo_runner(seed, vocab=5).greedy(seq, asked, ends)
+            assert written.distributions == []
+            assert inner.session.seq[: len(seq)] == seq
+            assert runner.text == inner.session.seq[:-1], "the cache holds all but the last token"
+            if rng.random() < 0.2:  # the text was a draft itself, and part of it is refused
+                length = rng.randrange(1, len(seq) + 1)
+                inner.rewind(length)
+                seq = seq[:length]
+            taken = written.tokens[: rng.randrange(len(written.tokens) + 1)]
+            seq = [*seq, *taken, *(rng.randrange(5) for _ in range(rng.randrange(1, 3)))]
+    assert inner.forwards == runner.forwards
+
+
+def test_the_models_drafter_hears_where_the_text_was_cut(pseudo_runner):
+    drafter = Guesses(0, 12)
+    inner = ModelSession(pseudo_runner(), drafter)
+    inner.begin([5, 6])
+    first, second, *_ = inner.write([5, 6], 4).tokens
+    assert drafter.rewound == []
+    inner.write([5, 6, first, (second + 1) % 12], 4)
+    assert drafter.rewound == [3], "the first token was taken, the second refused"
+
+
+def test_nothing_is_written_beyond_the_models_own_context(pseudo_runner):
+    inner = ModelSession(pseudo_runner(context=8))
+    seq = [5, 6, 7, 5, 6]
+    inner.begin(seq)
+    assert inner.write(seq, 9).tokens == pseudo_runner().greedy(seq, 3)
+    for length in (8, 9, 12):  # the base's context may be longer
+        assert inner.write([*seq, *range(length - 5)], 5).tokens == []
+    assert inner.forwards == 3
+
+
+def test_reset_reaches_the_models_own_drafter(pseudo_runner):
+    calls = []
+    drafter = Guesses(0, 12)
+    drafter.reset = lambda: calls.append("reset")
+    DraftModel(ModelSession(pseudo_runner(), DraftModel(ModelSession(pseudo_runner(), drafter)))).reset()
+    assert calls == ["reset"]
+
+
+# ---- behind a base
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
+@pytest.mark.parametrize("length", PROMPTS)
+def test_after_each_step_text_and_inner_cache_are_those_of_fresh_forwards(make_base, kind, cache_kind, length):
+    base, prompt = make_base(kind), prompt_of(length)
+    inner = ModelSession(Runner(cousin(base), cache_kind))
+    session = Session(Runner(base, cache_kind), DraftModel(inner, num_draft=4))
+    tokens, accepted = [], []
+    for emitted, cost in session.decode(prompt, 30):
+        tokens += emitted
+        accepted.append(cost.accepted)
+        assert_fresh(session)
+        assert_fresh(inner.session)
+        if cost.draft_forwards:
+            read = [*prompt, *tokens[: -len(emitted)]]
+            assert inner.session.seq[: -cost.fed_candidates] == read
+    assert tokens == alone(base, prompt, 30)
+    assert len(set(accepted)) > 1, "some drafts should be taken, some refused"
+
+
+@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
+@pytest.mark.parametrize("length", [1, 17])
+def test_a_cascade_of_models_and_words_keeps_every_cache_fresh(make_base, cache_kind, length):
+    base, prompt = make_base(), prompt_of(length)
+    lowest = ModelSession(Runner(cousin(base, seed=2), cache_kind), ANPD(order=3, num_draft=2))
+    middle = ModelSession(Runner(cousin(base), cache_kind), DraftModel(lowest, num_draft=2))
+    asked = []
+    write = lowest.write
+    lowest.write = lambda seq, *arguments: asked.append(list(seq)) or write(seq, *arguments)
+    session = Session(Runner(base, cache_kind), DraftModel(middle, num_draft=5))
+    tokens, refused = [], 0
+    for emitted, cost in session.decode(prompt, 30):
+        tokens += emitted
+        refused += cost.accepted < cost.fed_candidates
+        for one in (session, middle.session, lowest.session):
+            assert_fresh(one)
+        assert lowest.session.seq[: len(asked[-1])] == asked[-1]
+    assert tokens == alone(base, prompt, 30)
+    assert refused
+    assert session.drafter.draft_forwards > lowest.forwards > 0
+
+
+def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base, monkeypatch):
+    base, fed = make_base(), []
+    inner = ModelSession(Runner(base))
+    forward = inner.session.runner.forward
+    inner.session.runner.forward = lambda pending, *rest: fed.append(len(pending)) or forward(pending, *rest)
+    steps = Session(Runner(base), DraftModel(inner, num_draft=3)).run(prompt_of(3), 12).steps
+    assert [step.accepted for step in steps] == [3, 3, 3], "a model agrees with itself"
+    assert fed == [3, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_a_draft_ends_with_an_end_token_wherever_it_falls(make_base, index):
+    base, prompt = make_base(), prompt_of(17)
+    truth = alone(base, prompt, 20)
+    eos = frozenset({truth[index]})
+    expected = alone(base, prompt, 20, eos)
+    for model in (base, cousin(base)):
+        inner = ModelSession(Runner(model))
+        trees = []
+        drafter = DraftModel(inner, num_draft=4)
+        drafter.observe = lambda step, trees=trees: trees.append(step.tree)
+        assert Session(Runner(base), drafter).run(prompt, 20, eos).tokens == expected
+        assert all(token not in eos for tree in trees for token in tree.tokens[:-1])
+        if model is base and len(expected) % 5:  # a model agrees with itself: every fifth token is a bonus
+            assert trees[-1].tokens[-1] in eos
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+@pytest.mark.parametrize("threshold", [0.3, 0.6, 0.95])
+def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold, guessing):
+    base, ends = make_base(), 0
+    inner = ModelSession(Runner(base), Guesses(0, 40) if guessing else None)
+    if guessing:
+        inner.session.drafter.propose = lambda seq, limits: DraftTree.from_paths(
+            [alone(base, seq, min(3, limits.max_depth))]
+        )
+    for length in PROMPTS:
+        prompt = prompt_of(length)
+        inner.begin(prompt)
+        for _ in range(3):
+            expected, seq = [], list(prompt)
+            while len(expected) < 6:
+                distribution = base.model(torch.tensor([seq])).logits[0, -1].softmax(-1)
+                expected.append(distribution.argmax().item())
+                seq.append(expected[-1])
+                if distribution.max() < threshold:
+                    break
+            assert inner.write(prompt, 6, threshold=threshold).tokens == expected
+            ends += len(expected) < 6
+            prompt = seq
+    assert ends
+
+
+# ---- drawn drafts
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+@pytest.mark.parametrize("length", PROMPTS)
+def test_drawn_tokens_carry_the_distribution_they_were_drawn_from(make_base, length, guessing):
+    base, seq = make_base(), prompt_of(length)
+    sampler = RunningSampler(**LAW, seed=3)
+    inner = ModelSession(Runner(base), Guesses(1, 40) if guessing else None, sampler)
+    inner.begin(seq)
+    for _ in range(5):
+        written = inner.write(seq, 5)
+        assert len(written.distributions) == len(written.tokens) == 5
+        whole = base.model(torch.tensor([seq + written.tokens])).logits[0, len(seq) - 1 : -1]
+        torch.testing.assert_close(torch.stack(written.distributions), sampler.probabilities(whole), rtol=0, atol=1e-9)
+        assert all(
+            distribution[token] > 0 for distribution, token in zip(written.distributions, written.tokens, strict=True)
+        )
+        seq = [*seq, *written.tokens[:2], 7]
+
+
+def test_drawn_tokens_follow_their_distribution_though_a_model_below_drafts_them(make_base):
+    """The law of two tokens drawn through a sampled draft of another model, against the product of its conditionals."""
+    base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}
+    lowest = ModelSession(Runner(cousin(base)), sampler=RunningSampler(**distribution, seed=1))
+    inner = ModelSession(Runner(base), DraftModel(lowest, num_draft=2), RunningSampler(**distribution, seed=2))
+    counts, draws = {}, 600
+    for _ in range(draws):
+        inner.begin(prompt)
+        pair = tuple(inner.write(prompt, 2).tokens)
+        counts[pair] = counts.get(pair, 0) + 1
+    expected = {}
+    probabilities = KeyedSampler(**distribution).probabilities
+    first = probabilities(base.model(torch.tensor([prompt])).logits[0, -1:])[0]
+    for token in first.nonzero()[:, 0].tolist():
+        second = probabilities(base.model(torch.tensor([[*prompt, token]])).logits[0, -1:])[0]
+        for other in second.nonzero()[:, 0].tolist():
+            expected[token, other] = (first[token] * second[other]).item() * draws
+    assert set(counts) <= set(expected)
+    rare = sum(count for count in expected.values() if count < 5)
+    square = sum((counts.get(pair, 0) - count) ** 2 / count for pair, count in expected.items() if count >= 5)
+    assert rare < 30
+    assert square < 27, "chi-square of at most 8 degrees of freedom beyond its 0.9993 quantile"
+
+
+@pytest.mark.parametrize("sampler", [Greedy(), RunningSampler(**LAW)])
+def test_a_model_without_drafter_makes_one_forward_a_token(make_base, sampler):
+    inner = ModelSession(Runner(make_base()), sampler=sampler)
+    inner.begin([5, 6, 7])
+    inner.write([5, 6, 7], 6)
+    assert inner.forwards == 6

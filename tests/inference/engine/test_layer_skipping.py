@@ -1,0 +1,398 @@
+"""The base drafting for itself: the drafts, and that neither its cache nor its modules keep anything of them."""
+
+import copy
+import json
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from drafters import DraftTree, Limits, NoDrafter, RequiredOutputs, SelfSpeculative
+from inference.engine.base import Base
+from inference.engine.draft_session import ModelSession
+from inference.engine.layer_skipping import SkipSession, default_skips, read_skips, skipping, sublayers
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
+from inference.engine.session import Session
+from inference.evaluation.verify import alone
+from inference.registry import catalogue
+
+BASES = [
+    ("llama", "sdpa"),
+    ("llama", "eager"),
+    ("qwen2", "sdpa"),
+    ("qwen2", "eager"),
+    ("gpt2", "sdpa"),
+    ("gpt2", "eager"),
+]
+SETS = {  # of a base of three layers
+    "nothing": ((), ()),
+    "one layer": ((1,), (1,)),
+    "the first attention and the last MLP": ((0,), (2,)),
+    "the first layer": ((0,), (0,)),
+    "every attention": ((0, 1, 2), ()),
+    "everything": ((0, 1, 2), (0, 1, 2)),
+}
+TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}  # eager takes its softmax in float32
+each_cache = pytest.mark.parametrize("cache", ["static", "dynamic"])
+each_base_and_cache = pytest.mark.parametrize(
+    ("kind", "attention", "cache"), [(*kind, "static") for kind in BASES] + [(*kind, "dynamic") for kind in BASES[:2]]
+)
+each_set = pytest.mark.parametrize("skips", SETS.values(), ids=SETS)
+
+
+def prompt_of(length):
+    rng = random.Random(length)
+    return [rng.randrange(3, 40) for _ in range(length)]
+
+
+def session_of(base, skips, cache="static", sampler=None, inner_sampler=None, **arguments):
+    runner = Runner(base, cache)
+    drafter = SelfSpeculative(SkipSession(runner, *skips, inner_sampler), **{"threshold": 0.0} | arguments)
+    return Session(runner, drafter, sampler)
+
+
+@cache
+def written_alone(base, prompt):
+    """Sixteen tokens by transformers' own generate, which ends at EOS."""
+    return alone(base, list(prompt), 16, Greedy())
+
+
+def zeroed(base, skips):
+    """The same base with the last weights of those sublayers set to zero: what skipping must compute."""
+    model = copy.deepcopy(base.model)
+    for layers, modules in zip(skips, sublayers(model.base_model), strict=True):
+        for layer in layers:
+            for name in ("o_proj", "down_proj", "c_proj"):
+                if hasattr(modules[layer], name):
+                    for weight in getattr(modules[layer], name).parameters():
+                        weight.zero_()
+    return model
+
+
+@torch.inference_mode()
+def drafted_by(base, skips, seq, cached, num_tokens, eos=frozenset(), threshold=0.0):
+    """The draft by whole forwards: the prefix by the base, the rest by the zeroed base on the prefix's cache."""
+    model, tokens = zeroed(base, skips), []
+    while len(tokens) < num_tokens:
+        cache = base.model(torch.tensor([seq[:cached]]), use_cache=True).past_key_values
+        distribution = model(torch.tensor([[*seq[cached:], *tokens]]), past_key_values=cache).logits[0, -1].softmax(-1)
+        tokens.append(distribution.argmax().item())
+        if tokens[-1] in eos or distribution.max() < threshold:
+            break
+    return tokens
+
+
+def primed(base, prompt, cached, cache="static"):
+    """A runner that has committed the first tokens of the prompt."""
+    runner = Runner(base, cache)
+    runner.reset(len(prompt) + 64)
+    if cached:
+        runner.forward(prompt[:cached], DraftTree(), RequiredOutputs())
+        runner.commit([])
+    return runner
+
+
+@torch.inference_mode()
+def assert_cache_is_fresh(runner, committed, tolerance):
+    fresh = runner.base.model(torch.tensor([committed]), use_cache=True).past_key_values
+    for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
+        assert held.get_seq_length() == len(committed) == runner.cached
+        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
+        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
+
+
+# ---- the draft
+
+
+@each_base_and_cache
+@each_set
+def test_a_draft_is_what_the_base_with_zeroed_sublayers_writes_on_the_bases_cache(
+    make_base, kind, attention, cache, skips
+):
+    base, prompt = make_base(kind, attention, layers=3), prompt_of(9)
+    for cached in (5, 8):  # four tokens pending, and the root alone
+        runner = primed(base, prompt, cached, cache)
+        session = SkipSession(runner, *skips)
+        written = session.write(prompt, 6)
+        assert written.tokens == drafted_by(base, skips, prompt, cached, 6) and not written.distributions
+        assert session.forwards == 6
+        assert session.write(prompt, 6) == written
+        assert_cache_is_fresh(runner, prompt[:cached], TOLERANCE[attention])
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.4, 0.9, 1.1])
+def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold):
+    base, skips = make_base(layers=3), SETS["one layer"]
+    lengths = set()
+    for length in range(2, 12):
+        prompt = prompt_of(length)
+        written = SkipSession(primed(base, prompt, length - 1), *skips).write(prompt, 8, threshold=threshold)
+        assert written.tokens == drafted_by(base, skips, prompt, length - 1, 8, threshold=threshold)
+        lengths.add(len(written.tokens))
+    assert min(lengths) >= 1 and (threshold != 0.4 or len(lengths) > 1)
+    assert threshold < 1 or lengths == {1}
+
+
+def test_a_draft_ends_after_an_end_token_and_where_the_context_ends(make_base):
+    base, skips, prompt = make_base(layers=3, context=24), SETS["one layer"], prompt_of(9)
+    session = SkipSession(primed(base, prompt, 8), *skips)
+    whole = session.write(prompt, 100).tokens
+    assert len(prompt) + len(whole) == 24
+    for token in set(whole):
+        cut = session.write(prompt, 100, frozenset({token})).tokens
+        assert cut == whole[: whole.index(token) + 1]
+    assert session.write(prompt, 0).tokens == []
+
+
+def test_nothing_is_drafted_where_nothing_is_cached(make_base):
+    base = make_base(layers=3)
+    session = SkipSession(Runner(base), *SETS["one layer"])
+    assert session.write([5, 6], 8).tokens == [] and session.forwards == 0
+
+
+def test_drawn_drafts_carry_the_distributions_they_were_drawn_from(make_base):
+    base, skips, prompt = make_base(layers=3), SETS["one layer"], prompt_of(9)
+    sampler = RunningSampler(0.7, top_k=9, seed=3)
+    written = SkipSession(primed(base, prompt, 8), *skips, sampler).write(prompt, 5)
+    model = zeroed(base, skips)
+    assert len(written.distributions) == len(written.tokens) == 5
+    for count, distribution in enumerate(written.distributions):
+        cache = base.model(torch.tensor([prompt[:8]]), use_cache=True).past_key_values
+        logits = model(torch.tensor([[*prompt[8:], *written.tokens[:count]]]), past_key_values=cache).logits[0, -1:]
+        torch.testing.assert_close(distribution, sampler.probabilities(logits)[0], rtol=0, atol=1e-6)
+        assert distribution[written.tokens[count]] > 0
+    again = RunningSampler(0.7, top_k=9, seed=3)
+    assert SkipSession(primed(base, prompt, 8), *skips, again).write(prompt, 5).tokens == written.tokens
+
+
+# ---- what a draft leaves behind
+
+
+class Boom(Exception):
+    pass
+
+
+def forwards_of(model):
+    return {name: vars(module).get("forward") for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_what_is_skipped_does_not_run_and_comes_back(make_base, kind):
+    model, ran = make_base(kind, layers=3).model.base_model, []
+    attentions, mlps = sublayers(model)
+    before = forwards_of(model)
+
+    def note(module, name):  # inside the sublayer: a hook on itself would fire though it is covered
+        inner = next(child for child in module.modules() if not list(child.children()))
+        return inner.register_forward_hook(lambda *_: ran.append(name))
+
+    hooks = [note(module, ("attention", layer)) for layer, module in enumerate(attentions)]
+    hooks += [note(module, ("mlp", layer)) for layer, module in enumerate(mlps)]
+    try:
+        with skipping(model, (0, 2), (1,)):
+            model(torch.tensor([[5, 6]]))
+        assert sorted(ran) == [("attention", 1), ("mlp", 0), ("mlp", 2)]
+        assert forwards_of(model) == before == dict.fromkeys(before)
+        ran.clear()
+        model(torch.tensor([[5, 6]]))
+        assert len(ran) == 6
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_forward_that_was_put_on_a_module_before_is_put_back(make_base):
+    model = make_base(layers=3, seed=5).model.base_model
+    wrapped = sublayers(model)[1][1]
+    wrapped.forward = own = lambda hidden, whole=wrapped.forward: whole(hidden)
+    try:
+        with skipping(model, (), (1,)):
+            assert wrapped.forward is not own
+        assert vars(wrapped)["forward"] is own
+    finally:
+        del wrapped.forward
+
+
+@each_cache
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_exception_in_a_draft_leaves_neither_covers_nor_cache(make_base, cache, layer):
+    base, prompt = make_base(layers=3), prompt_of(9)
+    runner, before = primed(base, prompt, 8, cache), forwards_of(base.model)
+    session, calls = SkipSession(runner, (1,), (0,)), []
+
+    def third_call_fails(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Boom
+
+    hook = sublayers(runner.model)[0][layer].register_forward_pre_hook(third_call_fails)
+    try:
+        with pytest.raises(Boom):
+            session.write(prompt, 8)
+    finally:
+        hook.remove()
+    assert forwards_of(base.model) == before
+    assert_cache_is_fresh(runner, prompt[:8], 1e-9)
+    assert session.write(prompt, 4).tokens == drafted_by(base, ((1,), (0,)), prompt, 8, 4)
+
+
+@each_base_and_cache
+@pytest.mark.parametrize("name", ["one layer", "the first layer", "every attention"])
+def test_after_every_step_the_cache_is_that_of_the_text_without_its_last_token(make_base, kind, attention, cache, name):
+    base, seq = make_base(kind, attention, layers=3), prompt_of(3)
+    session = session_of(base, SETS[name], cache, num_draft=4)
+    for emitted, _ in session.decode(seq[:], 12):
+        seq += emitted
+        assert_cache_is_fresh(session.runner, seq[:-1], TOLERANCE[attention])
+
+
+def test_a_buffer_that_grows_during_a_draft_loses_nothing(make_base):
+    base, prompt = make_base(layers=3), prompt_of(9)
+    runner = Runner(base)
+    runner._cache.capacity = 9
+    runner.forward(prompt[:8], DraftTree(), RequiredOutputs())
+    runner.commit([])
+    before = runner._cache.capacity
+    written = SkipSession(runner, (0, 1), ()).write(prompt, 20)
+    assert 8 + 20 > before < runner._cache.capacity
+    assert written.tokens == drafted_by(base, ((0, 1), ()), prompt, 8, 20)
+    assert_cache_is_fresh(runner, prompt[:8], 1e-9)
+
+
+# ---- the text
+
+
+@each_base_and_cache
+@each_set
+def test_greedy_text_is_the_bases_own(make_base, kind, attention, cache, skips):
+    base = make_base(kind, attention, layers=3)
+    for length in (1, 2, 3, 17):
+        prompt = prompt_of(length)
+        result = session_of(base, skips, cache, num_draft=5).run(prompt, 16, base.eos)
+        assert result.tokens == written_alone(base, tuple(prompt))
+        assert result.steps[0].fed_candidates == 0  # the prefill
+        assert all(step.draft_forwards == step.fed_candidates for step in result.steps)
+
+
+@each_set
+def test_sampled_text_is_the_one_the_base_draws_alone(make_base, skips):
+    base = make_base(layers=3)
+    for length, seed in [(1, 0), (3, 1), (17, 2)]:
+        prompt, sampler = prompt_of(length), KeyedSampler(0.8, top_p=0.95, seed=seed)
+        expected = alone(base, prompt, 30, sampler)
+        assert session_of(base, skips, sampler=sampler, threshold=0.3).run(prompt, 30, base.eos).tokens == expected
+
+
+@each_base_and_cache
+def test_skipping_nothing_has_every_draft_accepted(make_base, cache, kind, attention):
+    base = make_base(kind, attention, layers=3)
+    result = session_of(base, SETS["nothing"], cache, num_draft=5).run(prompt_of(3), 31)
+    assert [(step.emitted, step.accepted) for step in result.steps] == [(1, 0)] + [(6, 5)] * 5
+
+
+def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_base):
+    base = make_base(layers=3)
+    samplers = KeyedSampler(0.9, seed=1), RunningSampler(0.9, seed=2)
+    result = session_of(base, SETS["nothing"], "static", *samplers, num_draft=5).run(prompt_of(3), 31)
+    assert all(step.accepted == step.fed_candidates == 5 for step in result.steps[1:])
+
+
+@pytest.mark.parametrize("length", [1, 22, 23])
+def test_text_ends_where_the_context_ends(make_base, length):
+    for kind in ("llama", "gpt2"):
+        base, prompt = make_base(kind, context=24, layers=3), prompt_of(length)
+        result = session_of(base, SETS["one layer"]).run(prompt, 100)
+        expected = Session(Runner(base), NoDrafter()).run(prompt, 100).tokens
+        assert result.tokens == expected and length + len(expected) == 24
+
+
+def test_nothing_follows_an_end_token_wherever_it_falls_in_a_draft(make_base):
+    base, prompt = make_base(layers=3), prompt_of(17)
+    truth = session_of(base, SETS["nothing"]).run(prompt, 20).tokens
+    for token in set(truth):
+        for name in ("nothing", "one layer"):
+            result = session_of(base, SETS[name], num_draft=6).run(prompt, 20, frozenset({token}))
+            assert result.tokens == truth[: truth.index(token) + 1]
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_short_answers_are_cut_where_asked(make_base, max_new_tokens):
+    base, prompt = make_base(layers=3), prompt_of(3)
+    session = session_of(base, SETS["nothing"])
+    assert session.run(prompt, max_new_tokens).tokens == session.run(prompt, 30).tokens[:max_new_tokens]
+
+
+def test_a_draft_model_that_drafts_for_itself_writes_the_same_ahead(make_base):
+    """An inner session goes back and leaves several tokens pending, as an outer one never does."""
+    base, prompt = make_base(layers=3), prompt_of(9)
+    runner = Runner(base)
+    inner = ModelSession(runner, SelfSpeculative(SkipSession(runner, (0,), (1,)), 4, 0.0))
+    plain = ModelSession(Runner(base))
+    rng, seq = random.Random(0), prompt
+    inner.begin(prompt)
+    plain.begin(prompt)
+    for _ in range(6):
+        forward_uncommitted = plain.write(seq, 6).tokens
+        assert inner.write(seq, 6).tokens[:6] == forward_uncommitted
+        seq = [*seq, *forward_uncommitted[: rng.randrange(5)], *prompt_of(rng.randrange(1, 4))]
+
+
+# ---- skip sets by name, by file, by default
+
+
+def test_by_default_every_second_layer_is_skipped_and_never_the_first_or_last():
+    assert [default_skips(count)[0] for count in (1, 2, 3, 4, 6, 7)] == [(), (), (1,), (1,), (1, 3), (1, 3, 5)]
+    assert all(attention == mlp for attention, mlp in map(default_skips, range(1, 9)))
+
+
+def test_the_command_lines_name_makes_the_drafter_on_the_very_runner(make_base, tmp_path):
+    base = make_base(layers=3)
+    runner, file = Runner(base), tmp_path / "skips.json"
+    file.write_text(json.dumps({"attention": [0, 2], "mlp": [1]}))
+    default = catalogue.make("self_speculative", runner)
+    named = catalogue.make(f"self_speculative={file}:num_draft=3,threshold=0.5,adaptive=false,temperature=0.7", runner)
+    assert default.inner.runner is named.inner.runner is runner
+    assert (default.inner.attention, default.inner.mlp, default.inner.sampler) == ((1,), (1,), None)
+    assert (default.num_draft, default.threshold, default.adaptive, default.carry) == (8, 0.8, True, False)
+    assert (named.inner.attention, named.inner.mlp) == ((0, 2), (1,))
+    assert (named.num_draft, named.threshold, named.adaptive) == (3, 0.5, False)
+    assert isinstance(named.inner.sampler, RunningSampler)
+    assert default.propose([5], Limits(max_depth=9)) == DraftTree([], range(-1, -1))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "3", '{"attention": [1]}', '{"attention": 1, "mlp": []}', '{"attention": null, "mlp": []}']
+)
+def test_a_file_without_a_skip_set_is_refused(tmp_path, text):
+    (tmp_path / "skips.json").write_text(text)
+    with pytest.raises(ValueError, match=r"skips\.json holds no skip set"):
+        read_skips(tmp_path / "skips.json", 3)
+
+
+def test_a_missing_file_and_one_for_another_depth_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the skip set .*none\.json .*skip-search"):
+        read_skips(tmp_path / "none.json", 3)
+    (tmp_path / "skips.json").write_text('{"attention": [], "mlp": [], "num_layers": 5, "base": "big"}')
+    with pytest.raises(ValueError, match="is for big with 5 layers, and this base has 3"):
+        read_skips(tmp_path / "skips.json", 3)
+
+
+@pytest.mark.parametrize("layers", [(3,), (-1,), (1, 1), ("1",), (True,), (None,), ([1],)])
+def test_layers_that_are_not_there_or_twice_are_refused(make_base, layers):
+    runner = Runner(make_base(layers=3))
+    for skips in ((layers, ()), ((), layers)):
+        with pytest.raises(ValueError, match="name layers 0 to 2 of toy-llama, none twice"):
+            SkipSession(runner, *skips)
+
+
+def test_a_model_laid_out_otherwise_is_refused(toy_tokenizer):
+    from transformers import AutoModelForCausalLM, OPTConfig
+
+    config = OPTConfig(
+        hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=40, word_embed_proj_dim=16
+    )
+    base = Base("other", AutoModelForCausalLM.from_config(config), toy_tokenizer)
+    with pytest.raises(ValueError, match="no sublayers of opt models can be left out"):
+        SkipSession(Runner(base))

@@ -1,0 +1,320 @@
+"""One matrix: every drafter, on every cache, attention and kind of prompt and ending, writes the base's own text."""
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import drafters
+from inference.engine.draft_session import ModelSession
+from inference.engine.layer_skipping import SkipSession
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy, KeyedSampler
+from inference.engine.session import Session
+
+LENGTH = 26
+SAMPLERS = {"greedy": Greedy(), "sampled": KeyedSampler(temperature=0.8, top_k=20, top_p=0.95, seed=5)}
+
+
+def prompt_of(length):
+    rng = random.Random(length)
+    return tuple(rng.randrange(3, 40) for _ in range(length))
+
+
+def other_runner(runner, make_base):
+    """A draft model with a cache of the same kind: half of the base, so that it is right now and then."""
+    base = make_base(layers=1)
+    return Runner(base, "static" if type(runner._cache).__name__ == "BufferCache" else "dynamic")
+
+
+def ouroboros(runner, make_base, **switches):
+    pool = drafters.NgramPool(6)
+    inner = ModelSession(other_runner(runner, make_base), drafters.Lookahead(4, 4, 4, pool=pool))
+    return drafters.Ouroboros(inner, pool, num_draft=5, num_phrases=2, level=4, **switches)
+
+
+def known_text(truth):
+    """A text in which parts of the truth stand among others, for the drafters that look things up."""
+    rng = random.Random(0)
+    noise = [[rng.randrange(3, 40) for _ in range(9)] for _ in range(6)]
+    pieces = [list(truth[start : start + 8]) for start in range(0, len(truth), 5)]
+    return [token for pair in zip(pieces, noise * 9, strict=False) for part in pair for token in part]
+
+
+def rest(runner, make_base, truth):
+    store = drafters.SuffixArray.build([known_text(truth)], 26)
+    return drafters.REST(store, num_draft=12, shortest=1)
+
+
+def heads(kind, runner, **arguments):
+    """Medusa or Hydra, untrained but for output layers that begin as the base's."""
+    base = runner.base
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drafter = kind(base.shape, **{"num_heads": 4, "num_nodes": 9, "top_k": 4} | arguments)
+        for weight in drafter.blocks.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+    drafter.initialise(base.base_weights)
+    drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
+    return drafter
+
+
+def cascade_of_ctc(runner):
+    """A draft model that is drafted for by a learned drafter, which is taken back whenever its model is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        inner = drafters.CTC(runner.base.shape, 5, 3, num_nodes=9, top_k=5)
+    inner.to(runner.base.model.dtype).eval().requires_grad_(False).attach_base_weights(runner.base.base_weights)
+    return drafters.DraftModel(ModelSession(runner, inner), num_draft=4)
+
+
+def corpus_table(truth):
+    from drafters.training_free.corpus import CorpusTable
+
+    text = known_text(truth)
+    contexts = {}
+    for end in range(1, len(text) - 4):
+        contexts.setdefault(text[end - 1], []).append(text[end : end + 4])
+    keys = sorted(contexts)
+    offsets = np.cumsum([0, *(len(contexts[key]) for key in keys)])
+    grams = np.array([gram for key in keys for gram in contexts[key]], dtype=np.int32)
+    return CorpusTable(np.array(keys, dtype=np.int64), offsets, grams)
+
+
+DRAFTERS = {
+    "none": lambda runner, make_base, truth: drafters.NoDrafter(),
+    "anpd": lambda runner, make_base, truth: drafters.ANPD(order=3),
+    "prompt_lookup": lambda runner, make_base, truth: drafters.PromptLookup(),
+    "prompt_lookup, full": lambda runner, make_base, truth: drafters.PromptLookup(2, 3, partial=False),
+    "lookahead": lambda runner, make_base, truth: drafters.Lookahead(4, 5, 4),
+    "lookahead, from the prompt": lambda runner, make_base, truth: drafters.Lookahead(3, 2, 9, pool_from_prompt=True),
+    "lookahead, drop_last": lambda runner, make_base, truth: drafters.Lookahead(4, 5, 4, drop_last=True),
+    "self_draft": lambda runner, make_base, truth: drafters.SelfDraft(5, 3, 3),
+    "self_draft, corpus": lambda runner, make_base, truth: drafters.SelfDraft(6, 2, 4, corpus=corpus_table(truth)),
+    "corpus": lambda runner, make_base, truth: drafters.CorpusCache(corpus_table(truth)),
+    "draft_model": lambda runner, make_base, truth: drafters.DraftModel(
+        ModelSession(other_runner(runner, make_base)), num_draft=4
+    ),
+    "draft_model, the base itself": lambda runner, make_base, truth: drafters.DraftModel(
+        ModelSession(Runner(runner.base)), num_draft=4, threshold=0.3
+    ),
+    "cascade": lambda runner, make_base, truth: drafters.DraftModel(
+        ModelSession(other_runner(runner, make_base), drafters.PromptLookup(2, 4)), num_draft=5
+    ),
+    "cascade, ctc": lambda runner, make_base, truth: cascade_of_ctc(other_runner(runner, make_base)),
+    "ouroboros": lambda runner, make_base, truth: ouroboros(runner, make_base),
+    "ouroboros, drop_last": lambda runner, make_base, truth: ouroboros(runner, make_base, drop_last=True),
+    "ouroboros, no phrases": lambda runner, make_base, truth: ouroboros(
+        runner, make_base, lengthen=False, verify_phrases=False, history=False
+    ),
+    "rest": rest,
+    "self_speculative": lambda runner, make_base, truth: drafters.SelfSpeculative(
+        SkipSession(runner, attention=(1,), mlp=(0,)), num_draft=4, threshold=0.2
+    ),
+    "token_recycling": lambda runner, make_base, truth: drafters.TokenRecycling(num_nodes=20, top_k=4),
+    "joint": lambda runner, make_base, truth: drafters.Joint(num_nodes=10),
+    "joint, tokens only": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, runner_up=0),
+    "joint, corpus": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, corpus=corpus_table(truth)),
+    "medusa": lambda runner, make_base, truth: heads(drafters.Medusa, runner),
+    "medusa, static": lambda runner, make_base, truth: heads(
+        drafters.Medusa, runner, static=[[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 0, 3]]
+    ),
+    "medusa, chain": lambda runner, make_base, truth: heads(drafters.Medusa, runner, tree="chain", own_heads=False),
+    "hydra": lambda runner, make_base, truth: heads(drafters.Hydra, runner, width=3),
+    "hydra++": lambda runner, make_base, truth: heads(
+        drafters.Hydra, runner, num_layers=4, prefix_attention=True, distillation=True, own_heads=False
+    ),
+    **dict.fromkeys(
+        [
+            "ctc",
+            "ctc, paper tree",
+            "ctc, chain",
+            "ctc, bias between tokens",
+            "ctc_deep",
+            "block",
+            "eagle",
+            "eagle, chain",
+            "eagle3",
+            "adversarial",
+            "oracle",
+        ]
+    ),  # those of conftest
+}
+LLAMA_ONLY = {
+    "ctc",
+    "ctc, paper tree",
+    "ctc, chain",
+    "ctc, bias between tokens",
+    "ctc_deep",
+    "block",
+    "cascade, ctc",
+    "self_speculative",
+    "eagle",
+    "eagle, chain",
+    "eagle3",
+    "medusa",
+    "medusa, static",
+    "medusa, chain",
+    "hydra",
+    "hydra++",
+}
+CACHES = ["static", "dynamic"]
+KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
+
+
+def fitting(kind):
+    """The drafters that a kind of base can have."""
+    return [name for name in DRAFTERS if kind != "gpt2" or name not in LLAMA_ONLY]
+
+
+each_drafter = pytest.mark.parametrize("name", DRAFTERS)
+each_cache = pytest.mark.parametrize("cache_kind", CACHES)
+each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
+
+
+@cache
+@torch.inference_mode()
+def alone(base, prompt, max_new_tokens, eos=frozenset(), sampler="greedy"):
+    """The base with neither cache nor engine: one whole forward for every token."""
+    seq = list(prompt)
+    while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
+        logits = base.model(torch.tensor([seq])).logits[0, -1:]
+        pick = SAMPLERS[sampler].pick(logits, [len(seq)]) if sampler != "greedy" else logits.argmax(-1)
+        seq.append(pick.item())
+        if seq[-1] in eos:
+            break
+    return seq[len(prompt) :]
+
+
+@pytest.fixture
+def session(make_base, make_drafter):
+    """Makes a session with one of `DRAFTERS` for the text that the base will write."""
+
+    def make(name, runner, prompt, truth, sampler="greedy"):
+        if DRAFTERS[name] is None:
+            drafter = make_drafter(name, runner.base, [*prompt, *truth])
+        else:
+            drafter = DRAFTERS[name](runner, make_base, [*prompt, *truth])
+        return Session(runner, drafter, SAMPLERS[sampler])
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "attention", "name"), [(*kind, name) for kind in KINDS for name in fitting(kind[0])])
+@each_sampler
+@each_cache
+def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_kind, sampler):
+    base = make_base(kind, attention)
+    for length in (1, 2, 3, 17):
+        prompt = prompt_of(length)
+        expected = alone(base, prompt, LENGTH, sampler=sampler)
+        runner = Runner(base, cache_kind)
+        assert session(name, runner, prompt, expected, sampler).run(prompt, LENGTH).tokens == expected
+
+
+@each_drafter
+@each_cache
+def test_an_end_token_ends_the_text_wherever_it_falls(session, make_base, name, cache_kind):
+    base, prompt = make_base(), prompt_of(17)
+    truth = alone(base, prompt, LENGTH)
+    runner = Runner(base, cache_kind)
+    writing = session(name, runner, prompt, truth)
+    for index in range(10):
+        eos = frozenset({truth[index]})
+        assert writing.run(prompt, LENGTH, eos).tokens == truth[: truth.index(truth[index]) + 1]
+        assert runner.cached == len(prompt) + truth.index(truth[index])
+
+
+@each_drafter
+@pytest.mark.parametrize("cap", [1, 2, 3, 7])
+def test_a_text_is_cut_where_asked(session, make_base, name, cap):
+    base, prompt = make_base(), prompt_of(3)
+    truth = alone(base, prompt, LENGTH)
+    assert session(name, Runner(base), prompt, truth).run(prompt, cap).tokens == truth[:cap]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("llama", "gpt2") for name in fitting(kind)])
+@each_cache
+@pytest.mark.parametrize("length", [1, 14, 22, 23])
+def test_a_text_ends_where_the_context_ends(session, make_base, name, kind, cache_kind, length):
+    base, prompt = make_base(kind, context=24), prompt_of(length)
+    expected = alone(base, prompt, 100)
+    assert len(prompt) + len(expected) == 24
+    runner = Runner(base, cache_kind)
+    assert session(name, runner, prompt, expected).run(prompt, 100).tokens == expected
+
+
+@each_drafter
+@each_cache
+@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-9), ("eager", 1e-4)])
+@torch.inference_mode()
+def test_after_every_step_the_cache_is_that_of_a_fresh_forward(
+    session, make_base, name, cache_kind, attention, tolerance
+):
+    base, prompt = make_base("llama", attention), prompt_of(3)
+    runner = Runner(base, cache_kind)
+    writing = session(name, runner, prompt, alone(base, prompt, 20))
+    seq = list(prompt)
+    for emitted, _ in writing.decode(prompt, 20):
+        seq += emitted
+        assert runner.cached == len(seq) - 1
+        fresh = base.model(torch.tensor([seq[:-1]]), use_cache=True).past_key_values
+        for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
+            torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
+            torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
+
+
+@each_drafter
+def test_a_node_budget_changes_nothing(session, make_base, name):
+    base, prompt = make_base(), prompt_of(5)
+    truth = alone(base, prompt, LENGTH)
+    for most in (0, 1, 3, 12):
+        writing = session(name, Runner(base), prompt, truth)
+        writing.max_nodes = most
+        result = writing.run(prompt, LENGTH)
+        assert result.tokens == truth
+        assert max(step.fed_candidates + step.fed_scratch for step in result.steps) <= most
+
+
+@each_drafter
+def test_costs_add_up_and_a_step_is_one_base_forward(session, make_base, name):
+    base, prompt = make_base(), prompt_of(17)
+    truth = alone(base, prompt, LENGTH)
+    runner = Runner(base)
+    writing = session(name, runner, prompt, truth)
+    forwards, forward = [], runner.forward
+    runner.forward = lambda pending, tree, required_outputs: (
+        forwards.append(len(tree)) or forward(pending, tree, required_outputs)
+    )
+    result = writing.run(prompt, LENGTH)
+    assert len(forwards) == len(result.steps)
+    assert sum(step.emitted for step in result.steps) == LENGTH
+    for fed, step in zip(forwards, result.steps, strict=True):
+        assert fed == step.fed_candidates + step.fed_scratch == step.fed - step.fed_pending
+        assert step.accepted <= step.fed_candidates
+        assert step.draft_forwards >= 0
+
+
+@each_drafter
+def test_a_drafter_writes_the_same_again_after_another_text(session, make_base, name):
+    base, prompt, other = make_base(), prompt_of(3), prompt_of(17)
+    truth = alone(base, prompt, LENGTH)
+    writing = session(name, Runner(base), prompt, truth)
+    for asked in (prompt, other, prompt):
+        assert writing.run(asked, LENGTH).tokens == alone(base, asked, LENGTH)
+    writing.drafter.reset()
+    assert writing.run(prompt, LENGTH).tokens == truth
+
+
+def test_drafts_are_accepted_somewhere_in_the_matrix(session, make_base):
+    """Else it would prove little."""
+    base, prompt = make_base(), prompt_of(17)
+    truth = alone(base, prompt, LENGTH)
+    gained = {}
+    for name in DRAFTERS:
+        result = session(name, Runner(base), prompt, truth).run(prompt, LENGTH)
+        gained[name] = sum(step.accepted for step in result.steps)
+    assert gained.pop("none") == 0
+    assert sum(count > 0 for count in gained.values()) >= len(gained) // 2, gained

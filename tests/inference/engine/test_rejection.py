@@ -1,0 +1,198 @@
+"""Multi-round rejection emits the base's own law, by enumeration of every draw; rules that are biased must fail."""
+
+from functools import partial
+from itertools import permutations, product
+
+import pytest
+import torch
+
+from drafters import Drafter, DraftModel, DraftTree, RequiredOutputs
+from drafters.tree import ROOT, ChildDistribution
+from inference.engine.draft_session import ModelSession
+from inference.engine.rejection import multi_round_rejection
+from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler, RunningSampler
+from inference.engine.session import Session
+
+BASE_LAWS = {
+    "plain": [0.5, 0.3, 0.15, 0.05],
+    "with a zero": [0.6, 0.0, 0.4, 0.0],
+    "one token": [0.0, 1.0, 0.0, 0.0],
+    "flat": [0.25, 0.25, 0.25, 0.25],
+}
+DRAFT_LAWS = {
+    "near": [0.4, 0.3, 0.2, 0.1],
+    "far": [0.05, 0.05, 0.3, 0.6],
+    "the same": [0.5, 0.3, 0.15, 0.05],
+    "on two tokens": [0.0, 0.0, 0.5, 0.5],
+}
+
+
+def every_draw(distribution, count, replacement):
+    """Each way of drawing ``count`` tokens, with its probability."""
+    tokens = [token for token, p in enumerate(distribution) if p > 0]
+    if replacement:
+        for draws in product(tokens, repeat=count):
+            yield draws, torch.tensor([distribution[token] for token in draws], dtype=torch.float64).prod().item()
+        return
+    for draws in permutations(tokens, min(count, len(tokens))):
+        probability, left = 1.0, 1.0
+        for token in draws:
+            probability, left = probability * distribution[token] / left, left - distribution[token]
+        yield draws, probability
+
+
+def tree_of(draws):
+    """The drawn tokens as children of the root; equal draws are one node."""
+    tokens = list(dict.fromkeys(draws))
+    return DraftTree(tokens, [ROOT] * len(tokens)), tuple(tokens.index(token) for token in draws)
+
+
+def threshold(accepted):
+    """The number below which a uniform draw is accepted, by bisection: small numbers are accepted first."""
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted(middle) else (low, middle)
+    return low
+
+
+def accepts(rule, p, distribution, tree, index, token, u):
+    """Whether draw ``index`` is taken at ``u``, those before it refused wherever they can be."""
+    taken, choice, _ = rule(p, distribution, tree, lambda i: u if i == index else 1 - 1e-15)
+    return bool(taken) and choice == token
+
+
+def emitted_distribution(rule, base_distribution, draft_distribution, count, replacement):
+    """What a rule emits after one node, over all draws and all uniform numbers."""
+    p, q = torch.tensor(base_distribution, dtype=torch.float64), torch.tensor(draft_distribution, dtype=torch.float64)
+    emitted = torch.zeros_like(p)
+    for draws, probability in every_draw(draft_distribution, count, replacement):
+        tree, nodes = tree_of(draws)
+        distribution = ChildDistribution(ROOT, q, nodes, replacement)
+        refused = probability
+        for index, token in enumerate(draws):
+            share = threshold(partial(accepts, rule, p, distribution, tree, index, token))
+            emitted[token] += refused * share
+            refused *= 1 - share
+        if refused > 1e-7:
+            taken, _, residual = rule(p, distribution, tree, lambda i: 1 - 1e-15)
+            assert not taken
+            emitted += refused * residual / residual.sum()
+    return emitted
+
+
+@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("draft", DRAFT_LAWS)
+@pytest.mark.parametrize("base", BASE_LAWS)
+def test_what_is_emitted_follows_the_bases_distribution(base, draft, count, replacement):
+    distribution = emitted_distribution(multi_round_rejection, BASE_LAWS[base], DRAFT_LAWS[draft], count, replacement)
+    torch.testing.assert_close(distribution, torch.tensor(BASE_LAWS[base], dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def drawn_afresh(distribution, children, tree, uniform):
+    """REST's rule: a child is taken with the base's probability of it, else a token is drawn from the whole law."""
+    for index, node in enumerate(children.draws):
+        if uniform(index) < distribution[tree.tokens[node]]:
+            return torch.tensor(True), torch.tensor(tree.tokens[node]), distribution
+    return torch.tensor(False), torch.tensor(0), distribution
+
+
+def as_if_put_back(distribution, children, tree, uniform):
+    """Draws without replacement taken for draws with it."""
+    return multi_round_rejection(
+        distribution, ChildDistribution(children.parent, children.probs, children.draws, True), tree, uniform
+    )
+
+
+@pytest.mark.parametrize(("rule", "replacement"), [(drawn_afresh, True), (as_if_put_back, False)])
+def test_a_biased_rule_is_found_out(rule, replacement):
+    distribution = emitted_distribution(rule, BASE_LAWS["plain"], DRAFT_LAWS["far"], 2, replacement)
+    assert distribution.sum().item() == pytest.approx(1)
+    assert (distribution - torch.tensor(BASE_LAWS["plain"], dtype=torch.float64)).abs().max() > 0.01
+
+
+# ---- through the whole engine
+
+
+VOCAB, PROMPT, RUNS = 6, [3, 4, 5], 1000
+
+
+@pytest.fixture(scope="module")
+def bases(make_base):
+    return make_base(vocab=VOCAB, layers=1, hidden=16), make_base(vocab=VOCAB, layers=1, hidden=16, seed=4)
+
+
+class TwoDraws(Drafter):
+    """Draws two children for the root, with or without replacement, from the law of a draft model."""
+
+    def __init__(self, runner, replacement):
+        self.runner, self.replacement = runner, replacement
+        self.generator = torch.Generator().manual_seed(0)
+
+    def propose(self, seq, limits):
+        self.runner.reset()
+        distribution = self.runner.forward(seq, DraftTree(), RequiredOutputs()).logits[0].double().softmax(-1)
+        draws = torch.multinomial(distribution, 2, self.replacement, generator=self.generator).tolist()
+        tree, nodes = tree_of(draws)
+        return DraftTree(
+            tree.tokens, tree.parents, distributions=(ChildDistribution(ROOT, distribution, nodes, self.replacement),)
+        )
+
+
+def chi_square(base, drafter, setting, decide=None):
+    """Of the first two tokens of many texts against the base's own joint law; 34 degrees of freedom at most."""
+    sampler = KeyedSampler(**setting)
+    first = sampler.probabilities(base.model(torch.tensor([PROMPT])).logits[0, -1:])[0]
+    joint = torch.stack(
+        [sampler.probabilities(base.model(torch.tensor([[*PROMPT, t]])).logits[0, -1:])[0] for t in range(VOCAB)]
+    )
+    expected = (first[:, None] * joint).flatten() * RUNS
+    counts = torch.zeros(VOCAB * VOCAB, dtype=torch.float64)
+    runner = Runner(base)
+    for seed in range(RUNS):
+        sampler = KeyedSampler(**setting, seed=seed)
+        if decide:
+            sampler.decide = decide.__get__(sampler)
+        one, two = Session(runner, drafter, sampler).run(PROMPT, 2).tokens
+        counts[one * VOCAB + two] += 1
+    assert not counts[expected == 0].any()
+    often = expected >= 4
+    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
+    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
+
+
+ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
+
+
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.95}], ids=["plain", "warped"])
+def test_drawn_drafts_leave_the_joint_distribution_of_two_tokens(bases, setting):
+    base, small = bases
+    drafter = DraftModel(ModelSession(Runner(small), sampler=RunningSampler(1.3, seed=9)), num_draft=2)
+    assert chi_square(base, drafter, setting) < ONE_IN_A_THOUSAND
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_two_drawn_siblings_leave_the_joint_distribution_of_two_tokens(bases, replacement):
+    base, small = bases
+    drafter = TwoDraws(Runner(small), replacement)
+    assert chi_square(base, drafter, {}) < ONE_IN_A_THOUSAND
+
+
+def judge_afresh(sampler, logits, tree, positions):
+    distributions = sampler.probabilities(logits)
+    picks = sampler._draws(distributions, positions)
+    for children in tree.distributions:
+        row = 1 + children.parent
+        taken, token, _ = drawn_afresh(
+            distributions[row], children, tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
+        )
+        picks[row] = torch.where(taken, token, picks[row])
+    return picks[:, None]
+
+
+def test_the_chi_square_finds_a_biased_rule(bases):
+    base, small = bases
+    drafter = TwoDraws(Runner(small), True)
+    assert chi_square(base, drafter, {}, judge_afresh) > ONE_IN_A_THOUSAND

@@ -1,0 +1,214 @@
+"""The runner: every row of a tree forward is what the base says of that row's own text."""
+
+import random
+
+import pytest
+import torch
+
+from drafters import DraftTree, RequiredOutputs
+from inference.engine.base import Base
+from inference.engine.cache import make_cache
+from inference.engine.runner import Runner
+
+NOTHING = RequiredOutputs()
+BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
+TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}  # eager takes its softmax in float32
+
+
+def random_tree(rng, size):
+    return DraftTree(rng.sample(range(40), size), [rng.randrange(-1, node) for node in range(size)])
+
+
+@torch.inference_mode()
+def flat_logits(base, tokens):
+    return base.model(torch.tensor([tokens])).logits[0, -1]
+
+
+@torch.inference_mode()
+def fresh_cache(base, tokens):
+    cache = base.model(torch.tensor([tokens]), use_cache=True).past_key_values
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def assert_cache_is_fresh(runner, tokens, tolerance):
+    assert runner.cached == len(tokens) == runner._cache.get_seq_length()
+    for layer, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens), strict=True):
+        for got, fresh in zip((layer.keys, layer.values), expected, strict=True):
+            torch.testing.assert_close(got, fresh, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+@pytest.mark.parametrize(("cached", "pending"), [(0, 1), (0, 4), (6, 1), (6, 3)])
+def test_a_row_is_the_flat_forward_of_its_own_path(make_base, kind, attention, cached, pending):
+    base, rng = make_base(kind, attention), random.Random(cached + pending)
+    for size in (0, 1, 5, 12):
+        runner, seq, tree = (
+            Runner(base),
+            [rng.randrange(3, 40) for _ in range(cached + pending)],
+            random_tree(rng, size),
+        )
+        if cached:
+            runner.forward(seq[:cached], DraftTree(), NOTHING)
+            runner.commit([])
+        rows = runner.forward(seq[cached:], tree, NOTHING)
+        assert rows.logits.shape == (1 + size, 40)
+        assert rows.hidden is None
+        for row, path in enumerate([[], *(tree.path_tokens(node) for node in range(size))]):
+            expected = flat_logits(base, seq + path)
+            torch.testing.assert_close(rows.logits[row], expected, rtol=0, atol=TOLERANCE[attention])
+
+
+def test_hidden_states_are_those_of_the_layers_asked_for(make_base):
+    base = make_base(layers=3)
+    seq, tree, layers = [5, 6, 7], DraftTree([8, 9, 10], [-1, 0, -1]), (0, 2, -1)
+    hidden = Runner(base).forward(seq, tree, RequiredOutputs(layers)).hidden
+    assert hidden.shape == (6, 3 * 32)
+    for node, path in enumerate(([8], [8, 9], [10])):
+        expected = base.hidden_states(torch.tensor([seq + path]), layers)[0][0]
+        torch.testing.assert_close(hidden[:3], expected[:3], rtol=0, atol=1e-9)
+        torch.testing.assert_close(hidden[3 + node], expected[-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("layers", [(-1,), (0, 1, -1)])
+def test_the_last_hidden_state_is_what_the_head_reads(make_base, layers):
+    base = make_base(layers=3)
+    rows = Runner(base).forward([5, 6, 7], DraftTree(), RequiredOutputs(layers))
+    torch.testing.assert_close(rows.hidden[-1:, -32:] @ base.base_weights.head.T, rows.logits)
+
+
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+def test_no_row_sees_a_node_that_is_not_its_ancestor(make_base, kind, attention):
+    base, rng = make_base(kind, attention), random.Random(2)
+    tree = random_tree(rng, 10)
+    ancestor_mask = tree.ancestor_mask()
+
+    def logits(tree):
+        runner = Runner(base)
+        runner.forward([5, 6, 7, 8], DraftTree(), NOTHING)
+        runner.commit([])
+        return runner.forward([9], tree, NOTHING).logits
+
+    before = logits(tree)
+    for changed in range(10):
+        tokens = list(tree.tokens)
+        tokens[changed] = (tokens[changed] + 1) % 40
+        after = logits(DraftTree(tokens, tree.parents))
+        difference = (after - before).abs().amax(-1)
+        assert difference[0] < 1e-12
+        for node in range(10):
+            assert (difference[1 + node] > 1e-6) == bool(ancestor_mask[node, changed])
+
+
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+@pytest.mark.parametrize("path", [[], [0], [0, 1], [2], [2, 4], [2, 4, 5], [0, 3]])
+def test_the_cache_after_a_commit_is_that_of_the_accepted_text(make_base, kind, attention, path):
+    base, tree = make_base(kind, attention), DraftTree([10, 11, 12, 13, 14, 15], [-1, 0, -1, 0, 2, 4])
+    runner, seq = Runner(base), [5, 6, 7]
+    runner.forward(seq, tree, NOTHING)
+    runner.commit(path)
+    seq = seq + [tree.tokens[node] for node in path]
+    assert_cache_is_fresh(runner, seq, TOLERANCE[attention])
+    runner.forward([20], tree, NOTHING)  # and once more on top of gathered entries
+    runner.commit(path)
+    assert_cache_is_fresh(runner, [*seq, 20, *(tree.tokens[node] for node in path)], TOLERANCE[attention])
+
+
+def test_a_truncated_cache_goes_on_as_if_the_rest_had_never_been(make_base):
+    runner = Runner(make_base())
+    runner.forward([5, 6, 7, 8, 9], DraftTree(), NOTHING)
+    runner.commit([])
+    runner.truncate(5)
+    assert runner.cached == 5
+    runner.truncate(2)
+    assert_cache_is_fresh(runner, [5, 6], 1e-9)
+    rows = runner.forward([30], DraftTree([31], [-1]), NOTHING)
+    torch.testing.assert_close(rows.logits[1], flat_logits(runner.base, [5, 6, 30, 31]), rtol=0, atol=1e-9)
+    runner.commit([0])
+    assert_cache_is_fresh(runner, [5, 6, 30, 31], 1e-9)
+    runner.truncate(0)
+    assert runner.cached == 0
+    with pytest.raises(AssertionError, match="more than it holds"):
+        runner.truncate(1)
+
+
+def test_a_reset_runner_knows_nothing_of_the_last_text(make_base):
+    runner = Runner(make_base())
+    runner.forward([5, 6, 7], DraftTree([8], [-1]), NOTHING)
+    runner.commit([0])
+    runner.reset()
+    rows = runner.forward([9], DraftTree(), NOTHING)
+    torch.testing.assert_close(rows.logits[0], flat_logits(runner.base, [9]), rtol=0, atol=1e-9)
+
+
+def test_the_cache_grows_beyond_its_first_buffer(make_base):
+    base = make_base(context=1024)
+    runner, text = Runner(base), [3 + i * 7 % 37 for i in range(600)]
+    for start, end in [(0, 250), (250, 255), (255, 256), (256, 257), (257, 511), (511, 514), (514, 600)]:
+        runner.forward(text[start:end], DraftTree([4, 5], [-1, 0]), NOTHING)
+        runner.commit([])
+    assert_cache_is_fresh(runner, text, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cache_is_a_list_that_is_added_to_and_cut(make_base, kind, seed):
+    rng, cache, held = random.Random(seed), make_cache(kind, make_base().model.config), torch.empty(2, 1, 2, 0, 4)
+    for turn in range(25):
+        if turn == 15:
+            cache.clear()
+            held = held[..., :0, :]
+        new = torch.randn(2, 1, 2, rng.choice([1, 2, 9, 200]), 4)
+        start = held.shape[-2]
+        held = torch.cat([held, new], -2)
+        for layer in range(2):
+            for got, expected in zip(cache.update(new[layer], -new[layer], layer), (held, -held), strict=True):
+                assert torch.equal(got, expected[layer])
+        length = rng.randrange(start, held.shape[-2] + 1)
+        moved = sorted(rng.sample(range(length, held.shape[-2]), rng.randrange(held.shape[-2] - length + 1)))
+        cache.keep(length, moved)
+        held = held[..., [*range(length), *moved], :]
+        for layer in range(2):
+            assert torch.equal(cache.layers[layer].keys, held[layer])
+            assert torch.equal(cache.layers[layer].values, -held[layer])
+        assert cache.get_seq_length() == held.shape[-2]
+
+
+def test_rows_that_stand_where_they_belong_are_not_copied(base, monkeypatch):
+    runner, asked = Runner(base), []
+    tree = DraftTree([5, 6, 7, 8, 9], [-1, 0, 1, 1, -1])
+    for path in ([], [0, 1], [0, 1, 3], [4]):
+        runner.reset()
+        runner.forward([3, 4], tree, NOTHING)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner._cache, "keep", lambda length, moved: asked.append((length, moved)))
+            runner.commit(path)
+    assert asked == [(2, []), (4, []), (4, [5]), (2, [6])]
+
+
+def test_the_static_cache_is_one_buffer_that_outlives_a_text(base):
+    runner = Runner(base)
+    runner.reset(reserve=600)
+    for _ in range(2):
+        runner.forward([3, 4, 5], DraftTree(), NOTHING)
+        runner.commit([])
+        buffer = runner._cache.buffer
+        runner.reset()
+    assert buffer is runner._cache.buffer and buffer.is_contiguous()
+    assert buffer.shape[:2] == (2, 2) and buffer.shape[-2] == 600
+
+
+def test_no_other_cache_is_known(base):
+    with pytest.raises(ValueError, match="cache must be static or dynamic, not 'paged'"):
+        Runner(base, "paged")
+
+
+def test_a_base_with_sliding_windows_is_refused(toy_tokenizer):
+    from transformers import AutoModelForCausalLM, MistralConfig
+
+    config = MistralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=40, sliding_window=8,
+    )  # fmt: skip
+    base = Base("windowed", AutoModelForCausalLM.from_config(config), toy_tokenizer)
+    with pytest.raises(ValueError, match="windowed has layers that are not full attention"):
+        Runner(base)

@@ -1,0 +1,304 @@
+"""Speculation writes what the base alone writes, for any drafter, however bad."""
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+import drafters
+from drafters import DraftTree
+from inference.engine import runner as runner_module
+from inference.engine import sampling as sampling_module
+from inference.engine import session as session_module
+from inference.engine.base import load_base
+from inference.engine.runner import Runner, causal_tree_mask
+from inference.engine.sampling import Greedy, KeyedSampler
+from inference.engine.session import Session
+from inference.evaluation.verify import alone
+
+DRAFTERS = ["none", "anpd", "prompt_lookup", "ctc", "ctc_deep", "adversarial", "oracle"]
+BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa")]
+NO_EOS = frozenset()
+each_drafter = pytest.mark.parametrize("name", DRAFTERS)
+
+
+def with_fitting_drafters(kinds):
+    """Every kind of base with every drafter; a learned one is built from the numbers of a LLaMA-like base."""
+    return [(*kind, name) for kind in kinds for name in DRAFTERS if kind[0] != "gpt2" or not name.startswith("ctc")]
+
+
+def prompt_of(length):
+    rng = random.Random(length)
+    return tuple(rng.randrange(3, 40) for _ in range(length))
+
+
+@cache
+@torch.inference_mode()
+def naive(base, prompt, max_new_tokens, eos=NO_EOS, sampler=None):
+    """The base alone, with neither cache nor engine: one whole forward for every token."""
+    seq = list(prompt)
+    while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
+        logits = base.model(torch.tensor([seq])).logits[0, -1:]
+        seq.append(sampler.pick(logits, [len(seq)]).item() if sampler else logits.argmax().item())
+        if seq[-1] in eos:
+            break
+    return seq[len(prompt) :]
+
+
+@torch.inference_mode()
+def assert_cache_is_fresh(runner, committed, tolerance):
+    fresh = runner.base.model(torch.tensor([committed]), use_cache=True).past_key_values
+    for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
+        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
+
+
+# ---- greedy
+
+
+@pytest.mark.parametrize(("kind", "attention", "name"), with_fitting_drafters(BASES))
+def test_greedy_text_is_the_bases_own(make_base, make_drafter, kind, attention, name):
+    base = make_base(kind, attention)
+    for length in (1, 2, 3, 17):
+        prompt = prompt_of(length)
+        expected = naive(base, prompt, 30)
+        drafter = make_drafter(name, base, [*prompt, *expected])
+        assert Session(Runner(base), drafter).run(prompt, 30).tokens == expected
+        written = alone(base, list(prompt), 30, Greedy())  # transformers' own generate, which ends at EOS
+        assert Session(Runner(base), drafter).run(prompt, 30, base.eos).tokens == written
+
+
+@each_drafter
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_short_answers_are_cut_where_asked(base, make_drafter, name, max_new_tokens):
+    prompt = prompt_of(3)
+    truth = [*prompt, *naive(base, prompt, 30)]
+    result = Session(Runner(base), make_drafter(name, base, truth)).run(prompt, max_new_tokens)
+    assert result.tokens == truth[3 : 3 + max_new_tokens]
+
+
+@pytest.mark.parametrize(("kind", "name"), with_fitting_drafters([("llama",), ("gpt2",)]))
+@pytest.mark.parametrize("length", [1, 22, 23])
+def test_text_ends_where_the_context_ends(make_base, make_drafter, name, kind, length):
+    base, prompt = make_base(kind, context=24), prompt_of(length)
+    expected = naive(base, prompt, 100)
+    assert len(prompt) + len(expected) == 24
+    drafter = make_drafter(name, base, [*prompt, *expected, *prompt_of(9)])
+    assert Session(Runner(base), drafter).run(prompt, 100).tokens == expected
+
+
+@pytest.mark.parametrize("name", ["oracle", "adversarial", "anpd", "ctc"])
+@pytest.mark.parametrize("index", range(9))
+def test_nothing_follows_an_end_token_wherever_it_falls_in_a_draft(base, make_drafter, name, index):
+    prompt = prompt_of(17)
+    truth = naive(base, prompt, 30)
+    eos = frozenset({truth[index]})
+    expected = naive(base, prompt, 30, eos)
+    assert expected == truth[: truth.index(truth[index]) + 1]
+    drafter = make_drafter(name, base, [*prompt, *truth])
+    session = Session(Runner(base), drafter)
+    result = session.run(prompt, 30, eos)
+    assert result.tokens == expected
+    assert session.runner.cached == len(prompt) + len(expected) - 1
+    if name in ("oracle", "adversarial"):
+        assert sum(step.num_pending + len(step.path) for step in drafter.steps) == session.runner.cached
+    if name == "oracle":  # all in one step, whose last token is drafted, or else, after eight of them, the bonus
+        assert [(step.emitted, step.accepted) for step in result.steps] == [(len(expected), min(len(expected), 8))]
+
+
+def test_the_texts_above_hold_end_tokens_at_every_index_of_a_draft(base):
+    truth = naive(base, prompt_of(17), 30)
+    assert len({truth.index(token) for token in truth[:9]}) >= 6
+
+
+def test_transformers_ends_at_the_same_end_token(base):
+    prompt = prompt_of(17)
+    for token in naive(base, prompt, 30)[:9]:
+        ids = torch.tensor([prompt])
+        written = base.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, pad_token_id=0,
+            eos_token_id=token,
+        )  # fmt: skip
+        assert written[0, 17:].tolist() == naive(base, prompt, 30, frozenset({token}))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_adversarial_trees_change_nothing(base, adversary, seed):
+    prompt = prompt_of(1 + seed)
+    expected = naive(base, prompt, 40)
+    drafter = adversary([*prompt, *expected], seed, most=25)
+    assert Session(Runner(base), drafter).run(prompt, 40).tokens == expected
+    # the trees must have been what they claim to be
+    assert any(step.path and step.path != list(range(len(step.path))) for step in drafter.steps), "no gather"
+    assert any(len(step.path) > 1 for step in drafter.steps)
+    assert any(len(step.tree._children) < len(step.tree) for step in drafter.steps), "no sibling twice"
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 3])
+def test_a_node_budget_is_kept_and_changes_nothing(base, adversary, nodes):
+    prompt = prompt_of(3)
+    expected = naive(base, prompt, 30)
+    result = Session(Runner(base), adversary([*prompt, *expected]), max_nodes=nodes).run(prompt, 30)
+    assert result.tokens == expected
+    assert max(step.fed_candidates for step in result.steps) == nodes
+
+
+def test_a_session_writes_the_same_again_after_another_text(base, make_drafter):
+    prompt, other = prompt_of(3), prompt_of(17)
+    for name in DRAFTERS:
+        session = Session(Runner(base), make_drafter(name, base, [*prompt, *naive(base, prompt, 30)]))
+        for asked in (prompt, other, prompt):
+            assert session.run(asked, 30).tokens == naive(base, asked, 30)
+
+
+# ---- what every step leaves behind
+
+
+@each_drafter
+@pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-9), ("eager", 1e-4)])
+def test_after_every_step_the_cache_is_that_of_the_text_without_its_last_token(
+    make_base, make_drafter, name, attention, tolerance
+):
+    base, prompt = make_base("llama", attention), prompt_of(3)
+    runner = Runner(base)
+    session = Session(runner, make_drafter(name, base, [*prompt, *naive(base, prompt, 25)]))
+    seq = list(prompt)
+    for emitted, _ in session.decode(prompt, 25):
+        seq += emitted
+        assert runner.cached == len(seq) - 1
+        assert_cache_is_fresh(runner, seq[:-1], tolerance)
+
+
+@each_drafter
+def test_a_step_is_one_base_forward(base, make_drafter, name):
+    prompt, calls = prompt_of(3), []
+    drafter = make_drafter(name, base, [*prompt, *naive(base, prompt, 30)])
+    hook = base.model.base_model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    try:
+        for count, _ in enumerate(Session(Runner(base), drafter).decode(prompt, 30), start=1):
+            assert len(calls) == count
+    finally:
+        hook.remove()
+
+
+@each_drafter
+def test_the_costs_add_up(base, make_drafter, name):
+    prompt = prompt_of(17)
+    result = Session(Runner(base), make_drafter(name, base, [*prompt, *naive(base, prompt, 30)])).run(prompt, 30)
+    assert sum(step.emitted for step in result.steps) == len(result.tokens) == 30
+    assert [step.fed_pending for step in result.steps] == [17] + [1] * (len(result.steps) - 1)
+    for step in result.steps:
+        assert step.accepted <= step.fed_candidates
+        assert step.emitted == step.accepted + 1
+        assert len(step.seconds) == len(session_module.PHASES)
+        assert min(step.seconds) >= 0
+    assert sum(sum(step.seconds) for step in result.steps) <= result.seconds
+
+
+def test_a_perfect_drafter_of_eight_tokens_gains_nine_a_step(base, oracle):
+    prompt = prompt_of(3)
+    truth = [*prompt, *naive(base, prompt, 30)]
+    result = Session(Runner(base), oracle(truth, length=8)).run(prompt, 30)
+    assert [step.emitted for step in result.steps] == [9, 9, 9, 3]
+
+
+def test_no_drafter_gains_one_token_a_step(base):
+    result = Session(Runner(base), drafters.NoDrafter()).run(prompt_of(3), 10)
+    assert [(step.emitted, step.fed_candidates) for step in result.steps] == [(1, 0)] * 10
+
+
+# ---- sampled
+
+
+@each_drafter
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5}])
+def test_sampled_text_is_the_one_the_base_draws_alone(make_base, make_drafter, name, setting):
+    base = make_base()
+    for length, seed in [(1, 0), (3, 1), (17, 2)]:
+        prompt, sampler = prompt_of(length), KeyedSampler(**setting, seed=seed)
+        expected = naive(base, prompt, 25, base.eos, sampler)
+        drafter = make_drafter(name, base, [*prompt, *expected])
+        assert Session(Runner(base), drafter, sampler).run(prompt, 25, base.eos).tokens == expected
+
+
+def test_another_seed_gives_another_text(base):
+    texts = {tuple(Session(Runner(base), drafters.ANPD(), KeyedSampler(seed=s)).run([5], 20).tokens) for s in range(5)}
+    assert len(texts) == 5
+
+
+# ---- what the caller can get wrong
+
+
+@pytest.mark.parametrize("name", ["none", "ctc"])
+def test_an_empty_prompt_is_refused(base, make_drafter, name):
+    with pytest.raises(ValueError, match="empty"):
+        Session(Runner(base), make_drafter(name, base, [])).run([], 5)
+
+
+@pytest.mark.parametrize("length", [24, 25, 100])
+def test_a_prompt_that_fills_the_context_is_refused(make_base, length):
+    with pytest.raises(ValueError, match=f"the prompt has {length} tokens and the context of toy-llama ends at 24"):
+        Session(Runner(make_base(context=24)), drafters.NoDrafter()).run(prompt_of(length), 5)
+
+
+# ---- negative controls: an engine that is wrong must not pass
+
+
+def accept_unchecked(tree, picks):
+    """REST-like: the first drafted child goes through whatever the base picks."""
+    path, emitted, node = [], [], -1
+    while node in tree.parents:
+        node = list(tree.parents).index(node)
+        path.append(node)
+        emitted.append(tree.tokens[node])
+    return path, [*emitted, picks[1 + node]]
+
+
+def accept_by_the_parents_row(tree, picks):
+    """The child's own pick is read one row too early."""
+    path, emitted, node, token = [], [picks[0]], -1, picks[0]
+    while (child := tree.child(node, token)) is not None:
+        path.append(child)
+        node, token = child, picks[child]
+        emitted.append(token)
+    return path, emitted
+
+
+BROKEN = {
+    "unchecked accept": lambda patch: patch.setattr(sampling_module, "accept", accept_unchecked),
+    "row off by one": lambda patch: patch.setattr(sampling_module, "accept", accept_by_the_parents_row),
+    "positions without depth": lambda patch: patch.setattr(DraftTree, "depths", property(lambda t: [1] * len(t))),
+    "siblings in sight": lambda patch: patch.setattr(
+        runner_module, "_known_mask", lambda pending, parents, *to: causal_tree_mask(pending + len(parents), (), *to)
+    ),
+    "no gather": lambda patch: patch.setattr(
+        Runner, "commit", lambda r, path, whole=Runner.commit: whole(r, range(len(path)))
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", [None, *BROKEN])
+def test_a_broken_engine_does_not_write_the_bases_text(base, adversary, monkeypatch, broken):
+    prompts = [prompt_of(length) for length in range(1, 9)]
+    expected = [naive(base, prompt, 30) for prompt in prompts]
+    if broken:
+        BROKEN[broken](monkeypatch)
+    written = [
+        Session(Runner(base), adversary([*prompt, *text])).run(prompt, 30).tokens
+        for prompt, text in zip(prompts, expected, strict=True)
+    ]
+    assert (written == expected) == (broken is None)
+
+
+# ---- a real base
+
+
+def test_all_drafters_write_the_text_of_a_pretrained_base(shared, make_drafter):
+    base = load_base(str(shared("models/stories260K")))
+    for text in ("Once upon a time", "Lily and Ben like to play in the park. One day"):
+        prompt = base.tokenizer(text).input_ids
+        expected = alone(base, prompt, 48, Greedy())
+        for name in DRAFTERS:
+            drafter = make_drafter(name, base, [*prompt, *expected])
+            assert Session(Runner(base), drafter).run(prompt, 48, base.eos).tokens == expected

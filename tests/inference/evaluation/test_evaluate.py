@@ -1,0 +1,344 @@
+"""Evaluations that are stopped, repeated and shared out end in the same numbers."""
+
+import json
+import os
+import queue
+import shutil
+import signal
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import drafters
+from data import benchmarks
+from data.benchmarks import Question
+from drafters.training_free.pool import NgramPool
+from inference.engine.draft_session import ModelSession
+from inference.engine.runner import Runner
+from inference.engine.sampling import RunningSampler, make_sampler
+from inference.engine.session import PHASES, Session, StepCost
+from inference.evaluation import answering, workers
+from inference.evaluation.answering import answer, answers, order, outcome
+from inference.evaluation.decoded import Decoded, read
+from inference.evaluation.evaluate import _devices, evaluate
+from inference.evaluation.share import Plan, Share, fingerprint
+from inference.registry import catalogue
+from inference.results import records
+from inference.results.metrics import MEASURED
+from inference.results.records import Answer, Turn
+
+FORGETFUL = ["anpd", "prompt_lookup"]
+REMEMBERING = ["joint", "token_recycling", "self_draft"]
+
+
+@pytest.fixture(scope="module")
+def asked(make_base, toy_tokenizer, tmp_path_factory):
+    """A folder with a toy base and a file of five questions, whose last ones repeat what the first ones say."""
+    folder = tmp_path_factory.mktemp("asked")
+    make_base(context=256).model.float().save_pretrained(folder / "base")
+    toy_tokenizer.save_pretrained(folder / "base")
+    texts = [["w5 w6 w7 w8", "w9 w9"], ["w10 w11 w12"], ["w5 w6 w7 w8"], ["w20 w21", "w22 w5"], ["w10 w11 w12 w13"]]
+    rows = [{"question_id": 1 + at, "category": "ab"[at % 2], "turns": turns} for at, turns in enumerate(texts)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(asked):
+    """Evaluates drafters on the questions."""
+
+    def run(out=None, specs=(*FORGETFUL, *REMEMBERING), **changes):
+        arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)} | changes
+        evaluate(str(asked / "base"), list(specs), ["mt_bench"], [str(asked / "questions.jsonl")], **arguments)
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    """The folder of a run without a stop."""
+    return run(tmp_path_factory.mktemp("runs") / "whole")
+
+
+def unmeasured(value):
+    """Results without what differs from run to run."""
+    if isinstance(value, dict):
+        return {key: unmeasured(each) for key, each in value.items() if key not in MEASURED}
+    return value
+
+
+def results(folder):
+    return unmeasured(json.loads((folder / "results.json").read_text())["results"])
+
+
+def texts(folder):
+    """Tokens and counts of all answers."""
+    found = {}
+    for path in sorted((folder / "answers").rglob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            (choice,) = json.loads(line)["choices"]
+            steps = [[step[:6] for step in turn] for turn in choice["steps"]]
+            found[path.stem, json.loads(line)["question_id"]] = choice["token_ids"], steps
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan(asked):
+    """The plan of the same run."""
+    specs = ["none", *FORGETFUL, *REMEMBERING]
+    questions = benchmarks.load("mt_bench", str(asked / "questions.jsonl"))
+    return Plan(
+        base=str(asked / "base"),
+        drafters={spec: spec for spec in specs},
+        questions={"mt_bench": questions},
+        caps={"mt_bench": 14},
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+        typical=False,
+        template="tokenizer",
+        dtype="float32",
+        devices=("cpu",),
+        threads=1,
+        repeats=2,
+    )
+
+
+def test_two_runs_give_the_same_numbers_but_for_times(run, whole, tmp_path):
+    run(tmp_path / "again")
+    assert results(tmp_path / "again") == results(whole)
+    assert texts(tmp_path / "again") == texts(whole)
+    measured = json.loads((whole / "results.json").read_text())["results"]["mt_bench"]["joint"]
+    assert measured.keys() >= MEASURED and measured["acceptance_length"] > 1
+
+
+def test_a_run_cut_at_any_byte_goes_on_to_the_same_numbers(plan, whole, tmp_path):
+    content = (whole / "journal" / "1.jsonl").read_bytes()
+    first = content.index(b"\n") + 1
+    for share in (0.0, 0.31, 0.62, 0.9, 1.0):
+        folder, told = tmp_path / str(share), []
+        folder.mkdir()
+        (folder / "1.jsonl").write_bytes(content[: first + int(share * (len(content) - first))])
+        workers.run(plan, plan.work(), folder, lambda: None, told.append)
+        found = read(folder, plan, plan.work())
+        assert len(told) == 2 * 5 * 6 and told == sorted(told)
+        assert found.starts == 1 + (0 < share < 1)
+        for drafter, summary in found.summaries()["mt_bench"].items():
+            assert json.loads(json.dumps(unmeasured(asdict(summary)))) == results(whole)["mt_bench"][drafter]
+        assert [outcome(answer) for answer in found.middle()["mt_bench"]["joint"]] == [
+            outcome(answer) for answer in records.read(whole / "answers" / "mt_bench" / "joint.jsonl")
+        ]
+
+
+def test_a_killed_process_leaves_what_the_next_goes_on_with(run, whole, tmp_path, capsys):
+    child = os.fork()
+    if not child:
+        run(tmp_path / "killed")
+        os._exit(0)
+    journal, lines = tmp_path / "killed" / "journal" / "1.jsonl", 0
+    while lines < 12:
+        time.sleep(0.01)
+        lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert not (tmp_path / "killed" / "results.json").exists()
+    kept = journal.read_bytes()
+    run(tmp_path / "killed")
+    assert journal.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    assert results(tmp_path / "killed") == results(whole)
+
+
+def test_a_finished_run_is_not_decoded_again_unless_begun_anew(run, whole, capsys):
+    journal = whole / "journal" / "1.jsonl"
+    before = journal.read_bytes()
+    run(whole)
+    assert "nothing was decoded" in " ".join(capsys.readouterr().out.split())
+    assert journal.read_bytes() == before
+
+
+def test_overwrite_begins_anew(run, whole, tmp_path):
+    journal = tmp_path / "old" / "journal" / "1.jsonl"
+    shutil.copytree(whole, tmp_path / "old")
+    before = journal.read_bytes()
+    run(tmp_path / "old", ["anpd"], repeats=1, limit=2, overwrite=True)
+    assert not journal.read_bytes().startswith(before[:100])
+    assert journal.read_bytes().count(b'"answer"') == 4
+    assert sorted(path.stem for path in (tmp_path / "old" / "answers").rglob("*.jsonl")) == ["anpd", "none"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"max_new_tokens": 15}, "other max_new_tokens"),
+        ({"specs": ["anpd"]}, "other drafters"),
+        ({"limit": 3}, "other questions"),
+        ({"repeats": 3}, "repeats"),
+        ({"devices": 2}, "other devices"),
+        ({"temperature": 0.5}, "temperature"),
+    ],
+)
+def test_other_arguments_are_refused_with_what_differs(run, whole, changes, said):
+    before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
+    with pytest.raises(ValueError, match=f"already holds results: .* was begun with {said}.*--overwrite"):
+        run(whole, **changes)
+    assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
+
+
+def test_a_mistake_found_late_leaves_the_old_results(run, whole):
+    before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
+    with pytest.raises(ValueError, match="unknown drafter"):
+        run(whole, specs=["nonsense"], overwrite=True)
+    for wrong in ({"repeats": 0}, {"devices": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            run(whole, **wrong)
+    assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
+
+
+def test_processes_that_share_the_questions_out_end_in_the_numbers_of_one(run, plan, whole, tmp_path):
+    """For drafters that do not remember; what a process had done before a stop stays."""
+    specs = ["none", *FORGETFUL]
+    shared = replace(plan, drafters={spec: spec for spec in specs}, devices=("cpu", "cpu"), repeats=1)
+    first, second = (workers.journal_path(tmp_path / "journal", number) for number in range(2))
+    assert list(Share(shared, 0).run(first, shared.work(), None)) == [True] * 9
+    before = first.read_bytes()
+    run(tmp_path, FORGETFUL, repeats=1, devices=2)
+    assert first.read_bytes() == before and second.read_bytes().count(b'"answer"') == 6
+    expected = {drafter: found for drafter, found in results(whole)["mt_bench"].items() if drafter in specs}
+    assert results(tmp_path) == {"mt_bench": expected}
+    assert texts(tmp_path).items() <= texts(whole).items()
+
+
+def test_what_a_process_refuses_ends_in_one_line_and_what_breaks_it_is_shown():
+    told = queue.Queue()
+    for what, error in (("refused", ValueError), ("failed", RuntimeError)):
+        told.put((0, "ready", None))
+        told.put((1, what, "there is no such drafter"))
+        with pytest.raises(error, match="there is no such drafter"):
+            workers._listen([None, None], told, "ready", print)
+
+
+# ---- what drafters remember
+
+QUESTIONS = [Question(at, "a", (f"w5 w6 w{7 + at} w5 w6",)) for at in range(4)]
+
+
+def decoded(base, drafter, questions, sampler=None):
+    session = Session(Runner(base), drafter, sampler)
+    return [outcome(answer(session, "it", question, base, "tokenizer", 16)) for question in questions]
+
+
+def every_drafter(base, make_drafter):
+    """Some of each kind, and drafters that hold a smaller model."""
+    runner = Runner(base)
+    named = ["none", *FORGETFUL, *REMEMBERING, "lookahead", "self_speculative", "self_speculative:carry=true"]
+    made = {name: catalogue.make(name, runner) for name in named}
+    made |= {name: make_drafter(name, base, []) for name in ("ctc", "block", "eagle", "eagle3")}
+    inner = {
+        "draft_model": ModelSession(Runner(base)),
+        "cascade": ModelSession(Runner(base), drafters.ANPD(order=3)),
+        "cascade that remembers": ModelSession(Runner(base), drafters.Joint()),
+        "draft_model that draws": ModelSession(Runner(base), sampler=RunningSampler(0.9)),
+    }
+    made |= {name: drafters.DraftModel(session, 3) for name, session in inner.items()}
+    pool = NgramPool(5)
+    lookahead = drafters.Lookahead(4, 5, 5, pool=pool)
+    made["ouroboros"] = drafters.Ouroboros(ModelSession(Runner(base), lookahead), pool, 3, level=4)
+    return made
+
+
+def test_a_drafter_that_says_it_remembers_nothing_drafts_as_after_a_reset(make_base, make_drafter):
+    base = make_base(context=256)
+    made = every_drafter(base, make_drafter)
+    for name, drafter in made.items():
+        if not drafter.remembers:
+            again = [reset_and_decoded(base, drafter, [question])[0] for question in QUESTIONS]
+            assert decoded(base, drafter, QUESTIONS) == again, name
+    assert {name for name, drafter in made.items() if drafter.remembers} == {
+        *REMEMBERING,
+        *("ouroboros", "self_speculative:carry=true", "cascade that remembers", "draft_model that draws"),
+    }
+
+
+def reset_and_decoded(base, drafter, questions, sampler=None):
+    drafter.reset()
+    return decoded(base, drafter, questions, sampler)
+
+
+def test_a_reset_takes_a_drafter_that_remembers_back_to_its_beginning(make_base, make_drafter, make_random_ctc):
+    base = make_base(context=256)
+    made = {name: drafter for name, drafter in every_drafter(base, make_drafter).items() if drafter.remembers}
+    made["ctc that draws"] = make_random_ctc(base, draws=2)
+    for name, drafter in made.items():
+        sampler = make_sampler(1.0) if name.endswith("draws") else None
+        first = reset_and_decoded(base, drafter, QUESTIONS[:2], sampler)
+        assert reset_and_decoded(base, drafter, QUESTIONS[:2], sampler) == first, name
+        assert drafter.remembers, name
+
+
+def test_a_drafter_that_decodes_otherwise_after_a_stop_is_reported(make_base):
+    base = make_base(context=256)
+    sessions = {
+        "none": Session(Runner(base), catalogue.make("none", None)),
+        "joint": Session(Runner(base), drafters.Joint()),
+    }
+    whole = dict(zip(order(["none", "joint"], 4), answers(base, sessions, QUESTIONS, "tokenizer", 12), strict=True))
+    done = {place: whole[place] for place in list(whole)[:5]}
+    again = list(answers(base, sessions, QUESTIONS, "tokenizer", 12, done))
+    assert [outcome(each) for each in again] == [outcome(each) for each in list(whole.values())[5:]]
+    done[0, "joint"] = replace(done[0, "joint"], turns=done[1, "joint"].turns)
+    with pytest.warns(UserWarning, match="joint does not decode question 0 as it did before the stop"):
+        list(answers(base, sessions, QUESTIONS, "tokenizer", 12, done))
+
+
+# ---- order, repeats, devices, files
+
+
+def test_a_cpu_is_one_device_unless_more_processes_are_asked_for():
+    assert _devices(torch.device("cpu"), "auto") == ("cpu",)
+    assert _devices(torch.device("cpu"), 3) == ("cpu",) * 3
+    if torch.cuda.is_available():
+        with pytest.raises(ValueError, match="GPUs here"):
+            _devices(torch.device("cuda"), 99)
+
+
+def test_every_drafter_comes_first_in_turn_and_repeats_begin_elsewhere():
+    assert order(["none", "a", "b"], 2) == [(0, "none"), (0, "a"), (0, "b"), (1, "a"), (1, "b"), (1, "none")]
+    assert order(["none", "a", "b"], 1, repeat=2) == [(0, "b"), (0, "none"), (0, "a")]
+
+
+def test_a_raw_question_is_read_as_it_stands(make_base):
+    base = make_base(context=256)
+    raw = replace(QUESTIONS[0], is_raw=True)
+    messages = [("user", "w5 w6")]
+    assert answering.asked_ids(base, raw, messages, "vicuna_v1.1") == base.tokenizer("w5 w6").input_ids
+    assert answering.asked_ids(base, QUESTIONS[0], messages, "vicuna_v1.1") != base.tokenizer("w5 w6").input_ids
+
+
+def test_repeats_that_differ_are_told(plan):
+    def given(tokens, seconds):
+        step = StepCost(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
+        return Answer(7, "a", "none", [Turn("", tokens, 3, [step], seconds)], [False])
+
+    plan = replace(plan, drafters={"none": "none"}, questions={"b": QUESTIONS[:1]}, repeats=3)
+    found = {("b", repeat): {(0, "none"): given([1, 2], repeat)} for repeat in range(3)}
+    assert Decoded(plan, found).unsteady() == []
+    assert Decoded(plan, found).middle()["b"]["none"][0].seconds == 1
+    found["b", 2] = {(0, "none"): given([1, 3], 2)}
+    (line,) = Decoded(plan, found).unsteady()
+    assert "none decodes 1 questions of b otherwise" in line and "question 7 first" in line
+
+
+def test_a_drafter_trained_again_has_another_fingerprint(tmp_path):
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(5_000_000))
+    before = fingerprint(str(folder))
+    shutil.copytree(folder, tmp_path / "copy")
+    assert fingerprint(str(tmp_path / "copy")) == before
+    (folder / "model.safetensors").write_bytes(b"\1" * 5_000_000)
+    assert fingerprint(str(folder)) != before
+    assert fingerprint("some/hub-id") == ""

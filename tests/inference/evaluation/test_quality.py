@@ -1,0 +1,228 @@
+"""What an answer is worth, against counts by hand and the real references."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from data.benchmarks import Checks, Question, load
+from inference.evaluation.evaluate import evaluate
+from inference.evaluation.quality import final_number, needs_code, program, quality_of, score
+from inference.results.records import Answer, Turn
+
+SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks do not stand beside the project")
+
+ADD = Checks(
+    'import math\n\n\ndef one():\n    return 1\n\n\ndef add(a):\n    """Add one."""\n', "add", "assert add(2) == 3"
+)
+
+
+def questions(*references, category="math"):
+    return [Question(index, category, ("?",), reference) for index, reference in enumerate(references)]
+
+
+def code(checks=ADD, stops=()):
+    return Question(0, "coding", ("?",), "a", checks, stops=stops)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 18", 18),
+        ("so 3 + 4 = 7\n#### 1,080\n", 1080),
+        ("#### $1,080.50", "1080.5"),
+        ("#### -5", -5),
+        ("#### 18.", 18),
+        ("#### 18 dollars, not 20", 20),  # the number is not alone there: the last one counts
+        ("### 12", 12),  # as CTC-drafter's prompt asks
+        ("### 3. Third step\nSo it is 45.", 45),  # a heading is no answer
+        ("#### 7\nQ: What is 8?\n#### 9", 7),  # running on
+        ("The answer is 42.", 42),
+        ("He pays $1,200.50.", "1200.5"),
+        ("5-3=2", 2),
+        ("it fell by -7 degrees", -7),
+        ("18.00", 18),
+        ("x2 is not a number, 4th is none", 4),
+        ("1,2 and 3,4", 4),
+        ("12,345,678 people", 12345678),
+        ("50%", 50),
+        ("none at all", None),
+        ("", None),
+    ],
+)
+def test_the_final_number_is_found(text, number):
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+def test_exact_match_counts_the_answers_with_the_right_number():
+    asked = questions("a\n#### 1,000", "b\n#### 5", "c\n#### -2", "d\n#### 0")
+    assert score("gsm8k", asked, ["It is $1000.00.", "It is 6.", "#### -2", ""]) == {"exact match": 50.0}
+
+
+def test_a_prompt_style_makes_no_difference_to_the_measure():
+    assert score("gsm8k:ctc", questions("#### 5"), ["5"]) == {"exact match": 100.0}
+
+
+def test_text_after_a_stop_is_not_read():
+    asked = [Question(0, "math", ("?",), "#### 5", stops=("\nQ:",))]
+    assert score("gsm8k", asked, [" It is 5.\nQ: And 6?"]) == {"exact match": 100.0}
+
+
+def test_rouge_is_that_of_a_count_by_hand():
+    # 3 of 4 words and 1 of 3 pairs are shared; the longest common subsequence is "the cat sat"
+    found = score("xsum", questions("the cat sat down"), ["the big cat sat"])
+    assert found == pytest.approx({"ROUGE-1": 75, "ROUGE-2": 100 / 3, "ROUGE-L": 75})
+    assert score("cnn_dm", questions("dogs", "x"), ["dog", "y"])["ROUGE-1"] == 50  # stemmed; a mean over questions
+
+
+def test_bleu_and_chrf_are_those_of_the_corpus():
+    asked = questions("the cat is on the mat today", "a dog barks at night loudly")
+    exact = score("wmt16", asked, [question.reference for question in asked])
+    assert exact == pytest.approx({"BLEU": 100, "chrF": 100})
+    half = score("wmt16", asked, [asked[0].reference, "completely other words were said here"])
+    # of 13, 11, 9 and 7 n-grams, 7, 6, 5 and 4 are right; both texts are as long as their references
+    assert half["BLEU"] == pytest.approx(100 * (7 / 13 * 6 / 11 * 5 / 9 * 4 / 7) ** 0.25)
+    assert 0 < half["chrF"] < 100
+
+
+def test_spec_bench_is_scored_by_task():
+    asked = [
+        Question(1, "math_reasoning", ("?",), "#### 5"),
+        Question(2, "translation", ("?",), "a cat is on the mat"),
+        Question(3, "summarization", ("?",), "a cat"),
+        Question(4, "qa", ("?",), "who knows"),
+        Question(5, "mt_bench", ("?", "?")),
+    ]
+    found = score("spec_bench", asked, ["5", "a cat is on the mat", "a cat", "nobody", "hello"])
+    assert set(found) == {"exact match", "ROUGE-1", "ROUGE-2", "ROUGE-L", "BLEU", "chrF"}
+    assert found["exact match"] == found["ROUGE-1"] == 100 and found["BLEU"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize("benchmark", ["mt_bench", "embedded"])
+def test_what_has_no_right_answer_is_not_scored(benchmark):
+    assert score(benchmark, questions(None), ["a"]) == {}
+
+
+def test_a_question_without_a_reference_is_left_out():
+    assert score("gsm8k", questions(None, "#### 1"), ["a", "1"]) == {"exact match": 100.0}
+    assert score("gsm8k", questions(None), ["a"]) == {}
+
+
+RIGHT = {
+    "a body": "    return a + one()\n",
+    "a body that lost its first spaces": "return a + one()",
+    "a body of several lines that lost its first spaces": "for _ in range(1):\n        a += 1\n    return a",
+    "a body after an empty line": "\n    return a + 1",
+    "a function": "def add(a):\n    return math.floor(a + one())",
+    "a fence": "Sure!\n\n```python\ndef add(a):\n    return a + 1\n```\nThis adds one.",
+    "a fence with its own imports": "```python\nfrom math import floor\n\ndef add(a):\n    return floor(a + 1)\n```",
+    "a body in a fence": "```\n    return a + 1\n```",
+    "the second fence": "```python\nprint(1)\n```\n then\n```python\ndef add(a):\n    return a + 1\n```",
+    "a fence that was cut off": "```python\ndef add(a):\n    return a + 1\n",
+}
+WRONG = {
+    "another number": "    return a + 2",
+    "no code": "I do not know.",
+    "nothing": "",
+    "a syntax error": "    return a +",
+    "no return": "    a + 1",
+    "an early exit": "    import os\n    os._exit(0)",
+    "an early exit at once": "    return 0\n\nimport sys\nsys.exit(0)",
+    "an endless loop": "    while len([1] * 10**9): pass",
+}
+
+
+@pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
+def test_a_right_program_passes(text):
+    assert score("humaneval", [code()], [text], allow_code=True) == {"pass@1": 100.0}
+
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
+def test_a_wrong_program_does_not_pass(text):
+    assert score("humaneval", [code()], [text], allow_code=True) == {"pass@1": 0.0}
+
+
+def test_a_completion_ends_where_the_function_ends():
+    asked = code(stops=("\ndef ", "\nprint("))
+    assert score("humaneval", [asked], ["    return a + 1\n\ndef add(a):\n    return 0"], True) == {"pass@1": 100.0}
+
+
+def test_mbpp_takes_the_program_as_a_whole():
+    asked = code(Checks("", "", "assert twice(2) == 4"), stops=("[DONE]",))
+    texts = ["def twice(a):\n    return 2 * a\n[DONE]\nnonsense", "```python\ndef twice(a):\n    return a\n```"]
+    assert score("mbpp", [asked, asked], texts, True) == {"pass@1": 50.0}
+
+
+def test_code_is_not_run_unless_it_is_allowed(tmp_path):
+    assert score("humaneval", [code()], ["    return a + 1"]) == {}
+    assert needs_code("humaneval:completion") and not needs_code("gsm8k")
+
+
+def test_the_tests_come_last_in_a_program():
+    assert program(code(), "    return 1").endswith("return 1\n\nassert add(2) == 3\n")
+
+
+def test_recorded_answers_are_scored_by_their_first_turn_in_the_order_of_the_questions():
+    asked = questions("#### 1", "#### 2")
+
+    def answer(number, *texts):
+        turns = [Turn(text, [], 1, [], 1.0) for text in texts]
+        return Answer(number, "math", "none", turns, [True] * len(turns))
+
+    assert quality_of("gsm8k", asked, [answer(1, "2", "9"), answer(0, "1")]) == {"exact match": 100.0}
+    with pytest.raises(ValueError, match="gsm8k: question 1 has no answer"):
+        quality_of("gsm8k", asked, [answer(0, "1")])
+
+
+@real
+def test_the_real_references_of_gsm8k_are_right_and_their_neighbours_are_wrong():
+    asked = load("gsm8k", str(SHARED / "gsm8k" / "test.jsonl"))
+    references = [question.reference for question in asked]
+    assert score("gsm8k", asked, references) == {"exact match": 100.0}
+    assert score("gsm8k", asked, references[1:] + references[:1])["exact match"] < 10
+
+
+@real
+@pytest.mark.parametrize("style", ["instruct", "completion"])
+def test_real_solutions_of_humaneval_pass_and_others_fail(style):
+    asked = load(f"humaneval:{style}", str(SHARED / "humaneval" / "HumanEval.jsonl.gz"))
+    chosen = [asked[number] for number in (0, 10, 32, 38, 50)]  # some build on functions that the prompt defines
+    right = [question.reference for question in chosen]
+    if style == "instruct":
+        right = [f"Here:\n```python\n{q.checks.prefix}{q.reference}```" for q in chosen]
+    assert score("humaneval", chosen, [*right], allow_code=True) == {"pass@1": 100.0}
+    stripped = [text.strip() for text in right]  # as `drafters eval` records answers
+    assert score("humaneval", chosen, stripped, allow_code=True) == {"pass@1": 100.0}
+    assert score("humaneval", chosen, ["    return None"] * 5, allow_code=True) == {"pass@1": 0.0}
+
+
+@real
+def test_real_solutions_of_mbpp_pass_and_others_fail():
+    asked = load("mbpp", str(SHARED / "mbpp" / "mbpp.jsonl"), limit=5)
+    right = [question.reference for question in asked]
+    assert score("mbpp", asked, right, allow_code=True) == {"pass@1": 100.0}
+    assert score("mbpp", asked, right[1:] + right[:1], allow_code=True) == {"pass@1": 0.0}
+
+
+def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, toy_tokenizer):
+    make_base(context=256).model.float().save_pretrained(tmp_path / "base")
+    toy_tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "w5 w6 w7", "answer": "#### 2"}) + "\n")
+    rows = [json.dumps({"question": f"w{n} w5", "answer": "w6"}) for n in range(9, 17)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    evaluate(
+        base=str(tmp_path / "base"),
+        drafter=["prompt_lookup"],
+        benchmark=["gsm8k:shots"],
+        questions=[f"{tmp_path / 'test.jsonl'},{tmp_path / 'train.jsonl'}"],
+        max_new_tokens=8,
+        device="cpu",
+        out=str(tmp_path / "out"),
+    )
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["gsm8k:shots"]
+    assert [set(of["quality"]) for of in results.values()] == [{"exact match"}] * 2
+    assert results["none"]["quality"] == results["prompt_lookup"]["quality"]  # lossless
+    for page in ("results.md", "report.html"):
+        assert "exact match" in (tmp_path / "out" / page).read_text()

@@ -1,0 +1,132 @@
+"""``verify`` finds nothing where nothing is lost, and finds what is lost."""
+
+import json
+
+import pytest
+import torch
+
+from data import embedded
+from drafters import Drafter, DraftTree
+from inference.engine import runner
+from inference.engine.sampling import Greedy, KeyedSampler
+from inference.engine.session import Session
+from inference.evaluation import verify as module
+from inference.evaluation.verify import alone, compare, first_divergence, verify
+from inference.registry import catalogue
+
+
+class Lossy(Drafter):
+    """Drafts every token; where nodes see each other, what is accepted has read its siblings."""
+
+    def propose(self, seq, limits):
+        return DraftTree(range(3, 300), [-1] * 297)
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, tmp_path_factory):
+    """A base with a chat template, on disk."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = embedded.train_tokenizer(embedded.conversations(30, seed=7), vocab_size=300)
+    make_base(dtype=torch.float32, context=512, vocab=300).model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def compared(base, spec, prompts, max_new_tokens, sampler):
+    expected = [alone(base, prompt, max_new_tokens, sampler) for prompt in prompts]
+    own = runner.Runner(base)
+    return compare(Session(own, catalogue.make(spec, own), sampler), prompts, expected, max_new_tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
+    verify(folder, ["none", "anpd:order=3", "prompt_lookup"], limit=3, max_new_tokens=16, temperature=temperature)
+    printed = capsys.readouterr().out
+    assert "Nothing is lost" in printed
+    assert printed.count("3/3") == 3
+    for name in ("none", "anpd:order=3", "prompt_lookup"):
+        assert name in printed
+
+
+def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
+    monkeypatch.setitem(catalogue.TRAINING_FREE, "lossy", catalogue.Kind(Lossy))
+    everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(runner, "_known_mask", everything)
+    monkeypatch.setattr(runner, "causal_tree_mask", everything)
+    with pytest.raises(SystemExit) as caught:
+        verify(folder, ["none", "lossy"], limit=3, max_new_tokens=24)
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out
+    assert "Nothing is lost" not in printed
+    assert "differs from token" in printed
+    assert "logit gap" in printed
+
+
+@pytest.mark.parametrize(
+    ("drafters", "words", "said"),
+    [(["none", "anpd:order=1"], 1, "order must be at least 2"), (["none"], 600, "shorten the prompts")],
+)
+def test_nothing_is_decoded_before_all_drafters_and_prompts_are_known_to_be_good(
+    folder, tmp_path, monkeypatch, drafters, words, said
+):
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"question_id": 1, "category": "toy", "turns": ["hello " * words]}]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(module, "alone", lambda *arguments: pytest.fail("the base was asked"))
+    with pytest.raises(ValueError, match=said):
+        verify(folder, drafters, questions=str(questions))
+
+
+def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):
+    base, prompt = make_base(seed=5), [5, 6, 7]
+    written = alone(base, prompt, 20, Greedy())
+    assert len(written) == 20
+    monkeypatch.setitem(
+        catalogue.TRAINING_FREE, "oracle", catalogue.Kind(lambda: oracle([*prompt, *written], length=2))
+    )
+    # the prefill emits three tokens, then five steps three each, and the last two of three
+    assert compared(base, "oracle", [prompt], 20, Greedy()) == (1, 17 / 6, [])
+    assert compared(base, "none", [prompt], 20, Greedy()) == (1, 1.0, [])
+
+
+def test_sampled_texts_are_compared_with_the_same_seed(base):
+    identical, _, _ = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
+    assert identical == 2
+
+
+def test_the_first_divergence_is_where_the_texts_part(base):
+    prompt, expected = [5, 6], [10, 11, 12, 13]
+    logits = base.model(torch.tensor([[5, 6, 10, 11]])).logits[0, -1]
+    found = first_divergence(base, 3, prompt, expected, [10, 11, 20, 13])
+    assert (found.prompt, found.position, found.base_token, found.drafted_token) == (3, 2, 12, 20)
+    assert found.logit_gap == pytest.approx((logits[12] - logits[20]).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("expected", "got", "tokens"), [([10, 11], [10], (11, 2)), ([10], [10, 11], (2, 11))])
+def test_a_text_that_ends_early_parts_at_its_end_token(base, expected, got, tokens):
+    found = first_divergence(base, 0, [5, 6], expected, got)
+    assert (found.position, found.base_token, found.drafted_token) == (1, *tokens)
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_length(make_base):
+    with pytest.raises(ValueError, match="the prompt has 24 tokens"):
+        compared(make_base(context=24), "none", [[5] * 24], 5, Greedy())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}],
+)
+def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, monkeypatch, setting):
+    """A chat model may ship penalties in generation_config.json; the base's greedy text is without them."""
+    base = make_base(seed=5)
+    for name, value in setting.items():
+        monkeypatch.setattr(base.model.generation_config, name, value)
+    assert compared(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy())[0] == 3
+
+
+def test_an_end_token_that_only_the_tokenizer_names_ends_both_texts(make_base, monkeypatch):
+    base = make_base()
+    monkeypatch.setattr(base.model.generation_config, "eos_token_id", None)
+    assert alone(base, [5, 6, 7], 30, Greedy())[-1] == 2
+    assert compared(base, "anpd", [[5, 6, 7]], 30, Greedy())[0] == 1

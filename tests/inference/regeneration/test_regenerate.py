@@ -1,0 +1,392 @@
+"""The base's own answers: equal to what it writes alone, the same after any stop, and read back token for token."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.conversation import encode, encode_prompt, masked_text
+from data.module import ShareGPTData
+from data.sharegpt import load, tokenise
+from inference.engine.base import load_base
+from inference.regeneration import regenerate as module
+from inference.regeneration.dialogue import Dialogue, Tally
+from inference.regeneration.regenerate import InProcess, answer_all
+from inference.runs.journal import Journal
+from train.cli import commands
+
+CAP = 12
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_base):
+    """The tiny base in float64, where no two logits are equal up to rounding, and with a second way to end a text, so
+    that some of its answers end."""
+    model = deepcopy(tiny_base.model).double()
+    model.generation_config.eos_token_id = [tiny_base.tokenizer.eos_token_id, *range(300, 330)]
+    return replace(tiny_base, model=model)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """Conversations with several turns, some without an answer, one with a system message."""
+    said = load(["embedded:14:3"])[0]
+    path = tmp_path_factory.mktemp("asked") / "asked.jsonl"
+    rows = [{"id": each.id, "messages": each.as_dicts()} for each in said]
+    rows[3]["messages"] = rows[3]["messages"][:1]
+    rows[5]["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    rows[6]["messages"] = [*rows[6]["messages"], {"role": "user", "content": "And then?"}]
+    rows[7]["messages"][1]["content"] = ""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
+    dialogues = [Dialogue(c, base.tokenizer, "tokenizer", num_turns) for c in load([asked], needs_answers=False)[0]]
+    with Journal(folder / "journal", {}) as journal:
+        tally = answer_all(dialogues, InProcess(base), journal, batch_size, CAP, max_length)
+    return dialogues, tally
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_every_turn_is_what_the_base_writes_alone_behind_its_own_earlier_answers(exact, asked, tmp_path, batch_size):
+    dialogues, tally = answered(exact, asked, tmp_path, batch_size)
+    conversations = load([asked], needs_answers=False)[0]
+    assert max(len(dialogue.is_cut) for dialogue in dialogues) > 1
+    ends = []
+    for dialogue, conversation in zip(dialogues, conversations, strict=True):
+        messages = [message for message in conversation.messages if message[0] == "system"]
+        for _, asked_text in (message for message in conversation.messages if message[0] == "user"):
+            messages.append(("user", asked_text))
+            prompt = torch.tensor([encode_prompt(messages, exact.tokenizer, "tokenizer")])
+            ids = exact.greedy(prompt, torch.ones_like(prompt), CAP)[0].tolist()
+            ended = ids[-1] in exact.eos
+            text = exact.tokenizer.decode(ids[: len(ids) - ended], skip_special_tokens=True)
+            if not text.strip():
+                break
+            messages.append(("assistant", dialogue.messages[len(messages)][1]))
+            assert messages[-1][1].strip() == text.strip()
+            ends.append(ended)
+        assert dialogue.messages == messages[: len(dialogue.messages)]
+        assert dialogue.ids.tolist()[-len(ids) :] == ids or not text.strip()
+    assert set(ends) == {True, False}, "some answers end, some are cut"
+    assert (tally.num_answers, tally.num_cut) == (len(ends), ends.count(False))
+
+
+def test_every_token_in_the_loss_is_the_bases_argmax_after_the_row_before_it(exact, asked, tmp_path):
+    num_rows = 0
+    for dialogue in answered(exact, asked, tmp_path)[0]:
+        if dialogue.is_cut:
+            num_rows += 1
+            ids = dialogue.ids.tolist()
+            picks = exact.model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+            seen = [place for place, bit in enumerate(dialogue.mask) if bit]
+            assert seen and all(picks[place - 1] == ids[place] for place in seen)
+    assert num_rows > 8
+
+
+def test_the_first_turn_alone_may_be_answered(exact, asked, tmp_path):
+    dialogues, tally = answered(exact, asked, tmp_path, num_turns=1)
+    assert {len(dialogue.is_cut) for dialogue in dialogues} <= {0, 1} and tally.num_answers > 8
+
+
+def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, asked, tmp_path):
+    longest = sorted(len(d.prompt()) for d in answered(exact, asked, tmp_path / "a", num_turns=0)[0] if d.asked)
+    assert not longest
+    lengths = sorted(
+        len(encode_prompt(c.messages[: 1 + (c.messages[0][0] == "system")], exact.tokenizer, "tokenizer"))
+        for c in load([asked], needs_answers=False)[0]
+    )
+    room = lengths[7] + 2
+    dialogues, tally = answered(exact, asked, tmp_path / "b", max_length=room)
+    assert sum(not d.is_cut for d in dialogues) >= sum(length >= room for length in lengths) > 0
+    assert tally.dropped.counts["the prompt leaves no room for an answer"] > 0
+    assert all(len(d.ids) <= room for d in dialogues)
+    mute = replace(exact, model=deepcopy(exact.model))
+    mute.model.generation_config.eos_token_id = list(range(400))
+    dialogues, tally = answered(mute, asked, tmp_path / "c")
+    assert tally.dropped.counts == {"the answer is empty": 14} and tally.num_answers == 0
+    assert "turn 1: the answer is empty" in str(tally.dropped)
+
+
+def test_a_batch_that_memory_does_not_hold_is_halved(exact, asked, tmp_path, monkeypatch):
+    whole = [d.record() for d in answered(exact, asked, tmp_path / "a", 8)[0] if d.is_cut]
+
+    def in_little_memory(base, prompts, rooms, honest=module.greedy_batch):
+        if len(prompts) > 3:
+            raise torch.OutOfMemoryError("too many")
+        return honest(base, prompts, rooms)
+
+    monkeypatch.setattr(module, "greedy_batch", in_little_memory)
+    assert [d.record() for d in answered(exact, asked, tmp_path / "b", 8)[0] if d.is_cut] == whole
+
+
+QUICK = ("--max-new-tokens", CAP, "--batch-size", 3)
+
+
+@pytest.fixture(scope="module")
+def written(tiny, asked, tmp_path_factory):
+    """What `drafters regenerate` writes for the tiny base."""
+    out = tmp_path_factory.mktemp("written") / "own.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pytest"])
+        commands.main(["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)])
+    return out
+
+
+def test_the_file_is_in_the_order_of_the_input_and_nothing_else_is_left(written, asked):
+    rows = [json.loads(line) for line in written.read_text().splitlines()]
+    order = [each.id for each in load([asked], needs_answers=False)[0]]
+    assert [row["id"] for row in rows] == [name for name in order if name in {row["id"] for row in rows}]
+    assert [path.name for path in written.parent.iterdir()] == [written.name]
+
+
+def test_training_reads_the_tokens_that_the_base_wrote(written, tiny, tiny_base, tmp_path):
+    rows = {row["id"]: row for row in map(json.loads, written.read_text().splitlines())}
+    data = ShareGPTData(str(tiny), [str(written)], val_size=0, max_length=512, cache_dir=str(tmp_path))
+    data.setup("fit")
+    assert len(data.train_set) == len(rows)
+    for row in data.train_set:
+        record = rows[row["id"]]
+        assert (row["input_ids"], row["loss_mask"]) == (record["input_ids"], record["loss_mask"])
+        if record["cut"][-1]:
+            assert row["input_ids"][-1] != tiny_base.tokenizer.eos_token_id, "no EOS behind an answer cut short"
+    assert any(record["cut"][-1] for record in rows.values())
+
+
+def test_the_share_of_answers_whose_text_gives_back_their_tokens_is_that_of_encoding_them(call, tiny, asked, tmp_path):
+    out = tmp_path / "own.jsonl"
+    outcome = call(
+        *(commands.main, "regenerate", "--base", tiny, "--files", asked, "--out", out, "--turns", "first", *QUICK)
+    )
+    assert outcome.code == 0, outcome.err
+    alike = []
+    vocabulary = load_base(str(tiny)).tokenizer
+    for row in map(json.loads, out.read_text().splitlines()):
+        (as_text,), _ = load([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
+        alike.append(encode(as_text, vocabulary, "tokenizer")[0][: len(row["input_ids"])] == row["input_ids"])
+    assert f"{sum(alike) / len(alike):.1%} of the answers give back their tokens" in outcome.out
+
+
+def write(path, row):
+    path.write_text(json.dumps(row) + "\n")
+    return str(path)
+
+
+def test_tokens_of_another_tokenizer_or_template_are_refused(written, llama_like, tiny_base, tmp_path):
+    conversations = load([str(written)])[0]
+    with pytest.raises(ValueError, match="written with another tokenizer"):
+        encode(conversations[0], llama_like, "tokenizer")
+    with pytest.raises(ValueError, match=r"takes none of the conversations: .*written with another chat template"):
+        tokenise(conversations, tiny_base.tokenizer, "llama2_chat", 512, str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def llama_like():
+    from data import embedded
+
+    return embedded.train_tokenizer(embedded.conversations(100, seed=9), vocab_size=400)
+
+
+def test_broken_token_columns_are_counted_and_named(written, tmp_path):
+    good = json.loads(written.read_text().splitlines()[0])
+    changes = [
+        {"loss_mask": good["loss_mask"][:-1]},
+        {"loss_mask": [2] * len(good["loss_mask"])},
+        {"loss_mask": None},
+        {"input_ids": [-1, *good["input_ids"][1:]]},
+        {"input_ids": ["a"]},
+        {"input_ids": []},
+        {"input_ids": [1 << 40]},
+        {"input_ids": [1.5]},
+        {"tokenizer": None},
+        {"template": 3},
+    ]
+    path = tmp_path / "broken.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [good, *(good | change for change in changes)]))
+    conversations, dropped = load([str(path)])
+    assert len(conversations) == 1 and dropped.total == len(changes) and "line 2: input_ids" in str(dropped)
+
+
+def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base, tmp_path):
+    conversation = load([str(written)])[0][0]
+    changed = deepcopy(conversation)
+    changed.written.loss_mask[-1] = 0
+    masks = [
+        tokenise([each], tiny_base.tokenizer, "tokenizer", 512, str(tmp_path))[0]["loss_mask"]
+        for each in (conversation, changed)
+    ]
+    assert masks[0] != masks[1]
+    assert masked_text(conversation.written.input_ids.tolist(), masks[0], tiny_base.tokenizer).plain
+
+
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_stopped_in_its_middle_and_started_again_it_writes_the_same_file(written, tiny, asked, tmp_path, number, ended):
+    out = tmp_path / "own.jsonl"
+    words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
+    code = f"import torch; torch.set_num_threads(1); from train.cli.commands import main; main({words!r})"
+    partial = out.with_name("own.jsonl.partial")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while running.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < 2):
+        time.sleep(0.001)
+    running.send_signal(number)
+    said = running.communicate()[1]
+    assert running.returncode == ended and not out.exists()
+    assert "Traceback" not in said and ("stopped by Ctrl-C" in said) == (number == signal.SIGINT)
+    with partial.open("ab") as stream:
+        stream.write(b"[0,[[1,[5,")  # what a kill in the middle of writing leaves
+    commands.main(words)
+    assert out.read_bytes() == written.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_partial_file_is_gone_on_with_from_every_line(written, tiny, asked, tmp_path, monkeypatch):
+    base = load_base(str(tiny))
+    monkeypatch.setattr(module, "load_base", lambda *given: base)
+    out = tmp_path / "own.jsonl"
+    partial, kept = out.with_name("own.jsonl.partial"), tmp_path / "kept"
+    words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
+    monkeypatch.setattr(module.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        commands.main(words)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "load_base", lambda *given: base)
+    kept.write_bytes(partial.read_bytes())
+    lines = kept.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 5
+    num_forwards = []
+    monkeypatch.setattr(
+        module, "greedy_batch", lambda *given, honest=module.greedy_batch: num_forwards.append(1) or honest(*given)
+    )
+    for num_lines in range(1, len(lines) + 1):
+        out.unlink(missing_ok=True)
+        num_forwards.clear()
+        partial.write_bytes(b"".join(lines[:num_lines]))
+        commands.main(words)
+        assert out.read_bytes() == written.read_bytes()
+        assert len(num_forwards) == len(lines) - num_lines, "only what is missing is written again"
+
+
+def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, asked, tmp_path):
+    out = tmp_path / "own.jsonl"
+    Journal(tmp_path / "own.jsonl.partial", {"format": 1, "max_new_tokens": 3}).append([0, [[0, [1]]]])
+    words = (commands.main, "regenerate", "--base", tiny, "--files", asked, "--out", out, *QUICK)
+    assert "max_new_tokens 3, not 12" in call(*words).one_line_error("drafters")
+    assert call(*words, "--overwrite").code == 0
+    assert "already there" in call(*words).one_line_error("drafters")
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["--limit", 0], "limit must be at least 1, not 0"),
+        (["--max-new-tokens", 0], "max_new_tokens must be at least 1"),
+        (["--max-length", 513], "max_length is 513, but the context of"),
+        (["--max-length", 8], "no prompt was answered: dropped 14 answers (14 x the prompt leaves no room"),
+        (["--turns", "last"], "turns"),
+        (["--template", "chatml"], "unknown chat template 'chatml'"),
+        (["--model", "m"], "--endpoint and --model belong together"),
+        (["--endpoint", "http://localhost:1/v1"], "--endpoint and --model belong together"),
+        (["--endpoint", "localhost", "--model", "m"], "endpoint must look like"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(call, tiny, asked, tmp_path, words, reason):
+    outcome = call(commands.main, "regenerate", "--base", tiny, "--files", asked, "--out", tmp_path / "o.jsonl", *words)
+    assert reason in outcome.one_line_error("drafters")
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+# ---- a server
+
+
+def served(call, server, tiny, file, out, *words):
+    where = ("--endpoint", server.url, "--model", "m", "--concurrency", 3)
+    return call(commands.main, "regenerate", "--base", tiny, "--files", file, "--out", out, *QUICK, *where, *words)
+
+
+def test_a_server_answers_and_its_cut_answers_get_no_eos(call, chat_server, tiny, tiny_base, tmp_path):
+    asked = [["one two", "three"], ["slow " + "far " * 20], ["slow 2"], ["slow 3"], ["fail 400 9"]]
+    file = tmp_path / "asked.jsonl"
+    file.write_text(
+        "".join(json.dumps({"messages": sum(map(ask, turns), [])}) + "\n" for turns in asked)  # noqa: RUF017
+    )
+    outcome = served(call, chat_server, tiny, file, tmp_path / "out.jsonl")
+    assert outcome.code == 0, outcome.err
+    assert "4 of 5 conversations, 5 answers" in outcome.out and "1 answers cut short" in outcome.out
+    assert "1 x the server refuses: HTTP 400" in outcome.out and "is --template its own?" in outcome.out
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [[m["content"] for m in row["messages"][1::2]] for row in rows] == [
+        ["two one", "three"],
+        [" ".join(["far"] * CAP)],
+        ["2 slow"],
+        ["3 slow"],
+    ]
+    eos = tiny_base.tokenizer.eos_token_id
+    for row in rows:
+        assert (row["input_ids"][-1] == eos) == (not row["cut"][-1])
+        if not any(row["cut"]):
+            (text,), _ = load([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
+            ids, mask = encode(text, tiny_base.tokenizer, "tokenizer")
+            assert (ids, mask) == (row["input_ids"], row["loss_mask"])
+    assert 1 < chat_server.most_open <= 3, "as many requests at a time as were asked for"
+
+
+def ask(text):
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": "-"}]
+
+
+def test_a_server_that_fails_at_everything_stops_the_work_and_it_goes_on_later(
+    call, chat_server, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("inference.regeneration.endpoint.LONGEST_WAIT", 0.001)
+    file, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    file.write_text(
+        "".join(json.dumps({"messages": ask(f"fail 500 {n}" if n > 5 else f"a {n}")}) + "\n" for n in (6, 7, 8, 2, 3))
+    )
+    assert "fails at all of 3 requests" in served(call, chat_server, tiny, file, out).one_line_error("drafters")
+    assert not out.exists()
+    done = served(call, chat_server, tiny, file, out)
+    assert done.code == 0 and len(out.read_text().splitlines()) == 5
+
+
+def test_the_key_is_stored_nowhere(call, chat_server, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps({"messages": ask(text)}) + "\n" for text in ("good one", "fail 401 9")))
+    refused = served(call, chat_server, tiny, file, tmp_path / "out.jsonl", "--batch-size", 1)
+    assert "OPENAI_API_KEY" in refused.one_line_error("drafters")
+    assert chat_server.seen[0][1]["Authorization"] == "Bearer secret-2"
+    assert "secret-2" not in refused.out + refused.err
+    assert not any(b"secret-2" in path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_tally_and_dialogue_leave_what_a_later_prompt_renders_otherwise_out_of_the_loss(tiny_base):
+    """A template that shows earlier answers in capitals: their tokens are no longer those that were written."""
+    vocabulary = deepcopy(tiny_base.tokenizer)
+    vocabulary.chat_template = (
+        "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{- 'Q' + m['content'] + 'A' -}}"
+        "{%- else -%}{%- generation -%}{{- (m['content'] if loop.last else m['content'] | upper) + eos_token -}}"
+        "{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
+    )
+    (conversation,) = load(["embedded:60:1"])[0][:1]
+    conversation = replace(conversation, messages=(("user", "a"), ("assistant", "-"), ("user", "b")))
+    dialogue, tally, eos = Dialogue(conversation, vocabulary, "tokenizer", None), Tally(), vocabulary.eos_token_id
+    first = [*vocabulary("the cat").input_ids, eos]
+    dialogue.take_tokens(dialogue.prompt(), first, frozenset([eos]), tally)
+    assert sum(dialogue.mask) == len(first)
+    second = [*vocabulary("a dog").input_ids, eos]
+    dialogue.take_tokens(dialogue.prompt(), second, frozenset([eos]), tally)
+    assert sum(dialogue.mask) == len(second) and tally.num_lost == len(first)
+    assert [text for _, text in dialogue.messages] == ["a", "the cat", "b", "a dog"]

@@ -1,0 +1,232 @@
+"""Drafters by name: what a spec may say, and what is refused in one line."""
+
+import inspect
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import drafters
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from inference.engine.base import tokenizer_hash
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+from inference.registry import catalogue
+
+
+@pytest.fixture
+def config(base):
+    arguments = {"num_frames": 5, "num_labels": 3, "num_nodes": 9}
+    return DrafterConfig("drafters.CTC", arguments, base.shape, "toy-llama", tokenizer_hash(base.tokenizer))
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(config, name="drafter"):
+        checkpoint.save(tmp_path / name, config.build(), config)
+        return tmp_path / name
+
+    return save
+
+
+def refusal(spec, base):
+    with pytest.raises(ValueError) as caught:
+        catalogue.make(spec, Runner(base))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("anpd", ("anpd", None, "")),
+        ("anpd:order=4,num_draft=5", ("anpd", None, "order=4,num_draft=5")),
+        ("ctc=runs/one", ("ctc", "runs/one", "")),
+        ("ctc=runs/one:num_nodes=16", ("ctc", "runs/one", "num_nodes=16")),
+        (r"ctc=C:\runs\one:num_nodes=16", ("ctc", r"C:\runs\one", "num_nodes=16")),
+        (r"ctc=C:\runs\one", ("ctc", r"C:\runs\one", "")),
+        ("ctc=runs/20:15:01/one:top_k=2,num_nodes=3", ("ctc", "runs/20:15:01/one", "top_k=2,num_nodes=3")),
+        ("ctc=runs/lr=1e-3/one", ("ctc", "runs/lr=1e-3/one", "")),
+    ],
+)
+def test_a_spec_is_a_name_a_folder_and_arguments(spec, parts):
+    assert catalogue.split(spec) == parts
+
+
+def test_a_label_is_the_spec_without_its_folder():
+    assert catalogue.label("ctc=runs/a:b:num_nodes=16") == "ctc:num_nodes=16"
+    assert catalogue.label("ctc=runs/a") == "ctc"
+    assert catalogue.label("anpd:order=4") == "anpd:order=4"
+
+
+@pytest.mark.parametrize("spec", ["", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1"])
+def test_what_is_no_spec_is_refused(base, spec):
+    assert "is no drafter" in refusal(spec, base)
+
+
+def test_names_without_weights(base):
+    kinds = {"none": drafters.NoDrafter, "anpd": drafters.ANPD, "prompt_lookup": drafters.PromptLookup}
+    for name, kind in kinds.items():
+        assert type(catalogue.make(name, Runner(base))) is kind
+
+
+def test_arguments_take_the_type_of_their_default(base):
+    drafter = catalogue.make("anpd:order=4,num_draft=5,update=false", Runner(base))
+    assert (drafter.order, drafter.num_draft, drafter.update) == (4, 5, False)
+    assert catalogue.make("anpd:update=True", Runner(base)).update is True
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nothing", "unknown drafter 'nothing'; known are none, anpd, prompt_lookup, "),
+        ("anpd=runs/one", "has no weights"),
+        ("ctc", "needs its folder"),
+        ("ctc:num_nodes=3", "needs its folder"),
+        ("ctc=no/such/folder", "no drafter at"),
+        ("anpd:wings=2", "anpd takes order, num_draft, update; not 'wings=2'"),
+        ("anpd:order=4,", "not ''"),
+        ("none:order=4", "takes no arguments"),
+        ("anpd:order=four", "order must be int, not 'four'"),
+        ("anpd:order=4.5", "order must be int"),
+        ("anpd:update=perhaps", "update must be bool"),
+        ("anpd:order=1", "at least 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(base, spec, said):
+    assert said in refusal(spec, base)
+
+
+@pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])
+def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, save, name):
+    drafter = catalogue.make(f"ctc={save(config, name)}:num_nodes=4,min_probability=0.001", Runner(base))
+    assert (drafter.num_nodes, drafter.min_probability, drafter.num_frames) == (4, 0.001, 5)
+    assert drafter.frame_embedding.dtype == base.model.dtype
+    result = Session(Runner(base), drafter).run([5, 6, 7], 8)
+    assert result.tokens == Session(Runner(base), catalogue.make("none", Runner(base))).run([5, 6, 7], 8).tokens
+    assert 0 < max(step.fed_candidates for step in result.steps) <= 4
+
+
+def test_more_candidates_than_the_vocabulary_holds_are_all_of_it(base, config, save):
+    drafter = catalogue.make(f"ctc={save(config)}:top_k=1000", Runner(base))
+    assert len(Session(Runner(base), drafter).run([5, 6, 7], 8).tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("base=1", "not 'base=1'"),
+        ("wings=2", "not 'wings=2'"),
+        ("num_nodes=x", "num_nodes must be int"),
+        ("hidden_layers=1,-2", "hidden_layers is fixed by training"),
+        ("num_frames=8", "num_frames is fixed by training: {folder} has 5; decoding reads tree, num_nodes, top_k, "),
+        ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
+        (
+            "wings=2",
+            "ctc takes tree, num_nodes, top_k, min_probability, step_costs, draws, draw_temperature, draw_seed; ",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
+    folder = save(config)
+    assert said.format(folder=folder) in refusal(f"ctc={folder}:{argument}", base)
+
+
+LEARNED = catalogue.LEARNED.items()
+DECODING = [(name, key) for name, kind in LEARNED for key in sorted(kind.decoding)]
+FIXED = [
+    (name, key) for name, kind in LEARNED for key in inspect.signature(kind).parameters if key not in kind.decoding
+]
+OTHER = {
+    **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
+    **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
+}
+BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
+BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}
+
+
+@pytest.fixture
+def save_any(base, tmp_path, monkeypatch):
+    """Saves a drafter of a name, with lively weights, and the files that its arguments may name; returns its folder."""
+
+    def save(name):
+        kind = catalogue.LEARNED[name]
+        fits = base.shape, base.name, tokenizer_hash(base.tokenizer)
+        config = DrafterConfig(f"drafters.{kind.__name__}", {"num_nodes": 16}, *fits)
+        drafter = config.build()
+        for weight in drafter.parameters():
+            torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(weight.numel()))
+        checkpoint.save(tmp_path / "drafter", drafter, config)
+        (tmp_path / "costs.json").write_text(json.dumps({"nodes": [0, 64], "seconds": [0.1, 9.0]}))
+        (tmp_path / "tree.json").write_text(json.dumps({"static": [[0], [1], [0, 1]]}))
+        monkeypatch.chdir(tmp_path)
+        return "drafter"
+
+    return save
+
+
+def drafted(drafter, base):
+    """The trees that a drafter proposes while a text is decoded."""
+    trees, propose = [], drafter.propose
+
+    def keeping(seq, limits):
+        trees.append(propose(seq, limits))
+        return trees[-1]
+
+    drafter.propose = keeping
+    Session(Runner(base), drafter).run([5, 6, 7, 8], 12)
+    return [(list(tree.tokens), list(tree.parents)) for tree in trees]
+
+
+def test_the_documentation_names_what_decoding_reads():
+    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|$", page.partition("| drafter | keys |")[2], re.MULTILINE)
+    named = {name: set(keys.split(", ")) for names, keys in rows for name in names.split(", ")}
+    assert named == {name: kind.decoding for name, kind in LEARNED}
+
+
+@pytest.mark.parametrize(("name", "key"), DECODING)
+def test_what_decoding_is_said_to_read_changes_what_is_drafted_with_the_same_weights(base, save_any, name, key):
+    folder, beside = save_any(name), BESIDE.get(key, [])
+
+    def make(*pairs):
+        return catalogue.make(f"{name}={folder}" + (f":{','.join(pairs)}" if pairs else ""), Runner(base))
+
+    usual, again, other = make(*beside), make(*beside), make(*beside, f"{key}={OTHER[key]}")
+    weights = load_file(f"{folder}/model.safetensors")
+    assert other.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weight, weights[part].to(weight)) for part, weight in other.state_dict().items())
+    trees = drafted(usual, base)
+    assert drafted(again, base) == trees
+    assert drafted(other, base) != trees
+
+
+@pytest.mark.parametrize(("name", "key"), [pair for pair in FIXED if pair[1] != "base"])
+def test_what_only_training_reads_is_refused_at_decoding(base, save_any, name, key):
+    message = refusal(f"{name}={save_any(name)}:{key}=1", base)
+    assert f"{key} is fixed by training: drafter has " in message
+    assert set(message.partition("decoding reads ")[2].split(", ")) == catalogue.LEARNED[name].decoding
+
+
+@pytest.mark.parametrize(("number", "other"), [("hidden_size", 64), ("vocab_size", 41), ("num_layers", 3)])
+def test_a_drafter_of_another_bases_shape_is_refused(base, config, save, number, other):
+    message = refusal(f"ctc={save(replace(config, base=replace(config.base, **{number: other})))}", base)
+    assert f"{number} {other}" in message
+    assert f"toy-llama has {getattr(base.shape, number)}" in message
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(base, config, save):
+    assert "tokenizer differs" in refusal(f"ctc={save(replace(config, tokenizer_hash='0' * 16))}", base)
+
+
+def test_a_drafter_of_another_kind_is_refused(base, config, save):
+    folder = save(config)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("drafters.CTC", "drafters.Medusa"))
+    assert "holds a drafters.Medusa, not a ctc" in refusal(f"ctc={folder}", base)

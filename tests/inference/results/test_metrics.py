@@ -1,0 +1,196 @@
+"""The numbers of an evaluation, worked out by hand on two questions of two turns."""
+
+import json
+import math
+from dataclasses import asdict, fields, replace
+
+import pytest
+
+from inference.engine.session import PHASES, StepCost
+from inference.results.metrics import MEASURED, CategorySummary, Summary, first_difference, middle, noise, summarise
+from inference.results.records import Answer, Turn
+
+SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
+
+
+def turn(tokens, steps, seconds):
+    """A turn of a prefill that emits one token, then ``steps`` of (emitted, accepted), each fed root + 4 candidates."""
+    prefill = StepCost(1, 0, 30, 0, 0, 0, SECONDS)
+    costs = [StepCost(emitted, accepted, 1, 4, 0, 0, SECONDS) for emitted, accepted in steps]
+    assert len(tokens) == 1 + sum(emitted for emitted, _ in steps)
+    return Turn("", tokens, 30, [prefill, *costs], seconds)
+
+
+# In all: 14 tokens in 5.5 s; after the prefills 10 tokens in 5 steps.
+CTC = [
+    Answer(
+        1,
+        "writing",
+        "ctc",
+        # 7 tokens in 3 steps; the second turn is cut on an accepted token, so its step has no bonus token
+        [turn([1, 2, 3, 4, 5, 6], [(3, 2), (2, 1)], 2.0), turn([7, 8, 9], [(2, 2)], 1.0)],
+        [True, False],
+    ),
+    # 3 tokens in 2 steps; the second turn ends with its prefill
+    Answer(2, "math", "ctc", [turn([1, 3, 5, 7], [(1, 0), (2, 1)], 2.0), turn([2], [], 0.5)], [False, True]),
+]
+# The same 14 tokens, one a step, in 14 s.
+NONE = [
+    replace(
+        answer,
+        drafter="none",
+        turns=[turn(t.token_ids, [(1, 0)] * (len(t.token_ids) - 1), float(len(t.token_ids))) for t in answer.turns],
+    )
+    for answer in CTC
+]
+
+
+@pytest.fixture
+def summary():
+    return summarise(CTC, NONE)
+
+
+def test_acceptance_length_leaves_the_prefill_out(summary):
+    assert summary.acceptance_length == pytest.approx(10 / 5)
+    assert summary.acceptance_length_mean == pytest.approx((7 / 3 + 3 / 2) / 2)
+    assert summary.acceptance_length_ended == pytest.approx(
+        5 / 2
+    )  # question 1, turn 1; question 2, turn 2 adds nothing
+
+
+def test_the_other_convention_counts_the_prefill_and_what_it_emits(summary):
+    assert summary.acceptance_length_with_prefill == pytest.approx(14 / 9)
+    assert summarise(NONE, NONE).acceptance_length_with_prefill == 1.0
+
+
+def test_speed_counts_the_prefill(summary):
+    assert (summary.tokens, summary.seconds) == (14, 5.5)
+    assert summary.tokens_per_second == pytest.approx(14 / 5.5)
+    assert summary.speedup == pytest.approx(14 / 5.5)
+    assert summary.speedup_median == pytest.approx((9 / 3 + 5 / 2.5) / 2)
+
+
+def test_drafts_are_counted_per_step_and_depth(summary):
+    assert summary.fed_per_step == pytest.approx(5)
+    assert summary.draft_hit_ratio == pytest.approx((2 + 1 + 2 + 0 + 1) / 20)
+    assert summary.acceptance_by_depth == pytest.approx([4 / 5, 2 / 5])
+
+
+def test_phases_add_up_to_the_whole_time(summary):
+    phases = summary.phase_seconds
+    assert list(phases) == [*PHASES, "prefill", "other"]
+    assert [phases[phase] for phase in PHASES] == pytest.approx([5 * seconds for seconds in SECONDS])
+    assert phases["prefill"] == pytest.approx(4 * 0.2)
+    assert phases["other"] == pytest.approx(5.5 - 9 * 0.2)
+    assert sum(phases.values()) == pytest.approx(summary.seconds)
+
+
+def test_each_category_is_summarised_alone(summary):
+    writing, math = summary.by_category["writing"], summary.by_category["math"]
+    assert list(summary.by_category) == ["writing", "math"]
+    assert (writing.acceptance_length, writing.speedup) == (pytest.approx(7 / 3), pytest.approx(9 / 3))
+    assert (math.acceptance_length, math.tokens_per_second) == (pytest.approx(3 / 2), pytest.approx(5 / 2.5))
+    assert (math.questions, math.identical) == (1, 1.0)
+
+
+def test_the_baseline_beside_itself_is_neither_faster_nor_slower(summary):
+    vanilla = summarise(NONE, NONE)
+    assert vanilla.is_baseline and not summary.is_baseline
+    assert (vanilla.acceptance_length, vanilla.speedup, vanilla.fed_per_step) == (1.0, 1.0, 5.0)
+    assert vanilla.acceptance_by_depth == []
+
+
+def test_equal_tokens_are_identical_answers(summary):
+    assert (summary.identical, summary.questions, summary.first_divergence) == (2, 2, None)
+
+
+@pytest.mark.parametrize(("tokens", "position"), [([1, 3, 6, 7], 2), ([1, 3, 5], 3), ([1, 3, 5, 7, 9], 4), ([], 0)])
+def test_the_first_divergence_is_located(tokens, position):
+    first, second = CTC
+    changed = replace(second, turns=[replace(second.turns[0], token_ids=tokens), second.turns[1]])
+    summary = summarise([first, changed], NONE)
+    assert summary.identical == 1
+    assert summary.first_divergence == (2, 0, position)
+    assert summary.by_category["math"].identical == 0.0
+
+
+def test_a_missing_turn_is_a_difference():
+    assert first_difference(replace(CTC[0], turns=CTC[0].turns[:1]), NONE[0]) == (1, 0)
+
+
+def test_questions_are_paired_by_their_number():
+    assert summarise(CTC, NONE[::-1]) == summarise(CTC, NONE)
+    assert summarise(CTC[1:], NONE).speedup == pytest.approx(5 / 2.5)
+    with pytest.raises(ValueError, match="no answer to question 2"):
+        summarise(CTC, NONE[:1])
+
+
+def test_what_was_never_measured_is_none():
+    only_prefill = [Answer(1, "math", "none", [turn([4], [], 0.5)], [False])]
+    summary = summarise(only_prefill, only_prefill)
+    assert summary.acceptance_length is summary.acceptance_length_ended is summary.acceptance_interval is None
+    assert summary.speedup == 1.0
+    with pytest.raises(ValueError, match="no answers"):
+        summarise([], NONE)
+
+
+def test_a_summary_is_json(summary):
+    assert json.loads(json.dumps(asdict(summary), allow_nan=False))["by_category"]["math"]["questions"] == 1
+
+
+def test_intervals_hold_their_numbers_and_stay_within_the_questions(summary):
+    low, high = summary.acceptance_interval
+    assert 3 / 2 <= low <= summary.acceptance_length <= high <= 7 / 3
+    low, high = summary.acceptance_mean_interval
+    assert 3 / 2 <= low <= summary.acceptance_length_mean <= high <= 7 / 3
+    low, high = summary.speedup_interval
+    assert 2.0 <= low <= summary.speedup <= high <= 3.0
+    assert summarise(NONE, NONE).speedup_interval == summarise(NONE, NONE).acceptance_interval == (1.0, 1.0)
+
+
+def slower(answers, factors):
+    """The same answers, each question so many times slower."""
+    return [
+        replace(answer, turns=[replace(turn, seconds=turn.seconds * factor) for turn in answer.turns])
+        for answer, factor in zip(answers, factors, strict=True)
+    ]
+
+
+def test_noise_is_the_spread_of_the_speedup_over_repeats():
+    assert noise([(CTC, NONE), (CTC, NONE)]) == 0
+    both = [(slower(CTC, [factor] * 2), slower(NONE, [factor] * 2)) for factor in (1, 3)]
+    assert noise(both) == pytest.approx(0), "what slows both down alike leaves the ratio as it is"
+    speedups = [14 / 5.5, 14 / 5.5 / 2]
+    deviation = (speedups[0] - speedups[1]) / 2**0.5
+    assert noise([(CTC, NONE), (slower(CTC, [2, 2]), NONE)]) == pytest.approx(deviation / (sum(speedups) / 2))
+    assert noise([(NONE, NONE), (slower(NONE, [2, 2]), NONE)]) == pytest.approx((0.5 / 2**0.5) / 0.75)
+
+
+def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
+    assert summary.noise == pytest.approx(0), "every step takes as long"
+    first, second = CTC
+    steps = [replace(step, seconds=tuple(2 * value for value in step.seconds)) for step in first.turns[0].steps]
+    uneven = replace(first, turns=[replace(first.turns[0], steps=steps)], ended=[True])
+    assert summarise([uneven, second], NONE).noise == pytest.approx((math.log(2) / 2**0.5) / 2**0.5)
+    assert summarise([first], NONE).noise is None
+
+
+def test_the_middle_of_repeats_is_taken_for_each_question():
+    repeats = [slower(CTC, factors) for factors in ([1, 5], [3, 1], [2, 9])]
+    assert [answer.seconds for answer in middle(repeats)] == [2 * 3.0, 5 * 2.5]
+    assert middle(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two the faster one"
+
+
+def test_the_peak_is_the_most_of_all_answers(summary):
+    assert summary.peak_bytes is None
+    peaks = [replace(answer, peak_bytes=peak) for answer, peak in zip(CTC, (7, 9), strict=True)]
+    assert summarise(peaks, NONE).peak_bytes == 9
+
+
+def test_what_is_called_measured_are_fields_and_a_slower_machine_changes_nothing_else(summary):
+    assert {field.name for kind in (Summary, CategorySummary) for field in fields(kind)} >= MEASURED
+    slow = asdict(summarise(slower(CTC, [2, 3]), NONE))
+    same, changed = asdict(summary), {name for name, value in asdict(summary).items() if slow[name] != value}
+    assert {"seconds", "speedup", "speedup_interval", "phase_seconds"} <= changed <= MEASURED | {"by_category"}
+    for category, found in same["by_category"].items():
+        assert {name for name in found if found[name] != slow["by_category"][category][name]} <= MEASURED

@@ -1,0 +1,81 @@
+"""Recorded answers: a round trip, and what other tools find in them."""
+
+import json
+
+import pytest
+
+from inference.engine.session import StepCost
+from inference.results import records
+from inference.results.records import Answer, Turn
+
+PREFILL = StepCost(
+    emitted=1,
+    accepted=0,
+    fed_pending=9,
+    fed_candidates=0,
+    fed_scratch=0,
+    draft_forwards=0,
+    seconds=(0.0, 0.5, 0.0, 0.0, 0.0),
+)
+STEP = StepCost(
+    emitted=3,
+    accepted=2,
+    fed_pending=1,
+    fed_candidates=4,
+    fed_scratch=3,
+    draft_forwards=1,
+    seconds=(0.01, 0.1, 0.02, 0.03, 0.04),
+)
+ANSWER = Answer(
+    question_id=81,
+    category="writing",
+    drafter="ctc",
+    turns=[
+        Turn("Grüße,\n日本 </s>", [5, 6, 7, 8], 9, [PREFILL, STEP], 0.75),
+        Turn("Yes.", [1, 2, 3, 4, 5, 6, 7], 20, [PREFILL, STEP, STEP], 1.25),
+    ],
+    ended=[True, False],
+)
+
+
+def test_answers_come_back_as_they_were_written(tmp_path):
+    other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5)], [True], peak_bytes=1 << 30, core_share=0.97)
+    path = tmp_path / "answers" / "ctc.jsonl"
+    records.write(path, [ANSWER, other])
+    assert records.read(path) == [ANSWER, other]
+
+
+def test_answers_of_older_runs_say_nothing_of_memory_and_cores():
+    line = records.to_json(ANSWER)
+    del line["choices"][0]["peak_bytes"], line["choices"][0]["core_share"]
+    assert records.from_json(line) == ANSWER
+
+
+def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
+    line = json.loads(json.dumps(records.to_json(ANSWER)))
+    assert (line["question_id"], line["model_id"], line["category"]) == (81, "ctc", "writing")
+    assert line["answer_id"] and line["tstamp"] > 0
+    (choice,) = line["choices"]
+    assert choice["index"] == 0
+    assert choice["turns"] == ["Grüße,\n日本 </s>", "Yes."]
+    assert choice["idxs"] == [1, 2]  # zero-based index of the last step
+    assert choice["new_tokens"] == [4, 7]
+    assert choice["wall_time"] == [0.75, 1.25]
+    assert choice["accept_lengths"] == [3, 3, 3]  # of the steps after the prefill
+    assert choice["steps"][0][1] == [3, 2, 1, 4, 3, 1, 0.01, 0.1, 0.02, 0.03, 0.04]
+
+
+def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
+    turn = Turn("", [1], 1, [StepCost(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3)
+    choice = records.to_json(Answer(1, "math", "ctc", [turn], [True]))["choices"][0]
+    assert choice["wall_time"] == [0.6666667]
+    assert choice["steps"][0][0][6:] == [0.3333333] * 5
+
+
+@pytest.mark.parametrize("line", ['{"question_id": 82, "cho', '{"question_id": 82}', "[]", '{"choices": [{}]}'])
+def test_a_malformed_line_is_named_with_what_to_do(tmp_path, line):
+    path = tmp_path / "ctc.jsonl"
+    records.write(path, [ANSWER])
+    path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"ctc\.jsonl:2: .*delete the line.*drafters eval"):
+        records.read(path)

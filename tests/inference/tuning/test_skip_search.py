@@ -1,0 +1,328 @@
+"""The search of skip sets: what it believes of a set is what decoding shows, and it finds the best of few."""
+
+import json
+import random
+from itertools import chain, combinations
+
+import pytest
+import torch
+
+from drafters import DraftTree, RequiredOutputs
+from inference.engine.base import load_base
+from inference.engine.layer_skipping import SkipSession, read_skips, skipping
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy
+from inference.evaluation.verify import alone
+from inference.tuning import skip_search as module
+from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
+from inference.tuning.skip_search import SearchLog, as_layers, search, skip_search
+
+PROMPTS = [[5, 6, 7], [9], list(range(3, 15))]
+
+
+def texts_of(base, num_tokens=20):
+    return [(prompt, alone(base, prompt, num_tokens, Greedy())) for prompt in PROMPTS]
+
+
+def subsets(items):
+    return [frozenset(some) for some in chain.from_iterable(combinations(items, k) for k in range(len(items) + 1))]
+
+
+def accepted_by_decoding(base, texts, skips, num_draft, stride):
+    """Of every root along the texts, how much of its real draft the base would accept."""
+    accepted = []
+    for prompt, answer in texts:
+        for root in range(0, len(answer) - num_draft, stride):
+            seq, truth = [*prompt, *answer[: root + 1]], answer[root + 1 :]
+            runner = Runner(base)
+            runner.forward(seq[:-1], DraftTree(), RequiredOutputs())
+            runner.commit([])
+            draft = SkipSession(runner, *skips).write(seq, num_draft).tokens
+            same = [mine == theirs for mine, theirs in zip(draft, truth, strict=False)]
+            accepted.append((*same, False).index(False))
+    return accepted
+
+
+# ---- what is believed of a set
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize(("num_draft", "stride"), [(1, 1), (3, 2), (4, 5)])
+def test_the_drafts_of_one_forward_are_those_of_decoding(make_base, kind, num_draft, stride):
+    base = make_base(kind, layers=3)
+    texts = texts_of(base)
+    probe, seen = Probe(base, texts, num_draft, stride), set()
+    for skips in [((), ()), ((1,), ()), ((), (1,)), ((0,), (2,)), ((0, 1, 2), ()), ((0, 1, 2), (0, 1, 2))]:
+        expected = accepted_by_decoding(base, texts, skips, num_draft, stride)
+        assert probe.agrees(*skips).cumprod(-1).sum(-1).tolist() == expected
+        shares = [sum(count > depth for count in expected) / len(expected) for depth in range(num_draft)]
+        assert probe.survival(*skips) == pytest.approx(shares)
+        seen.update(expected)
+    assert {0, num_draft} <= seen, "the sets must differ"
+
+
+def test_answers_that_end_early_are_left_out_and_padding_changes_nothing(make_base):
+    base = make_base(layers=3)
+    texts = texts_of(base)
+    texts[1] = (texts[1][0], texts[1][1][:3])
+    alone_first = Probe(base, texts[:1], 4, 4).agrees((1,), (1,))
+    together = Probe(base, texts, 4, 4).agrees((1,), (1,))
+    assert torch.equal(together[: len(alone_first)], alone_first)
+    assert torch.equal(together[len(alone_first) :], Probe(base, texts[2:], 4, 4).agrees((1,), (1,)))
+    with pytest.raises(ValueError, match="every answer of toy-llama ends within 4 tokens: lower num_draft"):
+        Probe(base, texts[1:2], 4, 4)
+
+
+def test_a_probe_that_fails_can_go_on(make_base):
+    base = make_base(layers=3)
+    probe = Probe(base, texts_of(base), 3, 3)
+    before = probe.survival((1,), ())
+    hook = base.model.base_model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        probe.survival((0,), ())
+    hook.remove()
+    assert probe.survival((1,), ()) == before
+
+
+def test_the_speed_up_is_tokens_over_cost_at_the_best_length():
+    rng = random.Random(0)
+    for _ in range(20):
+        lengths = [rng.randrange(6) for _ in range(50)]  # accepted tokens of 50 drafts of five
+        survival, cost = [sum(n > depth for n in lengths) / 50 for depth in range(5)], rng.uniform(0.05, 1)
+        rates = {k: (1 + sum(min(n, k) for n in lengths) / 50) / (1 + k * cost) for k in range(1, 6)}
+        predicted, length = speed_up(survival, cost)
+        assert predicted == pytest.approx(max(rates.values())) and rates[length] == pytest.approx(predicted)
+
+
+def test_drafting_with_the_whole_base_gains_nothing():
+    assert speed_up([1.0] * 8, 1.0)[0] == 1.0
+
+
+def test_shares_are_counted_by_hand(make_base):
+    base = make_base(layers=3)  # D = 32, four heads of 8, two of them for keys and values, MLP of 64, V = 40
+    attention, mlp, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 40 * 32
+    whole = 3 * (attention + mlp) + head
+    shares = parameter_shares(base)
+    assert shares == [attention / whole] * 3 + [mlp / whole] * 3
+    assert draft_cost(shares, frozenset()) == 1
+    assert draft_cost(shares, frozenset({0, 4})) == pytest.approx(1 - (attention + mlp) / whole)
+    assert draft_cost(shares, frozenset(range(6))) == pytest.approx(head / whole)
+
+
+def test_measured_shares_leave_the_base_as_it_was(make_base):
+    base = make_base(layers=3)
+    shares = measured_shares(base, [5, 6, 7], repeats=2)
+    assert len(shares) == 6 and min(shares) >= 0
+    assert 0 < draft_cost(shares, frozenset(range(6))) <= 1
+    assert not any("forward" in vars(part) for part in base.model.modules())
+
+
+# ---- the search
+
+
+def test_on_a_tiny_base_the_best_of_all_sets_is_found(make_base):
+    base = make_base(layers=2)
+    texts = texts_of(base)
+    shares = parameter_shares(base)
+
+    def worth(skips):
+        accepted = accepted_by_decoding(base, texts, as_layers(skips, 2), 3, 3)
+        rates = [
+            (1 + sum(min(n, k) for n in accepted) / len(accepted)) / (1 + k * draft_cost(shares, skips))
+            for k in (1, 2, 3)
+        ]
+        return max(rates)
+
+    probe = Probe(base, texts, 3, 3)
+    found = search(
+        lambda skips: speed_up(probe.survival(*as_layers(skips, 2)), draft_cost(shares, skips))[0], 4, [frozenset()], 16
+    )
+    assert worth(found) == pytest.approx(max(map(worth, subsets(range(4)))))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_search_of_a_part_finds_the_best_of_all(seed):
+    """Ten sublayers, worth something alone and more or less in pairs; a quarter of the sets is tried."""
+    rng = random.Random(seed)
+    single = [rng.gauss(0, 1) for _ in range(10)]
+    pair = {frozenset(two): rng.gauss(0, 0.7) for two in combinations(range(10), 2)}
+
+    def worth(skips):
+        return sum(single[bit] for bit in skips) + sum(value for two, value in pair.items() if two <= skips)
+
+    scored = []
+
+    def score(skips):
+        scored.append(skips)
+        return worth(skips)
+
+    found = search(score, 10, [frozenset(), frozenset({1, 3})], 256, seed)
+    assert worth(found) == max(map(worth, subsets(range(10))))
+    assert len(scored) == len(set(scored)) == 256
+    assert scored[:2] == [frozenset(), frozenset({1, 3})]
+    first = list(scored)
+    scored.clear()
+    assert search(score, 10, [frozenset(), frozenset({1, 3})], 256, seed) == found and scored == first
+    scored.clear()
+    search(score, 10, [frozenset(), frozenset({1, 3})], 100, seed)
+    assert scored == first[:100], "a longer search begins as the shorter one"
+
+
+@pytest.mark.parametrize("evaluations", [1, 2, 3, 63, 64, 65])
+def test_no_more_sets_are_scored_than_asked_for_or_there_are(evaluations):
+    scored = []
+    search(lambda skips: scored.append(skips) or len(skips), 6, [frozenset(), frozenset({1})], evaluations)
+    assert len(scored) == len(set(scored)) == min(evaluations, 64)
+
+
+def test_numbers_below_the_layers_are_attentions_and_the_others_mlps():
+    assert as_layers(frozenset({4, 0, 2, 3, 5}), 3) == ((0, 2), (0, 1, 2))
+
+
+# ---- the log
+
+
+def test_a_log_remembers_and_drops_a_line_cut_short(tmp_path):
+    path = tmp_path / "new" / "x.search.jsonl"
+    log = SearchLog(path, {"base": "b"})
+    log.add(frozenset({3, 1}), [0.5, 0.25])
+    log.add(frozenset(), [1.0, 1.0])
+    with path.open("a") as file:
+        file.write('{"skips": [1], "surv')
+    known = {frozenset({1, 3}): [0.5, 0.25], frozenset(): [1.0, 1.0]}
+    again = SearchLog(path, {"base": "b"})
+    assert again.known == known
+    again.add(frozenset({2}), [0.0, 0.0])
+    assert SearchLog(path, {"base": "b"}).known == known | {frozenset({2}): [0.0, 0.0]}
+
+
+def test_a_log_is_touched_only_by_what_is_added(tmp_path):
+    path = tmp_path / "x.search.jsonl"
+    SearchLog(path, {"base": "b"})
+    assert not path.exists()
+    SearchLog(path, {"base": "b"}).add(frozenset({1}), [1.0])
+    before = path.read_text()
+    log = SearchLog(path, {"base": "c"}, overwrite=True)
+    assert log.known == {} and path.read_text() == before
+    log.add(frozenset({2}), [0.5])
+    assert SearchLog(path, {"base": "c"}).known == {frozenset({2}): [0.5]}
+
+
+def test_a_log_of_other_settings_or_a_damaged_one_is_refused(tmp_path):
+    path = tmp_path / "x.search.jsonl"
+    SearchLog(path, {"base": "b"}).add(frozenset(), [1.0])
+    with pytest.raises(ValueError, match=r"x\.search\.jsonl is of a search with other settings: pass --overwrite"):
+        SearchLog(path, {"base": "c"})
+    path.write_text('{"base": "b"}\n{"skips": 3}\n')
+    with pytest.raises(ValueError, match=r"x\.search\.jsonl is damaged"):
+        SearchLog(path, {"base": "b"})
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, tmp_path_factory):
+    base, path = make_base(layers=2, dtype=torch.float32, context=256), tmp_path_factory.mktemp("base")
+    base.model.save_pretrained(path)
+    base.tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def asked(folder, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"question_id": i, "category": "toy", "turns": [f"w{i} w{i + 3} w{9 + i}"]} for i in range(4, 8)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "base": folder, "benchmark": "mt_bench", "questions": str(questions), "limit": 3, "max_new_tokens": 16,
+        "num_draft": 3, "device": "cpu",
+    }  # fmt: skip
+
+
+def test_the_command_writes_a_set_that_the_drafter_reads(asked, tmp_path, capsys):
+    out = tmp_path / "deep" / "skips.json"
+    skip_search(**asked, out=str(out), evaluations=16)
+    found = json.loads(out.read_text())
+    assert read_skips(out, 2) == (tuple(found["attention"]), tuple(found["mlp"]))
+    base = load_base(asked["base"])
+    bits = frozenset([*found["attention"], *(2 + layer for layer in found["mlp"])])
+    assert found["draft_cost"] == draft_cost(parameter_shares(base), bits)
+    assert found["base"] == asked["base"] and found["predicted_speedup"] >= 1
+    said = capsys.readouterr().out
+    assert "no measurement" in said and f"self_speculative={out}:num_draft={found['num_draft']},threshold=0" in said
+    assert f"predicted speed-up {found['predicted_speedup']:.2f}" in said
+    assert f"agreement {found['agreement']:.1%}" in said
+    assert sorted(path.name for path in out.parent.iterdir()) == ["skips.json", "skips.search.jsonl"]
+
+
+def test_a_search_that_was_stopped_goes_on_where_it_was(asked, tmp_path, monkeypatch):
+    probed = []
+
+    class Counted(Probe):
+        def survival(self, attention, mlp):
+            if len(probed) == 5:
+                raise KeyboardInterrupt
+            probed.append((attention, mlp))
+            return super().survival(attention, mlp)
+
+    skip_search(**asked, out=str(tmp_path / "whole.json"), evaluations=12)
+    monkeypatch.setattr(module, "Probe", Counted)
+    with pytest.raises(KeyboardInterrupt):
+        skip_search(**asked, out=str(tmp_path / "part.json"), evaluations=12)
+    assert not (tmp_path / "part.json").exists()
+    monkeypatch.setattr(module, "Probe", Probe)
+    first = (tmp_path / "part.search.jsonl").read_text()
+    skip_search(**asked, out=str(tmp_path / "part.json"), evaluations=12)
+    assert (tmp_path / "part.search.jsonl").read_text().startswith(first) and first.count("\n") == 6
+    for ending in ("json", "search.jsonl"):
+        assert (tmp_path / f"part.{ending}").read_text() == (tmp_path / f"whole.{ending}").read_text()
+
+
+def test_what_another_search_left_is_kept_unless_asked(asked, tmp_path):
+    out = tmp_path / "skips.json"
+    out.write_text("{}")
+    with pytest.raises(ValueError, match=r"skips\.json is there .* pass --overwrite, or another --out"):
+        skip_search(**asked, out=str(out), evaluations=1)
+    assert out.read_text() == "{}"
+    skip_search(**asked, out=str(out), evaluations=1, overwrite=True)
+    with pytest.raises(ValueError, match="a search with other settings"):
+        skip_search(**asked | {"limit": 2}, out=str(out), evaluations=1)
+    skip_search(**asked | {"limit": 2}, out=str(out), evaluations=1, overwrite=True)
+    assert json.loads(out.read_text())["limit"] == 2
+
+
+@pytest.mark.parametrize("name", ["skips.json", "skips.search.jsonl", "file/a/skips.json"])
+def test_what_cannot_be_written_is_refused_before_the_base_is_loaded(asked, tmp_path, monkeypatch, name):
+    if "/" in name:
+        (tmp_path / "file").write_text("")
+    else:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(module, "load_base", lambda *arguments: pytest.fail("the base was loaded"))
+    out = tmp_path / name.replace(".search.jsonl", ".json")
+    with pytest.raises(ValueError, match="give another name"):
+        skip_search(**asked, out=str(out), overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {name.split("/")[0], "questions.jsonl"}
+
+
+def test_a_search_that_finds_no_draft_to_look_at_leaves_no_log(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "alone", lambda *arguments: [5])
+    with pytest.raises(ValueError, match="ends within 3 tokens"):
+        skip_search(**asked, out=str(tmp_path / "x.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
+
+
+@pytest.mark.parametrize("wrong", [{"num_draft": 0}, {"evaluations": 0}, {"stride": 0}, {"max_new_tokens": 3}])
+def test_impossible_numbers_are_refused(asked, tmp_path, wrong):
+    with pytest.raises(ValueError, match="need num_draft, stride and evaluations of at least 1"):
+        skip_search(**asked | {"out": str(tmp_path / "x.json")} | wrong)
+
+
+def test_the_drafts_of_a_skipped_base_are_not_those_of_a_whole_one(make_base):
+    """A negative control: were nothing skipped in the probe, every set would look perfect."""
+    base = make_base(layers=3)
+    probe = Probe(base, texts_of(base), 3, 3)
+    assert probe.survival((), ()) == [1.0] * 3
+    with skipping(base.model.base_model, (0, 1), (0, 1)):
+        broken = probe.agrees((), ())
+    assert not broken.all() and torch.equal(broken, probe.agrees((0, 1), (0, 1)))

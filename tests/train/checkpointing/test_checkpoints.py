@@ -1,0 +1,131 @@
+"""Checkpoints are whole or not there, and `last` is the newest that can be gone on from."""
+
+import errno
+import os
+import resource
+import shutil
+
+import pytest
+import torch
+
+from train.checkpointing.checkpoints import WholeCheckpoints, check_whole, newest_whole, remove_unfinished
+from train.cli import lightning_command
+
+
+def save(folder, name, step, age=0.0, **others):
+    """A checkpoint of some bytes, so many seconds old."""
+    path = folder / f"{name}.ckpt"
+    WholeCheckpoints().save_checkpoint({"step": step, "optimizer_states": [], "w": torch.zeros(1000), **others}, path)
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def cut(path):
+    """Cut a file short, as a full disk or a broken copy does; its age stays."""
+    times = path.stat().st_atime, path.stat().st_mtime
+    os.truncate(path, path.stat().st_size // 2)
+    os.utime(path, times)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+    path = save(tmp_path, "last", 1)
+
+    def no_room(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(ValueError, match=r"last.ckpt could not be written \(No space left on device\).*is kept"):
+        save(tmp_path, "last", 2)
+    assert torch.load(path, weights_only=True)["step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_newest_checkpoint_is_the_last_whatever_its_name(tmp_path):
+    assert newest_whole([tmp_path]) is None
+    old, new = save(tmp_path, "last", 4, age=9), save(tmp_path, "step=8", 8)
+    assert newest_whole([tmp_path]) == new
+    old.unlink()
+    old.symlink_to(new.name)
+    assert newest_whole([tmp_path]) == old, "of one file the name that stays"
+    old.unlink()
+    old.symlink_to("step=4.ckpt")
+    assert newest_whole([tmp_path]) == new, "a link to a file that was deleted is no loss"
+
+
+@pytest.mark.parametrize("damage", ["cut", "a byte", "text", "empty"])
+def test_a_damaged_checkpoint_is_passed_over_by_last_and_refused_by_name(tmp_path, capsys, damage):
+    whole, broken = save(tmp_path, "step=4", 4, age=9), save(tmp_path, "step=8", 8)
+    content = bytearray(broken.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged = {"cut": bytes(content[: len(content) // 2]), "a byte": bytes(content), "text": b"no zip", "empty": b""}
+    broken.write_bytes(damaged[damage])
+    assert newest_whole([tmp_path]) == whole
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("passed over for an older one: ") and "step=8.ckpt is not a readable checkpoint" in line
+    with pytest.raises(ValueError, match=r"step=8.ckpt is not a readable checkpoint .*train or copy it again"):
+        check_whole(broken)
+
+
+def test_a_folder_that_deepspeed_did_not_finish_is_passed_over(tmp_path, capsys):
+    (tmp_path / "step=8.ckpt" / "checkpoint").mkdir(parents=True)
+    whole = save(tmp_path, "step=4", 4, age=9)
+    assert newest_whole([tmp_path]) == whole
+    assert "step=8.ckpt is not a readable checkpoint (no file latest" in capsys.readouterr().err
+    (tmp_path / "step=8.ckpt" / "latest").write_text("checkpoint")
+    assert newest_whole([tmp_path]) == tmp_path / "step=8.ckpt"
+
+
+def test_without_any_whole_checkpoint_a_run_does_not_begin_anew_unasked(tmp_path):
+    cut(save(tmp_path, "last", 4))
+    with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be gone on from"):
+        newest_whole([tmp_path])
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+    full, _ = save(tmp_path, "last", 4, age=9), torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
+    assert newest_whole([tmp_path]) == full
+
+
+def test_only_what_a_kill_left_unfinished_is_removed(tmp_path):
+    kept = {save(tmp_path, "last", 4), tmp_path / "notes.new"}
+    (tmp_path / "notes.new").touch()
+    (tmp_path / "step=8.ckpt.4711.new").touch()
+    remove_unfinished(tmp_path)
+    assert set(tmp_path.iterdir()) == kept
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_run, fork, losses_of, tmp_path):
+    config = write_run(tmp_path, every=1, keep=-1, max_steps=2)
+    assert fork("fit", "--config", config).wait() == 0
+    cut(tmp_path / "checkpoints" / "step=2.ckpt")  # and last.ckpt, which points at it
+    run = fork("fit", "--config", config, "--ckpt_path", "last")
+    assert run.wait() == 0
+    said = run.log.read_text()
+    assert said.count("passed over") == 1 and "last.ckpt is not a readable checkpoint" in said
+    assert len(losses_of(tmp_path)) == 4 and len((tmp_path / "losses.txt").read_text().splitlines()) == 6
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+def test_a_full_disk_ends_a_run_in_one_line_with_the_checkpoint_before(write_run, fork, tmp_path):
+    config = write_run(tmp_path, every=1, max_steps=1)
+    assert fork("fit", "--config", config).wait() == 0
+    size = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "before", symlinks=True)
+
+    def limit():  # a file may not grow to a checkpoint's size: EFBIG, as near to a full disk as one gets unprivileged
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    more = "--ckpt_path", "last", "--trainer.max_steps", 3
+    run = fork("fit", "--config", config, *more, before=limit)
+    assert run.wait() == 2
+    lines = [line for line in run.log.read_text().splitlines() if line.startswith("lightning: error: ")]
+    assert len(lines) == 1 and "could not be written (File too large)" in lines[0]
+    assert "Traceback" not in run.log.read_text()
+    for path in (tmp_path / "before").iterdir():
+        assert (tmp_path / "checkpoints" / path.name).read_bytes() == path.read_bytes()
+    assert fork("fit", "--config", config, *more).wait() == 0, "with room again it goes on"
+
+
+def test_a_folder_without_checkpoints_begins_a_run(write_run, call, tmp_path):
+    outcome = call(lightning_command.main, "fit", "--config", write_run(tmp_path, max_steps=1), "--ckpt_path", "last")
+    assert outcome.code == 0, outcome.err

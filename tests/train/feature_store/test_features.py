@@ -1,0 +1,292 @@
+import json
+import shutil
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+
+from data.feature_store.store import FeatureStore, Manifest
+from data.module import ShareGPTData
+from drafters import CTC, EAGLE, EAGLE3
+from inference.engine.base import base_hash, load_base
+from train.cli import commands, lightning_command
+from train.feature_store.features import chosen_layers, planned, require_room
+from train.modules.drafter_training import DrafterTraining
+
+DATA = {"files": ["embedded:24"], "max_length": 400}
+LAYERS = (0, 1, -1)
+SMALL_CTC = partial(CTC, num_frames=6, num_labels=4, num_anchors=16, num_nodes=8, top_k=4)
+RECIPES = {
+    "ctc": SMALL_CTC,
+    "ctc over fused layers": partial(SMALL_CTC, hidden_layers=(1, 0)),
+    "eagle": partial(EAGLE, depth=2, width=2, top_k=2, num_nodes=4),
+    "eagle3": partial(EAGLE3, hidden_layers=(0, 1), depth=2, width=2, top_k=2, num_nodes=4),
+}
+
+
+def command(tiny, out, **changes):
+    """The command line of a store of three shards."""
+    options = {"layers": ",".join(map(str, LAYERS)), "dtype": "float32", "max_length": 400, "shard_megabytes": 1}
+    options |= {"base": tiny, "out": out, "files": "[embedded:24]"} | changes
+    return ["features", *(f"--{name}={value}" for name, value in options.items())]
+
+
+@pytest.fixture(scope="module")
+def stores(tiny, tmp_path_factory):
+    """The same conversations in each number format."""
+    folder = tmp_path_factory.mktemp("stores")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pytest"])
+        for dtype in ("float32", "float16", "bfloat16", "int8"):
+            commands.main(command(tiny, folder / dtype, dtype=dtype))
+    return folder
+
+
+class Losses(L.Callback):
+    """Notes each step's loss and tokens, and how often the base runs in training."""
+
+    def __init__(self):
+        self.losses, self.tokens, self.base_forwards = [], [], 0
+
+    def on_fit_start(self, trainer, module):
+        def counted(*_):
+            self.base_forwards += module.training
+
+        module.base.model.base_model.register_forward_pre_hook(counted)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        self.tokens.append(batch["input_ids"].tolist())
+
+
+def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
+    seen = Losses()
+    L.seed_everything(0, verbose=False)
+    module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8)
+    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA | options)
+    saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        callbacks=[seen, saving],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, data, ckpt_path=resume, weights_only=False)  # the recipe is a partial here
+    return seen
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_training_from_a_store_gives_the_losses_of_training_beside_the_base(tiny, stores, tmp_path, name):
+    online = fit(tiny, RECIPES[name], tmp_path / "online")
+    assert online.base_forwards == len(online.losses) == 8
+    assert any(row[-1] == 0 for batch in online.tokens for row in batch), "some rows are padded"
+    for dtype, tolerance in (("float32", 1e-6), ("float16", 1e-3)):
+        stored = fit(tiny, RECIPES[name], tmp_path / dtype, stores / dtype)
+        assert stored.tokens == online.tokens, "the same batches in the same order"
+        assert stored.losses == pytest.approx(online.losses, rel=tolerance, abs=0)
+        assert stored.base_forwards == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_coarser_stores_train_nearly_alike(tiny, stores, tmp_path, dtype):
+    online = fit(tiny, SMALL_CTC, tmp_path / "online")
+    stored = fit(tiny, SMALL_CTC, tmp_path / dtype, stores / dtype)
+    assert stored.losses == pytest.approx(online.losses, rel=0.02)
+    assert stored.losses != online.losses
+
+
+def test_a_training_from_a_store_goes_on_in_the_middle_of_an_epoch(tiny, stores, tmp_path):
+    whole = fit(tiny, SMALL_CTC, tmp_path / "whole", stores / "float16", num_workers=1)
+    resume = tmp_path / "whole" / "step=3.ckpt"
+    rest = fit(tiny, SMALL_CTC, tmp_path / "rest", stores / "float16", resume=resume)
+    assert rest.tokens == whole.tokens[3:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_store_holds_what_the_base_says_of_each_conversation_alone(tiny, tmp_path, dtype):
+    commands.main(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))
+    base, store = load_base(str(tiny), dtype), FeatureStore(tmp_path / "store")
+    data = ShareGPTData(str(tiny), val_size=4, features=str(store.folder), **DATA)
+    data.setup("fit")
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
+    for place in data._places:
+        row = store.read(place)
+        with torch.no_grad():
+            alone = base.model(row["input_ids"][None].long(), output_hidden_states=True)
+        expected = torch.cat([alone.hidden_states[layer] for layer in LAYERS], dim=-1)[0]
+        torch.testing.assert_close(row["hidden"], expected, **close)
+        if dtype == "float32":
+            assert torch.equal(row["labels"].long(), alone.logits[0].argmax(-1)), "labels never see the rounding"
+
+
+def test_labels_are_the_same_in_every_number_format(stores):
+    labels = []
+    for dtype in ("float32", "float16", "int8"):
+        store = FeatureStore(stores / dtype)
+        ends = [shard.num_tokens for shard in store.manifest.shards]
+        labels.append(torch.cat([store.read((number, 0, end))["labels"] for number, end in enumerate(ends)]).sort()[0])
+    assert torch.equal(labels[0], labels[1]) and torch.equal(labels[0], labels[2])
+
+
+def test_size_and_time_are_said_before_the_writing(call, tiny, tmp_path):
+    outcome = call(commands.main, *command(tiny, tmp_path / "store"))
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    (said,) = (number for number, line in enumerate(lines) if line.startswith("to be written: "))
+    (done,) = (number for number, line in enumerate(lines) if line.startswith("wrote "))
+    assert said < done and "it will take about 0:00:" in lines[said] and "24 conversations" in lines[said]
+    assert "layers 0,1,-1 in float32" in lines[said]
+    announced, written = (lines[said].split()[3:5], lines[done].split(": ")[1].split()[:2])
+    assert announced[1] == written[1] and float(written[0]) == pytest.approx(float(announced[0]), rel=0.05)
+
+
+def state(folder):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def test_an_interrupted_writing_goes_on_with_whole_shards(call, tiny, stores, tmp_path):
+    folder = tmp_path / "store"
+    shutil.copytree(stores / "float32", folder)
+    whole, manifest = state(folder), Manifest.read(folder)
+    names = [shard.file for shard in manifest.shards]
+    assert len(names) >= 3
+    stopped = json.loads((folder / "manifest.json").read_text()) | {"is_complete": False}
+    del stopped["shards"][2:]  # killed before the third was recorded, the second cut short by the crash
+    (folder / "manifest.json").write_text(json.dumps(stopped))
+    (folder / names[1]).write_bytes(whole[names[1]][0][:-7])
+    (folder / f"{names[2]}.new").write_bytes(b"half")
+    with pytest.raises(ValueError, match="is not finished"):
+        FeatureStore(folder)
+    outcome = call(commands.main, *command(tiny, folder))
+    assert outcome.code == 0, outcome.err
+    assert f"1 of {len(names)} shards are there already" in outcome.out
+    again = state(folder)
+    assert {name: content for name, (content, _) in again.items()} == {
+        name: content for name, (content, _) in whole.items()
+    }, "byte by byte what an uninterrupted run writes"
+    assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
+
+
+def test_a_finished_store_is_left_alone_and_verify_finds_a_changed_byte(call, tiny, stores, tmp_path):
+    folder = tmp_path / "store"
+    shutil.copytree(stores / "float16", folder)
+    shard = folder / "shard-00000.safetensors"
+    before = state(folder)
+    shard.write_bytes(before[shard.name][0][:-1] + bytes([before[shard.name][0][-1] ^ 1]))
+    call_it = partial(call, commands.main)
+    assert "to be written" not in call_it(*command(tiny, folder, dtype="float16")).out
+    mended = call_it(*command(tiny, folder, dtype="float16"), "--verify")
+    assert "in 1 shards" in mended.out and shard.read_bytes() == before[shard.name][0]
+
+
+def test_another_store_is_not_written_over(call, tiny, make_tiny, stores, tmp_path):
+    folder = tmp_path / "store"
+    shutil.copytree(stores / "float32", folder)
+    before = state(folder)
+    other = make_tiny("another", seed=3)
+    for changes, said in [
+        ({"dtype": "int8"}, "another dtype (float32, not int8)"),
+        ({"max_length": 100}, "another max_length (400, not 100)"),
+        ({"files": "[embedded:20]"}, "another set of conversations"),
+        ({"layers": "-1"}, "another layers"),
+        ({"base": other}, "another base"),
+        ({"base_dtype": "bfloat16"}, "another base_dtype"),
+    ]:
+        refused = call(commands.main, *command(tiny, folder, **changes))
+        assert said in refused.one_line_error("drafters").replace("  ", " "), changes
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("dear")
+    refused = call(commands.main, *command(tiny, tmp_path / "full"))
+    assert "holds other files: give another --out" in refused.one_line_error("drafters")
+    assert state(folder) == before
+
+
+def test_wrong_requests_end_in_one_line(call, tiny, tmp_path):
+    for changes, said in [
+        ({"layers": "0,7"}, "layer 7 is not there or given twice: the base has -1, 0, ..., 2"),
+        ({"layers": "last"}, "layers is 'last'"),
+        ({"max_length": 4096}, "ends at 512: pass --max-length 512 or less"),
+        ({"batch_size": 0}, "must be positive"),
+        ({"files": "[nowhere.json]"}, "no such file"),
+    ]:
+        refused = call(commands.main, *command(tiny, tmp_path / "store", **changes))
+        assert said in refused.one_line_error("drafters")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    require_room(tmp_path / "store", free // 2)
+    with pytest.raises(ValueError, match=r"the store needs .* left: make room"):
+        require_room(tmp_path / "store", free * 2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_with_last_adds_the_last_state_once():
+    assert chosen_layers("1,0", True, 2) == (1, 0, -1)
+    assert chosen_layers("-1,2", True, 2) == (-1, 2)
+
+
+def test_shards_hold_each_row_once_the_longest_first():
+    names = [bytes([value]) for value in (0, 1, 2, 1, 3, 4)]
+    assert planned(names, [5, 9, 5, 9, 1, 30], 15) == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
+
+
+def test_a_base_is_known_by_its_weights(tiny, make_tiny, tmp_path):
+    base = load_base(str(tiny))
+    shutil.copytree(tiny, tmp_path / "copy")
+    assert base_hash(load_base(str(tmp_path / "copy"))) == base_hash(base)
+    assert base_hash(load_base(str(make_tiny("other-weights", seed=5)))) != base_hash(base)
+    changed = load_base(str(tiny))
+    changed.model.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    assert base_hash(changed) != base_hash(base)
+
+
+def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stores, tmp_path):
+    store = stores / "float32"
+
+    def refusal(base=tiny, drafter=SMALL_CTC, features=store, **options):
+        with pytest.raises(ValueError) as error:
+            module = DrafterTraining(str(base), drafter, base_dtype=options.pop("base_dtype", "float32"))
+            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA | options)
+            L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False).fit(module, data)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
+        drafter=partial(SMALL_CTC, hidden_layers=(2, 0))
+    )
+    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(base_dtype="bfloat16")
+    assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))
+    assert "pass --data.max_length 400" in refusal(max_length=150)
+    commands.main(command(tiny, tmp_path / "fused", layers="0,1"))
+    assert "reads the base's last states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
+    fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
+
+
+def test_the_same_config_trains_from_a_store_by_one_more_argument(call, write_recipe, stores, tmp_path):
+    config = write_recipe(tmp_path, max_steps=2, val_check_interval=2)
+    outcome = call(
+        lightning_command.main,
+        "fit",
+        "--config",
+        config,
+        "--data.features",
+        stores / "float16",
+        "--data.max_length",
+        400,
+    )
+    assert outcome.code == 0, outcome.err
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+    missing = call(
+        lightning_command.main, "fit", "--config", config, "--ckpt_path", "last", "--data.features", tmp_path / "none"
+    )
+    assert "no feature store at" in missing.one_line_error("lightning")

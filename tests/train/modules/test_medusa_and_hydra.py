@@ -1,0 +1,181 @@
+"""Medusa and Hydra in training: they start from the base, get better, and simulated acceptance is the real one."""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from torch.utils.data import DataLoader
+
+from data import embedded
+from drafters import Hydra, Medusa, NoDrafter
+from inference.api.prompts import prompt_ids
+from inference.engine.base import load_base
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+from train.cli import lightning_command
+from train.modules.drafter_training import DrafterTraining
+from train.validation.base_answers import with_own_answers
+from train.validation.simulate import simulate
+
+SMALL = {"num_heads": 4, "num_anchors": 24, "num_nodes": 8, "top_k": 4}
+KINDS = {
+    "medusa": partial(Medusa, **SMALL),
+    "medusa, static": partial(Medusa, **SMALL, static=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [2]]),
+    "medusa, the base's head": partial(Medusa, **SMALL, own_heads=False),
+    "hydra": partial(Hydra, **SMALL),
+    "hydra++": partial(Hydra, **SMALL, num_layers=4, prefix_attention=True, distillation=True, width=4),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def trainer(tmp_path, **arguments):
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        limit_val_batches=1,
+        check_val_every_n_epoch=100,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **arguments,
+    )
+
+
+def heads_of(module):
+    return [head.weight for head in module.drafter.lm_heads]
+
+
+@pytest.fixture(scope="module")
+def base(tiny):
+    """The tiny base in float64, where the session's cache and one plain forward agree to the last bit that matters."""
+    loaded = load_base(str(tiny))
+    loaded.model.double()
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def prompts(base):
+    return [prompt_ids(base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(5)]
+
+
+@pytest.fixture(scope="module")
+def own_text(tiny_base, prompts):
+    """A batch of the base's own greedy answers: what a drafter can be trained to foresee."""
+    rows = torch.tensor([[*prompt, 7] for prompt in prompts])
+    mask = torch.zeros_like(rows, dtype=torch.bool)
+    mask[:, -1] = True
+    return with_own_answers(tiny_base, {"input_ids": rows, "loss_mask": mask}, 32)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, own_text, tmp_path_factory):
+    """Trains a kind once: the module, and what validation logged before and after."""
+    made = {}
+
+    def train(kind):
+        if kind not in made:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                module = DrafterTraining(str(tiny), KINDS[kind], max_val_tokens=32, learning_rate=1e-2)
+                batches, run = (
+                    DataLoader([own_text], batch_size=None),
+                    trainer(tmp_path_factory.mktemp("t"), max_steps=60),
+                )
+                (start,) = run.validate(module, batches, verbose=False)
+                run.fit(module, batches)
+                (end,) = run.validate(module, batches, verbose=False)
+            made[kind] = module, start, end
+        return made[kind]
+
+    return train
+
+
+@each_kind
+def test_training_lowers_the_loss_and_raises_the_acceptance_length(trained, kind):
+    module, start, end = trained(kind)
+    assert end["val/loss"] < 0.7 * start["val/loss"]
+    assert end["val/acceptance_length"] > start["val/acceptance_length"] + 0.5
+    assert all(name.startswith("drafter.") for name in module.state_dict())
+
+
+@each_kind
+def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, trained, prompts, kind):
+    emitted = []
+    for trained_for in (0, 60):
+        if trained_for:
+            drafter = KINDS[kind](base.shape)
+            drafter.load_state_dict(trained(kind)[0].drafter.state_dict())
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+                drafter = KINDS[kind](base.shape)
+        drafter.double().eval().attach_base_weights(base.base_weights)
+        emitted = []
+        for prompt in prompts:
+            decoded = Session(Runner(base), drafter).run(prompt, 48)
+            assert decoded.tokens == Session(Runner(base), NoDrafter()).run(prompt, 48).tokens
+            text = torch.tensor([*prompt, *decoded.tokens])
+            with torch.no_grad():
+                hidden = base.hidden_states(text[None], drafter.required_outputs.hidden_layers)[0][0]
+            live = [step.emitted for step in decoded.steps[1:]]
+            assert simulate(drafter, hidden, text, (len(prompt), len(text)), base.base_weights) == live
+            assert {step.draft_forwards for step in decoded.steps[1:-1]} == {1}
+            emitted += live
+    assert sum(emitted) / len(emitted) > 1.5, "the comparison says little where hardly anything is accepted"
+
+
+@pytest.mark.parametrize("kind", [Medusa, Hydra])
+def test_output_layers_start_as_the_bases_head_and_go_on_from_a_checkpoint(tiny, own_text, tmp_path, kind):
+    make = partial(DrafterTraining, str(tiny), partial(kind, **SMALL), learning_rate=1e-2, val_answers="text")
+    module, batches = make(), DataLoader([own_text], batch_size=None)
+    head = module.base.base_weights.head
+    assert all(torch.equal(weight, head) for weight in heads_of(module))
+    first = trainer(tmp_path, max_steps=3)
+    first.fit(module, batches)
+    trained = [weight.detach().clone() for weight in heads_of(module)]
+    assert not any(torch.equal(weight, head) for weight in trained)
+    first.save_checkpoint(tmp_path / "three.ckpt")
+
+    validated = make()
+    trainer(tmp_path).validate(validated, batches, ckpt_path=tmp_path / "three.ckpt", verbose=False, weights_only=False)
+    assert all(map(torch.equal, heads_of(validated), trained))
+    resumed = make()
+    trainer(tmp_path, max_steps=3).fit(resumed, batches, ckpt_path=tmp_path / "three.ckpt", weights_only=False)
+    assert all(map(torch.equal, heads_of(resumed), trained))
+    trainer(tmp_path, max_steps=0).fit(module, batches)
+    assert all(map(torch.equal, heads_of(module), trained)), "a second training of the same module goes on"
+
+
+def test_a_drafter_is_initialised_once_however_often_it_is_trained(tiny, own_text, tmp_path):
+    calls = []
+
+    class Counted(Medusa):
+        def initialise(self, base_weights):
+            calls.append(base_weights.head.shape)
+            super().initialise(base_weights)
+
+    module, batches = DrafterTraining(str(tiny), partial(Counted, **SMALL)), DataLoader([own_text], batch_size=None)
+    for _ in range(2):
+        run = trainer(tmp_path, max_steps=1)
+        run.validate(module, batches, verbose=False)
+        run.fit(module, batches)
+    assert calls == [module.base.base_weights.head.shape]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("medusa.yaml", {"num_heads": 5, "num_layers": 1, "decay": 0.8, "own_heads": True, "tree": "best_first"}),
+        ("hydra.yaml", {"num_heads": 5, "num_layers": 1, "prefix_attention": False, "distillation": False}),
+    ],
+)
+def test_the_shipped_configs_hold_the_papers_settings(call, name, expected):
+    outcome = call(lightning_command.main, "fit", "--config", name, "--config", "debug.yaml", "--print_config")
+    assert outcome.code == 0, outcome.err
+    model = yaml.safe_load(outcome.out)["model"]
+    assert (model["learning_rate"], model["schedule"]) == (1e-3, "cosine")
+    assert model["drafter"]["init_args"].items() >= expected.items()

@@ -1,0 +1,4 @@
+"""Lightning callbacks: speed, memory estimate, skipped steps, signals, exact resume, draft-tree samples.
+
+May import `modules` and `validation`.
+"""

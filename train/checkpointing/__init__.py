@@ -1,0 +1,4 @@
+"""Reading and writing training checkpoints.
+
+Imports no other room of `train`.
+"""

@@ -1,0 +1,171 @@
+"""The LightningCLI behind the ``lightning`` command; imported only when something is to be run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+import lightning as L
+import yaml
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from data.module import ShareGPTData
+from inference.registry.catalogue import LEARNED
+from inference.runs.outputs import folder_above
+from train.callbacks.estimate import Estimate
+from train.callbacks.faults import Faults
+from train.callbacks.preemption import Preemption
+from train.callbacks.resume import ExactResume
+from train.callbacks.training_speed import Optimisation, Speed
+from train.callbacks.tree_samples import TreeSamples
+from train.checkpointing.checkpoints import WholeCheckpoints, check_whole, newest_whole, remove_unfinished
+from train.cli.wrong_values import in_plain_words
+from train.modules.drafter_training import DrafterTraining
+
+
+class OneLineParser(LightningArgumentParser):
+    """Says a wrong key or value in one line instead of a usage page; half a key is not taken for the whole one."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs | {"allow_abbrev": False})
+
+    def error(self, message: str, *args, **kwargs) -> NoReturn:
+        text = in_plain_words(str(message))
+        text = re.sub(r"^--(?=\w+ takes)", "", text)  # a class's own argument, told without the keys above it
+        known = [f"drafters.{kind.__name__}" for kind in LEARNED.values()]
+        named = re.search(r"model\.drafter\": .*Got value: (?:Namespace\(class_path=')?(drafters\.\w+)", text)
+        if named and named[1] not in known:
+            text = f"{named[1]} is no drafter to train: give --model.drafter one of {', '.join(known)}"
+        inner = re.findall(
+            r"Option '[^']+' is not accepted|No module named '[^']+'|Subcommand '[^']+' does not accept[^.]*\S+", text
+        )
+        self.exit(2, f"lightning: error: {inner[-1] if inner else text} (lightning fit --help lists every key)\n")
+
+
+class DrafterCLI(LightningCLI):
+    """Fills in what one argument already says.
+
+    The data's tokenizer is the base's; checkpoints and TensorBoard go below ``trainer.default_root_dir``.
+    """
+
+    command: str
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """fit, validate and test; there is nothing here that Lightning's predict would predict."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(ExactResume, "resume")
+        parser.add_lightning_class_args(Faults, "faults")
+        parser.add_lightning_class_args(TreeSamples, "trees")
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning lets the hyper-parameters of a checkpoint override the command line; here the command line wins."""
+        path = Path(self.config[self.config.subcommand].get("ckpt_path") or "")
+        if path.is_file():
+            check_whole(path)
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
+        if config.data.tokenizer is None:
+            model = config.model.get("init_args") or config.model
+            config.data.tokenizer = model.get("base") or model.get("tokenizer")
+        run = config.trainer.default_root_dir or "runs/default"
+        self.checkpoint_folders = []
+        for callback in config.trainer.callbacks or []:
+            if callback.class_path.endswith("ModelCheckpoint"):
+                callback.init_args.dirpath = callback.init_args.get("dirpath") or f"{run}/checkpoints"
+                callback.init_args.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
+                self.checkpoint_folders.append(callback.init_args.dirpath)
+                if self.subcommand == "fit" and "://" not in callback.init_args.dirpath:
+                    folder_above(Path(callback.init_args.dirpath) / "last.ckpt")
+                self._require_empty(Path(callback.init_args.dirpath), config)
+        if config.get("ckpt_path") == "last" and (path := newest_whole(self.checkpoint_folders)):
+            config.ckpt_path = str(path)
+        if config.trainer.logger in (None, True):
+            logger = Namespace(save_dir=run, name="tensorboard", default_hp_metric=False)
+            config.trainer.logger = Namespace(
+                class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=logger
+            )
+
+        if config.get("weights_only") is None and "weights_only" in config:
+            config.weights_only = True  # a checkpoint is data: nothing in it is run
+
+    def _require_empty(self, folder: Path, config: Namespace) -> None:
+        is_new = self.subcommand == "fit" and not config.get("ckpt_path")
+        if is_new and any(folder.glob("*.ckpt")):
+            raise ValueError(
+                f"{folder} already holds checkpoints: go on with --ckpt_path last, or give another "
+                "--trainer.default_root_dir"
+            )
+
+    def instantiate_trainer(self, **kwargs) -> L.Trainer:
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, TypeError) as error:
+            if "backend found" in str(error):
+                raise ValueError(f"{error} Pass --trainer.accelerator cpu or auto") from error
+            if "`devices` selected" in str(error):
+                raise ValueError(f"{error} Pass --trainer.devices 1 or auto") from error
+            raise
+
+    def after_instantiate_classes(self) -> None:
+        self.model.command = self.command
+        if type(self.trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            self.trainer.strategy._checkpoint_io = WholeCheckpoints()
+        if self.subcommand == "fit" and self.trainer.is_global_zero:
+            for folder in self.checkpoint_folders:
+                remove_unfinished(folder)
+
+
+def names_a_class(args: list[str]) -> bool:
+    """Whether a config trains another module than `DrafterTraining`, as configs/base/tiny.yaml does.
+
+    Where none does, the module's own keys stand under ``model`` and in --help, and a wrong one is named plainly.
+    """
+    paths = [value for flag, value in pairwise(args) if flag == "--config"]
+    paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
+    models = [read_config(path).get("model") for path in paths]
+    return any(isinstance(model, dict) and "class_path" in model for model in models)
+
+
+def read_config(path: str) -> dict:
+    """The keys of a YAML file; ValueError where it holds something else."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a readable YAML file: {error}") from error
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{path} holds no keys: a config looks like configs/ctc.yaml")
+    return values or {}
+
+
+def run(args: list[str], command: str) -> None:
+    """Parse and run.
+
+    Args:
+        args: What follows ``lightning``, configs by path.
+        command: The command as the user wrote it.
+    """
+    DrafterCLI.command = command
+    sys.argv[1:] = args
+    other = names_a_class(args)
+    DrafterCLI(
+        L.LightningModule if other else DrafterTraining,
+        ShareGPTData,
+        subclass_mode_model=other,
+        trainer_defaults={
+            "use_distributed_sampler": False,  # the batches are shared out by length already
+            "callbacks": [Preemption(), Speed(), Optimisation(), Estimate()],
+        },
+        save_config_kwargs={"overwrite": True},
+        parser_class=OneLineParser,
+        seed_everything_default=0,
+    )

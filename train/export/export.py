@@ -1,0 +1,158 @@
+"""``drafters export``: a Lightning checkpoint becomes a folder that decoding loads without Lightning."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import BaseShape, LearnedDrafter
+from train.checkpointing.saved import read_checkpoint
+from train.export import vllm
+
+Format = Literal["drafters", "vllm"]
+WEIGHTS = "model.safetensors", "model.safetensors.index.json"
+
+
+def export(
+    ckpt: str,
+    out: str,
+    base: str | None = None,
+    overwrite: bool = False,
+    format: Format = "drafters",
+    mask_token_id: int | None = None,
+    max_shard_size: str | None = None,
+) -> None:
+    """Turn a training checkpoint into a folder: config.json, model.safetensors, README.md.
+
+    A drafter's folder goes to `drafters eval --drafter ctc=OUT`; that of a pre-trained base is a transformers model.
+
+    Args:
+        ckpt: Checkpoint that `lightning fit` wrote, a file or DeepSpeed's folder.
+        out: Folder to make.
+        base: Name the model card gives the base, where it is not the one it was trained with; ``vllm`` reads the
+            embedding of a block drafter's base from there.
+        overwrite: Replace a drafter or base that is already there.
+        format: ``drafters``, which `drafters eval` reads, or ``vllm``: Medusa, or Block as speculators' DSpark.
+        mask_token_id: For a block drafter in vllm's format, a token that no text holds; its embedding is the mask's.
+        max_shard_size: Of a base, the most that one file of weights may hold, such as 16MB; one file if not given.
+    """
+    folder = Path(out)
+    if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
+        raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
+    if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
+        raise ValueError(f"{out} already holds a model: give another folder, or --overwrite to replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise ValueError(f"{out} holds other files, and no drafter or base (config.json): give another folder")
+    saved = read_checkpoint(Path(ckpt))
+    arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
+    if "drafter" in arguments:
+        drafter, config = drafter_of(saved, arguments, base)
+        if format == "vllm":
+            vllm.write(folder, drafter, config, mask_token_id)
+        else:
+            checkpoint.save(folder, drafter, config)
+            card = model_card(config, sum(p.numel() for p in drafter.parameters()))
+            (folder / "README.md").write_text(card, encoding="utf-8")
+    elif "context_length" in arguments and format == "vllm":
+        raise ValueError(f"{ckpt} holds a base, which vLLM reads as a transformers model: leave out --format")
+    elif "context_length" in arguments:
+        _export_base(saved, arguments, folder, max_shard_size)
+    else:
+        raise ValueError(f"{ckpt} holds neither a drafter nor a base of this project")
+    print(f"wrote {folder}")
+
+
+def drafter_of(saved: dict, arguments: dict, base: str | None = None) -> tuple[LearnedDrafter, DrafterConfig]:
+    """The drafter that a checkpoint holds, and the configuration its folder gets.
+
+    Args:
+        saved: As `read_checkpoint` returns it.
+        arguments: Its hyper-parameters.
+        base: Name of the base, where it is not the one it was trained with.
+    """
+    recipe, trained_on = arguments["drafter"], saved["base"]
+    measured = saved.get("measured")
+    data = saved.get("datamodule_hyper_parameters", {})
+    training = {
+        "data": list(data.get("files", [])),
+        "template": data.get("template"),
+        "max_length": data.get("max_length"),
+        "steps": saved["global_step"],
+        "learning_rate": arguments["learning_rate"],
+        "val_answers": arguments["val_answers"],
+        "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
+        "val_step": measured and measured["step"],
+        "command": saved.get("command"),
+    }
+    config = DrafterConfig(
+        class_path=recipe["class_path"],
+        init_args=dict(recipe.get("init_args") or {}),
+        base=BaseShape(**trained_on["shape"]),
+        base_name=base or trained_on["name"],
+        tokenizer_hash=trained_on["tokenizer_hash"],
+        training=training,
+    )
+    drafter = config.build()
+    drafter.load_state_dict(
+        {
+            name.removeprefix("drafter."): weight
+            for name, weight in saved["state_dict"].items()
+            if name.startswith("drafter.")
+        }
+    )
+    return drafter, config
+
+
+def _export_base(saved: dict, arguments: dict, folder: Path, max_shard_size: str | None) -> None:
+    from data.tokenizer import load_tokenizer
+    from train.modules.base_training import BaseTraining
+
+    module = BaseTraining(**{name: value for name, value in arguments.items() if not name.startswith("_")})
+    module.load_state_dict(saved["state_dict"])
+    for old in [path for name in WEIGHTS for path in [folder / name] if path.exists()]:
+        old.unlink()  # of another number of files; transformers itself removes the shards
+    sharded = {"max_shard_size": max_shard_size} if max_shard_size else {}
+    module.model.to(torch.bfloat16).save_pretrained(folder, **sharded)
+    load_tokenizer(arguments["tokenizer"]).save_pretrained(folder)
+
+
+def model_card(config: DrafterConfig, num_parameters: int) -> str:
+    """The README of an exported drafter."""
+    training, name = config.training, config.class_path.removeprefix("drafters.").lower()
+    length = training["val_acceptance_length"]
+    decoded = (
+        "the base's own greedy answers to held-out prompts" if training["val_answers"] == "greedy" else "held-out text"
+    )
+    measured = (
+        f"{length:.2f} tokens per base forward at step {training['val_step']}, simulated on {decoded}"
+        if length
+        else "not measured in training"
+    )
+    arguments = "\n".join(f"| {key} | {value} |" for key, value in config.init_args.items())
+    return f"""---
+base_model: {config.base_name}
+library_name: drafters
+tags: [speculative-decoding, {name}]
+---
+# {config.class_path} for {config.base_name}
+
+A drafter for lossless speculative decoding: it proposes a tree of tokens, the base verifies it in one forward, and
+the text stays the base's own. {num_parameters:,} parameters.
+
+- Base: `{config.base_name}` (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
+  {config.tokenizer_hash}). It fits no other.
+- Training data: {", ".join(training["data"]) or "not recorded"}, {training["steps"]} steps
+- Acceptance length: {measured}
+- Command: `{training["command"] or "not recorded"}`
+
+Use it: `drafters eval --base {config.base_name} --drafter {name}=THIS_FOLDER --benchmark mt_bench`
+
+| argument | value |
+|---|---|
+{arguments}
+"""

@@ -1,0 +1,4 @@
+"""Small commands around training: show-mask, tokenizer, tree-search.
+
+May import `validation`.
+"""

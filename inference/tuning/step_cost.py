@@ -6,14 +6,13 @@ import heapq
 import json
 import time
 from statistics import median
-from typing import Literal
 
 import numpy as np
 import torch
 
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.engine.base import Dtype, load_base, resolve_device
+from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.runs.outputs import new_file
 
@@ -22,10 +21,8 @@ WARMUP = 3  # steps of every size
 
 
 def step_cost(
-    base: str,
+    model: ModelOptions,
     out: str,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    dtype: Dtype = "float32",
     max_nodes: int = 64,
     context: int = 256,
     repeats: int = 20,
@@ -36,10 +33,8 @@ def step_cost(
     A step is the forward over the root and its nodes, the choice of tokens, their copy to the host and the commit.
 
     Args:
-        base: Folder or hub id of the base.
+        model: The base.
         out: JSON file to write.
-        device: Where the base runs; auto takes the GPU where there is one.
-        dtype: Number format of the base.
         max_nodes: Most nodes fed; measured are 0, 1, 2, 4, ... and this.
         context: Tokens cached before the step.
         repeats: Steps of every size, of which the median counts; sizes in turn, after three each to warm up.
@@ -48,17 +43,23 @@ def step_cost(
     if min(max_nodes, context, repeats) < 1:
         raise ValueError(f"max_nodes, context and repeats must be at least 1, not {max_nodes}, {context} and {repeats}")
     path = new_file(out, overwrite)
-    loaded = load_base(base, dtype, resolve_device(device))
+    loaded = model.load()
     if context + 1 + max_nodes > loaded.context_length:
         raise ValueError(
-            f"context, root and nodes are {context + 1 + max_nodes} tokens, and the context of {base} ends at "
+            f"context, root and nodes are {context + 1 + max_nodes} tokens, and the context of {model.base} ends at "
             f"{loaded.context_length}: pass a smaller --context or --max-nodes"
         )
     runner = Runner(loaded)
     nodes = sizes(max_nodes)
     seconds = measure(runner, nodes, context, repeats)
     place = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else runner.device.type
-    about = {"base": base, "device": place, "dtype": dtype, "threads": torch.get_num_threads(), "context": context}
+    about = {
+        "base": model.base,
+        "device": place,
+        "dtype": model.dtype,
+        "threads": torch.get_num_threads(),
+        "context": context,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about | {"nodes": nodes, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")
     for count, second in zip(nodes, seconds, strict=True):

@@ -131,8 +131,18 @@ def main(argv: list[str] | None = None) -> None:
         function(**values)
 
 
+def option_groups(function: Callable[..., None]) -> dict[str, type]:
+    """The parameters of a command that are dataclasses of shared options, such as ``model: ModelOptions``."""
+    from dataclasses import is_dataclass
+    from typing import get_type_hints
+
+    return {name: hint for name, hint in get_type_hints(function).items() if is_dataclass(hint)}
+
+
 def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
-    """The function behind a subcommand, and its arguments read from ``args`` by its signature.
+    """Return the function of a subcommand and its arguments, which ``args`` gives as its signature names them.
+
+    A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
 
     Raises:
         ValueError: The command is unknown, or the arguments do not fit it.
@@ -147,16 +157,23 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
         raise ValueError(f"unknown command {command!r}: known are {', '.join(COMMANDS)}")
     module, name, _ = COMMANDS[command]
     function = getattr(import_module(module), name)
-    hints = get_type_hints(function)
+    groups = option_groups(function)
+    hints = {name: hint for name, hint in get_type_hints(function).items() if name not in groups}
+    for group in groups.values():
+        hints |= get_type_hints(group)
     repeated = {argument for argument, hint in hints.items() if "list[" in str(hint)}
     flags = {argument for argument, hint in hints.items() if hint is bool}
     about = function.__doc__.split("Args:")[0]
     parser = ArgumentParser(prog=f"drafters {command}", exit_on_error=False, allow_abbrev=False, description=about)
-    parser.add_function_arguments(function)
+    for group in groups.values():
+        parser.add_class_arguments(group, as_group=False)
+    parser.add_function_arguments(function, skip=set(groups), as_group=False)
     try:
         values = parser.parse_args(normalised(args, repeated, POSITIONAL.get(command, []), flags))
     except Exception as error:  # argparse, jsonargparse and type errors alike are the user's arguments
         raise ValueError(
             f"{command}: {in_plain_words(str(error))} (drafters {command} --help lists the arguments)"
         ) from error
+    for name, group in groups.items():
+        values[name] = group(**{field: values.pop(field) for field in group.__dataclass_fields__})
     return function, values

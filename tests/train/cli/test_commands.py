@@ -30,9 +30,13 @@ def test_every_command_explains_each_of_its_arguments(call, name):
     outcome = call(commands.main, name, "--help")
     assert outcome.code == 0 and outcome.err == ""
     said = " ".join(outcome.out.split())
-    for argument in signature(function).parameters:
+    groups = commands.option_groups(function)
+    documented = dict.fromkeys(signature(function).parameters.keys() - groups.keys(), function.__doc__)
+    for group in groups.values():
+        documented |= dict.fromkeys(signature(group).parameters, group.__doc__)
+    for argument, text in documented.items():
         assert f"--{argument}" in said
-        line = function.__doc__.partition(f" {argument}: ")[2].split(".")[0].split(";")[0]
+        line = text.partition(f" {argument}: ")[2].split(".")[0].split(";")[0]
         assert line and " ".join(line.split()[:6]) in said, f"--{argument} has no help line"
 
 

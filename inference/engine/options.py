@@ -1,0 +1,49 @@
+"""Options that several commands share: which base is loaded, and how its tokens are sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from inference.engine.base import Base, Dtype, load_base, resolve_device
+from inference.engine.sampling import Greedy, KeyedSampler, make_sampler
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The base that a command loads.
+
+    Args:
+        base: Folder or hub id of the base.
+        dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
+        device: Device to run on; auto uses the GPU if there is one.
+    """
+
+    base: str
+    dtype: Dtype = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def load(self) -> Base:
+        """Load the base; raises ValueError if it cannot be loaded or the device does not exist."""
+        return load_base(self.base, self.dtype, resolve_device(self.device))
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen.
+
+    Args:
+        temperature: Sampling temperature; 0 decodes greedily.
+        top_k: Sample from the k most probable tokens only; 0 keeps all tokens.
+        top_p: Sample from the most probable tokens whose probabilities add up to this value; 1 keeps all tokens.
+        seed: Seed of the random sampling. Each draw depends only on the seed and the position of its token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def sampler(self) -> Greedy | KeyedSampler:
+        """The sampler with these options; raises ValueError if a value is out of range."""
+        return make_sampler(self.temperature, self.top_k, self.top_p, self.seed)

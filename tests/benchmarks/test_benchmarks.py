@@ -299,7 +299,7 @@ def test_what_is_trained_is_not_trained_again_and_other_settings_are_refused(lea
 
 def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
     """One tree of 64 nodes serves all budgets: the same as drafting with so many nodes."""
-    import arms
+    from benchmarks import experiment
 
     from drafters import checkpoint
     from inference.engine.base import load_base
@@ -307,16 +307,16 @@ def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learn
     _, folder, arguments = learned_run
     base = load_base(arguments["base"])
     prompts = [[1, 5, 9, 11], [1, 7, 8]]
-    answers = arms.own_answers(base, prompts, 12, folder / "other.json")
+    answers = experiment.own_answers(base, prompts, 12, folder / "other.json")
     exported = folder / "ctc" / "seed0" / "drafter"
-    together = arms.simulated(exported, "prefix", {"num_nodes": 64}, base, answers, (2, 8, 64))
+    together = experiment.simulated(exported, "prefix", {"num_nodes": 64}, base, answers, (2, 8, 64))
     for budget in (2, 8, 64):
         config = checkpoint.read_config(exported)
         drafter, _ = checkpoint.load(
             exported,
             config=checkpoint.DrafterConfig(**vars(config) | {"init_args": config.init_args | {"num_nodes": budget}}),
         )
-        alone = arms.simulate(drafter, base, answers, (budget,))
+        alone = experiment.simulate(drafter, base, answers, (budget,))
         assert alone.length[str(budget)] == together["length"][str(budget)]
         assert alone.fed[str(budget)] == together["fed"][str(budget)]
 
@@ -373,10 +373,13 @@ def test_table2_goes_on_where_it_stopped_and_says_what_does_not_fit(table2_run):
 
 
 def test_table2_counts_the_tokens_that_repeat_the_one_before(table2_run):
-    import arms
+    from benchmarks import experiment
 
     module, _, _ = table2_run
-    answers = [arms.Answer(torch.tensor([3, 3, 4, 4, 4]), 2, True), arms.Answer(torch.tensor([5, 5, 6]), 1, False)]
+    answers = [
+        experiment.Answer(torch.tensor([3, 3, 4, 4, 4]), 2, True),
+        experiment.Answer(torch.tensor([5, 5, 6]), 1, False),
+    ]
     assert module.repeats(answers) == 3 / 5
 
 
@@ -391,7 +394,7 @@ def test_lines_may_be_more_than_the_colours_are(tmp_path):
 
 def test_what_was_decoded_of_other_answers_is_decoded_again(learned_run):
     """As many answers, but other ones."""
-    import arms
+    from benchmarks import experiment
 
     from inference.engine.base import load_base
 
@@ -399,9 +402,9 @@ def test_what_was_decoded_of_other_answers_is_decoded_again(learned_run):
     base, exported = load_base(arguments["base"]), folder / "medusa" / "seed0" / "drafter"
     found = []
     for prompts in ([[1, 5, 9, 11], [1, 7, 8]], [[1, 30, 12], [1, 44, 3, 8]]):
-        answers = arms.own_answers(base, prompts, 12, folder / "others.json")
-        found.append(arms.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4)))
-        assert found[-1] == arms.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4))
+        answers = experiment.own_answers(base, prompts, 12, folder / "others.json")
+        found.append(experiment.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4)))
+        assert found[-1] == experiment.simulated(exported, "chain", {"tree": "chain"}, base, answers, (1, 4))
     assert found[0]["answers"] != found[1]["answers"]
 
 

@@ -93,12 +93,9 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_benchmark_that_trains_ends_as_its_training_did(fork, tiny, tmp_path, monkeypatch, number, code):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-
+def test_a_benchmark_that_trains_ends_as_its_training_did(fork, tiny, tmp_path, number, code):
     def benchmark():
-        import arms
-
+        from benchmarks import experiment
         from train.modules.drafter_training import DrafterTraining
 
         train = DrafterTraining.training_step
@@ -109,8 +106,10 @@ def test_a_benchmark_that_trains_ends_as_its_training_did(fork, tiny, tmp_path, 
             return train(self, batch, batch_idx)
 
         DrafterTraining.training_step = training_step
-        arm = arms.Arm("medusa", "Medusa", {"num_heads": 2, "num_anchors": 8})
-        arms.train(arm, 0, arms.Common(str(tiny), ["embedded:24"], steps=100, batch_size=4, max_length=96), tmp_path)
+        arm = experiment.Arm("medusa", "Medusa", {"num_heads": 2, "num_anchors": 8})
+        experiment.train(
+            arm, 0, experiment.Common(str(tiny), ["embedded:24"], steps=100, batch_size=4, max_length=96), tmp_path
+        )
 
     run = fork(before=benchmark)
     assert run.wait() == code, run.log.read_text()

@@ -119,7 +119,7 @@ def test_the_gradient_norm_is_that_of_the_whole_gradient_before_clipping():
         **{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False},
         **{"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1},
         gradient_clip_val=1e-3,
-        training_speed=[Optimisation(), Reads()],
+        callbacks=[Optimisation(), Reads()],
     ).fit(module, DataLoader(rows, batch_size=None))
     assert logged == pytest.approx(module.norms) and min(logged) > 1e-3
 

@@ -3,10 +3,11 @@ BIN := .venv/bin
 RUN := runs/quickstart
 DRAFTERS = --drafter anpd --drafter prompt_lookup --drafter ctc=$(RUN)/ctc
 TORCH_ARGS ?=
+PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=
 
-.PHONY: install quickstart test lint tiny-chat clean
+.PHONY: install quickstart test test-fast lint tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -27,7 +28,11 @@ quickstart: install
 		--out $(RUN)/eval --overwrite $(EVAL_ARGS)
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Every test but those marked slow.
+test-fast: install
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check .

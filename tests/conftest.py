@@ -9,12 +9,14 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from inference.engine.base import Base
 from inference.engine.runner import ForwardOutput
@@ -208,6 +210,29 @@ def base(make_base):
 @pytest.fixture(scope="session")
 def toy_tokenizer():
     return words()
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """Returns a function that fills a folder once per test run, whichever pytest-xdist worker asks first.
+
+    ``shared_folder("tiny-base", fill)`` calls ``fill(folder)`` unless another worker has done so, waits while another
+    worker is doing so, and returns the folder. Tests only read what they find there.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # each worker has a folder of its own in the one of the run
+
+    def make(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -86,9 +86,9 @@ def make_tiny(tiny_tokenizer, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny(make_tiny):
+def tiny(shared_folder, tiny_tokenizer):
     """Folder of the tiny base."""
-    return make_tiny("tiny-base")
+    return shared_folder("tiny-base", lambda folder: save_llama(folder, tiny_tokenizer))
 
 
 @pytest.fixture(scope="session")
@@ -157,15 +157,18 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(write_recipe, tmp_path_factory):
+def trained(write_recipe, shared_folder):
     """The tiny recipe, trained by `lightning fit` and exported by `drafters export`, both in process."""
-    runs = tmp_path_factory.mktemp("trained")
-    config = write_recipe(runs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["pytest"])
-        lightning_command.main(["fit", "--config", str(config)])
-        commands.main(["export", str(runs / "checkpoints" / "last.ckpt"), str(runs / "drafter")])
-    return Trained(config, runs / "checkpoints" / "last.ckpt", runs / "drafter")
+
+    def train(runs):
+        config = write_recipe(runs)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["pytest"])
+            lightning_command.main(["fit", "--config", str(config)])
+            commands.main(["export", str(runs / "checkpoints" / "last.ckpt"), str(runs / "drafter")])
+
+    runs = shared_folder("trained", train)
+    return Trained(runs / "tiny.yaml", runs / "checkpoints" / "last.ckpt", runs / "drafter")
 
 
 @dataclass(frozen=True)

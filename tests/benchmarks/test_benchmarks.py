@@ -300,7 +300,6 @@ def test_what_is_trained_is_not_trained_again_and_other_settings_are_refused(lea
 def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
     """One tree of 64 nodes serves all budgets: the same as drafting with so many nodes."""
     from benchmarks import experiment
-
     from drafters import checkpoint
     from inference.engine.base import load_base
 
@@ -395,7 +394,6 @@ def test_lines_may_be_more_than_the_colours_are(tmp_path):
 def test_what_was_decoded_of_other_answers_is_decoded_again(learned_run):
     """As many answers, but other ones."""
     from benchmarks import experiment
-
     from inference.engine.base import load_base
 
     _, folder, arguments = learned_run

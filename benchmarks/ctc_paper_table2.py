@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.experiment import Answer, Common, decoded_answers, reached, train
+from benchmarks.experiment import Answer, Common, decoded_answers, train
 from benchmarks.frame_trees import WAYS, Build, frames_at
 from benchmarks.harness import Measured, main, show
 from benchmarks.learned_drafters import ARMS
@@ -83,7 +83,7 @@ def measure(
             root = start
             while root < end - 1:
                 tree = ways[way](frames[root - start], budget, end - start, base.eos)
-                gained = min(len(reached(tree, text[root + 1 :])) + 1, end - 1 - root)
+                gained = min(len(tree.follow(text[root + 1 :])) + 1, end - 1 - root)
                 counts += np.outer((gained, 1, len(tree)), (1, answer.ended))
                 root += gained
     found: dict[str, dict[str, dict[str, float]]] = {way: {} for way in ways}

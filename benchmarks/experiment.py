@@ -20,7 +20,6 @@ from data.benchmarks import load
 from drafters import checkpoint
 from drafters.atomic_write import atomic_write
 from drafters.protocol import LearnedDrafter, Limits
-from drafters.tree import ROOT, DraftTree
 from inference.engine.base import Base, base_hash
 from inference.evaluation.answering import asked_ids
 from inference.regeneration.batched import greedy_batch
@@ -185,18 +184,6 @@ def decoded_answers(
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 
-def reached(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
-    """The nodes along ``continuation``, as far as it is drafted."""
-    node, nodes = ROOT, []
-    for token in continuation:
-        child = tree.child(node, token)
-        if child is None:
-            break
-        nodes.append(child)
-        node = child
-    return nodes
-
-
 @dataclass(frozen=True)
 class Simulated:
     """Simulated decoding of one drafter over many answers, for several node budgets.
@@ -238,7 +225,7 @@ def simulate(drafter: LearnedDrafter, base: Base, answers: Sequence[Answer], bud
             root = start
             while root < end - 1:
                 tree = trees[root - start]
-                count = sum(node < budget for node in reached(tree, text[root + 1 :]))
+                count = sum(node < budget for node in tree.follow(text[root + 1 :]))
                 if budget == budgets[-1]:
                     depths.append(count)
                 gained = min(count + 1, end - 1 - root)

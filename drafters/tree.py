@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -96,6 +96,22 @@ class DraftTree:
     def child(self, parent: int, token: int) -> int | None:
         """The candidate child of ``parent`` that holds ``token``, if there is one."""
         return self._children.get((parent, token))
+
+    def follow(self, tokens: Iterable[int]) -> list[int]:
+        """Return the candidates that spell the longest drafted prefix of ``tokens``, from the root down.
+
+        >>> DraftTree(tokens=[7, 8, 9], parents=[-1, 0, -1]).follow([7, 8, 5])
+        [0, 1]
+        """
+        path: list[int] = []
+        node = ROOT
+        for token in tokens:
+            child = self.child(node, token)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
 
     @cached_property
     def depths(self) -> list[int]:

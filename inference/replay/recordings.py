@@ -86,13 +86,12 @@ class ReplayRunner:
         assert pending == self.text[self.cached : at], "the session's text is not the recorded one"
         self._num_pending = len(pending)
         picks = [[POISON] for _ in range(1 + len(tree))]
-        node: int | None = ROOT
-        while node is not None and at < len(self.text):
-            picks[1 + node] = [self.text[at]]
-            node = tree.child(node, self.text[at])
-            at += 1
-        if node is not None and self.ended:
-            picks[1 + node] = self.text[-1:]  # of what follows the end the session keeps nothing
+        continuation = self.text[at:]
+        nodes = [ROOT, *tree.follow(continuation)]
+        for node, token in zip(nodes, continuation, strict=False):
+            picks[1 + node] = [token]
+        if len(nodes) > len(continuation) and self.ended:
+            picks[1 + nodes[-1]] = self.text[-1:]  # of what follows the end the session keeps nothing
         return ForwardOutput(torch.tensor(picks), None)
 
     def commit(self, path: Sequence[int]) -> None:

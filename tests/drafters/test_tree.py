@@ -37,6 +37,13 @@ def test_paths_merge_by_common_prefix():
     assert (tree.tokens, tree.parents) == ([11, 12, 14, 13], [-1, 0, 1, -1])
 
 
+def test_following_a_text_stops_at_its_first_undrafted_token():
+    assert THE_CAT.follow([11, 12, 14, 11]) == [0, 1, 3]
+    assert THE_CAT.follow([11, 13]) == [0]
+    assert THE_CAT.follow([12]) == THE_CAT.follow([]) == DraftTree().follow([11]) == []
+    assert THE_CAT.with_scratch([15], [0]).follow([11, 15]) == [0], "scratch nodes are never accepted"
+
+
 def test_no_path_and_an_empty_path_give_an_empty_tree():
     for tree in (DraftTree(), DraftTree.from_paths([]), DraftTree.from_paths([[]])):
         assert len(tree) == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drafters.protocol import BaseWeights, LearnedDrafter, Limits
 from inference.engine.base import Base
-from train.validation.simulate import accepted_path, answer_spans
+from train.validation.simulate import answer_spans
 from train.validation.tree_text import tree_text, word
 
 TAIL = 12  # tokens shown before a root
@@ -42,7 +42,7 @@ def drawings(
     trees = drafter.draft_at(hidden, input_ids, torch.tensor(roots, device=input_ids.device), base_weights, limits)
     tokens, drawn = input_ids.tolist(), []
     for root, tree in zip(roots, trees, strict=True):
-        path = accepted_path(tree, tokens[root + 1 : span[1]])
+        path = tree.follow(tokens[root + 1 : span[1]])
         words = [word(base.tokenizer, token) for token in tree.tokens]
         before = " ".join(base.tokenizer.decode(tokens[max(0, root - TAIL) : root]).split())
         follows = tokens[root + 1 + len(path) : span[1]][:1]

@@ -8,23 +8,12 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import BaseWeights, LearnedDrafter, Limits
-from drafters.tree import ROOT, DraftTree
-
-
-def accepted_path(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
-    """The nodes a verifier accepts when the base's own text goes on with ``continuation``, from the root down."""
-    path: list[int] = []
-    for token in continuation:
-        child = tree.child(path[-1] if path else ROOT, token)
-        if child is None:
-            break
-        path.append(child)
-    return path
+from drafters.tree import DraftTree
 
 
 def accepted(tree: DraftTree, continuation: Sequence[int]) -> int:
-    """How many draft tokens that is."""
-    return len(accepted_path(tree, continuation))
+    """Return how many draft tokens are accepted if the base's own text goes on with ``continuation``."""
+    return len(tree.follow(continuation))
 
 
 def answer_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:

@@ -204,7 +204,7 @@ def _results_folder(out: str | None, overwrite: bool, work: dict[str, Any]) -> P
     if not overwrite:
         for path in kept:
             try:
-                with Journal(path, work, called=CALLED):
+                with Journal(path, work, labels=CALLED):
                     pass
             except ValueError as error:
                 raise ValueError(f"{out} already holds results: {error}") from error

@@ -21,9 +21,8 @@ from inference.registry import catalogue
 from inference.results import records
 from inference.results.records import Answer
 from inference.runs import timing
+from inference.runs.fingerprint import fingerprint
 from inference.runs.journal import Journal
-
-BLOCK, NUM_BLOCKS = 1 << 16, 16  # bytes of a file that are looked at
 
 
 @dataclass(frozen=True)
@@ -160,25 +159,6 @@ def held(journal: Journal) -> dict[tuple[str, int], dict[Place, Answer]]:
             answer = records.from_json(line["answer"])
             found.setdefault((line["benchmark"], line["repeat"]), {})[line["place"], answer.drafter] = answer
     return found
-
-
-def fingerprint(name: str) -> str:
-    """A short name of the files of a folder, or of a file, by their sizes and some of their bytes; a hub id has none.
-
-    A drafter that was trained again has another name, however alike its folder is called.
-    """
-    path = Path(name).expanduser()
-    if not path.exists():
-        return ""
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {size}".encode())
-        with file.open("rb") as stream:
-            for block in range(NUM_BLOCKS):
-                stream.seek(max(0, size - BLOCK) * block // (NUM_BLOCKS - 1))
-                digest.update(stream.read(BLOCK))
-    return digest.hexdigest()[:16]
 
 
 def _short(text: str) -> str:

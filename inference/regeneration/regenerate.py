@@ -20,7 +20,7 @@ from inference.regeneration.dialogue import Dialogue, Tally
 from inference.regeneration.endpoint import Endpoint, Failing, Refused
 from inference.runs.journal import Journal
 from inference.runs.outputs import new_file
-from inference.runs.progress import pace
+from inference.runs.progress import throughput_bar
 
 
 @dataclass(frozen=True)
@@ -244,17 +244,19 @@ def regenerate(
         "max_length": max_length or longest,
     }
     dialogues = [Dialogue(each, tokenizer, template, 1 if turns == "first" else None) for each in conversations]
-    with Journal(path.with_name(f"{path.name}.partial"), work, is_anew=overwrite) as journal:
-        with pace("regenerate", sum(dialogue.num_left for dialogue in dialogues)) as advance:
+    with Journal(
+        path.with_name(f"{path.name}.partial"), work, existing="replace_if_different" if overwrite else "continue"
+    ) as journal:
+        with throughput_bar("regenerate", sum(dialogue.num_left for dialogue in dialogues)) as advance:
             tally = answer_all(dialogues, writer, journal, batch_size, max_new_tokens, max_length or longest, advance)
         if not tally.num_answers:
-            journal.path.unlink()  # so that another try asks again
+            journal.delete()  # so that another try asks again
             raise ValueError(f"no prompt was answered: {tally.dropped}")
         unfinished = path.with_name(f"{path.name}.writing")
         with unfinished.open("w", encoding="utf-8") as stream:
             stream.writelines(_lines(dialogues))
         os.replace(unfinished, path)
-        journal.path.unlink()
+        journal.delete()
     for left_out in (dropped, tally.dropped):
         if left_out.total:
             print(left_out)

@@ -1,4 +1,4 @@
-"""A file that grows by whole lines while a long work goes on, so that a stop at any moment loses only the last one."""
+"""Append-only JSONL journal that lets an interrupted run continue."""
 
 from __future__ import annotations
 
@@ -7,43 +7,44 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO, Literal
 
 
 class Journal:
-    """Lines of JSON behind a first line that says what the work is.
+    """The results of a long run, one JSON value per line, behind a first line with the settings of the run.
 
-    A last line that was cut short is taken away, and the work goes on behind the one before it.
+    Opening or reading a journal never changes its file. The first `append` creates the file, or cuts off a last line
+    that an interruption left incomplete.
 
     Args:
-        path: Of the file; it is made where there is none.
-        work: What decides what the lines will be: a work begun with another is refused.
-        is_anew: Whether a work begun with another is thrown away instead.
-        called: What a user calls some of the work's keys.
+        path: The journal's file; it need not exist yet.
+        settings: Everything that the results depend on, as JSON values.
+        existing: What happens to a journal that is already there. ``continue`` keeps its entries and raises ValueError
+            if its settings differ, ``replace_if_different`` drops them if its settings differ, ``replace`` drops them.
+        labels: The names by which users know some keys of the settings, for error messages.
 
     Raises:
-        ValueError: Another work was begun there, or a line in the middle is damaged.
+        ValueError: The file belongs to a run with other settings, or its first line is damaged.
     """
 
     def __init__(
-        self, path: Path, work: dict[str, Any], is_anew: bool = False, called: Mapping[str, str] | None = None
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        existing: Literal["continue", "replace_if_different", "replace"] = "continue",
+        labels: Mapping[str, str] | None = None,
     ) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = path.open("a+b")
-        whole = self._whole_lines()
-        if not whole or (is_anew and next(self._read(1)) != work):
-            self._stream.truncate(0)
-            self.append(work)
-        else:
-            self._stream.truncate(whole)
-            begun = next(self._read(1))
-            if begun != work:
-                self._stream.close()
+        self.path = Path(path)
+        self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
+        self._stream: BinaryIO | None = None  # opened by the first append
+        self._num_bytes = 0 if existing == "replace" else self._count_complete_lines()
+        if self._num_bytes and (recorded := next(self._read())) != self.settings:
+            if existing == "continue":
                 raise ValueError(
-                    f"{path} was begun with {_differing(begun, work, called or {})}: repeat that command to go on, "
-                    "or give --overwrite to begin anew, or another --out"
+                    f"{path} was started with {_differences(recorded, self.settings, labels or {})}: repeat that "
+                    "command to continue it, pass --overwrite to start over, or choose another --out"
                 )
+            self._num_bytes = 0
 
     def __enter__(self) -> Journal:
         return self
@@ -51,43 +52,74 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.close()
+        self.close()
 
     def __iter__(self) -> Iterator[Any]:
-        """The lines behind the first."""
+        """The entries, without the settings."""
         lines = self._read()
-        next(lines)
+        next(lines, None)
         return lines
 
-    def append(self, line: Any) -> None:
-        """Add a line; it is on the disk when this returns."""
-        self._stream.seek(0, os.SEEK_END)
-        self._stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    def append(self, entry: Any) -> None:
+        """Add an entry; it is on the disk when this returns."""
+        if self._stream is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = self.path.open("ab")
+            self._stream.truncate(self._num_bytes)
+            if not self._num_bytes:
+                self._write(self.settings)
+        self._write(entry)
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
-    def _whole_lines(self) -> int:
-        """Bytes up to the last line's end."""
-        self._stream.seek(0)
-        return sum(len(line) for line in self._stream if line.endswith(b"\n"))
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
-    def _read(self, limit: int | None = None) -> Iterator[Any]:
-        self._stream.seek(0)
-        for number, line in enumerate(self._stream, start=1):
-            if limit is not None and number > limit:
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path} line {number} is damaged: delete the file, and begin anew") from error
+    def delete(self) -> None:
+        """Close and delete the file, once the results are stored elsewhere."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+        self._num_bytes = 0
+
+    def _write(self, value: Any) -> None:
+        assert self._stream is not None
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        self._stream.write(line)
+        self._num_bytes += len(line)
+
+    def _count_complete_lines(self) -> int:
+        """Number of bytes up to the end of the last complete line."""
+        if not self.path.exists():
+            return 0
+        with self.path.open("rb") as stream:
+            return sum(len(line) for line in stream if line.endswith(b"\n"))
+
+    def _read(self) -> Iterator[Any]:
+        if not self._num_bytes:
+            return
+        position = 0
+        with self.path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                position += len(line)
+                if position > self._num_bytes:
+                    return
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{self.path} line {number} is damaged: delete the file and start over") from error
 
 
-def _differing(begun: Any, work: dict[str, Any], called: Mapping[str, str]) -> str:
-    begun = begun if isinstance(begun, dict) else {}
-    keys = [key for key, value in work.items() if begun.get(key) != value]
-    told = [
-        f"other {name}" if isinstance(work[key], (dict, list)) else f"{name} {begun.get(key)!r}, not {work[key]!r}"
-        for key in keys
-        for name in [called.get(key, key)]
-    ]
-    return " and ".join(told) or "more than this"
+def _differences(recorded: Any, settings: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    recorded = recorded if isinstance(recorded, dict) else {}
+    differences = []
+    for key, value in settings.items():
+        if recorded.get(key) != value:
+            label = labels.get(key, key)
+            is_long = isinstance(value, (dict, list))
+            differences.append(
+                f"different {label}" if is_long else f"{label} {recorded.get(key)!r} instead of {value!r}"
+            )
+    return " and ".join(differences) or "more settings than this run has"

@@ -128,7 +128,7 @@ def sweep(
         "dtype": dtype,
         "device": _device(loaded),
     }
-    with Journal(folder / "cells.jsonl", work, is_anew=overwrite) as journal:
+    with Journal(folder / "cells.jsonl", work, existing="replace_if_different" if overwrite else "continue") as journal:
         try:
             found = measure(fit, journal, runner, sampler, asked.questions, template, max_new_tokens)
         except KeyboardInterrupt:

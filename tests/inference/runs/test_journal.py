@@ -1,57 +1,100 @@
+"""A journal holds every completed entry, however its run was interrupted."""
+
 import json
 
 import pytest
 
 from inference.runs.journal import Journal
 
-WORK = {"format": 1, "name": "näme"}
-LINES = [[0, "a\nb"], {"x": [1, 2]}, 3]
+SETTINGS = {"format": 1, "name": "näme"}
+OTHER = SETTINGS | {"name": "other"}
+ENTRIES = [[0, "a\nb"], {"x": [1, 2]}, 3]
 
 
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "deep" / "journal"
-    with Journal(path, WORK) as journal:
-        for line in LINES:
-            journal.append(line)
+    with Journal(path, SETTINGS) as journal:
+        for entry in ENTRIES:
+            journal.append(entry)
     return path
 
 
-def test_what_was_appended_is_read_back(path):
-    with Journal(path, WORK) as journal:
-        assert list(journal) == LINES
+def test_appended_entries_are_read_back(path):
+    with Journal(path, SETTINGS) as journal:
+        assert list(journal) == ENTRIES
         journal.append("more")
-    with Journal(path, WORK) as journal:
-        assert list(journal) == [*LINES, "more"]
+        assert list(journal) == [*ENTRIES, "more"]
+    with Journal(path, SETTINGS) as journal:
+        assert list(journal) == [*ENTRIES, "more"]
 
 
-def test_a_file_cut_at_any_byte_gives_its_whole_lines_and_goes_on(path):
+def test_a_file_cut_at_any_byte_keeps_its_complete_lines_and_continues(path):
     content = path.read_bytes()
     for length in range(len(content) + 1):
         path.write_bytes(content[:length])
-        num_whole = max(0, content[:length].count(b"\n") - 1)
-        with Journal(path, WORK) as journal:
-            assert list(journal) == LINES[:num_whole]
-            for line in LINES[num_whole:]:
-                journal.append(line)
+        num_complete = max(0, content[:length].count(b"\n") - 1)
+        with Journal(path, SETTINGS) as journal:
+            assert list(journal) == ENTRIES[:num_complete]
+            for entry in ENTRIES[num_complete:]:
+                journal.append(entry)
         assert path.read_bytes() == content
 
 
-def test_another_work_is_refused_in_one_line_or_begun_anew(path):
-    with pytest.raises(ValueError, match=r"was begun with name 'näme', not 'other': repeat that command") as error:
-        Journal(path, WORK | {"name": "other"})
+def test_other_settings_are_refused_in_one_line(path):
+    with pytest.raises(
+        ValueError, match=r"was started with name 'näme' instead of 'other': repeat that command"
+    ) as error:
+        Journal(path, OTHER)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=r"was begun with other questions: repeat .* begin anew, or another --out$"):
-        Journal(path, WORK | {"questions": {"embedded": "bc5f"}})
-    with Journal(path, WORK, is_anew=True) as journal:
-        assert list(journal) == LINES
-    with Journal(path, WORK | {"name": "other"}, is_anew=True) as journal:
+    with pytest.raises(
+        ValueError, match=r"was started with different questions: repeat .* start over, or choose another --out$"
+    ):
+        Journal(path, SETTINGS | {"questions": {"embedded": "bc5f"}})
+    with pytest.raises(ValueError, match="was started with different prompts"):
+        Journal(path, SETTINGS | {"questions": {}}, labels={"questions": "prompts"})
+
+
+def test_entries_of_other_settings_are_replaced_on_request_by_the_first_new_entry(path):
+    before = path.read_bytes()
+    with Journal(path, SETTINGS, "replace_if_different") as journal:
+        assert list(journal) == ENTRIES
+    with Journal(path, OTHER, "replace_if_different") as journal:
         assert list(journal) == []
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [WORK | {"name": "other"}]
+        assert path.read_bytes() == before
+        journal.append("new")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [OTHER, "new"]
+
+
+def test_all_entries_are_replaced_on_request_by_the_first_new_entry(path):
+    before = path.read_bytes()
+    with Journal(path, SETTINGS, "replace") as journal:
+        assert list(journal) == []
+        assert path.read_bytes() == before
+        journal.append("new")
+    with Journal(path, SETTINGS) as journal:
+        assert list(journal) == ["new"]
+
+
+def test_settings_are_compared_as_json(tmp_path):
+    with Journal(tmp_path / "journal", {"shape": (1, 2)}) as journal:
+        journal.append("entry")
+    with Journal(tmp_path / "journal", {"shape": [1, 2]}) as journal:
+        assert list(journal) == ["entry"]
+
+
+def test_nothing_is_written_before_the_first_entry_and_a_deleted_journal_leaves_no_file(tmp_path):
+    with Journal(tmp_path / "deep" / "journal", SETTINGS) as journal:
+        assert list(journal) == []
+        assert not (tmp_path / "deep").exists()
+        journal.append(1)
+        assert journal.path.exists()
+        journal.delete()
+        assert not journal.path.exists() and list(journal) == []
 
 
 def test_a_damaged_line_in_the_middle_is_named(path):
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], b"{oops", *lines[2:]]))
-    with Journal(path, WORK) as journal, pytest.raises(ValueError, match="line 2 is damaged: delete the file"):
+    with Journal(path, SETTINGS) as journal, pytest.raises(ValueError, match="line 2 is damaged: delete the file"):
         list(journal)

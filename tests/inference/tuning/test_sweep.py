@@ -174,7 +174,7 @@ def test_a_stopped_sweep_goes_on_and_a_larger_grid_measures_only_what_is_new(tin
 def test_cells_measured_otherwise_are_not_mixed(tiny, whole):
     before = (whole / "cells.jsonl").read_bytes()
     with pytest.raises(
-        ValueError, match=r"was begun with .*2 questions.*: repeat that command to go on, or give --over"
+        ValueError, match=r"was started with .*2 questions.*: repeat that command to continue it, pass --over"
     ):
         sweep(drafter="anpd", grid=GRID, out=str(whole), limit=2, **tiny)
     assert (whole / "cells.jsonl").read_bytes() == before

@@ -283,9 +283,9 @@ def test_another_selection_into_the_same_folder_is_told_in_plain_words(call, pla
     row = EVAL + "--drafter anpd --out @kept "
     assert call(commands.main, *arguments(row, place)).code == 0
     before = (place / "kept" / "results.json").read_bytes()
-    for change, said in {"--offset 1": "other questions", "--seed 3": "seed 0, not 3"}.items():
+    for change, said in {"--offset 1": "different questions", "--seed 3": "seed 0 instead of 3"}.items():
         line = without_notes(call(commands.main, *arguments(row + change, place))).one_line_error("drafters")
-        assert f"was begun with {said}: repeat that command to go on, or give --overwrite" in line
+        assert f"was started with {said}: repeat that command to continue it, pass --overwrite to start over" in line
         assert "another --out" in line and "{" not in line
     assert (place / "kept" / "results.json").read_bytes() == before
 

@@ -13,8 +13,8 @@ from inference.reporting import recount
 from inference.reporting.answer_viewer import Decode
 from inference.reporting.page import said, write_page, write_report
 from inference.reporting.tables import COUNTING_RULE, Summaries, counted, markdown, table
-from inference.results import answer_files as answer_files
-from inference.results.folders import Run
+from inference.results import answer_files
+from inference.results.folders import Run, read_all
 from inference.runs.outputs import folder_above
 
 __all__ = ["markdown", "report", "table", "write_page", "write_report", "write_results"]
@@ -68,7 +68,7 @@ def _report(folders: Sequence[str], tokenizer: str | None, out: str | None, over
     if out is None and len(folders) > 1:
         raise ValueError("the page of several folders needs a place: give --out FOLDER")
     folder = Path(folders[0]) if out is None else _new(out, "report.html", overwrite)
-    runs = folders.read_all(folders)
+    runs = read_all(folders)
     parts = [(run, decoder(run, tokenizer)) for run in runs]
     console = Console()
     for run in runs:

@@ -8,19 +8,29 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.shipped import find_base
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id; ValueError says what is missing."""
+    """Load the tokenizer of a base.
+
+    Args:
+        name: Folder or hub id of the base; ``checkpoints/tiny-chat`` is also found where the package is installed.
+
+    Raises:
+        ValueError: No tokenizer can be loaded from there; the message says what is missing.
+    """
     from transformers import AutoTokenizer
 
-    _require_folder_or_hub_id(name)
+    source = find_base(name)
+    _require_folder_or_hub_id(source)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
-        if not Path(name).is_dir():
+        if not Path(source).is_dir():
             raise ValueError(
                 f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
             ) from error

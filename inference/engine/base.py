@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from data.shipped import find_base
 from data.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
@@ -159,7 +160,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     tokenizer = load_tokenizer(name)
     options = quantised(dtype, device) if dtype in QUANTISED else {"dtype": getattr(torch, dtype)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
+        model = AutoModelForCausalLM.from_pretrained(find_base(name), **options)
     except Exception as error:  # as above; safetensors has its own error type too
         raise ValueError(
             f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
@@ -182,7 +183,7 @@ def load_reader(name: str) -> Reader:
 
     tokenizer = load_tokenizer(name)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(find_base(name))
     except Exception as error:  # as for the tokenizer
         raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
     return SimpleNamespace(name=name, tokenizer=tokenizer, context_length=config.max_position_embeddings)

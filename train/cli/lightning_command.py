@@ -6,7 +6,9 @@ import shlex
 import sys
 from pathlib import Path
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+from data.shipped import shipped_folder
+
+CONFIGS = shipped_folder("configs")
 
 HELP = """usage: lightning {fit,validate,test} --config NAME.yaml [--config OVERLAY.yaml ...] [--KEY VALUE ...]
 
@@ -27,10 +29,10 @@ Other commands (export, eval, verify, show-mask): drafters --help
 
 
 def find_config(name: str) -> str:
-    """A config's path: as given, else in configs/.
+    """Return the path of a config: a file of that name, or else the config of that name in configs/.
 
     Raises:
-        ValueError: It is in neither place.
+        ValueError: Neither exists.
     """
     path = Path(name)
     if path.is_file():

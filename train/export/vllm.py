@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.shipped import find_base
 from data.tokenizer import load_tokenizer
 from drafters import Block, Medusa
 from drafters.atomic_write import atomic_write
@@ -186,7 +187,7 @@ def _stored_dtype(name: str) -> Dtype:
     from transformers import AutoConfig
 
     load_tokenizer(name)  # its errors say what to do where there is no base of that name
-    stored = str(AutoConfig.from_pretrained(name).dtype).removeprefix("torch.")
+    stored = str(AutoConfig.from_pretrained(find_base(name)).dtype).removeprefix("torch.")
     return stored if stored in ("bfloat16", "float16") else "float32"
 
 

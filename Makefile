@@ -7,19 +7,19 @@ PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=
 
-.PHONY: install quickstart test test-fast lint tiny-chat clean
+.PHONY: install quickstart test test-fast coverage lint tiny-chat clean
 
 install: $(BIN)/.installed
 
-# torch comes first, so that another index can be named for it: make install TORCH_ARGS='--index-url URL'
+# torch is installed first, so that it can come from another index: make install TORCH_ARGS='--index-url URL'
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH_ARGS) 'torch>=2.6,<2.14'
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
-# Train a CTC drafter for checkpoints/tiny-chat, show that it loses nothing, measure it, make the report.
-# Stopped half-way, it goes on from the last checkpoint; `make clean` starts anew.
+# Train a CTC drafter for checkpoints/tiny-chat, verify that decoding with it is lossless, evaluate it and write a report.
+# An interrupted run continues from the last checkpoint; a finished run is not trained again. Run `make clean` to start over.
 quickstart: install
 	$(BIN)/lightning fit --config quickstart.yaml --trainer.default_root_dir $(RUN) --ckpt_path last $(FIT_ARGS)
 	$(BIN)/drafters export $(RUN)/checkpoints/best.ckpt $(RUN)/ctc --overwrite
@@ -34,11 +34,15 @@ test: install
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
+coverage: install
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term-missing:skip-covered
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
-# How the shipped base was made: its tokenizer, its pre-training, its export.
+# Rebuild the shipped base from scratch: train its tokenizer, pre-train the model, export it.
 tiny-chat: install
 	rm -rf runs/tiny-chat && mkdir -p runs/tiny-chat
 	$(BIN)/drafters tokenizer runs/tiny-chat/tokenizer

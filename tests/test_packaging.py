@@ -93,6 +93,7 @@ def test_the_commands_of_the_wheel_are_ours_and_print_their_help(installed, empt
     assert run(installed / "python", "-m", "train", "--help", cwd=empty) == ours
 
 
+@pytest.mark.slow
 def test_training_runs_from_an_empty_folder_with_bare_config_names_and_the_tiny_base(installed, empty):
     configs = ("--config", "ctc.yaml", "--config", "debug.yaml")
     steps = ("--trainer.max_steps", 2, "--data.files", "[embedded:16]", "--data.val_size", 2)
@@ -100,6 +101,7 @@ def test_training_runs_from_an_empty_folder_with_bare_config_names_and_the_tiny_
     assert (empty / "runs" / "debug" / "checkpoints" / "best.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_runs_from_an_empty_folder_with_the_tiny_base(installed, empty):
     base = ("--base", "checkpoints/tiny-chat", "--drafter", "anpd")
     limits = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 4)

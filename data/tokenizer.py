@@ -13,6 +13,8 @@ from data.shipped import find_base
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+HUB_TIMEOUT = 10  # seconds
+
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a base.
@@ -57,6 +59,29 @@ def _require_folder_or_hub_id(name: str) -> None:
             raise ValueError(
                 f"{name} is not in the local hub cache and HF_HUB_OFFLINE=1: pass a folder, or go online once"
             )
+    else:
+        _require_reachable(name)
+
+
+def _require_reachable(name: str) -> None:
+    """Raise ValueError if a hub id is neither in the local cache nor the hub can be reached.
+
+    Without a network, transformers repeats each of its requests for about half a minute; this sends a single one.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    files = "config.json", "tokenizer_config.json"
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=HUB_TIMEOUT)
+    except HfHubHTTPError:
+        return  # the hub has answered, and transformers explains what is wrong with the name
+    except Exception as error:  # the errors of httpx, or that the hub was switched off
+        raise ValueError(
+            f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
+        ) from error
 
 
 def first_line(error: Exception) -> str:

@@ -279,6 +279,22 @@ def test_a_name_the_hub_does_not_give_is_told_with_the_ways_out(call, place, mon
     assert "check the name, go online, or give a folder" in without_notes(said).one_line_error("drafters")
 
 
+def test_a_base_on_a_hub_that_cannot_be_reached_is_refused_after_one_request(fresh_python):
+    code = """
+import os
+os.environ.pop("HF_HUB_OFFLINE", None)
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+from data.tokenizer import load_tokenizer
+try:
+    load_tokenizer("nobody/nothing")
+except ValueError as error:
+    print(error)
+"""
+    done = fresh_python("-c", code)
+    assert done.stdout.startswith("no base nobody/nothing from the hub (") and "go online" in done.stdout
+    assert "Retrying" not in done.stderr
+
+
 def test_another_selection_into_the_same_folder_is_told_in_plain_words(call, place):
     row = EVAL + "--drafter anpd --out @kept "
     assert call(commands.main, *arguments(row, place)).code == 0

@@ -6,7 +6,7 @@ import re
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning as L
 import yaml
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from data.module import ShareGPTData
 from inference.registry.catalogue import LEARNED
 from inference.runs.outputs import folder_above
+from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate
 from train.callbacks.faults import Faults
 from train.callbacks.preemption import Preemption
@@ -106,9 +107,16 @@ class DrafterCLI(LightningCLI):
                 "--trainer.default_root_dir"
             )
 
-    def instantiate_trainer(self, **kwargs) -> L.Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        settings = self._get(self.config_init, "trainer")
+        callbacks = console_callbacks(
+            settings.callbacks or [],
+            has_progress_bar=settings.enable_progress_bar is not False,
+            has_summary=settings.enable_model_summary is not False,
+        )
+        self.trainer_defaults["callbacks"] = [*self.trainer_defaults["callbacks"], *callbacks]
         try:
-            return super().instantiate_trainer(**kwargs)
+            return super().instantiate_trainer(**kwargs | {"enable_model_summary": False})
         except (MisconfigurationException, TypeError) as error:
             if "backend found" in str(error):
                 raise ValueError(f"{error} Pass --trainer.accelerator cpu or auto") from error
@@ -154,6 +162,7 @@ def run(args: list[str], command: str) -> None:
         args: What follows ``lightning``, configs by path.
         command: The command as the user wrote it.
     """
+    quieten_libraries()
     DrafterCLI.command = command
     sys.argv[1:] = args
     other = names_a_class(args)

@@ -12,13 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.experiment import Common, decoded_answers, train
-from benchmarks.harness import Measured, main, show
+from benchmarks.harness import Measured, main, run_command, show
 from benchmarks.learned_drafters import ARMS, all_simulated
 from benchmarks.training_rates import training_rates
 from inference.engine.base import load_base
-from inference.evaluation.evaluate import evaluate
-from inference.regeneration.regenerate import regenerate
-from train.feature_store.features import features
 
 LEARNED = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "block", "block_markov", "ctc", "ctc_markov", "ctc_deep"]
 LIVE = ["medusa", "hydra", "eagle", "eagle3", "block_markov", "ctc_markov", "ctc_deep"]
@@ -108,17 +105,11 @@ def all_drafters(
         for dtype in dtypes:
             kept = folder / "live" / f"{benchmark}-{dtype}"
             if not (kept / "results.json").exists():
-                evaluate(
-                    base,
-                    specs,
-                    [benchmark],
-                    [questions],
-                    offset=skipped,
-                    limit=live_questions,
-                    spaced=True,
-                    max_new_tokens=max_new_tokens,
-                    dtype=dtype,
-                    out=str(kept),
+                chosen = ["--offset", str(skipped), "--limit", str(live_questions), "--spaced"]
+                run_command(
+                    ["eval", "--base", base, "--benchmark", benchmark, "--questions", questions, *chosen]
+                    + [f"--drafter={spec}" for spec in specs]
+                    + ["--max-new-tokens", str(max_new_tokens), "--dtype", dtype, "--out", str(kept)]
                 )
             results[dtype] = json.loads((kept / "results.json").read_text(encoding="utf-8"))["results"][benchmark]
         tables.append(live_table(benchmark, results, live_questions))
@@ -144,11 +135,13 @@ def prepared(
     if text is None:
         text = str(folder / "text.jsonl")
         if not Path(text).exists():
-            regenerate(base, [train_questions], text, limit=num_texts, max_new_tokens=max_new_tokens)
+            sizes = ["--limit", str(num_texts), "--max-new-tokens", str(max_new_tokens)]
+            run_command(["regenerate", "--base", base, "--files", str(train_questions), "--out", text, *sizes])
     if store is None:
         store = str(folder / "store")
         if not (Path(store) / "finished").exists():
-            features(base, [text], store, max_length=Common.max_length, layers=LAYERS)
+            sizes = ["--max-length", str(Common.max_length), f"--layers={LAYERS}"]
+            run_command(["features", "--base", base, "--files", text, "--out", store, *sizes])
             (Path(store) / "finished").touch()
     return text, store
 

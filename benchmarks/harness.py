@@ -180,3 +180,10 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     except ValueError as error:
         print(f"{function.__name__}: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def run_command(args: list[str]) -> None:
+    """Run a ``drafters`` command in this process."""
+    from train.cli.commands import main as drafters
+
+    drafters(args)

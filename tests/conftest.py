@@ -153,7 +153,7 @@ class ChatHandler(BaseHTTPRequestHandler):
         self.server.open -= 1
         word, _, number = asked.partition(" ")
         if word == "fail" and self.server.tries[asked] <= int(number.split()[1]):
-            return self.reply(int(number.split()[0]), b"{}", {"Location": self.server.url, "Retry-After": "0"})
+            return self.reply(int(number.split()[0]), b"{}", {"Location": self.server.url, "Retry-After": "0.001"})
         if asked == "hang up":
             return self.connection.close()
         if asked == "babble":

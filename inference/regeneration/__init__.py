@@ -1,4 +1,4 @@
-"""``drafters regenerate``: the base answers the prompts of a data set itself.
+"""``drafters regenerate``: the base writes new answers to the prompts of a data set.
 
 May import `engine` and `runs`.
 """

@@ -1,8 +1,9 @@
-"""Greedy decoding of many prompts at once, for a base that answers a whole data set itself."""
+"""Greedy decoding of many prompts in one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,39 +11,40 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from inference.engine.base import Base
 
-SHRINK = 0.75  # rows still written to, of those in the batch, at which the finished ones are thrown out
+SHRINK = 0.75  # finished rows leave the batch once at most this share of its rows is unfinished
 
 
 @torch.inference_mode()
-def greedy_batch(base: Base, prompts: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[list[int]]:
-    """What the base writes after each prompt alone, by argmax: `Base.greedy` for rows of their own lengths.
+def greedy_batch(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> list[list[int]]:
+    """Continue B prompts greedily, each to its own length.
 
-    In float32 and float64 a row's text does not depend on the others but where two logits are equal up to rounding.
+    Every row is what `Base.greedy` writes for its prompt by itself. In float32 and float64 the other rows can change
+    it only where two logits are equal up to rounding.
 
     Args:
-        base: A causal language model with full attention.
+        base: A causal language model whose layers all use full attention.
         prompts: B lists of token ids, none empty.
-        rooms: B numbers of tokens: an answer is cut there, where no EOS ended it (which is then its last token).
+        max_new_tokens: B limits: a row ends with its first EOS token, or is cut off at this many new tokens.
 
     Raises:
-        ValueError: The base has layers that are not full attention.
+        ValueError: A layer of the base does not use full attention.
     """
     kinds = set(getattr(base.model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(base.model.config, "sliding_window", None):
-        raise ValueError(f"{base.name} has layers that are not full attention ({', '.join(sorted(kinds))})")
+        raise ValueError(f"{base.name} has layers without full attention ({', '.join(sorted(kinds))})")
     device, width = base.model.device, max(map(len, prompts))
     fed = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    seen = (torch.arange(width + max(rooms), device=device) >= width - lengths[:, None]).long()  # (B, C)
+    attended = (torch.arange(width + max(max_new_tokens), device=device) >= width - lengths[:, None]).long()  # (B, C)
     positions = (torch.arange(width, device=device) - (width - lengths[:, None])).clamp(min=0)
     answers: list[list[int]] = [[] for _ in prompts]
-    cache = BatchCache(base.model.config.num_hidden_layers, width + max(rooms))
-    rows = list(range(len(prompts)))  # of the batch as it is now: which prompt each belongs to
-    is_open = [True] * len(prompts)
-    for end in range(width, width + max(rooms)):
+    cache = BatchCache(base.model.config.num_hidden_layers, width + max(max_new_tokens))
+    rows = list(range(len(prompts)))  # index of the prompt that each row of the current batch continues
+    is_unfinished = [True] * len(prompts)
+    for end in range(width, width + max(max_new_tokens)):
         logits = base.model(
             fed,
-            attention_mask=seen[:, :end],
+            attention_mask=attended[:, :end],
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -50,31 +52,31 @@ def greedy_batch(base: Base, prompts: Sequence[Sequence[int]], rooms: Sequence[i
         ).logits
         picks = logits[:, -1].argmax(-1)  # (B,)
         for row, token in zip(rows, picks.tolist(), strict=True):
-            if is_open[row]:
+            if is_unfinished[row]:
                 answers[row].append(token)
-                is_open[row] = token not in base.eos and len(answers[row]) < rooms[row]
-        kept = [place for place, row in enumerate(rows) if is_open[row]]
-        if not kept:
+                is_unfinished[row] = token not in base.eos and len(answers[row]) < max_new_tokens[row]
+        unfinished = [place for place, row in enumerate(rows) if is_unfinished[row]]
+        if not unfinished:
             break
         positions = positions[:, -1:] + 1
-        if len(kept) <= SHRINK * len(rows):
-            rows, places = [rows[place] for place in kept], torch.tensor(kept, device=device)
-            picks, positions, seen = picks[places], positions[places], seen[places]
+        if len(unfinished) <= SHRINK * len(rows):
+            rows, places = [rows[place] for place in unfinished], torch.tensor(unfinished, device=device)
+            picks, positions, attended = picks[places], positions[places], attended[places]
             cache.keep_rows(places)
         fed = picks[:, None]
     return answers
 
 
 class _BatchLayer(DynamicLayer):
-    """Keys and values (B, H, C, d) of one layer, allocated once and written in place."""
+    """Keys and values of one layer, (B, H, C, d), allocated once and written in place."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.buffers: list[Tensor] = []
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add (B, H, q, d) at the end and return all there is."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append (B, H, q, d) and return everything cached so far."""
         if not self.buffers:
             self.buffers = [
                 states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
@@ -84,7 +86,8 @@ class _BatchLayer(DynamicLayer):
         start, self.length = self.length, self.length + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start : self.length] = states
-        return tuple(buffer[:, :, : self.length] for buffer in self.buffers)
+        keys, values = (buffer[:, :, : self.length] for buffer in self.buffers)
+        return keys, values
 
     def get_seq_length(self) -> int:
         return self.length
@@ -94,12 +97,13 @@ class _BatchLayer(DynamicLayer):
 
 
 class BatchCache(Cache):
-    """A buffer for each layer, of a length known beforehand; rows whose text has ended can be thrown out."""
+    """KV cache of a fixed capacity from which rows can be removed."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[_BatchLayer(capacity) for _ in range(num_layers)])
+        self.batch_layers = [_BatchLayer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.batch_layers))
 
     def keep_rows(self, places: Tensor) -> None:
-        """Keep the rows at ``places`` (b,) of the batch only."""
-        for layer in self.layers:
+        """Keep only the rows of the batch at ``places`` (b,)."""
+        for layer in self.batch_layers:
             layer.buffers = [buffer[places] for buffer in layer.buffers]

@@ -1,4 +1,4 @@
-"""A conversation whose answers are written anew, turn by turn, and the exact tokens that training then reads."""
+"""A conversation whose answers are written anew, turn by turn, and the exact tokens that training reads from it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,41 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Tally:
-    """What became of the answers."""
+class AnswerCounts:
+    """Statistics of the answers of all conversations.
+
+    Args:
+        num_answers: Answers written.
+        num_tokens: Tokens of these answers.
+        num_cut: Answers cut off at the token limit.
+        num_round_trip: Answers whose text encodes back to their tokens; for a server, answers whose text has as many
+            tokens as the server reports.
+        num_other_prompts: Prompts for which a server reports another number of tokens.
+        num_lost: Tokens left out of the loss because the prompt of a later turn renders them differently.
+        dropped: Turns left without an answer, by reason.
+    """
 
     num_answers: int = 0
     num_tokens: int = 0
     num_cut: int = 0
-    num_alike: int = 0  # answers whose text gives back their tokens; of a server's, as many as it counted
-    num_other_prompts: int = 0  # that a server counted another number of tokens in
-    num_lost: int = 0  # tokens that a later turn's prompt renders otherwise
+    num_round_trip: int = 0
+    num_other_prompts: int = 0
+    num_lost: int = 0
     dropped: Dropped = field(default_factory=lambda: Dropped(what="answers"))
 
 
 class Dialogue:
-    """One conversation, answered so far.
+    """One conversation and the answers written so far.
 
-    The row that training reads is the last prompt and its answer. An earlier answer stays in the loss as far as that
-    prompt holds the tokens of its time: so every token in the loss is the one that was written after the row before it.
+    Training reads one row of tokens: the prompt of the last turn and its answer. An earlier answer stays in the loss
+    as far as that prompt repeats the tokens originally written. So every token in the loss was written by the base
+    after exactly the tokens that precede it in the row.
 
     Args:
-        conversation: Gives the system message and the user's turns; its answers are not looked at.
-        tokenizer: Of the base.
+        conversation: Provides the system message and the user's turns; its own answers are ignored.
+        tokenizer: Tokenizer of the base.
         template: Name of the chat template.
-        num_turns: The first so many are answered, or None for all.
+        num_turns: Number of turns to answer, from the first; None answers all.
     """
 
     def __init__(
@@ -46,86 +58,92 @@ class Dialogue:
     ) -> None:
         self.id, self.tokenizer, self.template = conversation.id, tokenizer, template
         self.messages = [message for message in conversation.messages if message[0] == "system"]
-        self.asked = [text for role, text in conversation.messages if role == "user"][:num_turns]
+        self.user_turns = [text for role, text in conversation.messages if role == "user"][:num_turns]
         self.ids, self.mask = array("i"), array("b")
         self.is_cut: list[bool] = []
         self.is_open = True
 
     @property
-    def num_left(self) -> int:
-        """Turns that still wait for an answer."""
-        return len(self.asked) - len(self.is_cut) if self.is_open else 0
+    def num_remaining(self) -> int:
+        """Number of turns that are still to be answered."""
+        return len(self.user_turns) - len(self.is_cut) if self.is_open else 0
 
     @property
-    def waiting(self) -> list[tuple[str, str]]:
-        """The messages up to the user's turn that is next."""
-        return [*self.messages, ("user", self.asked[len(self.is_cut)])]
+    def pending_messages(self) -> list[tuple[str, str]]:
+        """The messages up to and including the next turn of the user."""
+        return [*self.messages, ("user", self.user_turns[len(self.is_cut)])]
 
     def prompt(self) -> list[int]:
-        """Their tokens.
+        """Return the tokens of `pending_messages`.
 
         Raises:
-            ValueError: The template refuses them.
+            ValueError: The chat template rejects them.
         """
-        return encode_prompt(self.waiting, self.tokenizer, self.template)
+        return encode_prompt(self.pending_messages, self.tokenizer, self.template)
 
-    def stop(self, reason: str, tally: Tally) -> None:
-        """Leave the turns that are left unanswered."""
-        tally.dropped.add(reason, f"conversation {self.id} turn {len(self.is_cut) + 1}")
+    def stop(self, reason: str, counts: AnswerCounts) -> None:
+        """Leave the remaining turns unanswered."""
+        counts.dropped.add(reason, f"conversation {self.id} turn {len(self.is_cut) + 1}")
         self.is_open = False
 
-    def take_tokens(self, prompt: Sequence[int], answer: Sequence[int], eos: frozenset[int], tally: Tally) -> None:
-        """Take the tokens that the base wrote after ``prompt``, the EOS among them where one ended the answer."""
+    def add_tokens(
+        self, prompt: Sequence[int], answer: Sequence[int], eos: frozenset[int], counts: AnswerCounts
+    ) -> None:
+        """Add the tokens that the base wrote after ``prompt``, including the EOS token if one ended the answer."""
         is_cut = answer[-1] not in eos
         decoded = self.tokenizer.decode(answer if is_cut else answer[:-1], skip_special_tokens=True)
         if not decoded.strip():
-            return self.stop("the answer is empty", tally)
+            return self.stop("the answer is empty", counts)
         row = [*prompt, *answer]
-        # A template may write the space before an answer itself, and decoding may keep it: take the text that fits.
+        # Some templates write the space before an answer themselves, and some tokenizers keep it when they decode:
+        # use the text that encodes back to the same tokens.
         texts = dict.fromkeys([decoded, decoded.removeprefix(" "), decoded.strip()])
-        alike = next((text for text in texts if self._encoded(text)[0][: len(row)] == row), None)
-        tally.num_alike += alike is not None
-        self._extend(prompt, answer, decoded.strip() if alike is None else alike, is_cut, tally)
+        same = next((text for text in texts if self._encoded(text)[0][: len(row)] == row), None)
+        counts.num_round_trip += same is not None
+        self._extend(prompt, answer, decoded.strip() if same is None else same, is_cut, counts)
 
-    def take_text(self, text: str, is_cut: bool, num_written: int | None, tally: Tally) -> None:
-        """Take the text that a server answered; its tokens are those of the text.
+    def add_text(self, text: str, is_cut: bool, num_written: int | None, counts: AnswerCounts) -> None:
+        """Add the text that a server answered, as the tokens that the text encodes to.
 
-        Of an answer that was cut short, neither the EOS that the template adds is kept nor the token before it, which
-        may be half of the word's.
+        If the answer was cut off, the EOS token that the template appends is removed, and the token before it, which
+        may be half of a word's token.
         """
         row, mask = self._encoded(text) if text.strip() else ([], [])
         if 1 not in mask:
-            return self.stop("the answer is empty" if not text.strip() else "the template shows no answer", tally)
+            return self.stop("the answer is empty" if not text.strip() else "the template shows no answer", counts)
         end = len(mask) - mask[::-1].index(1)
         start = next((place + 1 for place in range(end - 1, -1, -1) if not mask[place]), 0)
         answer = row[start:end]
-        num_words = len(answer) - (answer[-1] == self.tokenizer.eos_token_id)
-        tally.num_alike += num_written in (num_words, num_words + 1)  # servers differ in whether the EOS counts
+        num_without_eos = len(answer) - (answer[-1] == self.tokenizer.eos_token_id)
+        # Some servers count the EOS token, others do not.
+        counts.num_round_trip += num_written in (num_without_eos, num_without_eos + 1)
         if is_cut:
-            answer = answer[: num_words - 1]
-        return self._extend(row[:start], answer, text, is_cut, tally)
+            answer = answer[: num_without_eos - 1]
+        return self._extend(row[:start], answer, text, is_cut, counts)
 
     def _encoded(self, answer: str) -> tuple[list[int], list[int]]:
-        said = Conversation(self.id, (*self.waiting, ("assistant", answer)))
+        answered = Conversation(self.id, (*self.pending_messages, ("assistant", answer)))
         try:
-            return encode(said, self.tokenizer, self.template)
-        except ValueError:  # a template that takes prompts only
+            return encode(answered, self.tokenizer, self.template)
+        except ValueError:  # the template accepts prompts only
             return [], []
 
-    def _extend(self, prompt: Sequence[int], answer: Sequence[int], text: str, is_cut: bool, tally: Tally) -> None:
+    def _extend(
+        self, prompt: Sequence[int], answer: Sequence[int], text: str, is_cut: bool, counts: AnswerCounts
+    ) -> None:
         pairs = enumerate(zip(self.ids, prompt, strict=False))
-        same = next((place for place, (old, new) in pairs if old != new), min(len(self.ids), len(prompt)))
-        tally.num_lost += sum(self.mask[same:])
-        self.mask = self.mask[:same] + array("b", [0] * (len(prompt) - same) + [1] * len(answer))
+        num_same = next((place for place, (old, new) in pairs if old != new), min(len(self.ids), len(prompt)))
+        counts.num_lost += sum(self.mask[num_same:])
+        self.mask = self.mask[:num_same] + array("b", [0] * (len(prompt) - num_same) + [1] * len(answer))
         self.ids = array("i", [*prompt, *answer])
-        self.messages = [*self.waiting, ("assistant", text)]
+        self.messages = [*self.pending_messages, ("assistant", text)]
         self.is_cut.append(is_cut)
-        tally.num_answers += 1
-        tally.num_tokens += len(answer)
-        tally.num_cut += is_cut
+        counts.num_answers += 1
+        counts.num_tokens += len(answer)
+        counts.num_cut += is_cut
 
     def record(self) -> dict[str, Any]:
-        """The conversation in OpenAI form, with the tokens of its row."""
+        """Return the conversation in OpenAI form, together with the tokens and the loss mask of its row."""
         return {
             "id": self.id,
             "messages": [{"role": role, "content": text} for role, text in self.messages],

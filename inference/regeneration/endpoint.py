@@ -1,40 +1,38 @@
-"""A base behind an OpenAI-compatible server: greedy chat answers over HTTP, with retries."""
+"""Greedy chat answers from an OpenAI-compatible server, through the ``openai`` client."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
-from urllib.error import HTTPError, URLError
+from http import HTTPStatus
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+import openai
 
 KEY = "OPENAI_API_KEY"
-RETRIES = 5
-LONGEST_WAIT = 60.0  # seconds between two tries
-TIMEOUT = 600.0  # seconds for one answer
+MAX_RETRIES = 5
+TIMEOUT = 600.0  # seconds without data before a request is given up
 
 
-class Refused(Exception):
-    """The server refuses this one request; others may go well."""
+class RequestRefused(Exception):
+    """The server refuses this one request; other requests may succeed."""
 
 
-class Failing(Refused):
-    """The server fails at this request again and again."""
+class RequestFailed(RequestRefused):
+    """The server failed at this request in every attempt."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the server answered.
+class ChatAnswer:
+    """An answer of the server.
 
     Args:
-        text: The answer.
-        is_cut: Whether the length cap ended it.
-        num_read: Tokens of the prompt by the server's count, where it gives one.
-        num_written: Tokens of the answer by the server's count, where it gives one.
+        text: Text of the answer.
+        is_cut: Whether the answer was cut off at the token limit.
+        num_read: Number of prompt tokens that the server reports, or None.
+        num_written: Number of answer tokens that the server reports, or None.
     """
 
     text: str
@@ -44,91 +42,110 @@ class Said:
 
 
 class Endpoint:
-    """``/v1/chat/completions`` of a server. The key is read from the environment, OPENAI_API_KEY, and kept nowhere.
+    """The route ``/v1/chat/completions`` of a server.
+
+    The API key is read from the environment variable OPENAI_API_KEY for every request and never stored or printed.
 
     Args:
-        url: Of the server, with or without ``/v1``.
-        model: The name the server gives the base.
-        first_wait: Seconds before the second try; doubled before each further one.
+        url: Address of the server, with or without ``/v1``.
+        model: Name under which the server offers the base.
+        max_retries: How often a request is repeated after a lost connection, a timeout or HTTP 408, 409, 429 or 5xx;
+            the client waits longer before each retry, or as long as the server asks for.
 
     Raises:
-        ValueError: The URL is not one of a server, or holds a password.
+        ValueError: `url` is not the address of a server, or contains a password.
     """
 
-    def __init__(self, url: str, model: str, first_wait: float = 1.0) -> None:
+    def __init__(self, url: str, model: str, max_retries: int = MAX_RETRIES) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"endpoint must look like http://localhost:8000/v1, not {parts.scheme}://{parts.hostname}")
         if "@" in parts.netloc:
-            raise ValueError(f"the endpoint's URL holds a password: put the key into the variable {KEY} instead")
+            raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
         stem = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        self.url, self.model, self.first_wait = f"{stem}/v1/chat/completions", model, first_wait
-        self._open = build_opener(_NoRedirect).open  # a redirect would carry the key elsewhere
+        self.url, self.model, self.num_attempts = f"{stem}/v1/chat/completions", model, max_retries + 1
+        self._client = openai.OpenAI(
+            base_url=f"{stem}/v1",
+            api_key="unused",  # each request carries the key from the environment, or none
+            max_retries=max_retries,
+            timeout=TIMEOUT,
+            # The client follows redirects by default, which could send the key to another host.
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),
+        )
 
-    def chat(self, messages: Sequence[tuple[str, str]], max_new_tokens: int) -> Said:
-        """The greedy answer to (role, text) messages.
+    def chat(self, messages: Sequence[tuple[str, str]], max_new_tokens: int) -> ChatAnswer:
+        """Return the greedy answer to (role, text) messages.
 
         Raises:
-            Refused: This request cannot be answered; of `Failing`, by a fault of the server's.
-            ValueError: None can: the key, the model or the address is wrong, or nobody answers.
+            RequestRefused: The server cannot answer this request; `RequestFailed` if the fault is the server's own.
+            ValueError: No request can succeed: the key, the model name or the address is wrong, or nobody answers.
         """
-        asked = {
-            "model": self.model,
-            "messages": [{"role": role, "content": text} for role, text in messages],
-            "temperature": 0,
-            "max_tokens": max_new_tokens,
-        }
-        body = self._tried(lambda: self._post(json.dumps(asked).encode()))
         try:
-            (choice, *_), usage = body["choices"], body.get("usage") or {}
-            text = choice["message"]["content"] or ""
-            if not isinstance(text, str):
-                raise TypeError("its content is no text")
-            is_cut = choice.get("finish_reason") == "length"
-            return Said(text, is_cut, usage.get("prompt_tokens"), usage.get("completion_tokens"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # The raw body, because the client does not check what it parses.
+            response = self._client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=[{"role": role, "content": text} for role, text in messages],  # type: ignore[misc]
+                temperature=0,
+                max_tokens=max_new_tokens,
+                extra_headers=_authorization(),
+            )
+        except openai.APIStatusError as error:
+            raise self._explained(error.status_code) from error
+        except openai.APIConnectionError as error:
+            # Only the type of the cause: its text may quote the request's headers, and with them the key.
+            reason = type(error.__cause__ or error).__name__
+            raise self._no_answer(reason) from None
+        try:
+            return _parsed(response.content)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{self.url} answers, but not as an OpenAI-compatible server does ({error!r})") from error
 
-    def _post(self, data: bytes) -> dict:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        with self._open(Request(self.url, data, headers), timeout=TIMEOUT) as reply:
-            return json.loads(reply.read())
-
-    def _tried(self, post: Callable[[], dict]) -> dict:
-        for number in range(RETRIES + 1):
-            wait = min(self.first_wait * 2**number, LONGEST_WAIT)
-            try:
-                return post()
-            except HTTPError as error:
-                said = f"HTTP {error.code} {error.reason}"
-                if mistake := self._mistake(error.code):
-                    raise ValueError(f"{self.url} refuses ({said}): {mistake}") from error
-                if error.code not in (408, 409, 429) and error.code < 500:
-                    raise Refused(said) from error
-                if number == RETRIES and error.code >= 500:
-                    raise Failing(f"{said}, {RETRIES + 1} times") from error
-                wait = _asked_to_wait(error.headers.get("Retry-After"), wait)
-            except (URLError, HTTPException, OSError, ValueError) as error:  # no connection, cut short, or not JSON
-                said = str(getattr(error, "reason", error)) or type(error).__name__
-            if number < RETRIES:
-                time.sleep(wait)
-        raise ValueError(f"{self.url} does not answer ({said}), tried {RETRIES + 1} times; the same command goes on")
+    def _explained(self, code: int) -> Exception:
+        """The exception for an HTTP status that is not a success."""
+        # The standard phrase of the status, not the server's: a server may echo the key there.
+        phrase = HTTPStatus(code).phrase if code in HTTPStatus.__members__.values() else ""
+        status = f"HTTP {code} {phrase}".rstrip()
+        if mistake := self._mistake(code):
+            return ValueError(f"{self.url} refuses ({status}): {mistake}")
+        if code >= 500:
+            return RequestFailed(f"{status}, {self.num_attempts} times")
+        if code in (408, 409, 429):
+            return self._no_answer(status)
+        return RequestRefused(status)
 
     def _mistake(self, code: int) -> str | None:
-        """What the user must mend before any request can go well."""
+        """What the user has to correct before any request can succeed."""
         if code in (401, 403):
-            return f"set the variable {KEY} to its key"
+            return f"set the variable {KEY} to the server's key"
         if code == 404:
             return f"the address or the model {self.model!r} is wrong"
-        return "it has moved: give its new address" if 300 <= code < 400 else None
+        return "the server has moved: give its new address" if 300 <= code < 400 else None
+
+    def _no_answer(self, reason: str) -> ValueError:
+        return ValueError(
+            f"{self.url} does not answer ({reason}), tried {self.num_attempts} times; repeat the command to continue"
+        )
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    def redirect_request(self, *given) -> None:
-        """Follow none: it becomes an HTTPError."""
+def _authorization() -> Mapping[str, str | openai.Omit]:
+    """The Authorization header with the key of the environment, or none.
+
+    Raises:
+        ValueError: The key contains characters that a header cannot hold; the message does not quote it.
+    """
+    key = os.environ.get(KEY)
+    if not key:
+        return {"Authorization": openai.Omit()}
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the variable {KEY} contains a line break or another character that no HTTP header can hold")
+    return {"Authorization": f"Bearer {key}"}
 
 
-def _asked_to_wait(header: str | None, otherwise: float) -> float:
-    return min(float(header), LONGEST_WAIT) if header and header.isdigit() else otherwise
+def _parsed(body: bytes) -> ChatAnswer:
+    completion = json.loads(body)
+    (choice, *_), usage = completion["choices"], completion.get("usage") or {}
+    text = choice["message"]["content"] or ""
+    if not isinstance(text, str):
+        raise TypeError("the content is not a string")
+    is_cut = choice.get("finish_reason") == "length"
+    return ChatAnswer(text, is_cut, usage.get("prompt_tokens"), usage.get("completion_tokens"))

@@ -1,282 +1,259 @@
-"""``drafters regenerate``: the base answers the prompts of a data set itself, so that a drafter learns its own text."""
+"""``drafters regenerate``: let the base answer the prompts of a data set, so that a drafter learns the base's text."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from data.conversation import Conversation, resolve_template
 from data.sharegpt import load
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
-from inference.engine.base import Base, Dtype, base_hash, load_base, resolve_device
-from inference.regeneration.batched import greedy_batch
-from inference.regeneration.dialogue import Dialogue, Tally
-from inference.regeneration.endpoint import Endpoint, Failing, Refused
+from drafters.atomic_write import atomic_write
+from inference.engine.base import base_hash
+from inference.engine.options import ModelOptions
+from inference.regeneration.dialogue import AnswerCounts, Dialogue
+from inference.regeneration.endpoint import Endpoint
+from inference.regeneration.responders import LocalResponder, Request, Responder, ServerResponder
 from inference.runs.journal import Journal
 from inference.runs.outputs import new_file
 from inference.runs.progress import throughput_bar
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
-class Ask:
-    """A turn that waits for its answer.
+class AnswerOptions:
+    """Which turns are answered, and at what length.
 
     Args:
-        messages: (role, text) pairs, the last one the user's.
-        prompt: Their tokens.
-        room: Tokens of the answer at most.
+        template: Chat template: tokenizer uses the tokenizer's own; vicuna_v1.1 and llama2_chat are built in.
+        turns: Answer all turns of a conversation, each after the new answers to the earlier ones, or only the first.
+        limit: Maximum number of conversations; by default all.
+        max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
+        max_length: Maximum number of tokens of a conversation; by default the context length of the base.
+        batch_size: Prompts decoded together, fewer if the GPU's memory does not suffice. An interrupted run loses at
+            most this many answers.
     """
 
-    messages: list[tuple[str, str]]
-    prompt: list[int]
-    room: int
+    template: str = "tokenizer"
+    turns: Literal["all", "first"] = "all"
+    limit: int | None = None
+    max_new_tokens: int = 512
+    max_length: int | None = None
+    batch_size: int = 64
+
+    def check(self) -> None:
+        """Raise ValueError if a number is not positive."""
+        for name in ("limit", "max_new_tokens", "max_length", "batch_size"):
+            _check_positive(name, getattr(self, name))
 
 
-class Writer(Protocol):
-    """What writes answers: the base in this process, or a server."""
+@dataclass(frozen=True)
+class ServerOptions:
+    """An OpenAI-compatible server that answers instead of a base in this process.
 
-    def write(self, asks: Sequence[Ask]) -> list[Any]:
-        """An answer for each, as a value of JSON."""
+    Args:
+        endpoint: Address of the server, such as http://localhost:8000/v1; by default the base is loaded instead.
+        model: Name under which the server offers the base.
+        concurrency: Maximum number of requests to the server at the same time.
+    """
 
-    def take(self, dialogue: Dialogue, prompt: list[int], reply: Any, tally: Tally) -> None:
-        """Hand an answer to its conversation."""
+    endpoint: str | None = None
+    model: str | None = None
+    concurrency: int = 16
 
-
-class InProcess:
-    """The base in this process; an answer is a list of token ids."""
-
-    def __init__(self, base: Base) -> None:
-        self.base = base
-
-    def write(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """Decode all together; where the memory does not hold them, in halves."""
-        try:
-            return greedy_batch(self.base, [ask.prompt for ask in asks], [ask.room for ask in asks])
-        except torch.OutOfMemoryError as error:
-            if len(asks) == 1:
-                raise ValueError(
-                    f"no memory for one prompt of {len(asks[0].prompt)} tokens and an answer of {asks[0].room}: give a "
-                    "smaller --max-length or another --dtype"
-                ) from error
-        torch.cuda.empty_cache()  # outside the handler, whose error still holds the tensors
-        half = len(asks) // 2
-        return self.write(asks[:half]) + self.write(asks[half:])
-
-    def take(self, dialogue: Dialogue, prompt: list[int], reply: list[int], tally: Tally) -> None:
-        dialogue.take_tokens(prompt, reply, self.base.eos, tally)
+    def check(self) -> None:
+        """Raise ValueError if only one of endpoint and model is given, or concurrency is not positive."""
+        _check_positive("concurrency", self.concurrency)
+        if (self.endpoint is None) != (self.model is None):
+            raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
 
 
-class Served:
-    """A server; an answer is its text and counts, or why there is none."""
+@dataclass(frozen=True)
+class Answerer:
+    """What answers, ready to work.
 
-    def __init__(self, endpoint: Endpoint, concurrency: int) -> None:
-        self.endpoint, self.concurrency = endpoint, concurrency
+    Args:
+        responder: Answers requests.
+        weights: Identifies the weights in a journal.
+        max_length: Maximum number of tokens of a prompt and its answer.
+    """
 
-    def write(self, asks: Sequence[Ask]) -> list[dict[str, Any]]:
-        """Ask for ``concurrency`` answers at a time.
+    responder: Responder
+    weights: str
+    max_length: int
 
-        Raises:
-            ValueError: The server fails at them all, or `Endpoint.chat` says why none can be answered.
-        """
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(self._one, ask) for ask in asks]
-            try:
-                replies = [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        if len(replies) > 1 and all(reply.get("is_failing") for reply in replies):
-            raise ValueError(
-                f"{self.endpoint.url} fails at all of {len(replies)} requests ({replies[0]['refused']}): "
-                "look after it, then the same command goes on"
-            )
-        return replies
 
-    def _one(self, ask: Ask) -> dict[str, Any]:
-        try:
-            return vars(self.endpoint.chat(ask.messages, ask.room))
-        except Refused as refused:
-            return {"refused": str(refused), "is_failing": isinstance(refused, Failing)}
+def regenerate(
+    base_model: ModelOptions,
+    answers: AnswerOptions,
+    server: ServerOptions,
+    files: list[str],
+    out: str,
+    overwrite: bool = False,
+) -> None:
+    """Let the base answer the prompts of conversations greedily; drafters learn best from the base's own text.
 
-    def take(self, dialogue: Dialogue, prompt: list[int], reply: dict[str, Any], tally: Tally) -> None:
-        if "refused" in reply:
-            return dialogue.stop(f"the server refuses: {reply['refused']}", tally)
-        tally.num_other_prompts += reply["num_read"] not in (None, len(prompt))
-        return dialogue.take_text(reply["text"], reply["is_cut"], reply["num_written"], tally)
+    Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
+    repeat it to continue. With --endpoint, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
+    and only the tokenizer of the base is loaded.
+
+    Args:
+        base_model: The base.
+        answers: Which turns are answered.
+        server: Server that answers instead of the base.
+        files: ShareGPT files, or embedded; their own answers are ignored. May be repeated.
+        out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far.
+        overwrite: Replace an existing file, and the partial file of another command.
+    """
+    answers.check()
+    server.check()
+    path = new_file(out, overwrite)
+    conversations, dropped = load(files, answers.limit, needs_answers=False)
+    tokenizer = load_tokenizer(base_model.base)
+    resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
+    answerer = load_answerer(base_model, server, tokenizer, answers.max_length)
+    num_turns = 1 if answers.turns == "first" else None
+    dialogues = [Dialogue(each, tokenizer, answers.template, num_turns) for each in conversations]
+    settings = recorded_settings(conversations, tokenizer, answers, answerer)
+    partial = path.with_name(f"{path.name}.partial")
+    with Journal(partial, settings, existing="replace_if_different" if overwrite else "continue") as journal:
+        with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
+            counts = answer_all(dialogues, answerer, journal, answers, advance)
+        if not counts.num_answers:
+            journal.delete()  # so that the next run tries all prompts again
+            raise ValueError(f"no prompt was answered: {counts.dropped}")
+        with atomic_write(path) as new, new.open("w", encoding="utf-8") as stream:
+            stream.writelines(_lines(dialogues))
+        journal.delete()
+    for left_out in (dropped, counts.dropped):
+        if left_out.total:
+            print(left_out)
+    print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
+
+
+def load_answerer(
+    base_model: ModelOptions, server: ServerOptions, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> Answerer:
+    """Connect to the server if one is named, otherwise load the base.
+
+    Raises:
+        ValueError: The address of the server is malformed, the base cannot be loaded, or its context is shorter than
+            ``max_length``.
+    """
+    if server.endpoint is not None and server.model is not None:
+        responder = ServerResponder(Endpoint(server.endpoint, server.model), server.concurrency)
+        return Answerer(responder, f"{server.model} on a server", max_length or tokenizer.model_max_length)
+    base = base_model.load()
+    if max_length is not None and max_length > base.context_length:
+        raise ValueError(
+            f"max_length is {max_length}, but the context of {base_model.base} ends at {base.context_length}"
+        )
+    return Answerer(LocalResponder(base), base_hash(base), max_length or base.context_length)
+
+
+def recorded_settings(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerOptions,
+    answerer: Answerer,
+) -> dict[str, Any]:
+    """Everything that determines the answers, for the first line of the journal."""
+    return {
+        "format": 1,
+        "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
+        "base": answerer.weights,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": short_hash(resolve_template(answers.template, tokenizer)),
+        "turns": answers.turns,
+        "max_new_tokens": answers.max_new_tokens,
+        "max_length": answerer.max_length,
+    }
 
 
 def answer_all(
     dialogues: Sequence[Dialogue],
-    writer: Writer,
+    answerer: Answerer,
     journal: Journal,
-    batch_size: int,
-    max_new_tokens: int,
-    max_length: int,
+    options: AnswerOptions,
     advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
-) -> Tally:
-    """Answer every conversation, all of them one turn further at a time, in batches of prompts of similar length.
+) -> AnswerCounts:
+    """Answer every conversation, turn by turn, in batches of prompts of similar length.
 
-    What the journal holds is taken from it, and batches are made as if it were empty: so a work that was stopped ends
-    in the same texts, bit for bit, where `batch_size` is the same.
+    Replies that the journal holds are taken from it. The batches do not depend on the journal, so an interrupted run
+    ends in the same texts, bit for bit, as long as ``batch_size`` is the same.
 
     Args:
-        dialogues: What is asked.
-        writer: What answers.
-        journal: Of lines [turn, [[place of the conversation, answer], ...]], a line for each batch.
-        batch_size: Prompts answered together; the longest come first, so that a lack of memory shows at once.
-        max_new_tokens: Tokens of an answer at most.
-        max_length: Tokens of prompt and answer at most.
-        advance: Told of answers that are done, how many of these were made now, and of how many tokens.
+        dialogues: The conversations.
+        answerer: Answers their prompts.
+        journal: Holds a line [turn, [[index of the conversation, reply], ...]] for each batch.
+        options: Length limits and batch size.
+        advance: Called with the number of finished answers, the number of those that are new, and their tokens.
     """
     known = {(turn, place): reply for turn, replies in journal for place, reply in replies}
-    tally, turn = Tally(), 0
-    while any(dialogue.num_left for dialogue in dialogues):
-        asks: dict[int, Ask] = {}
+    counts, turn = AnswerCounts(), 0
+    while any(dialogue.num_remaining for dialogue in dialogues):
+        requests: dict[int, Request] = {}
         for place, dialogue in enumerate(dialogues):
-            if not dialogue.num_left:
+            if not dialogue.num_remaining:
                 continue
-            num_left = dialogue.num_left
-            if ask := _ask(dialogue, max_new_tokens, max_length, tally):
-                asks[place] = ask
+            num_remaining = dialogue.num_remaining
+            if request := _request(dialogue, options.max_new_tokens, answerer.max_length, counts):
+                requests[place] = request
             else:
-                advance(num_left, 0, 0)
-        order = sorted(asks, key=lambda place: (-len(asks[place].prompt), place))
-        for first in range(0, len(order), batch_size):
-            batch = order[first : first + batch_size]
+                advance(num_remaining, 0, 0)
+        # The longest prompts come first, so that a lack of memory shows at once.
+        order = sorted(requests, key=lambda place: (-len(requests[place].prompt), place))
+        for first in range(0, len(order), options.batch_size):
+            batch = order[first : first + options.batch_size]
             new = [place for place in batch if (turn, place) not in known]
             if new:
-                replies = writer.write([asks[place] for place in new])
+                replies = answerer.responder.answer([requests[place] for place in new])
                 journal.append([turn, list(zip(new, replies, strict=True))])
                 known |= {(turn, place): reply for place, reply in zip(new, replies, strict=True)}
-            before, num_left = tally.num_tokens, sum(dialogues[place].num_left for place in batch)
+            num_tokens, num_remaining = counts.num_tokens, sum(dialogues[place].num_remaining for place in batch)
             for place in batch:
-                writer.take(dialogues[place], asks[place].prompt, known.pop((turn, place)), tally)
-            num_done = num_left - sum(dialogues[place].num_left for place in batch)
-            advance(num_done, len(new), (tally.num_tokens - before) if new else 0)
+                answerer.responder.add(dialogues[place], requests[place].prompt, known.pop((turn, place)), counts)
+            num_done = num_remaining - sum(dialogues[place].num_remaining for place in batch)
+            advance(num_done, len(new), (counts.num_tokens - num_tokens) if new else 0)
         turn += 1
-    return tally
+    return counts
 
 
-def _ask(dialogue: Dialogue, max_new_tokens: int, max_length: int, tally: Tally) -> Ask | None:
+def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool) -> str:
+    """One line on what was written, and on how well texts and tokens agree."""
+    num_answered = sum(bool(dialogue.is_cut) for dialogue in dialogues)
+    agree = "have as many tokens as the server reports" if is_served else "encode back to the same tokens"
+    parts = [
+        f"{num_answered:,} of {len(dialogues):,} conversations, {counts.num_answers:,} answers, "
+        f"{counts.num_tokens:,} tokens",
+        f"{counts.num_cut:,} answers cut short, which have no EOS",
+        f"{counts.num_round_trip / counts.num_answers:.1%} of the answers {agree}",
+    ]
+    if counts.num_lost:
+        parts.append(f"{counts.num_lost:,} tokens left out of the loss, as a later turn renders them differently")
+    if counts.num_other_prompts:
+        parts.append(
+            f"{counts.num_other_prompts:,} prompts have another length on the server: does it use another chat "
+            "template than --template?"
+        )
+    return "; ".join(parts)
+
+
+def _request(dialogue: Dialogue, max_new_tokens: int, max_length: int, counts: AnswerCounts) -> Request | None:
     try:
         prompt = dialogue.prompt()
     except ValueError as error:
-        return dialogue.stop(str(error), tally)
-    room = min(max_new_tokens, max_length - len(prompt))
-    if room < 1:
-        return dialogue.stop("the prompt leaves no room for an answer", tally)
-    return Ask(dialogue.waiting, prompt, room)
-
-
-def regenerate(
-    base: str,
-    files: list[str],
-    out: str,
-    template: str = "tokenizer",
-    turns: Literal["all", "first"] = "all",
-    limit: int | None = None,
-    max_new_tokens: int = 512,
-    max_length: int | None = None,
-    batch_size: int = 64,
-    dtype: Dtype = "float32",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    endpoint: str | None = None,
-    model: str | None = None,
-    concurrency: int = 16,
-    overwrite: bool = False,
-) -> None:
-    """Let the base answer the prompts of conversations itself, greedily: text that a drafter learns best from.
-
-    Writes records that training reads back with the very tokens the base wrote. Stopped, the same command goes on. With
-    --endpoint an OpenAI-compatible server answers (its key in OPENAI_API_KEY), and the base gives only its tokenizer.
-
-    Args:
-        base: Folder or hub id of the base.
-        files: ShareGPT files, or embedded; their answers are not looked at. May be repeated.
-        out: JSONL file to write; until it is whole, OUT.partial holds what is done.
-        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
-        turns: Answer all turns of a conversation, its earlier answers before it, or the first alone.
-        limit: Conversations at most.
-        max_new_tokens: Tokens of an answer at most; one that is cut there has no EOS.
-        max_length: Tokens of a conversation at most, by default what the base can read.
-        batch_size: Prompts answered together, halved where the GPU's memory does not hold them; a stop loses so many.
-        dtype: Number format of the base.
-        device: auto takes the GPU where there is one.
-        endpoint: Address of a server that answers instead, such as http://localhost:8000/v1.
-        model: Name of the base on that server.
-        concurrency: Requests to that server at a time.
-        overwrite: Replace a file that is already there, and a partial one of another command.
-    """
-    numbers = {"limit": limit, "max_new_tokens": max_new_tokens, "max_length": max_length, "batch_size": batch_size}
-    for name, number in (numbers | {"concurrency": concurrency}).items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, not {number}")
-    if (endpoint is None) != (model is None):
-        raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
-    path = new_file(out, overwrite)
-    conversations, dropped = load(files, limit, needs_answers=False)
-    tokenizer = load_tokenizer(base)
-    rendered = resolve_template(template, tokenizer)
-    writer: Writer
-    if endpoint is not None:
-        writer = Served(Endpoint(endpoint, model), concurrency)
-        weights, longest = f"{model} on a server", tokenizer.model_max_length
-    else:
-        loaded = load_base(base, dtype, resolve_device(device))
-        writer = InProcess(loaded)
-        weights, longest = base_hash(loaded), loaded.context_length
-        if max_length is not None and max_length > longest:
-            raise ValueError(f"max_length is {max_length}, but the context of {base} ends at {longest}")
-    work = {
-        "format": 1,
-        "conversations": _digest(conversations),
-        "base": weights,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "template": short_hash(rendered),
-        "turns": turns,
-        "max_new_tokens": max_new_tokens,
-        "max_length": max_length or longest,
-    }
-    dialogues = [Dialogue(each, tokenizer, template, 1 if turns == "first" else None) for each in conversations]
-    with Journal(
-        path.with_name(f"{path.name}.partial"), work, existing="replace_if_different" if overwrite else "continue"
-    ) as journal:
-        with throughput_bar("regenerate", sum(dialogue.num_left for dialogue in dialogues)) as advance:
-            tally = answer_all(dialogues, writer, journal, batch_size, max_new_tokens, max_length or longest, advance)
-        if not tally.num_answers:
-            journal.delete()  # so that another try asks again
-            raise ValueError(f"no prompt was answered: {tally.dropped}")
-        unfinished = path.with_name(f"{path.name}.writing")
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.writelines(_lines(dialogues))
-        os.replace(unfinished, path)
-        journal.delete()
-    for left_out in (dropped, tally.dropped):
-        if left_out.total:
-            print(left_out)
-    print(f"wrote {out}: {summary(dialogues, tally, is_served=endpoint is not None)}")
-
-
-def summary(dialogues: Sequence[Dialogue], tally: Tally, is_served: bool) -> str:
-    """What was written, and how well text and tokens fit, in one line."""
-    whole = sum(bool(dialogue.is_cut) for dialogue in dialogues)
-    like = "have as many tokens as the server counted" if is_served else "give back their tokens when read as text"
-    parts = [
-        f"{whole:,} of {len(dialogues):,} conversations, {tally.num_answers:,} answers, {tally.num_tokens:,} tokens",
-        f"{tally.num_cut:,} answers cut short, which have no EOS",
-        f"{tally.num_alike / tally.num_answers:.1%} of the answers {like}",
-    ]
-    if tally.num_lost:
-        parts.append(f"{tally.num_lost:,} tokens left out of the loss, as a later turn renders them otherwise")
-    if tally.num_other_prompts:
-        parts.append(f"{tally.num_other_prompts:,} prompts have another length on the server: is --template its own?")
-    return "; ".join(parts)
+        dialogue.stop(str(error), counts)
+        return None
+    limit = min(max_new_tokens, max_length - len(prompt))
+    if limit < 1:
+        dialogue.stop("the prompt leaves no room for an answer", counts)
+        return None
+    return Request(dialogue.pending_messages, prompt, limit)
 
 
 def _lines(dialogues: Sequence[Dialogue]) -> Iterator[str]:
@@ -285,5 +262,6 @@ def _lines(dialogues: Sequence[Dialogue]) -> Iterator[str]:
             yield json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def _digest(conversations: Sequence[Conversation]) -> str:
-    return short_hash(json.dumps([[each.id, each.messages] for each in conversations]))
+def _check_positive(name: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise ValueError(f"{name} must be at least 1, not {number}")

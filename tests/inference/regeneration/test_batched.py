@@ -1,3 +1,5 @@
+"""Batched greedy decoding."""
+
 import random
 
 import pytest
@@ -6,24 +8,25 @@ import torch
 from inference.regeneration.batched import greedy_batch
 
 
-def alone(base, prompt, room):
+def generated(base, prompt, max_new_tokens):
+    """What transformers' generate writes for one prompt."""
     ids = torch.tensor([prompt])
-    return base.greedy(ids, torch.ones_like(ids), room)[0].tolist()
+    return base.greedy(ids, torch.ones_like(ids), max_new_tokens)[0].tolist()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("size", [1, 3, 14])
-def test_a_batch_writes_what_transformers_generate_writes_alone(make_base, kind, size):
+def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, kind, size):
     base, rng = make_base(kind), random.Random(1)
     prompts = [[rng.randrange(3, 40) for _ in range(rng.randrange(1, 20))] for _ in range(14)]
-    rooms = [rng.randrange(1, 40) for _ in prompts]
-    expected = [alone(base, prompt, room) for prompt, room in zip(prompts, rooms, strict=True)]
+    limits = [rng.randrange(1, 40) for _ in prompts]
+    expected = [generated(base, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
     assert len(set(map(len, expected))) > 5, "rows end at different times"
-    assert any(len(answer) < room for answer, room in zip(expected, rooms, strict=True)), "some end by themselves"
+    assert any(len(answer) < limit for answer, limit in zip(expected, limits, strict=True)), "some end by themselves"
     written = [
         answer
         for first in range(0, 14, size)
-        for answer in greedy_batch(base, prompts[first : first + size], rooms[first : first + size])
+        for answer in greedy_batch(base, prompts[first : first + size], limits[first : first + size])
     ]
     assert written == expected
 
@@ -43,5 +46,5 @@ def test_a_base_with_a_sliding_window_is_refused_in_one_line():
         sliding_window=4,
     )
     base = Base("windowed", MistralForCausalLM(config).eval(), None)
-    with pytest.raises(ValueError, match=r"^windowed has layers that are not full attention \(.*\)$"):
+    with pytest.raises(ValueError, match=r"^windowed has layers without full attention \(.*\)$"):
         greedy_batch(base, [[1, 2]], [3])

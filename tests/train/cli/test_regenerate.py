@@ -1,4 +1,4 @@
-"""The base's own answers: equal to what it writes alone, the same after any stop, and read back token for token."""
+"""Regenerated answers equal plain greedy decoding, survive interruptions and are read back token for token."""
 
 import json
 import os
@@ -17,13 +17,15 @@ from data.conversation import encode, encode_prompt, masked_text
 from data.module import ShareGPTData
 from data.sharegpt import load, tokenise
 from inference.engine.base import load_base
-from inference.regeneration import regenerate as module
-from inference.regeneration.dialogue import Dialogue, Tally
-from inference.regeneration.regenerate import InProcess, answer_all
+from inference.engine.options import ModelOptions
+from inference.regeneration import responders
+from inference.regeneration.dialogue import AnswerCounts, Dialogue
+from inference.regeneration.regenerate import Answerer, AnswerOptions, answer_all
+from inference.regeneration.responders import LocalResponder
 from inference.runs.journal import Journal
 from train.cli import commands
 
-CAP = 12
+MAX_NEW_TOKENS = 12
 ROOT = Path(__file__).parents[3]
 
 
@@ -53,13 +55,15 @@ def asked(tmp_path_factory):
 def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
     dialogues = [Dialogue(c, base.tokenizer, "tokenizer", num_turns) for c in load([asked], needs_answers=False)[0]]
     with Journal(folder / "journal", {}) as journal:
-        tally = answer_all(dialogues, InProcess(base), journal, batch_size, CAP, max_length)
-    return dialogues, tally
+        answerer = Answerer(LocalResponder(base), "weights", max_length)
+        options = AnswerOptions(max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size)
+        counts = answer_all(dialogues, answerer, journal, options)
+    return dialogues, counts
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_every_turn_is_what_the_base_writes_alone_behind_its_own_earlier_answers(exact, asked, tmp_path, batch_size):
-    dialogues, tally = answered(exact, asked, tmp_path, batch_size)
+def test_every_answer_is_plain_greedy_decoding_after_the_new_answers_before_it(exact, asked, tmp_path, batch_size):
+    dialogues, counts = answered(exact, asked, tmp_path, batch_size)
     conversations = load([asked], needs_answers=False)[0]
     assert max(len(dialogue.is_cut) for dialogue in dialogues) > 1
     ends = []
@@ -68,7 +72,7 @@ def test_every_turn_is_what_the_base_writes_alone_behind_its_own_earlier_answers
         for _, asked_text in (message for message in conversation.messages if message[0] == "user"):
             messages.append(("user", asked_text))
             prompt = torch.tensor([encode_prompt(messages, exact.tokenizer, "tokenizer")])
-            ids = exact.greedy(prompt, torch.ones_like(prompt), CAP)[0].tolist()
+            ids = exact.greedy(prompt, torch.ones_like(prompt), MAX_NEW_TOKENS)[0].tolist()
             ended = ids[-1] in exact.eos
             text = exact.tokenizer.decode(ids[: len(ids) - ended], skip_special_tokens=True)
             if not text.strip():
@@ -79,7 +83,7 @@ def test_every_turn_is_what_the_base_writes_alone_behind_its_own_earlier_answers
         assert dialogue.messages == messages[: len(dialogue.messages)]
         assert dialogue.ids.tolist()[-len(ids) :] == ids or not text.strip()
     assert set(ends) == {True, False}, "some answers end, some are cut"
-    assert (tally.num_answers, tally.num_cut) == (len(ends), ends.count(False))
+    assert (counts.num_answers, counts.num_cut) == (len(ends), ends.count(False))
 
 
 def test_every_token_in_the_loss_is_the_bases_argmax_after_the_row_before_it(exact, asked, tmp_path):
@@ -94,43 +98,43 @@ def test_every_token_in_the_loss_is_the_bases_argmax_after_the_row_before_it(exa
     assert num_rows > 8
 
 
-def test_the_first_turn_alone_may_be_answered(exact, asked, tmp_path):
-    dialogues, tally = answered(exact, asked, tmp_path, num_turns=1)
-    assert {len(dialogue.is_cut) for dialogue in dialogues} <= {0, 1} and tally.num_answers > 8
+def test_only_the_first_turn_can_be_answered(exact, asked, tmp_path):
+    dialogues, counts = answered(exact, asked, tmp_path, num_turns=1)
+    assert {len(dialogue.is_cut) for dialogue in dialogues} <= {0, 1} and counts.num_answers > 8
 
 
 def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, asked, tmp_path):
-    longest = sorted(len(d.prompt()) for d in answered(exact, asked, tmp_path / "a", num_turns=0)[0] if d.asked)
+    longest = sorted(len(d.prompt()) for d in answered(exact, asked, tmp_path / "a", num_turns=0)[0] if d.user_turns)
     assert not longest
     lengths = sorted(
         len(encode_prompt(c.messages[: 1 + (c.messages[0][0] == "system")], exact.tokenizer, "tokenizer"))
         for c in load([asked], needs_answers=False)[0]
     )
     room = lengths[7] + 2
-    dialogues, tally = answered(exact, asked, tmp_path / "b", max_length=room)
+    dialogues, counts = answered(exact, asked, tmp_path / "b", max_length=room)
     assert sum(not d.is_cut for d in dialogues) >= sum(length >= room for length in lengths) > 0
-    assert tally.dropped.counts["the prompt leaves no room for an answer"] > 0
+    assert counts.dropped.counts["the prompt leaves no room for an answer"] > 0
     assert all(len(d.ids) <= room for d in dialogues)
     mute = replace(exact, model=deepcopy(exact.model))
     mute.model.generation_config.eos_token_id = list(range(400))
-    dialogues, tally = answered(mute, asked, tmp_path / "c")
-    assert tally.dropped.counts == {"the answer is empty": 14} and tally.num_answers == 0
-    assert "turn 1: the answer is empty" in str(tally.dropped)
+    dialogues, counts = answered(mute, asked, tmp_path / "c")
+    assert counts.dropped.counts == {"the answer is empty": 14} and counts.num_answers == 0
+    assert "turn 1: the answer is empty" in str(counts.dropped)
 
 
-def test_a_batch_that_memory_does_not_hold_is_halved(exact, asked, tmp_path, monkeypatch):
+def test_a_batch_that_does_not_fit_into_memory_is_halved(exact, asked, tmp_path, monkeypatch):
     whole = [d.record() for d in answered(exact, asked, tmp_path / "a", 8)[0] if d.is_cut]
 
-    def in_little_memory(base, prompts, rooms, honest=module.greedy_batch):
+    def in_little_memory(base, prompts, limits, greedy_batch=responders.greedy_batch):
         if len(prompts) > 3:
             raise torch.OutOfMemoryError("too many")
-        return honest(base, prompts, rooms)
+        return greedy_batch(base, prompts, limits)
 
-    monkeypatch.setattr(module, "greedy_batch", in_little_memory)
+    monkeypatch.setattr(responders, "greedy_batch", in_little_memory)
     assert [d.record() for d in answered(exact, asked, tmp_path / "b", 8)[0] if d.is_cut] == whole
 
 
-QUICK = ("--max-new-tokens", CAP, "--batch-size", 3)
+QUICK = ("--max-new-tokens", MAX_NEW_TOKENS, "--batch-size", 3)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +147,7 @@ def written(tiny, asked, tmp_path_factory):
     return out
 
 
-def test_the_file_is_in_the_order_of_the_input_and_nothing_else_is_left(written, asked):
+def test_the_file_keeps_the_order_of_the_input_and_no_other_file_is_left(written, asked):
     rows = [json.loads(line) for line in written.read_text().splitlines()]
     order = [each.id for each in load([asked], needs_answers=False)[0]]
     assert [row["id"] for row in rows] == [name for name in order if name in {row["id"] for row in rows}]
@@ -163,7 +167,7 @@ def test_training_reads_the_tokens_that_the_base_wrote(written, tiny, tiny_base,
     assert any(record["cut"][-1] for record in rows.values())
 
 
-def test_the_share_of_answers_whose_text_gives_back_their_tokens_is_that_of_encoding_them(call, tiny, asked, tmp_path):
+def test_the_printed_share_of_round_trips_is_that_of_encoding_the_texts(call, tiny, asked, tmp_path):
     out = tmp_path / "own.jsonl"
     outcome = call(
         *(commands.main, "regenerate", "--base", tiny, "--files", asked, "--out", out, "--turns", "first", *QUICK)
@@ -174,7 +178,7 @@ def test_the_share_of_answers_whose_text_gives_back_their_tokens_is_that_of_enco
     for row in map(json.loads, out.read_text().splitlines()):
         (as_text,), _ = load([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
         alike.append(encode(as_text, vocabulary, "tokenizer")[0][: len(row["input_ids"])] == row["input_ids"])
-    assert f"{sum(alike) / len(alike):.1%} of the answers give back their tokens" in outcome.out
+    assert f"{sum(alike) / len(alike):.1%} of the answers encode back to the same tokens" in outcome.out
 
 
 def write(path, row):
@@ -197,7 +201,7 @@ def llama_like():
     return embedded.train_tokenizer(embedded.conversations(100, seed=9), vocab_size=400)
 
 
-def test_broken_token_columns_are_counted_and_named(written, tmp_path):
+def test_records_with_broken_token_columns_are_counted_and_named(written, tmp_path):
     good = json.loads(written.read_text().splitlines()[0])
     changes = [
         {"loss_mask": good["loss_mask"][:-1]},
@@ -230,7 +234,7 @@ def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base,
 
 
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_stopped_in_its_middle_and_started_again_it_writes_the_same_file(written, tiny, asked, tmp_path, number, ended):
+def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, tmp_path, number, ended):
     out = tmp_path / "own.jsonl"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
     code = f"import torch; torch.set_num_threads(1); from train.cli.commands import main; main({words!r})"
@@ -252,23 +256,25 @@ def test_stopped_in_its_middle_and_started_again_it_writes_the_same_file(written
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
-def test_a_partial_file_is_gone_on_with_from_every_line(written, tiny, asked, tmp_path, monkeypatch):
+def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked, tmp_path, monkeypatch):
     base = load_base(str(tiny))
-    monkeypatch.setattr(module, "load_base", lambda *given: base)
+    monkeypatch.setattr(ModelOptions, "load", lambda self: base)
     out = tmp_path / "own.jsonl"
     partial, kept = out.with_name("own.jsonl.partial"), tmp_path / "kept"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
-    monkeypatch.setattr(module.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
         commands.main(words)
     monkeypatch.undo()
-    monkeypatch.setattr(module, "load_base", lambda *given: base)
+    monkeypatch.setattr(ModelOptions, "load", lambda self: base)
     kept.write_bytes(partial.read_bytes())
     lines = kept.read_bytes().splitlines(keepends=True)
     assert len(lines) > 5
     num_forwards = []
     monkeypatch.setattr(
-        module, "greedy_batch", lambda *given, honest=module.greedy_batch: num_forwards.append(1) or honest(*given)
+        responders,
+        "greedy_batch",
+        lambda *given, greedy_batch=responders.greedy_batch: num_forwards.append(1) or greedy_batch(*given),
     )
     for num_lines in range(1, len(lines) + 1):
         out.unlink(missing_ok=True)
@@ -281,9 +287,10 @@ def test_a_partial_file_is_gone_on_with_from_every_line(written, tiny, asked, tm
 
 def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, asked, tmp_path):
     out = tmp_path / "own.jsonl"
-    Journal(tmp_path / "own.jsonl.partial", {"format": 1, "max_new_tokens": 3}).append([0, [[0, [1]]]])
+    with Journal(tmp_path / "own.jsonl.partial", {"format": 1, "max_new_tokens": 3}) as journal:
+        journal.append([0, [[0, [1]]]])
     words = (commands.main, "regenerate", "--base", tiny, "--files", asked, "--out", out, *QUICK)
-    assert "max_new_tokens 3, not 12" in call(*words).one_line_error("drafters")
+    assert "max_new_tokens 3 instead of 12" in call(*words).one_line_error("drafters")
     assert call(*words, "--overwrite").code == 0
     assert "already there" in call(*words).one_line_error("drafters")
 
@@ -302,7 +309,7 @@ def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, as
         (["--endpoint", "localhost", "--model", "m"], "endpoint must look like"),
     ],
 )
-def test_a_mistake_ends_in_one_line(call, tiny, asked, tmp_path, words, reason):
+def test_a_wrong_option_is_reported_in_one_line(call, tiny, asked, tmp_path, words, reason):
     outcome = call(commands.main, "regenerate", "--base", tiny, "--files", asked, "--out", tmp_path / "o.jsonl", *words)
     assert reason in outcome.one_line_error("drafters")
     assert not (tmp_path / "o.jsonl").exists()
@@ -316,7 +323,7 @@ def served(call, server, tiny, file, out, *words):
     return call(commands.main, "regenerate", "--base", tiny, "--files", file, "--out", out, *QUICK, *where, *words)
 
 
-def test_a_server_answers_and_its_cut_answers_get_no_eos(call, chat_server, tiny, tiny_base, tmp_path):
+def test_a_server_can_answer_and_its_cut_answers_get_no_eos(call, chat_server, tiny, tiny_base, tmp_path):
     asked = [["one two", "three"], ["slow " + "far " * 20], ["slow 2"], ["slow 3"], ["fail 400 9"]]
     file = tmp_path / "asked.jsonl"
     file.write_text(
@@ -325,11 +332,11 @@ def test_a_server_answers_and_its_cut_answers_get_no_eos(call, chat_server, tiny
     outcome = served(call, chat_server, tiny, file, tmp_path / "out.jsonl")
     assert outcome.code == 0, outcome.err
     assert "4 of 5 conversations, 5 answers" in outcome.out and "1 answers cut short" in outcome.out
-    assert "1 x the server refuses: HTTP 400" in outcome.out and "is --template its own?" in outcome.out
+    assert "1 x the server refuses: HTTP 400" in outcome.out and "another chat template than --template?" in outcome.out
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [[m["content"] for m in row["messages"][1::2]] for row in rows] == [
         ["two one", "three"],
-        [" ".join(["far"] * CAP)],
+        [" ".join(["far"] * MAX_NEW_TOKENS)],
         ["2 slow"],
         ["3 slow"],
     ]
@@ -347,10 +354,7 @@ def ask(text):
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "-"}]
 
 
-def test_a_server_that_fails_at_everything_stops_the_work_and_it_goes_on_later(
-    call, chat_server, tiny, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("inference.regeneration.endpoint.LONGEST_WAIT", 0.001)
+def test_a_server_that_fails_at_everything_stops_the_run_which_can_be_continued(call, chat_server, tiny, tmp_path):
     file, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
     file.write_text(
         "".join(json.dumps({"messages": ask(f"fail 500 {n}" if n > 5 else f"a {n}")}) + "\n" for n in (6, 7, 8, 2, 3))
@@ -367,12 +371,13 @@ def test_the_key_is_stored_nowhere(call, chat_server, tiny, tmp_path, monkeypatc
     file.write_text("".join(json.dumps({"messages": ask(text)}) + "\n" for text in ("good one", "fail 401 9")))
     refused = served(call, chat_server, tiny, file, tmp_path / "out.jsonl", "--batch-size", 1)
     assert "OPENAI_API_KEY" in refused.one_line_error("drafters")
-    assert chat_server.seen[0][1]["Authorization"] == "Bearer secret-2"
+    headers = {name.lower(): value for name, value in chat_server.seen[0][1].items()}
+    assert headers["authorization"] == "Bearer secret-2"
     assert "secret-2" not in refused.out + refused.err
     assert not any(b"secret-2" in path.read_bytes() for path in tmp_path.iterdir())
 
 
-def test_tally_and_dialogue_leave_what_a_later_prompt_renders_otherwise_out_of_the_loss(tiny_base):
+def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base):
     """A template that shows earlier answers in capitals: their tokens are no longer those that were written."""
     vocabulary = deepcopy(tiny_base.tokenizer)
     vocabulary.chat_template = (
@@ -382,11 +387,15 @@ def test_tally_and_dialogue_leave_what_a_later_prompt_renders_otherwise_out_of_t
     )
     (conversation,) = load(["embedded:60:1"])[0][:1]
     conversation = replace(conversation, messages=(("user", "a"), ("assistant", "-"), ("user", "b")))
-    dialogue, tally, eos = Dialogue(conversation, vocabulary, "tokenizer", None), Tally(), vocabulary.eos_token_id
+    dialogue, counts, eos = (
+        Dialogue(conversation, vocabulary, "tokenizer", None),
+        AnswerCounts(),
+        vocabulary.eos_token_id,
+    )
     first = [*vocabulary("the cat").input_ids, eos]
-    dialogue.take_tokens(dialogue.prompt(), first, frozenset([eos]), tally)
+    dialogue.add_tokens(dialogue.prompt(), first, frozenset([eos]), counts)
     assert sum(dialogue.mask) == len(first)
     second = [*vocabulary("a dog").input_ids, eos]
-    dialogue.take_tokens(dialogue.prompt(), second, frozenset([eos]), tally)
-    assert sum(dialogue.mask) == len(second) and tally.num_lost == len(first)
+    dialogue.add_tokens(dialogue.prompt(), second, frozenset([eos]), counts)
+    assert sum(dialogue.mask) == len(second) and counts.num_lost == len(first)
     assert [text for _, text in dialogue.messages] == ["a", "the cat", "b", "a dog"]

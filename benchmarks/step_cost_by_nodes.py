@@ -12,7 +12,7 @@ from benchmarks.harness import SHAPES, Measured, in_turn, main, num_millions, ra
 from drafters import DraftTree, RequiredOutputs
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
-from inference.tuning.step_cost import WARMUP, bushy, prefill, step_seconds
+from inference.tuning.step_cost import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
 
 VANILLA = "vanilla"
 ROOM = 1024  # behind the context: at least the largest step
@@ -111,7 +111,7 @@ def _measure(runner: Runner, nodes: list[int], context: int, repeats: int, title
     prefill(runner, context, ROOM)
     _same_root(runner, arms, context)
     for tree in arms.values():
-        for _ in range(WARMUP):
+        for _ in range(NUM_WARMUP_STEPS):
             step_seconds(runner, tree, context)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for _, _, name in in_turn(list(arms), 1, repeats, title):

@@ -1,4 +1,4 @@
-"""Commands that search for settings: sweeps, step costs, layer skipping, Ouroboros.
+"""Commands that search for good settings: sweeps, step costs, layer skipping, Ouroboros.
 
 May import `evaluation` and what it imports.
 """

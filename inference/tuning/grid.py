@@ -1,4 +1,4 @@
-"""A grid over a drafter's arguments: axes of values, and a cell for each choice of one of each."""
+"""The grid of a sweep: axes with values of a drafter's arguments, and a cell for each combination of values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import product
 
 from inference.registry import catalogue
 
-FILE = "file"  # the axis of what NAME=FILE names, where an argument will not do
+FILE = "file"  # the axis whose values take the place of FILE in NAME=FILE
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An argument, and the values it takes."""
+    """An argument and the values it takes."""
 
     name: str
     values: tuple[str, ...]
@@ -23,11 +23,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cell:
-    """A place of the grid.
+    """One combination of values.
 
     Args:
-        place: Its value on each axis.
-        spec: The drafter as on a command line.
+        place: The cell's value on each axis.
+        spec: The drafter, as it is written on a command line.
     """
 
     place: tuple[str, ...]
@@ -35,17 +35,17 @@ class Cell:
 
 
 def read_axis(text: str) -> Axis:
-    """Read ``name=value,value,...``, in which ``2..5`` is 2,3,4,5.
+    """Parse ``name=value,value,...``, where ``2..5`` stands for 2,3,4,5.
 
     >>> read_axis("order=2..4,8").values
     ('2', '3', '4', '8')
 
     Raises:
-        ValueError: It is not of this form, or a value comes twice.
+        ValueError: The text does not have this form, or a value is empty or repeated.
     """
     name, equals, listed = text.partition("=")
     if not equals or not re.fullmatch(r"\w+", name):
-        raise ValueError(f"{text!r} is no axis: write NAME=VALUE,VALUE,... or NAME=FIRST..LAST")
+        raise ValueError(f"{text!r} is not an axis: write NAME=VALUE,VALUE,... or NAME=FIRST..LAST")
     values: list[str] = []
     for part in listed.split(","):
         if ends := RANGE.fullmatch(part):
@@ -54,49 +54,49 @@ def read_axis(text: str) -> Axis:
         else:
             values.append(part)
     if not all(values) or len(set(values)) < len(values):
-        raise ValueError(f"the axis {text!r} has an empty value or range, or a value twice: name each once")
+        raise ValueError(f"the axis {text!r} has an empty value or range, or a repeated value: name each value once")
     return Axis(name, tuple(values))
 
 
 def read_axes(texts: Sequence[str], drafter: str) -> list[Axis]:
-    """Read all axes of a drafter's grid.
+    """Parse all axes of a drafter's grid.
 
     Raises:
-        ValueError: One is no axis, comes twice, or sets what the drafter's spec sets already.
+        ValueError: A text is not an axis, or an argument is set twice, by two axes or by an axis and the spec.
     """
     axes, (_, folder, arguments) = [read_axis(text) for text in texts], catalogue.split(drafter)
     taken = [pair.partition("=")[0] for pair in arguments.split(",") if pair] + ([FILE] if folder else [])
     for axis in axes:
         if axis.name in taken:
-            raise ValueError(f"{axis.name} is given twice: once, as an axis or in --drafter {drafter}, is enough")
+            raise ValueError(f"{axis.name} is given twice: give it once, as an axis or in --drafter {drafter}")
         taken.append(axis.name)
     return axes
 
 
 def cells(drafter: str, axes: Sequence[Axis]) -> list[Cell]:
-    """Every place of the grid, the last axis running fastest.
+    """List every cell of the grid; the last axis varies fastest.
 
     Args:
-        drafter: NAME[=FILE][:key=value,...], what all cells have in common.
-        axes: What differs; `FILE` stands for the file that the name names.
+        drafter: NAME[=FILE][:key=value,...], the part that all cells have in common.
+        axes: The arguments that vary; the axis `FILE` replaces the file in the drafter's spec.
     """
     name, folder, arguments = catalogue.split(drafter)
-    found = []
+    grid = []
     for place in product(*(axis.values for axis in axes)):
-        chosen = {axis.name: value for axis, value in zip(axes, place, strict=True)}
-        file = chosen.pop(FILE, folder)
-        pairs = [pair for pair in arguments.split(",") if pair] + [f"{key}={value}" for key, value in chosen.items()]
-        found.append(Cell(place, name + (f"={file}" if file else "") + (f":{','.join(pairs)}" if pairs else "")))
-    return found
+        values = {axis.name: value for axis, value in zip(axes, place, strict=True)}
+        file = values.pop(FILE, folder)
+        pairs = [pair for pair in arguments.split(",") if pair] + [f"{key}={value}" for key, value in values.items()]
+        grid.append(Cell(place, name + (f"={file}" if file else "") + (f":{','.join(pairs)}" if pairs else "")))
+    return grid
 
 
 def refuse_mistakes(axes: Sequence[Axis], grid: Sequence[Cell], errors: dict[Cell, ValueError]) -> None:
-    """Raise where a value is refused wherever it stands: that is a mistake, and not a gap in the grid.
+    """Raise ValueError if a value never works, which is a mistake and not a gap in the grid.
 
     Args:
-        axes: Of the grid.
-        grid: Its cells.
-        errors: Why a cell was refused.
+        axes: Axes of the grid.
+        grid: All cells of the grid.
+        errors: Why the drafter of a cell could not be built.
     """
     for index, axis in enumerate(axes):
         for value in axis.values:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
-from data import benchmarks
+from rich.console import Console
+from rich.table import Table
+
 from data.benchmarks import Question
-from drafters.atomic_write import atomic_write
-from inference.api.prompts import fitting
-from inference.engine.base import Base, Dtype, load_base, resolve_device
+from inference.engine.base import Base, resolve_device
+from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.engine.session import Session
-from inference.evaluation.evaluate import answer
+from inference.evaluation.answering import answer
+from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
-from inference.results.metrics import decode_steps
 from inference.results.records import Turn
-from inference.runs.outputs import folder_above
+from inference.runs.progress import progress_bars
+from inference.tuning.trials import Trial, TrialFile
 
-# The recipe of the paper's Table 11. Its beta is one more than the level of lookahead decoding (Table 12 and the
-# authors' scripts), so 5 to 7 are levels 4 to 6.
+# The ranges of the paper's Table 11. Its beta is one more than the level of lookahead decoding (Table 12 and the
+# authors' scripts), so beta = 5 to 7 are levels 4 to 6.
 NUM_DRAFT = {"high": range(7, 15), "low": range(2, 7)}
 WINDOW = range(15, 21)
 LEVEL = range(4, 7)
@@ -32,14 +31,20 @@ LEVEL = range(4, 7)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is searched for: gamma, W, and beta - 1."""
+    """The hyper-parameters that are searched.
+
+    Args:
+        num_draft: Draft tokens, gamma in the paper.
+        window: Lookahead window, W in the paper.
+        level: Length of phrases, beta - 1 in the paper.
+    """
 
     num_draft: int
     window: int
     level: int
 
     def spec(self, model: str, num_phrases: int) -> str:
-        """The drafter's spec on a command line."""
+        """The drafter as it is written on a command line."""
         return (
             f"ouroboros={model}:num_draft={self.num_draft},num_phrases={num_phrases},"
             f"level={self.level},window={self.window}"
@@ -47,56 +52,44 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What decoding the questions with one setting took, prefill included; ``steps`` and ``gained`` without it.
+class OuroborosOptions:
+    """What is searched, and by which measure.
 
     Args:
-        tokens: Tokens of all answers.
-        seconds: Wall time.
-        base_forwards, draft_forwards: Forwards of the two models.
-        steps: Base forwards after each turn's first.
-        gained: Tokens those emitted.
-        step_drafts: Forwards of the draft model in those.
+        homogeneity: How alike the draft model and the base are on these questions: high searches drafts of 7 to 14
+            tokens, as for code; low searches drafts of 2 to 6 tokens, as for translation.
+        num_phrases: Number of phrases that extend a draft; the paper always uses 3.
+        draft_cost: Compare settings by counted forwards instead of seconds, with a forward of the draft model costing
+            this share of a forward of the base. The result is then the same in every run.
+        seed: Seed of the random window and level that the search starts with.
     """
 
-    tokens: int
-    seconds: float
-    base_forwards: int
-    draft_forwards: int
-    steps: int
-    gained: int
-    step_drafts: int
+    homogeneity: Literal["high", "low"] = "low"
+    num_phrases: int = 3
+    draft_cost: float | None = None
+    seed: int = 0
 
-    @classmethod
-    def of(cls, turns: list[Turn]) -> Trial:
-        """Sum up the turns of all answers."""
-        steps, later = [step for turn in turns for step in turn.steps], decode_steps(turns)
-        return cls(
-            tokens=sum(len(turn.token_ids) for turn in turns),
-            seconds=sum(turn.seconds for turn in turns),
-            base_forwards=len(steps),
-            draft_forwards=sum(step.draft_forwards for step in steps),
-            steps=len(later),
-            gained=sum(step.emitted for step in later),
-            step_drafts=sum(step.draft_forwards for step in later),
-        )
+    def check(self) -> None:
+        """Raise ValueError if `draft_cost` is negative or not finite."""
+        if self.draft_cost is not None and not 0 <= self.draft_cost < float("inf"):
+            raise ValueError(f"--draft-cost must be at least 0 and finite, not {self.draft_cost}")
 
-    def clock_time(self) -> float:
-        """Seconds a token: the objective of Algorithm 1, as every setting writes the same text."""
-        return self.seconds / self.tokens
+    def ranges(self) -> dict[str, range]:
+        """The values of each field of a `Setting`, in the order of the search."""
+        return {"num_draft": NUM_DRAFT[self.homogeneity], "window": WINDOW, "level": LEVEL}
 
-    def modelled_time(self, draft_cost: float) -> float:
-        """Base forwards a token when one of the draft model costs ``draft_cost`` of them: the same in every run."""
-        return (self.base_forwards + draft_cost * self.draft_forwards) / self.tokens
+    def time(self, trial: Trial) -> float:
+        """The time per token of a trial, by the chosen measure."""
+        return trial.clock_time() if self.draft_cost is None else trial.modelled_time(self.draft_cost)
 
 
 def search(time: Callable[[Setting], float], ranges: Mapping[str, range], start: Setting) -> Setting:
-    """One hyper-parameter after the other, each the quickest of its range with the others as they are so far.
+    """Optimise one hyper-parameter after the other while the others keep their current values.
 
     Args:
-        time: To be small; asked for each setting tried, for some more than once.
-        ranges: What each field of a `Setting` may be, in the order of the search: gamma, W, beta.
-        start: W and beta while gamma is searched, beta while W is.
+        time: The objective to minimise. It is called once for every setting that is tried, or more often.
+        ranges: The values of each field of a `Setting`, in the order of the search: gamma, W, beta.
+        start: Provides W and beta while gamma is searched, and beta while W is searched.
     """
     best = start
     for name, values in ranges.items():
@@ -105,144 +98,99 @@ def search(time: Callable[[Setting], float], ranges: Mapping[str, range], start:
 
 
 def ouroboros_search(
-    base: str,
+    model: ModelOptions,
+    selection: QuestionOptions,
+    options: OuroborosOptions,
     drafter_model: str,
-    benchmark: str = "embedded",
-    questions: str | None = None,
-    offset: int = 0,
-    limit: int = 5,
-    max_new_tokens: int = 128,
-    homogeneity: Literal["high", "low"] = "low",
-    num_phrases: int = 3,
-    draft_cost: float | None = None,
-    seed: int = 0,
-    template: str = "tokenizer",
-    dtype: Dtype = "float32",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
     out: str | None = None,
 ) -> None:
-    """Search gamma, then the window, then the phrase length of Ouroboros, and print the drafter to pass on.
+    """Search the draft length, then the window, then the phrase length of Ouroboros, and print the best drafter.
 
-    Algorithm 1 of the paper: some twelve to fifteen settings instead of a grid of ninety and more.
+    This is Algorithm 1 of the paper, which tries twelve to fifteen settings instead of a grid of ninety or more.
 
     Args:
-        base: Folder or hub id of the base.
+        model: The base.
+        selection: The questions.
+        options: What is searched.
         drafter_model: Folder or hub id of the draft model.
-        benchmark: Whose questions are decoded: one that `drafters eval` knows.
-        questions: File of the benchmark, where it is not to come from the hub.
-        offset: Leave out the first questions.
-        limit: Questions at most; those that do not fit into the base's context are left out and not counted.
-        max_new_tokens: Tokens of an answer at most.
-        homogeneity: Of draft model and base on these questions. high searches drafts of 7 to 14 tokens, as for code,
-            low those of 2 to 6, as for translation.
-        num_phrases: Phrases that lengthen a draft; the paper always takes 3.
-        draft_cost: Count forwards instead of seconds, one of the draft model as this share of one of the base; such a
-            search ends the same in every run.
-        seed: Of the draw of the window and the phrase length that the search begins with.
-        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
-        dtype: Number format of base and draft model.
-        device: auto takes the GPU where there is one.
-        out: JSON file of trials; those it holds already, made with the same arguments, are not made again.
+        out: JSON file of trials. Trials in it that were made with the same arguments are not repeated.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    options.check()
+    questions = selection.load()
+    trial_file = TrialFile(out, trial_arguments(model, selection))
+    base = model.load()
+    asked = selection.select(base, questions)
+    for note in asked.notes():
+        Console(stderr=True).print(f"left out: {note}", markup=False, highlight=False)
+    trials, best = run(base, asked.questions, selection, options, drafter_model, trial_file)
+    print_table(trials, best, options.draft_cost)
+    print(best.spec(drafter_model, options.num_phrases))
 
-    if draft_cost is not None and not 0 <= draft_cost < float("inf"):
-        raise ValueError(f"--draft-cost must be at least 0 and finite, not {draft_cost}")
-    where = resolve_device(device)
-    benchmarks.check_selection(offset, limit)
-    chosen = benchmarks.load(benchmark, questions, offset)
-    ledger = Ledger(out, (base, benchmark, questions, offset, limit, max_new_tokens, template, dtype, where.type))
-    loaded = load_base(base, dtype, where)
-    fit = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
-    asked = fit.questions
-    runner, rng = Runner(loaded), random.Random(seed)
-    ranges = {"num_draft": NUM_DRAFT[homogeneity], "window": WINDOW, "level": LEVEL}
+
+def trial_arguments(model: ModelOptions, selection: QuestionOptions) -> tuple[object, ...]:
+    """Everything that a trial depends on besides the drafter's spec."""
+    return (
+        model.base,
+        selection.benchmark,
+        selection.questions,
+        selection.offset,
+        selection.limit,
+        selection.max_new_tokens,
+        selection.template,
+        model.dtype,
+        resolve_device(model.device).type,
+    )
+
+
+def run(
+    base: Base,
+    questions: list[Question],
+    selection: QuestionOptions,
+    options: OuroborosOptions,
+    drafter_model: str,
+    trial_file: TrialFile,
+) -> tuple[dict[Setting, Trial], Setting]:
+    """Search; return the trials that were needed, in their order, and the best setting."""
+    runner, rng, ranges = Runner(base), random.Random(options.seed), options.ranges()
     start = Setting(**{name: rng.choice(values) for name, values in ranges.items()})
     trials: dict[Setting, Trial] = {}
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    for line in fit.notes():
-        console.print(f"left out: {line}", markup=False, highlight=False)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
-        settings = sum(map(len, ranges.values())) - 2  # the best of one range is in the next one too
-        task = progress.add_task("settings x questions", total=settings * len(asked))
+    num_settings = sum(map(len, ranges.values())) - 2  # the best setting of one range is also in the next range
+    with progress_bars() as progress:
+        task = progress.add_task("settings x questions", total=num_settings * len(questions))
 
         def time(setting: Setting) -> float:
             if setting not in trials:
-                spec = setting.spec(drafter_model, num_phrases)
-                trial = ledger.get(spec)
+                spec = setting.spec(drafter_model, options.num_phrases)
+                trial = trial_file.get(spec)
                 if trial is None:
-                    turns = []
-                    for given in decode(runner, spec, asked, loaded, template, max_new_tokens):
-                        turns += given
+                    turns: list[Turn] = []
+                    for answer_turns in decode(runner, spec, questions, selection):
+                        turns += answer_turns
                         progress.advance(task)
                     trial = Trial.of(turns)
-                    ledger.add(spec, trial)
+                    trial_file.add(spec, trial)
                 else:
-                    progress.advance(task, len(asked))
+                    progress.advance(task, len(questions))
                 trials[setting] = trial
-            trial = trials[setting]
-            return trial.clock_time() if draft_cost is None else trial.modelled_time(draft_cost)
+            return options.time(trials[setting])
 
-        best = search(time, ranges, start)
-    _print(trials, best, draft_cost)
-    print(best.spec(drafter_model, num_phrases))
+        return trials, search(time, ranges, start)
 
 
 def decode(
-    runner: Runner, spec: str, questions: list[Question], base: Base, template: str, max_new_tokens: int
-) -> Iterator[list[Turn]]:
-    """Yield the turns of each question's answer, after a warm-up whose phrases are forgotten."""
+    runner: Runner, spec: str, questions: list[Question], selection: QuestionOptions
+) -> Iterator[Sequence[Turn]]:
+    """Yield the turns of each question's answer, after a warm-up whose phrases are discarded."""
     session = Session(runner, catalogue.make(spec, runner))
-    answer(session, spec, questions[0], base, template, min(16, max_new_tokens))
+    template, max_new_tokens = selection.template, selection.max_new_tokens
+    answer(session, spec, questions[0], runner.base, template, min(16, max_new_tokens))
     session.drafter.reset()
     for question in questions:
-        yield answer(session, spec, question, base, template, max_new_tokens).turns
+        yield answer(session, spec, question, runner.base, template, max_new_tokens).turns
 
 
-class Ledger:
-    """Trials in a JSON file, by the arguments they were made with and then by spec; written after each.
-
-    Args:
-        file: Where; None keeps nothing.
-        arguments: What a trial depends on besides its spec.
-
-    Raises:
-        ValueError: The file is not one of trials, or there is no folder for it that may be written to.
-    """
-
-    def __init__(self, file: str | None, arguments: tuple[object, ...]) -> None:
-        self.path, self.key, self.pages = Path(file) if file else None, json.dumps(arguments), {}
-        if self.path and folder_above(self.path) != self.path.absolute().parent:
-            raise ValueError(f"{file}: there is no folder {self.path.parent}; make it, or give another --out")
-        if self.path and self.path.exists():
-            try:
-                self.pages = json.loads(self.path.read_text(encoding="utf-8"))
-                for page in self.pages.values():
-                    for trial in page.values():
-                        Trial(**trial)
-            except (OSError, ValueError, TypeError, AttributeError) as error:
-                raise ValueError(f"{file} holds no trials of ouroboros-search: give another --out") from error
-
-    def get(self, spec: str) -> Trial | None:
-        """The trial of a setting, if it was made before."""
-        found = self.pages.get(self.key, {}).get(spec)
-        return found and Trial(**found)
-
-    def add(self, spec: str, trial: Trial) -> None:
-        """Write a trial down."""
-        self.pages.setdefault(self.key, {})[spec] = asdict(trial)
-        if self.path:
-            with atomic_write(self.path) as new:
-                new.write_text(json.dumps(self.pages, indent=1), encoding="utf-8")
-
-
-def _print(trials: dict[Setting, Trial], best: Setting, draft_cost: float | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def print_table(trials: Mapping[Setting, Trial], best: Setting, draft_cost: float | None) -> None:
+    """Print the measurements of every trial, with the best setting in bold."""
     table = Table("gamma", "window", "level", "tokens/s", "acceptance length", "draft forwards/step")
     if draft_cost is not None:
         table.add_column("base forwards/token")

@@ -1,4 +1,4 @@
-"""What a skip set is worth, without decoding: drafts made along the base's own texts, and what a draft costs."""
+"""Predict the speed-up of a skip set without decoding, from drafts along the base's own texts and their cost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from inference.engine.runner import Runner
 
 
 class Probe:
-    """Drafts along texts that the base wrote greedily, all of them in one forward for each skip set.
+    """Drafts along texts that the base wrote greedily, all in a single forward for each skip set.
 
-    At every ``stride``-th token of an answer a draft starts: its tokens see the base's own cache before the root and
-    each other, as in decoding, so the tokens it would have had accepted are known and not estimated.
+    A draft starts at every ``stride``-th token of an answer. As in decoding, its tokens attend to the whole base's
+    cache up to the root and to each other, so the number of tokens that would be accepted is exact, not an estimate.
 
     Args:
-        base: That wrote the texts.
+        base: The base that wrote the texts.
         texts: (prompt, answer) pairs of token ids.
-        num_draft: Tokens K a draft.
-        stride: Tokens from root to root.
+        num_draft: Number of tokens K of a draft.
+        stride: Distance in tokens between the roots of two drafts.
 
     Raises:
         ValueError: No answer is longer than a draft.
@@ -40,68 +40,75 @@ class Probe:
         texts = [(prompt, answer) for prompt, answer in texts if len(answer) > num_draft]
         if not texts:
             raise ValueError(
-                f"every answer of {base.name} ends within {num_draft} tokens: lower num_draft, or ask other questions"
+                f"every answer of {base.name} ends within {num_draft} tokens: lower num_draft, or choose other "
+                "questions"
             )
         num_drafts = torch.tensor([1 + (len(answer) - 1 - num_draft) // stride for _, answer in texts])
         self.length = max(len(prompt) + len(answer) for prompt, answer in texts)
-        whole = [[*prompt, *answer] for prompt, answer in texts]
-        tokens = torch.tensor([text + text[-1:] * (self.length - len(text)) for text in whole])  # (B, S)
+        rows = [[*prompt, *answer] for prompt, answer in texts]
+        tokens = torch.tensor([row + row[-1:] * (self.length - len(row)) for row in rows])  # (B, S)
         column = torch.arange(int(num_drafts.max()) * num_draft)
         draft, depth = column // num_draft, column % num_draft
         roots = torch.tensor([len(prompt) for prompt, _ in texts])[:, None] + draft * stride  # (B, T)
-        places = roots + depth
-        self.real = (torch.arange(int(num_drafts.max())) < num_drafts[:, None]).to(device)  # (B, T / K)
-        expected = tokens.gather(1, (places + 1).clamp(max=self.length - 1)).to(device)
-        self.expected = expected.unflatten(1, (-1, num_draft))[self.real]  # (N, K)
-        places = places.clamp(max=self.length - 1)
-        sees_text = torch.arange(self.length) < roots[..., None]  # (B, T, S)
-        sees_draft = (draft[:, None] == draft) & (depth[:, None] >= depth)
-        sees = torch.cat([sees_text, sees_draft.expand(len(texts), -1, -1)], dim=-1)
-        self.mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)[:, None].to(device)
-        self.fed, self.places = tokens.gather(1, places).to(device), places.to(device)
+        positions = roots + depth
+        self.is_draft = (torch.arange(int(num_drafts.max())) < num_drafts[:, None]).to(device)  # (B, T / K)
+        expected = tokens.gather(1, (positions + 1).clamp(max=self.length - 1)).to(device)
+        self.expected = expected.unflatten(1, (-1, num_draft))[self.is_draft]  # (N, K)
+        positions = positions.clamp(max=self.length - 1)
+        attends_text = torch.arange(self.length) < roots[..., None]  # (B, T, S)
+        attends_draft = (draft[:, None] == draft) & (depth[:, None] >= depth)
+        attends = torch.cat([attends_text, attends_draft.expand(len(texts), -1, -1)], dim=-1)
+        self.mask = (
+            torch.zeros(attends.shape, dtype=dtype).masked_fill_(~attends, torch.finfo(dtype).min)[:, None].to(device)
+        )
+        self.fed, self.positions = tokens.gather(1, positions).to(device), positions.to(device)
         self.cache = make_cache("dynamic", base.model.config)
         self.model(input_ids=tokens.to(device), past_key_values=self.cache, use_cache=True)
 
     @torch.inference_mode()
     def agrees(self, attention: Sequence[int], mlp: Sequence[int]) -> Tensor:
-        """Which tokens of the N drafts are the base's own, as long as those before them are: (N, K) bool."""
+        """Return (N, K) bool: which draft tokens equal the base's, valid while all tokens before them do."""
         try:
             with skipping(self.model, attention, mlp):
                 output = self.model(
                     input_ids=self.fed,
-                    position_ids=self.places,
+                    position_ids=self.positions,
                     attention_mask=self.mask,
                     past_key_values=self.cache,
                     use_cache=True,
                 )
         finally:
             self.cache.keep(self.length, [])
-        states = output.last_hidden_state.unflatten(1, (-1, self.num_draft))[self.real]  # (N, K, D)
+        states = output.last_hidden_state.unflatten(1, (-1, self.num_draft))[self.is_draft]  # (N, K, D)
         return self.head(states).argmax(-1) == self.expected
 
     def survival(self, attention: Sequence[int], mlp: Sequence[int]) -> list[float]:
-        """Share of the drafts whose first 1, 2, ... K tokens are all accepted."""
+        """Return the shares of drafts whose first 1, 2, ... K tokens are all accepted."""
         return self.agrees(attention, mlp).cumprod(-1).double().mean(0).tolist()
 
 
 def speed_up(survival: Sequence[float], cost: float) -> tuple[float, int]:
-    """The predicted speed-up at the best draft length k, and k: (1 + E[accepted]) tokens a step over its cost 1 + k c.
+    """Return the predicted speed-up at the best draft length k, and k.
 
-    A step of the base counts 1 whatever it is fed, as on hardware that waits for the weights.
+    A step emits 1 + E[accepted] tokens and costs 1 + k c base forwards: reading the draft costs the base nothing
+    extra, as on hardware that is limited by reading the weights.
 
     Args:
-        survival: Share of the drafts whose first 1, 2, ... tokens are all accepted.
-        cost: c, a drafting forward in base forwards.
+        survival: Shares of drafts whose first 1, 2, ... tokens are all accepted.
+        cost: Cost c of a draft token in base forwards.
     """
     accepted, best = 0.0, (0.0, 0)
     for length, share in enumerate(survival, start=1):
         accepted += share
-        best = max(best, ((1 + accepted) / (1 + length * cost), length), key=lambda found: found[0])
+        best = max(best, ((1 + accepted) / (1 + length * cost), length), key=lambda candidate: candidate[0])
     return best
 
 
 def parameter_shares(base: Base) -> list[float]:
-    """Each of the 2L sublayers' share of the parameters that a one-token forward reads; the head reads the rest."""
+    """Return the share of each of the 2L sublayers in the parameters that a forward of one token reads.
+
+    The LM head has the remaining share.
+    """
     attentions, mlps = sublayers(base.model.base_model)
     sizes = [sum(weight.numel() for weight in sublayer.parameters()) for sublayer in (*attentions, *mlps)]
     total = sum(sizes) + base.model.get_output_embeddings().weight.numel()
@@ -109,10 +116,14 @@ def parameter_shares(base: Base) -> list[float]:
 
 
 def measured_shares(base: Base, prompt: Sequence[int], repeats: int = 15) -> list[float]:
-    """What each of the 2L sublayers has of the time of a one-token forward here: medians with all and with none on."""
+    """Return the share of each of the 2L sublayers in the time of a forward of one token on this machine.
+
+    It compares median times with no sublayer, all attentions, and all MLPs skipped.
+    """
     runner = Runner(base)
     num_layers = len(sublayers(runner.model)[0])
-    every, nothing = tuple(range(num_layers)), ()
+    every: tuple[int, ...] = tuple(range(num_layers))
+    nothing: tuple[int, ...] = ()
     runner.forward(prompt, DraftTree(), RequiredOutputs())
     runner.commit([])
 
@@ -126,11 +137,13 @@ def measured_shares(base: Base, prompt: Sequence[int], repeats: int = 15) -> lis
                 runner.rollback()
         return statistics.median(times)
 
-    whole = seconds(nothing, nothing)
-    shares = [max(0.0, 1 - less / whole) / num_layers for less in (seconds(every, nothing), seconds(nothing, every))]
-    return [shares[0]] * num_layers + [shares[1]] * num_layers
+    full = seconds(nothing, nothing)
+    attention, mlp = (
+        max(0.0, 1 - skipped / full) / num_layers for skipped in (seconds(every, nothing), seconds(nothing, every))
+    )
+    return [attention] * num_layers + [mlp] * num_layers
 
 
 def draft_cost(shares: Sequence[float], skips: Collection[int]) -> float:
-    """A drafting forward in base forwards."""
+    """Return the cost of a draft token in base forwards."""
     return max(0.01, 1 - sum(shares[sublayer] for sublayer in sorted(skips)))

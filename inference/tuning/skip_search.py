@@ -1,224 +1,232 @@
-"""``drafters skip-search``: predict which sublayers the base may leave out when it drafts for itself."""
+"""``drafters skip-search``: predict which sublayers the base can skip when it drafts for itself."""
 
 from __future__ import annotations
 
 import json
-import random
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import combinations, cycle
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from data import benchmarks
+from rich.console import Console
+
+from data.benchmarks import Question
 from drafters.atomic_write import atomic_write
-from inference.api.prompts import fitting
-from inference.engine.base import Dtype, load_base, resolve_device
+from inference.api.prompts import Asked
+from inference.engine.base import Base
 from inference.engine.layer_skipping import default_skips, sublayers
+from inference.engine.options import ModelOptions
 from inference.engine.sampling import Greedy
+from inference.evaluation.question_options import QuestionOptions
 from inference.evaluation.verify import alone
+from inference.runs.journal import Journal
 from inference.runs.outputs import new_file
+from inference.runs.progress import progress_bars
+from inference.tuning.local_search import SkipSet, as_layers, search
 from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
 
-SkipSet = frozenset[int]  # sublayers by number: below L the attention of that layer, from L on the MLPs
-Layers = tuple[tuple[int, ...], tuple[int, ...]]
+
+@dataclass(frozen=True)
+class SkipSearchQuestions(QuestionOptions):
+    """The questions whose first turns are answered, with a larger limit than elsewhere."""
+
+    limit: int | None = 20
 
 
-def as_layers(skips: SkipSet, num_layers: int) -> Layers:
-    """The layers whose attention, and those whose MLP is skipped."""
-    attention = tuple(sorted(sublayer for sublayer in skips if sublayer < num_layers))
-    return attention, tuple(sorted(sublayer - num_layers for sublayer in skips if sublayer >= num_layers))
-
-
-class _Spent(Exception):
-    """As many sets were scored as were asked for."""
-
-
-def search(
-    score: Callable[[SkipSet], float], num_sublayers: int, starts: Sequence[SkipSet], evaluations: int, seed: int = 0
-) -> SkipSet:
-    """The best skip set found: all of them where they are few, else iterated local search.
-
-    From the best start every single flip is tried in random order and taken where it helps; where none does, two
-    random flips of the best set so far begin anew, then three, and so on. The same arguments give the same search.
+@dataclass(frozen=True)
+class SkipSearchOptions:
+    """What is searched, and for how long.
 
     Args:
-        score: The larger the better.
-        num_sublayers: 2L.
-        starts: Sets to begin with.
-        evaluations: Distinct sets scored at most.
-        seed: Of the order of flips.
+        num_draft: Maximum number of draft tokens that is considered.
+        stride: Distance in tokens between the starts of two drafts along an answer.
+        evaluations: Maximum number of skip sets to try.
+        cost: How the cost of a draft token is found: parameters takes the share of the parameters that it reads,
+            measured takes its share of the base's time on this machine.
+        seed: Seed of the search.
     """
-    rng, seen = random.Random(seed), {}
 
-    def value(skips: SkipSet) -> float:
-        if skips not in seen:
-            if len(seen) == evaluations:
-                raise _Spent
-            seen[skips] = score(skips)
-        return seen[skips]
-
-    def climb(skips: SkipSet) -> None:
-        flips, failed = rng.sample(range(num_sublayers), num_sublayers), 0
-        while failed < num_sublayers:
-            flips.append(flips.pop(0))
-            flipped = skips ^ {flips[-1]}
-            better = value(flipped) > value(skips)
-            skips, failed = (flipped, 0) if better else (skips, failed + 1)
-
-    with suppress(_Spent):
-        if 2**num_sublayers <= evaluations:
-            for size in range(num_sublayers + 1):
-                for skips in combinations(range(num_sublayers), size):
-                    value(frozenset(skips))
-            raise _Spent
-        climb(max(starts, key=value))
-        for size in cycle(range(2, num_sublayers + 1)):
-            climb(max(seen, key=seen.get) ^ frozenset(rng.sample(range(num_sublayers), size)))
-    return max(seen, key=seen.get)
+    num_draft: int = 8
+    stride: int = 4
+    evaluations: int = 400
+    cost: Literal["parameters", "measured"] = "parameters"
+    seed: int = 0
 
 
-class SearchLog:
-    """What is known of each skip set, a line each in a file: a search that was stopped goes on where it was.
-
-    Nothing is written before the first set is added: a search that is refused leaves the file as it was.
+@dataclass(frozen=True)
+class SkipSetResult:
+    """The best skip set and what is predicted of it.
 
     Args:
-        path: Of the file; made where it is not there.
-        settings: What the results depend on.
-        overwrite: Begin anew, whatever the file holds.
-
-    Raises:
-        ValueError: The file is of other settings, or damaged.
+        attention: Layers whose attention is skipped.
+        mlp: Layers whose MLP is skipped.
+        num_layers: Number of layers of the base.
+        num_draft: Draft length with the largest predicted speed-up.
+        agreement: Share of the drafts whose first token is accepted.
+        draft_cost: Cost of a draft token in base forwards.
+        predicted_speedup: Predicted speed-up, for the answers it was chosen with.
     """
 
-    def __init__(self, path: Path, settings: dict[str, object], overwrite: bool = False) -> None:
-        self.path, header = path, json.dumps(settings, sort_keys=True)
-        try:
-            text = path.read_text(encoding="utf-8") if path.exists() and not overwrite else ""
-            self._kept = text.split("\n")[:-1] or [header]  # without a line cut short
-            rows = [json.loads(line) for line in self._kept]
-            self.known: dict[SkipSet, list[float]] = {frozenset(row["skips"]): row["survival"] for row in rows[1:]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): pass --overwrite to search anew") from error
-        if self._kept[0] != header:
-            raise ValueError(f"{path} is of a search with other settings: pass --overwrite, or another --out")
-
-    def add(self, skips: SkipSet, survival: list[float]) -> None:
-        """Remember what was found."""
-        self.known[skips] = survival
-        line = json.dumps({"skips": sorted(skips), "survival": survival})
-        if self._kept:
-            with atomic_write(self.path) as new:
-                new.write_text("".join(f"{each}\n" for each in [*self._kept, line]), encoding="utf-8")
-            self._kept = []
-        else:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
+    num_layers: int
+    num_draft: int
+    agreement: float
+    draft_cost: float
+    predicted_speedup: float
 
 
 def skip_search(
-    base: str,
+    model: ModelOptions,
+    selection: SkipSearchQuestions,
+    options: SkipSearchOptions,
     out: str,
-    benchmark: str = "embedded",
-    questions: str | None = None,
-    limit: int = 20,
-    max_new_tokens: int = 128,
-    num_draft: int = 8,
-    stride: int = 4,
-    evaluations: int = 400,
-    cost: Literal["parameters", "measured"] = "parameters",
-    seed: int = 0,
-    template: str = "tokenizer",
-    dtype: Dtype = "float32",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
     overwrite: bool = False,
 ) -> None:
     """Search the sublayers that self-speculative decoding skips, for the drafter self_speculative=OUT.
 
-    Drafts are made along the base's own greedy answers, which tells how many of their tokens would be accepted; what a
-    draft costs is its share of the base's parameters, or of its time. The best set is the one that this predicts to be
-    fastest, on the answers it was chosen by; only `drafters eval` on other questions measures it. A search that was
-    stopped goes on where it was; with more evaluations, further.
+    The skipped base drafts along the base's own greedy answers, which shows how many draft tokens would be accepted.
+    From this and from the cost of a draft token, a speed-up is predicted. The best set is the one with the largest
+    prediction for the answers that it was chosen with; only `drafters eval` on other questions measures its speed. If
+    the search is interrupted, repeat the command to continue; with more --evaluations it continues a finished search.
 
     Args:
-        base: Folder or hub id of the base.
-        out: JSON file for the best set; what was found so far stands beside it and ends in .search.jsonl.
-        benchmark: Whose first turns are asked: one that `drafters eval` knows.
-        questions: File of the benchmark, where it is not to come from the hub.
-        limit: Questions at most; those that do not fit into the base's context are left out and not counted.
-        max_new_tokens: Tokens of an answer at most.
-        num_draft: Longest draft that is looked at.
-        stride: A draft starts at every so many tokens of an answer.
-        evaluations: Skip sets that are tried at most.
-        cost: What a draft costs; parameters is its share of those a token reads, measured its share of the time here.
-        seed: Of the search.
-        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
-        dtype: Number format of the base.
-        device: auto takes the GPU where there is one.
-        overwrite: Begin anew, in place of what an earlier search left.
+        model: The base.
+        selection: The questions.
+        options: What is searched.
+        out: JSON file for the best set; a file next to it that ends in .search.jsonl holds the progress of the search.
+        overwrite: Start over, and replace what an earlier search left.
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    path, journal_path = check(selection, options, out, overwrite)
+    settings = recorded_settings(model, selection, options)
+    journal = Journal(journal_path, settings, existing="replace" if overwrite else "continue")
+    survival = read_survival(journal)
+    questions: list[Question] = selection.load()
+    base = model.load()
+    asked = selection.select(base, questions)
+    with journal:
+        best, num_drafts = run(base, asked, selection.max_new_tokens, options, journal, survival)
+    write(path, settings, best, options.cost)
+    print_result(model.base, out, asked.notes(), best, options.cost, num_drafts)
 
-    if min(num_draft, stride, evaluations) < 1 or max_new_tokens <= num_draft:
+
+def check(selection: QuestionOptions, options: SkipSearchOptions, out: str, overwrite: bool) -> tuple[Path, Path]:
+    """Return the paths of the result and of the journal.
+
+    Raises:
+        ValueError: A number is out of range, a file cannot be written, or there is a result that no journal continues.
+    """
+    if min(options.num_draft, options.stride, options.evaluations) < 1 or selection.max_new_tokens <= options.num_draft:
         raise ValueError(
-            "need num_draft, stride and evaluations of at least 1 and max_new_tokens above num_draft, not "
-            f"{num_draft}, {stride}, {evaluations} and {max_new_tokens}"
+            "num_draft, stride and evaluations must be at least 1 and max_new_tokens larger than num_draft, not "
+            f"{options.num_draft}, {options.stride}, {options.evaluations} and {selection.max_new_tokens}"
         )
-    path = new_file(out, overwrite=True)  # a search that goes on replaces it
-    log_path = new_file(str(path.with_suffix(".search.jsonl")), overwrite=True)
-    if path.exists() and not log_path.exists() and not overwrite:
-        raise ValueError(f"{out} is there and {log_path}, to go on from, is not: pass --overwrite, or another --out")
-    about = {"base": base, "benchmark": benchmark, "questions": questions, "limit": limit, "template": template}
-    about |= {"max_new_tokens": max_new_tokens, "longest_draft": num_draft, "stride": stride, "dtype": dtype}
-    log = SearchLog(log_path, about, overwrite)
-    benchmarks.check_selection(0, limit)
-    chosen = benchmarks.load(benchmark, questions)
-    loaded = load_base(base, dtype, resolve_device(device))
-    num_layers = len(sublayers(loaded.model.base_model)[0])
-    asked = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
-    prompts = asked.prompts
+    path = new_file(out, overwrite=True)  # a search that continues replaces the result
+    journal_path = new_file(str(path.with_suffix(".search.jsonl")), overwrite=True)
+    if path.exists() and not journal_path.exists() and not overwrite:
+        raise ValueError(
+            f"{out} exists, but {journal_path}, which would continue its search, does not: pass --overwrite, or "
+            "choose another --out"
+        )
+    return path, journal_path
+
+
+def recorded_settings(
+    model: ModelOptions, selection: QuestionOptions, options: SkipSearchOptions
+) -> dict[str, str | int | None]:
+    """Everything that the journal's entries depend on, for the journal and the result."""
+    settings: dict[str, str | int | None] = {
+        "base": model.base,
+        "benchmark": selection.benchmark,
+        "questions": selection.questions,
+        "limit": selection.limit,
+        "template": selection.template,
+        "max_new_tokens": selection.max_new_tokens,
+        "longest_draft": options.num_draft,
+        "stride": options.stride,
+        "dtype": model.dtype,
+    }
+    # Journals from before --offset existed have no such key.
+    return settings | ({"offset": selection.offset} if selection.offset else {})
+
+
+def read_survival(journal: Journal) -> dict[SkipSet, list[float]]:
+    """Read what the journal holds: by skip set, the shares of drafts whose first 1, 2, ... tokens are accepted.
+
+    Raises:
+        ValueError: An entry is damaged.
+    """
+    try:
+        return {frozenset(entry["skips"]): entry["survival"] for entry in journal}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{journal.path} is damaged ({error}): pass --overwrite to start over") from error
+
+
+def run(
+    base: Base,
+    asked: Asked,
+    max_new_tokens: int,
+    options: SkipSearchOptions,
+    journal: Journal,
+    survival: dict[SkipSet, list[float]],
+) -> tuple[SkipSetResult, int]:
+    """Let the base answer, then search; new entries go to the journal and to ``survival``.
+
+    Returns:
+        The best skip set, and the number of drafts that the prediction rests on.
+    """
+    num_layers = len(sublayers(base.model.base_model)[0])
     default = frozenset(layer + half * num_layers for half in (0, 1) for layer in default_skips(num_layers)[half])
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        answers = progress.track(prompts, description="the base answers")
-        texts = [(prompt, alone(loaded, prompt, max_new_tokens, Greedy())) for prompt in answers]
-        probe = Probe(loaded, texts, num_draft, stride)
-        shares = parameter_shares(loaded) if cost == "parameters" else measured_shares(loaded, texts[0][0])
-        bar = progress.add_task("skip sets", total=min(evaluations, 4**num_layers))
+    with progress_bars(transient=True) as progress:
+        prompts = progress.track(asked.prompts, description="the base answers")
+        texts = [(prompt, alone(base, prompt, max_new_tokens, Greedy())) for prompt in prompts]
+        probe = Probe(base, texts, options.num_draft, options.stride)
+        shares = parameter_shares(base) if options.cost == "parameters" else measured_shares(base, texts[0][0])
+        task = progress.add_task("skip sets", total=min(options.evaluations, 4**num_layers))
 
         def score(skips: SkipSet) -> float:
-            if skips not in log.known:
-                log.add(skips, probe.survival(*as_layers(skips, num_layers)))
-            progress.advance(bar)
-            return speed_up(log.known[skips], draft_cost(shares, skips))[0]
+            if skips not in survival:
+                survival[skips] = probe.survival(*as_layers(skips, num_layers))
+                journal.append({"skips": sorted(skips), "survival": survival[skips]})
+            progress.advance(task)
+            return speed_up(survival[skips], draft_cost(shares, skips))[0]
 
-        best = search(score, 2 * num_layers, [frozenset(), default], evaluations, seed)
-    predicted, length = speed_up(log.known[best], draft_cost(shares, best))
+        best = search(score, 2 * num_layers, [frozenset(), default], options.evaluations, options.seed)
+    cost = draft_cost(shares, best)
+    predicted, num_draft = speed_up(survival[best], cost)
     attention, mlp = as_layers(best, num_layers)
-    found = {
-        "attention": attention,
-        "mlp": mlp,
-        **about,
-        "num_layers": num_layers,
-        "num_draft": length,
-        "agreement": log.known[best][0],
-        "draft_cost": draft_cost(shares, best),
+    result = SkipSetResult(attention, mlp, num_layers, num_draft, survival[best][0], cost, predicted)
+    return result, len(probe.expected)
+
+
+def write(path: Path, settings: dict[str, Any], best: SkipSetResult, cost: str) -> None:
+    """Write the best set as JSON."""
+    record = {
+        "attention": best.attention,
+        "mlp": best.mlp,
+        **settings,
+        "num_layers": best.num_layers,
+        "num_draft": best.num_draft,
+        "agreement": best.agreement,
+        "draft_cost": best.draft_cost,
         "cost": cost,
-        "predicted_speedup": predicted,
+        "predicted_speedup": best.predicted_speedup,
     }
     with atomic_write(path) as new:
-        new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        new.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def print_result(base: str, out: str, notes: list[str], best: SkipSetResult, cost: str, num_drafts: int) -> None:
+    """Print the best set, and the command that measures it."""
     console = Console(soft_wrap=True, highlight=False)
-    for line in asked.notes():
-        console.print(f"left out: {line}", markup=False)
+    for note in notes:
+        console.print(f"left out: {note}", markup=False)
     console.print(
-        f"best set: attention of layers {list(attention)} and MLP of layers {list(mlp)} skipped\n"
-        f"agreement {found['agreement']:.1%} of first draft tokens; a draft token costs {found['draft_cost']:.2f} base "
-        f"forwards ({cost}); drafts of {length}\n"
-        f"predicted speed-up {predicted:.2f}, chosen and predicted on the same {len(probe.expected)} drafts: no "
-        "measurement. Measure it on other questions:\n"
-        f"  drafters eval --base {base} --drafter self_speculative={out}:num_draft={length},threshold=0,adaptive=false",
+        f"best set: attention of layers {list(best.attention)} and MLP of layers {list(best.mlp)} skipped\n"
+        f"agreement {best.agreement:.1%} of first draft tokens; a draft token costs {best.draft_cost:.2f} base "
+        f"forwards ({cost}); drafts of {best.num_draft} tokens\n"
+        f"predicted speed-up {best.predicted_speedup:.2f}, chosen and predicted on the same {num_drafts} drafts; this "
+        "is no measurement. Measure it on other questions:\n"
+        f"  drafters eval --base {base} --drafter self_speculative={out}:num_draft={best.num_draft},threshold=0,"
+        "adaptive=false",
         markup=False,
     )

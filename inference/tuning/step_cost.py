@@ -1,23 +1,25 @@
-"""``drafters step-cost``: the base's time for a step, by the nodes it feeds; what a draft tree's size is chosen by."""
+"""``drafters step-cost``: measure the time of a decoding step by the number of draft tree nodes that the base reads."""
 
 from __future__ import annotations
 
 import heapq
 import json
 import time
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
+from drafters.atomic_write import atomic_write
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.runs.outputs import new_file
 
-CHILD_PROBABILITY = 0.6  # of the first child; each further one has this share of what is left
-WARMUP = 3  # steps of every size
+CHILD_PROBABILITY = 0.6  # of a first child; each further sibling gets this share of the remaining probability
+NUM_WARMUP_STEPS = 3  # for each size
 
 
 def step_cost(
@@ -28,17 +30,18 @@ def step_cost(
     repeats: int = 20,
     overwrite: bool = False,
 ) -> None:
-    """Measure what a step of the base costs by the nodes it feeds, for drafters that choose the size of their tree.
+    """Measure the time of a step by the size of the draft tree, for drafters that choose the size themselves.
 
-    A step is the forward over the root and its nodes, the choice of tokens, their copy to the host and the commit.
+    A step consists of the base's forward over the root and the nodes, the choice of the tokens, their copy to the host,
+    and the update of the KV cache.
 
     Args:
         model: The base.
         out: JSON file to write.
-        max_nodes: Most nodes fed; measured are 0, 1, 2, 4, ... and this.
-        context: Tokens cached before the step.
-        repeats: Steps of every size, of which the median counts; sizes in turn, after three each to warm up.
-        overwrite: Replace a file that is already there.
+        max_nodes: Maximum number of nodes; 0, 1, 2, 4, ... and this number are measured.
+        context: Number of cached tokens before the step.
+        repeats: Number of timed steps for each size, after three untimed ones; the median is reported.
+        overwrite: Replace an existing file.
     """
     if min(max_nodes, context, repeats) < 1:
         raise ValueError(f"max_nodes, context and repeats must be at least 1, not {max_nodes}, {context} and {repeats}")
@@ -46,29 +49,37 @@ def step_cost(
     loaded = model.load()
     if context + 1 + max_nodes > loaded.context_length:
         raise ValueError(
-            f"context, root and nodes are {context + 1 + max_nodes} tokens, and the context of {model.base} ends at "
+            f"context, root and nodes are {context + 1 + max_nodes} tokens, but the context of {model.base} ends at "
             f"{loaded.context_length}: pass a smaller --context or --max-nodes"
         )
     runner = Runner(loaded)
     nodes = sizes(max_nodes)
     seconds = measure(runner, nodes, context, repeats)
-    place = torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else runner.device.type
-    about = {
-        "base": model.base,
-        "device": place,
-        "dtype": model.dtype,
-        "threads": torch.get_num_threads(),
-        "context": context,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(about | {"nodes": nodes, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")
+    write(path, model, context, runner.device, nodes, seconds)
     for count, second in zip(nodes, seconds, strict=True):
         print(f"{count:>5} nodes  {1e3 * second:9.3f} ms  {second / seconds[0]:.2f}×")
     print(f"wrote {out}")
 
 
+def write(
+    path: Path, model: ModelOptions, context: int, device: torch.device, nodes: list[int], seconds: list[float]
+) -> None:
+    """Write the measured times as JSON."""
+    record = {
+        "base": model.base,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": model.dtype,
+        "threads": torch.get_num_threads(),
+        "context": context,
+        "nodes": nodes,
+        "seconds": seconds,
+    }
+    with atomic_write(path) as new:
+        new.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
 def sizes(max_nodes: int) -> list[int]:
-    """Numbers of nodes to measure: none, the powers of two, and the largest.
+    """Return the numbers of nodes to measure: zero, the powers of two, and the largest.
 
     >>> sizes(12)
     [0, 1, 2, 4, 8, 12]
@@ -77,12 +88,14 @@ def sizes(max_nodes: int) -> list[int]:
 
 
 def measure(runner: Runner, nodes: list[int], context: int, repeats: int) -> list[float]:
-    """Median seconds of a step by the nodes it feeds, none of them accepted. The sizes take turns, another one first
-    each time, so that a machine that grows slower meets all alike."""
+    """Return the median seconds of a step for each number of nodes; no node is accepted.
+
+    The sizes alternate, starting with another one each time, so that a machine that slows down affects all alike.
+    """
     trees = [bushy(count, runner.vocab_size) for count in nodes]
     prefill(runner, context, max(nodes) + 1)
     for tree in trees:
-        for _ in range(WARMUP):
+        for _ in range(NUM_WARMUP_STEPS):
             step_seconds(runner, tree, context)
     seconds: list[list[float]] = [[] for _ in nodes]
     for repeat in range(repeats):
@@ -92,20 +105,20 @@ def measure(runner: Runner, nodes: list[int], context: int, repeats: int) -> lis
     return [median(taken) for taken in seconds]
 
 
-def prefill(runner: Runner, context: int, room: int) -> None:
-    """Cache ``context`` random tokens, with room for so many behind them."""
+def prefill(runner: Runner, context: int, reserve: int) -> None:
+    """Cache ``context`` random tokens, and reserve space for ``reserve`` more."""
     tokens = np.random.default_rng(1).integers(0, runner.vocab_size, context).tolist()
-    runner.reset(context + room)
+    runner.reset(context + reserve)
     runner.forward(tokens, DraftTree(), RequiredOutputs())
     runner.commit([])
 
 
 def step_seconds(runner: Runner, tree: DraftTree, context: int) -> float:
-    """Seconds of one step; what it cached is taken back."""
+    """Return the seconds of one step, and restore the cache."""
     _wait(runner.device)
     started = time.perf_counter()
-    rows = runner.forward([1], tree, RequiredOutputs())
-    rows.logits.argmax(-1).tolist()
+    output = runner.forward([1], tree, RequiredOutputs())
+    output.logits.argmax(-1).tolist()
     runner.commit([])
     _wait(runner.device)
     seconds = time.perf_counter() - started
@@ -114,7 +127,7 @@ def step_seconds(runner: Runner, tree: DraftTree, context: int) -> float:
 
 
 def bushy(num_nodes: int, vocab_size: int) -> DraftTree:
-    """The most probable nodes of an endless tree whose children are as probable as a good drafter's: best-first."""
+    """Return the most probable nodes of an infinite tree with the child probabilities of a good drafter."""
     parents: list[int] = []
     heap = [(-CHILD_PROBABILITY, ROOT, 0, 1.0)]  # -probability, parent, rank among its children, parent's probability
     while len(parents) < num_nodes:

@@ -1,4 +1,4 @@
-"""The search of Ouroboros' hyper-parameters: its order, its result on known landscapes, and what it remembers."""
+"""The search of Ouroboros' hyper-parameters: its order, its result on known landscapes, and its file of trials."""
 
 import json
 import random
@@ -11,11 +11,22 @@ import torch
 from data import embedded
 from data.benchmarks import Question
 from inference.engine.base import load_base
+from inference.engine.options import ModelOptions
 from inference.engine.session import StepCost
+from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
 from inference.results.records import Turn
 from inference.tuning import ouroboros_search as module
-from inference.tuning.ouroboros_search import LEVEL, NUM_DRAFT, WINDOW, Ledger, Setting, Trial, ouroboros_search, search
+from inference.tuning.ouroboros_search import (
+    LEVEL,
+    NUM_DRAFT,
+    WINDOW,
+    OuroborosOptions,
+    Setting,
+    ouroboros_search,
+    search,
+)
+from inference.tuning.trials import Trial, TrialFile
 
 TRIAL = Trial(tokens=20, seconds=4.0, base_forwards=8, draft_forwards=30, steps=6, gained=15, step_drafts=24)
 
@@ -53,7 +64,7 @@ def test_settings_are_timed_in_the_order_of_the_paper(homogeneity, seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_where_the_parameters_do_not_meddle_the_search_finds_the_best_of_the_whole_grid(seed):
+def test_if_the_parameters_are_independent_the_search_finds_the_best_of_the_whole_grid(seed):
     rng = random.Random(seed)
     ranges = {"num_draft": NUM_DRAFT["low"], "window": WINDOW, "level": LEVEL}
     parts = {name: {value: rng.random() for value in values} for name, values in ranges.items()}
@@ -72,7 +83,7 @@ def test_a_setting_is_a_spec_of_the_drafter():
     )
 
 
-def test_a_trial_sums_up_all_steps_and_those_after_the_prefill():
+def test_a_trial_sums_up_all_steps_and_the_steps_after_the_prefill():
     def step(emitted, drafts):
         return StepCost(emitted, emitted - 1, 1, 4, 0, drafts, (0.0,) * 5)
 
@@ -83,41 +94,41 @@ def test_a_trial_sums_up_all_steps_and_those_after_the_prefill():
     assert Trial.of(turns) == Trial(11, 3.5, 5, 26, 3, 6, 10)
 
 
-def test_the_objectives_are_time_a_token():
+def test_the_objectives_are_time_per_token():
     assert TRIAL.clock_time() == 0.2
     assert TRIAL.modelled_time(0.0) == 0.4
     assert TRIAL.modelled_time(0.1) == pytest.approx((8 + 3) / 20)
 
 
-# ---- what is remembered
+# ---- the file of trials
 
 
-def test_trials_are_kept_by_their_arguments_and_found_again(tmp_path):
+def test_trials_are_stored_by_their_arguments_and_read_back(tmp_path):
     file = str(tmp_path / "trials.json")
     for arguments, spec, seconds in [(("a", 1), "x", 1.0), (("a", 2), "x", 2.0), (("a", 1), "y", 3.0)]:
-        Ledger(file, arguments).add(spec, replace(TRIAL, seconds=seconds))
-    assert Ledger(file, ("a", 1)).get("x").seconds == 1.0
-    assert Ledger(file, ("a", 2)).get("x") == replace(TRIAL, seconds=2.0)
-    assert Ledger(file, ("a", 1)).get("y").seconds == 3.0
-    assert Ledger(file, ("a", 2)).get("y") is None
-    assert Ledger(file, ("b", 1)).get("x") is None
+        TrialFile(file, arguments).add(spec, replace(TRIAL, seconds=seconds))
+    assert TrialFile(file, ("a", 1)).get("x").seconds == 1.0
+    assert TrialFile(file, ("a", 2)).get("x") == replace(TRIAL, seconds=2.0)
+    assert TrialFile(file, ("a", 1)).get("y").seconds == 3.0
+    assert TrialFile(file, ("a", 2)).get("y") is None
+    assert TrialFile(file, ("b", 1)).get("x") is None
     assert [path.name for path in tmp_path.iterdir()] == ["trials.json"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"b": {"tokens": 1}}}', '{"a": {"b": 3}}'])
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, text):
+def test_a_file_with_other_content_is_refused_and_not_changed(tmp_path, text):
     file = tmp_path / "other.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"other\.json holds no trials of ouroboros-search: give another --out"):
-        Ledger(str(file), ())
+        TrialFile(str(file), ())
     assert file.read_text() == text
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path):
     with pytest.raises(ValueError, match="there is no folder"):
-        Ledger(str(tmp_path / "no" / "trials.json"), ())
+        TrialFile(str(tmp_path / "no" / "trials.json"), ())
     with pytest.raises(ValueError, match="holds no trials"):
-        Ledger(str(tmp_path), ())
+        TrialFile(str(tmp_path), ())
 
 
 # ---- the command
@@ -131,6 +142,11 @@ def folder(make_base, tmp_path_factory):
     make_base(dtype=torch.float32, context=512, vocab=300).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def run_search(folder, out=None, draft_cost=None, num_phrases=3, **questions):
+    options = OuroborosOptions(draft_cost=draft_cost, num_phrases=num_phrases)
+    ouroboros_search(ModelOptions(folder), QuestionOptions(**questions), options, folder, out)
 
 
 def places(spec):
@@ -147,10 +163,10 @@ def decoded(monkeypatch):
     return specs
 
 
-def test_the_command_prints_the_quickest_setting_and_takes_up_where_it_was(folder, decoded, tmp_path, capsys):
+def test_the_command_prints_the_fastest_setting_and_continues_an_interrupted_search(folder, decoded, tmp_path, capsys):
     out = tmp_path / "trials.json"
     arguments = {"limit": 1, "max_new_tokens": 8, "draft_cost": 0.1, "out": str(out)}
-    ouroboros_search(folder, folder, **arguments)
+    run_search(folder, **arguments)
     printed = capsys.readouterr().out
     assert len(decoded) == len(set(decoded)) == 12
     (page,) = json.loads(out.read_text()).values()
@@ -166,7 +182,7 @@ def test_the_command_prints_the_quickest_setting_and_takes_up_where_it_was(folde
     for kept in (12, 7):  # a finished search asks nothing; a broken one only what it lacks
         out.write_text(json.dumps({key: dict(list(page.items())[:kept]) for key, page in json.loads(whole).items()}))
         decoded.clear()
-        ouroboros_search(folder, folder, **arguments)
+        run_search(folder, **arguments)
         assert len(decoded) == 12 - kept
         assert capsys.readouterr().out.strip().splitlines()[-1] == best
 
@@ -181,12 +197,12 @@ def test_the_command_prints_the_quickest_setting_and_takes_up_where_it_was(folde
         ({"out": "no/such/folder/trials.json"}, "there is no folder no/such/folder"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(folder, arguments, said):
+def test_impossible_searches_are_refused(folder, arguments, said):
     with pytest.raises(ValueError, match=said):
-        ouroboros_search(folder, folder, **{"limit": 1, "max_new_tokens": 8} | arguments)
+        run_search(folder, **{"limit": 1, "max_new_tokens": 8} | arguments)
 
 
-def test_the_warm_up_leaves_no_phrases_behind(folder, monkeypatch):
+def test_no_phrases_of_the_warm_up_remain(folder, monkeypatch):
     from inference.engine.runner import Runner
 
     base = load_base(folder)
@@ -201,7 +217,7 @@ def test_the_warm_up_leaves_no_phrases_behind(folder, monkeypatch):
 
     monkeypatch.setattr(catalogue, "make", watched)
     questions = [Question(index, "", (f"How many apples are {index} apples?",)) for index in (2, 3)]
-    list(module.decode(Runner(base), spec, questions, base, "tokenizer", 24))
+    list(module.decode(Runner(base), spec, questions, QuestionOptions(max_new_tokens=24)))
     warm_up, first, second = sizes
     assert warm_up == first == 0
     assert second > 0, "the phrases of the first question live on in the second"

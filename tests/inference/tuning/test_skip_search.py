@@ -1,4 +1,4 @@
-"""The search of skip sets: what it believes of a set is what decoding shows, and it finds the best of few."""
+"""The search of skip sets: its predictions equal decoding, and it finds the best of few sets."""
 
 import json
 import random
@@ -10,12 +10,15 @@ import torch
 from drafters import DraftTree, RequiredOutputs
 from inference.engine.base import load_base
 from inference.engine.layer_skipping import SkipSession, read_skips, skipping
+from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy
 from inference.evaluation.verify import alone
+from inference.runs.journal import Journal
 from inference.tuning import skip_search as module
+from inference.tuning.local_search import as_layers, search
 from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
-from inference.tuning.skip_search import SearchLog, as_layers, search, skip_search
+from inference.tuning.skip_search import SkipSearchOptions, SkipSearchQuestions, read_survival, skip_search
 
 PROMPTS = [[5, 6, 7], [9], list(range(3, 15))]
 
@@ -43,7 +46,7 @@ def accepted_by_decoding(base, texts, skips, num_draft, stride):
     return accepted
 
 
-# ---- what is believed of a set
+# ---- the prediction for a set
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
@@ -73,7 +76,7 @@ def test_answers_that_end_early_are_left_out_and_padding_changes_nothing(make_ba
         Probe(base, texts[1:2], 4, 4)
 
 
-def test_a_probe_that_fails_can_go_on(make_base):
+def test_a_probe_can_be_used_again_after_an_error(make_base):
     base = make_base(layers=3)
     probe = Probe(base, texts_of(base), 3, 3)
     before = probe.survival((1,), ())
@@ -98,7 +101,7 @@ def test_drafting_with_the_whole_base_gains_nothing():
     assert speed_up([1.0] * 8, 1.0)[0] == 1.0
 
 
-def test_shares_are_counted_by_hand(make_base):
+def test_parameter_shares_equal_those_counted_by_hand(make_base):
     base = make_base(layers=3)  # D = 32, four heads of 8, two of them for keys and values, MLP of 64, V = 40
     attention, mlp, head = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 64, 40 * 32
     whole = 3 * (attention + mlp) + head
@@ -109,7 +112,7 @@ def test_shares_are_counted_by_hand(make_base):
     assert draft_cost(shares, frozenset(range(6))) == pytest.approx(head / whole)
 
 
-def test_measured_shares_leave_the_base_as_it_was(make_base):
+def test_measuring_shares_does_not_change_the_base(make_base):
     base = make_base(layers=3)
     shares = measured_shares(base, [5, 6, 7], repeats=2)
     assert len(shares) == 6 and min(shares) >= 0
@@ -141,7 +144,7 @@ def test_on_a_tiny_base_the_best_of_all_sets_is_found(make_base):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_search_of_a_part_finds_the_best_of_all(seed):
+def test_a_search_of_a_quarter_of_the_sets_finds_the_best_of_all(seed):
     """Ten sublayers, worth something alone and more or less in pairs; a quarter of the sets is tried."""
     rng = random.Random(seed)
     single = [rng.gauss(0, 1) for _ in range(10)]
@@ -169,53 +172,44 @@ def test_a_search_of_a_part_finds_the_best_of_all(seed):
 
 
 @pytest.mark.parametrize("evaluations", [1, 2, 3, 63, 64, 65])
-def test_no_more_sets_are_scored_than_asked_for_or_there_are(evaluations):
+def test_no_more_sets_are_scored_than_the_limit_or_than_exist(evaluations):
     scored = []
     search(lambda skips: scored.append(skips) or len(skips), 6, [frozenset(), frozenset({1})], evaluations)
     assert len(scored) == len(set(scored)) == min(evaluations, 64)
 
 
-def test_numbers_below_the_layers_are_attentions_and_the_others_mlps():
+def test_sublayers_below_the_number_of_layers_are_attentions_and_the_others_mlps():
     assert as_layers(frozenset({4, 0, 2, 3, 5}), 3) == ((0, 2), (0, 1, 2))
 
 
-# ---- the log
+# ---- the journal
 
 
-def test_a_log_remembers_and_drops_a_line_cut_short(tmp_path):
+def test_survival_is_read_back_from_a_journal_also_after_an_incomplete_line(tmp_path):
     path = tmp_path / "new" / "x.search.jsonl"
-    log = SearchLog(path, {"base": "b"})
-    log.add(frozenset({3, 1}), [0.5, 0.25])
-    log.add(frozenset(), [1.0, 1.0])
+    with Journal(path, {"base": "b"}) as journal:
+        journal.append({"skips": [1, 3], "survival": [0.5, 0.25]})
+        journal.append({"skips": [], "survival": [1.0, 1.0]})
     with path.open("a") as file:
         file.write('{"skips": [1], "surv')
     known = {frozenset({1, 3}): [0.5, 0.25], frozenset(): [1.0, 1.0]}
-    again = SearchLog(path, {"base": "b"})
-    assert again.known == known
-    again.add(frozenset({2}), [0.0, 0.0])
-    assert SearchLog(path, {"base": "b"}).known == known | {frozenset({2}): [0.0, 0.0]}
+    with Journal(path, {"base": "b"}) as again:
+        assert read_survival(again) == known
+        again.append({"skips": [2], "survival": [0.0, 0.0]})
+    assert read_survival(Journal(path, {"base": "b"})) == known | {frozenset({2}): [0.0, 0.0]}
 
 
-def test_a_log_is_touched_only_by_what_is_added(tmp_path):
+def test_a_journal_written_by_earlier_versions_is_read(tmp_path):
     path = tmp_path / "x.search.jsonl"
-    SearchLog(path, {"base": "b"})
-    assert not path.exists()
-    SearchLog(path, {"base": "b"}).add(frozenset({1}), [1.0])
-    before = path.read_text()
-    log = SearchLog(path, {"base": "c"}, overwrite=True)
-    assert log.known == {} and path.read_text() == before
-    log.add(frozenset({2}), [0.5])
-    assert SearchLog(path, {"base": "c"}).known == {frozenset({2}): [0.5]}
+    path.write_text('{"base": "b", "limit": 3}\n{"skips": [1, 3], "survival": [0.5, 0.25]}\n')
+    assert read_survival(Journal(path, {"limit": 3, "base": "b"})) == {frozenset({1, 3}): [0.5, 0.25]}
 
 
-def test_a_log_of_other_settings_or_a_damaged_one_is_refused(tmp_path):
+def test_a_damaged_journal_is_refused(tmp_path):
     path = tmp_path / "x.search.jsonl"
-    SearchLog(path, {"base": "b"}).add(frozenset(), [1.0])
-    with pytest.raises(ValueError, match=r"x\.search\.jsonl is of a search with other settings: pass --overwrite"):
-        SearchLog(path, {"base": "c"})
     path.write_text('{"base": "b"}\n{"skips": 3}\n')
     with pytest.raises(ValueError, match=r"x\.search\.jsonl is damaged"):
-        SearchLog(path, {"base": "b"})
+        read_survival(Journal(path, {"base": "b"}))
 
 
 # ---- the command
@@ -227,6 +221,11 @@ def folder(make_base, tmp_path_factory):
     base.model.save_pretrained(path)
     base.tokenizer.save_pretrained(path)
     return str(path)
+
+
+def run_search(base, out, evaluations=400, num_draft=8, stride=4, overwrite=False, device="auto", **questions):
+    options = SkipSearchOptions(num_draft=num_draft, stride=stride, evaluations=evaluations)
+    skip_search(ModelOptions(base, device=device), SkipSearchQuestions(**questions), options, out, overwrite)
 
 
 @pytest.fixture
@@ -242,7 +241,7 @@ def asked(folder, tmp_path):
 
 def test_the_command_writes_a_set_that_the_drafter_reads(asked, tmp_path, capsys):
     out = tmp_path / "deep" / "skips.json"
-    skip_search(**asked, out=str(out), evaluations=16)
+    run_search(**asked, out=str(out), evaluations=16)
     found = json.loads(out.read_text())
     assert read_skips(out, 2) == (tuple(found["attention"]), tuple(found["mlp"]))
     base = load_base(asked["base"])
@@ -256,7 +255,7 @@ def test_the_command_writes_a_set_that_the_drafter_reads(asked, tmp_path, capsys
     assert sorted(path.name for path in out.parent.iterdir()) == ["skips.json", "skips.search.jsonl"]
 
 
-def test_a_search_that_was_stopped_goes_on_where_it_was(asked, tmp_path, monkeypatch):
+def test_an_interrupted_search_continues_where_it_stopped(asked, tmp_path, monkeypatch):
     probed = []
 
     class Counted(Probe):
@@ -266,56 +265,56 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(asked, tmp_path, monkeyp
             probed.append((attention, mlp))
             return super().survival(attention, mlp)
 
-    skip_search(**asked, out=str(tmp_path / "whole.json"), evaluations=12)
+    run_search(**asked, out=str(tmp_path / "whole.json"), evaluations=12)
     monkeypatch.setattr(module, "Probe", Counted)
     with pytest.raises(KeyboardInterrupt):
-        skip_search(**asked, out=str(tmp_path / "part.json"), evaluations=12)
+        run_search(**asked, out=str(tmp_path / "part.json"), evaluations=12)
     assert not (tmp_path / "part.json").exists()
     monkeypatch.setattr(module, "Probe", Probe)
     first = (tmp_path / "part.search.jsonl").read_text()
-    skip_search(**asked, out=str(tmp_path / "part.json"), evaluations=12)
+    run_search(**asked, out=str(tmp_path / "part.json"), evaluations=12)
     assert (tmp_path / "part.search.jsonl").read_text().startswith(first) and first.count("\n") == 6
     for ending in ("json", "search.jsonl"):
         assert (tmp_path / f"part.{ending}").read_text() == (tmp_path / f"whole.{ending}").read_text()
 
 
-def test_what_another_search_left_is_kept_unless_asked(asked, tmp_path):
+def test_the_result_of_another_search_is_kept_unless_overwritten(asked, tmp_path):
     out = tmp_path / "skips.json"
     out.write_text("{}")
-    with pytest.raises(ValueError, match=r"skips\.json is there .* pass --overwrite, or another --out"):
-        skip_search(**asked, out=str(out), evaluations=1)
+    with pytest.raises(ValueError, match=r"skips\.json exists, but .* pass --overwrite, or choose another --out"):
+        run_search(**asked, out=str(out), evaluations=1)
     assert out.read_text() == "{}"
-    skip_search(**asked, out=str(out), evaluations=1, overwrite=True)
-    with pytest.raises(ValueError, match="a search with other settings"):
-        skip_search(**asked | {"limit": 2}, out=str(out), evaluations=1)
-    skip_search(**asked | {"limit": 2}, out=str(out), evaluations=1, overwrite=True)
+    run_search(**asked, out=str(out), evaluations=1, overwrite=True)
+    with pytest.raises(ValueError, match="was started with limit 3 instead of 2"):
+        run_search(**asked | {"limit": 2}, out=str(out), evaluations=1)
+    run_search(**asked | {"limit": 2}, out=str(out), evaluations=1, overwrite=True)
     assert json.loads(out.read_text())["limit"] == 2
 
 
 @pytest.mark.parametrize("name", ["skips.json", "skips.search.jsonl", "file/a/skips.json"])
-def test_what_cannot_be_written_is_refused_before_the_base_is_loaded(asked, tmp_path, monkeypatch, name):
+def test_an_unwritable_file_is_refused_before_the_base_is_loaded(asked, tmp_path, monkeypatch, name):
     if "/" in name:
         (tmp_path / "file").write_text("")
     else:
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(module, "load_base", lambda *arguments: pytest.fail("the base was loaded"))
+    monkeypatch.setattr(ModelOptions, "load", lambda self: pytest.fail("the base was loaded"))
     out = tmp_path / name.replace(".search.jsonl", ".json")
     with pytest.raises(ValueError, match="give another name"):
-        skip_search(**asked, out=str(out), overwrite=True)
+        run_search(**asked, out=str(out), overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {name.split("/")[0], "questions.jsonl"}
 
 
-def test_a_search_that_finds_no_draft_to_look_at_leaves_no_log(asked, tmp_path, monkeypatch):
+def test_a_search_without_a_draft_leaves_no_journal(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "alone", lambda *arguments: [5])
     with pytest.raises(ValueError, match="ends within 3 tokens"):
-        skip_search(**asked, out=str(tmp_path / "x.json"))
+        run_search(**asked, out=str(tmp_path / "x.json"))
     assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]
 
 
 @pytest.mark.parametrize("wrong", [{"num_draft": 0}, {"evaluations": 0}, {"stride": 0}, {"max_new_tokens": 3}])
 def test_impossible_numbers_are_refused(asked, tmp_path, wrong):
-    with pytest.raises(ValueError, match="need num_draft, stride and evaluations of at least 1"):
-        skip_search(**asked | {"out": str(tmp_path / "x.json")} | wrong)
+    with pytest.raises(ValueError, match="num_draft, stride and evaluations must be at least 1"):
+        run_search(**asked | {"out": str(tmp_path / "x.json")} | wrong)
 
 
 def test_the_drafts_of_a_skipped_base_are_not_those_of_a_whole_one(make_base):

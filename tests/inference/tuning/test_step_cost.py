@@ -1,4 +1,4 @@
-"""What is measured of a step, and what is written of it; nothing here looks at how long one takes."""
+"""The step cost command measures every size and restores the cache; no test depends on the times themselves."""
 
 import pytest
 import torch
@@ -8,12 +8,14 @@ from inference.engine.runner import Runner
 from inference.tuning import step_cost
 
 
-@pytest.mark.parametrize("most, expected", [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (16, [0, 1, 2, 4, 8, 16])])
-def test_sizes_are_powers_of_two_and_the_largest(most, expected):
-    assert step_cost.sizes(most) == expected
+@pytest.mark.parametrize(
+    "max_nodes, expected", [(1, [0, 1]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (16, [0, 1, 2, 4, 8, 16])]
+)
+def test_the_measured_sizes_are_zero_powers_of_two_and_the_largest(max_nodes, expected):
+    assert step_cost.sizes(max_nodes) == expected
 
 
-def test_every_size_is_measured_and_the_cache_is_left_as_it_was(make_base):
+def test_every_size_is_measured_and_the_cache_is_restored(make_base):
     runner = Runner(make_base(dtype=torch.float32))
     seconds = step_cost.measure(runner, [0, 1, 5], context=20, repeats=3)
     assert len(seconds) == 3 and min(seconds) > 0

@@ -1,4 +1,4 @@
-"""Sweeps: the grid, its maps, and cells that are those of single evaluations, however often the work was stopped."""
+"""Sweeps: the grid, its maps, and cells that equal single evaluations, also after interruptions."""
 
 import json
 from itertools import pairwise, product
@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation.evaluate import evaluate
+from inference.evaluation.question_options import QuestionOptions
 from inference.tuning import sweep_plots
 from inference.tuning.grid import Axis, Cell, cells, read_axes, read_axis
-from inference.tuning.sweep import Measured, noise, ranked, stamp, sweep
+from inference.tuning.sweep import sweep
+from inference.tuning.sweep_report import MeasuredCell, noise, ranked
 
 # ---- the grid
 
@@ -32,13 +35,13 @@ def test_an_axis_is_a_name_and_its_values(text, values):
 
 
 @pytest.mark.parametrize("text", ["order", "order=", "=2", "order=2,,3", "order=2,2", "order=2..4,3", "order=5..2"])
-def test_what_is_no_axis_is_refused_by_name(text):
+def test_a_text_that_is_not_an_axis_is_refused_and_quoted(text):
     with pytest.raises(ValueError, match="axis") as caught:
         read_axis(text)
     assert repr(text) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_last_axis_runs_fastest_and_the_file_stands_behind_the_name():
+def test_the_last_axis_varies_fastest_and_the_file_follows_the_name():
     axes = read_axes(["file=a,b/c", "num_nodes=4,8"], "ctc:top_k=3")
     assert [(cell.place, cell.spec) for cell in cells("ctc:top_k=3", axes)] == [
         (("a", "4"), "ctc=a:top_k=3,num_nodes=4"),
@@ -55,7 +58,7 @@ def test_the_last_axis_runs_fastest_and_the_file_stands_behind_the_name():
     ("grid", "drafter"),
     [(["order=2", "order=3"], "anpd"), (["order=2"], "anpd:update=true,order=4"), (["file=a"], "ctc=b")],
 )
-def test_an_argument_is_given_once(grid, drafter):
+def test_an_argument_that_is_given_twice_is_refused(grid, drafter):
     with pytest.raises(ValueError, match="is given twice"):
         read_axes(grid, drafter)
 
@@ -64,7 +67,7 @@ def test_an_argument_is_given_once(grid, drafter):
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 3), (3, 1, 2), (2, 3, 2), (2, 2, 3, 2)])
-def test_every_place_of_a_grid_stands_in_one_map_where_its_axes_say(sizes):
+def test_every_cell_of_a_grid_appears_in_one_map_at_its_place(sizes):
     axes = [Axis(f"axis{index}", tuple(f"v{value}" for value in range(size))) for index, size in enumerate(sizes)]
     places = list(product(*(axis.values for axis in axes)))
     measured = {place: float(number) for number, place in enumerate(places)} | {places[-1]: None}
@@ -84,7 +87,7 @@ def test_every_place_of_a_grid_stands_in_one_map_where_its_axes_say(sizes):
 
 @pytest.mark.parametrize("metric", sweep_plots.METRICS)
 @pytest.mark.parametrize("values", [[1.2, 0.8, None], [None, None, None], [1.0, 1.0, 1.0]])
-def test_a_map_is_drawn_whatever_was_measured(tmp_path, metric, values):
+def test_maps_are_drawn_even_if_measurements_are_missing_or_equal(tmp_path, metric, values):
     maps = sweep_plots.panels([Axis("a_file", tuple("xyz"))], {(key,): v for key, v in zip("xyz", values, strict=True)})
     sweep_plots.draw(metric, "anpd", maps, tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
@@ -92,9 +95,13 @@ def test_a_map_is_drawn_whatever_was_measured(tmp_path, metric, values):
 
 @pytest.mark.parametrize(
     ("speedups", "told"),
-    [([0.55, 0.6, 0.65], "none is faster"), ([0.9, 1.0, 1.1], "white: as fast"), ([1.4, 1.5, 1.6], "all are faster")],
+    [
+        ([0.55, 0.6, 0.65], "none is faster"),
+        ([0.9, 1.0, 1.1], "white: equally fast"),
+        ([1.4, 1.5, 1.6], "all are faster"),
+    ],
 )
-def test_colours_tell_speedups_apart_and_which_side_of_the_base_they_lie(speedups, told):
+def test_colours_separate_speedups_and_show_which_are_above_one(speedups, told):
     colours, norm, said = sweep_plots.scale("speedup", speedups[0], speedups[-1])
     inks = [matplotlib.colormaps[colours](norm(value))[:3] for value in speedups]
     assert said == told
@@ -105,6 +112,10 @@ def test_colours_tell_speedups_apart_and_which_side_of_the_base_they_lie(speedup
 
 
 # ---- the work
+
+
+def run_sweep(base, drafter, grid, out, limit=5, **questions):
+    sweep(ModelOptions(base), QuestionOptions(limit=limit, **questions), SamplingOptions(), drafter, grid, out)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +149,7 @@ def untimed(out):
 def whole(tiny, tmp_path_factory):
     """The folder of a sweep that ran in one go."""
     out = tmp_path_factory.mktemp("whole") / "new"
-    sweep(drafter="anpd", grid=GRID, out=str(out), **tiny)
+    run_sweep(drafter="anpd", grid=GRID, out=str(out), **tiny)
     return out
 
 
@@ -147,7 +158,7 @@ def test_a_cell_is_what_a_single_evaluation_measures(tiny, whole, tmp_path, draf
     out = whole
     if drafter != "anpd":
         out = tmp_path / "sweep"
-        sweep(drafter=drafter, grid=grid, out=str(out), **tiny)
+        run_sweep(drafter=drafter, grid=grid, out=str(out), **tiny)
     specs = [cell.spec for cell in cells(drafter, read_axes(grid, drafter))]
     single = tiny | {"benchmark": [tiny["benchmark"]], "questions": [tiny["questions"]]}
     evaluate(drafter=specs, out=str(tmp_path / "eval"), **single)
@@ -158,29 +169,29 @@ def test_a_cell_is_what_a_single_evaluation_measures(tiny, whole, tmp_path, draf
     assert len({cell["acceptance_length"] for cell in read(out)}) > 1
 
 
-def test_a_stopped_sweep_goes_on_and_a_larger_grid_measures_only_what_is_new(tiny, whole, tmp_path):
+def test_an_interrupted_sweep_continues_and_a_larger_grid_measures_only_new_cells(tiny, whole, tmp_path):
     lines = (whole / "cells.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "cells.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:40])  # stopped within the third cell
-    sweep(drafter="anpd", grid=GRID, out=str(tmp_path), **tiny)
+    run_sweep(drafter="anpd", grid=GRID, out=str(tmp_path), **tiny)
     done = (tmp_path / "cells.jsonl").read_bytes().splitlines(keepends=True)
     assert done[:3] == lines[:3] and len(done) == len(lines) == 5  # the very times of the cells that were whole
     assert untimed(tmp_path) == untimed(whole)
-    sweep(drafter="anpd", grid=["order=2,3,5", "num_draft=1"], out=str(tmp_path), **tiny)
+    run_sweep(drafter="anpd", grid=["order=2,3,5", "num_draft=1"], out=str(tmp_path), **tiny)
     more = (tmp_path / "cells.jsonl").read_bytes().splitlines(keepends=True)
     assert more[:5] == done and [json.loads(line)["spec"] for line in more[5:]] == ["anpd:order=5,num_draft=1"]
     assert [cell["place"] for cell in read(tmp_path)] == [["2", "1"], ["3", "1"], ["5", "1"]]
 
 
-def test_cells_measured_otherwise_are_not_mixed(tiny, whole):
+def test_cells_measured_with_other_settings_are_not_mixed(tiny, whole):
     before = (whole / "cells.jsonl").read_bytes()
     with pytest.raises(
         ValueError, match=r"was started with .*2 questions.*: repeat that command to continue it, pass --over"
     ):
-        sweep(drafter="anpd", grid=GRID, out=str(whole), limit=2, **tiny)
+        run_sweep(drafter="anpd", grid=GRID, out=str(whole), limit=2, **tiny)
     assert (whole / "cells.jsonl").read_bytes() == before
 
 
-def test_the_page_holds_both_rankings_and_both_maps(whole):
+def test_the_page_contains_both_rankings_and_both_maps(whole):
     page = (whole / "sweep.md").read_text()
     for title, metric in (("speed-up", "speedup"), ("acceptance length", "acceptance_length")):
         assert (whole / f"{metric}.png").read_bytes().startswith(b"\x89PNG") and f"({metric}.png)" in page
@@ -189,12 +200,12 @@ def test_the_page_holds_both_rankings_and_both_maps(whole):
         assert [line.split(" | ")[:2] for line in table[2:]] == [
             [f"| {c['place'][0]}", c["place"][1]] for c in expected
         ]
-    assert "The base alone ran up to" in page
+    assert "The speed of plain decoding varied between the cells by up to" in page
 
 
-def test_a_combination_that_cannot_be_is_left_out_and_a_wrong_value_refused(tiny, tmp_path, capsys):
+def test_an_impossible_combination_is_left_out_and_a_wrong_value_refused(tiny, tmp_path, capsys):
     small = tiny | {"limit": 1, "max_new_tokens": 8}
-    sweep(drafter="self_draft", grid=["branch_len=4,6", "gram=3,4"], out=str(tmp_path / "a"), **small)
+    run_sweep(drafter="self_draft", grid=["branch_len=4,6", "gram=3,4"], out=str(tmp_path / "a"), **small)
     assert [cell["place"] for cell in read(tmp_path / "a")] == [["4", "3"], ["6", "3"], ["6", "4"]]
     assert "left out: self_draft:branch_len=4,gram=4: need" in capsys.readouterr().out
     for grid, message in [
@@ -204,23 +215,14 @@ def test_a_combination_that_cannot_be_is_left_out_and_a_wrong_value_refused(tiny
         (["file=nowhere"], "nowhere"),
     ]:
         with pytest.raises(ValueError, match=message):
-            sweep(drafter="self_draft", grid=grid, out=str(tmp_path / "b"), **small)
+            run_sweep(drafter="self_draft", grid=grid, out=str(tmp_path / "b"), **small)
     assert not (tmp_path / "b").exists()
 
 
-def test_a_folder_written_anew_has_another_stamp(tmp_path):
-    assert stamp(None) == stamp("some/hub-id") == ""
-    (tmp_path / "config.json").write_text("{}")
-    before = stamp(str(tmp_path))
-    assert before == stamp(str(tmp_path))
-    (tmp_path / "model.safetensors").write_text("1")
-    assert stamp(str(tmp_path)) not in ("", before)
-
-
 def test_cells_without_a_number_are_ranked_last():
-    found = [Measured(Cell((), "anpd"), {"speedup": value}, 1.0) for value in (None, 0.5, 2.0)]
+    found = [MeasuredCell(Cell((), "anpd"), {"speedup": value}, 1.0) for value in (None, 0.5, 2.0)]
     assert [one.summary["speedup"] for one in ranked(found, "speedup")] == [2.0, 0.5, None]
 
 
-def test_the_noise_is_the_spread_of_the_base_alone():
-    assert noise([Measured(Cell((), "anpd"), {}, speed) for speed in (110.0, 100.0, 125.0)]) == pytest.approx(0.25)
+def test_the_noise_is_the_spread_of_the_speed_of_plain_decoding():
+    assert noise([MeasuredCell(Cell((), "anpd"), {}, speed) for speed in (110.0, 100.0, 125.0)]) == pytest.approx(0.25)

@@ -15,9 +15,9 @@ import torch
 from benchmarks.harness import Measured, in_turn, main, num_millions, random_llama, show, spread
 from data import benchmarks
 from drafters import Drafter, DraftModel, NoDrafter, PromptLookup
-from inference.api.prompts import prompt_ids
+from inference.api.prompts import encode_messages
 from inference.engine.base import Base, Dtype, load_base, resolve_device
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost, check_prompt
 from inference.evaluation.verify import first_divergence
@@ -123,7 +123,7 @@ def _arms(
     made: dict[str, Drafter] = {
         "vanilla": NoDrafter(),
         "prompt lookup": PromptLookup(max_ngram, num_lookup),
-        "draft model": DraftModel(ModelSession(Runner(draft)), num_draft),
+        "draft model": DraftModel(DraftModelSession(Runner(draft)), num_draft),
     }
     config = draft.model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_draft, "constant"
@@ -258,7 +258,7 @@ def _random_draft(base: Base, dtype: str) -> Base:
 
 def _questions(base: Base, count: int) -> list[list[int]]:
     asked = benchmarks.load("embedded", None, 0, count)
-    return [prompt_ids(base, [("user", question.turns[0])], "tokenizer") for question in asked]
+    return [encode_messages(base, [("user", question.turns[0])], "tokenizer") for question in asked]
 
 
 def _repetitive(count: int, vocab: int) -> list[list[int]]:

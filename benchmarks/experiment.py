@@ -21,7 +21,7 @@ from drafters import checkpoint
 from drafters.atomic_write import atomic_write
 from drafters.protocol import LearnedDrafter, Limits
 from inference.engine.base import Base, base_hash
-from inference.evaluation.answering import asked_ids
+from inference.evaluation.answering import encode_question
 from inference.regeneration.batched import greedy_batch
 from train.callbacks.preemption import EXIT_CODES
 from train.checkpointing.saved import read_checkpoint
@@ -180,7 +180,7 @@ def decoded_answers(
 ) -> list[Answer]:
     """`own_answers` to the first turns of a benchmark's questions, kept in a folder."""
     asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
-    prompts = [asked_ids(base, question, [("user", question.turns[0])], "tokenizer") for question in asked]
+    prompts = [encode_question(base, question, [("user", question.turns[0])], "tokenizer") for question in asked]
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 

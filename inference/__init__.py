@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inference.api.generation import Generated, GrowingText, generate, stream
+    from inference.api.generation import Generated, IncrementalDetokenizer, generate, stream
     from inference.api.speculation import Speculation, speculate
     from inference.engine.base import Base, load_base
 
-__all__ = ["Base", "Generated", "GrowingText", "Speculation", "generate", "load_base", "speculate", "stream"]
+__all__ = ["Base", "Generated", "IncrementalDetokenizer", "Speculation", "generate", "load_base", "speculate", "stream"]
 
 _HOMES = {
     "Base": "engine.base",
     "load_base": "engine.base",
     "Generated": "api.generation",
-    "GrowingText": "api.generation",
+    "IncrementalDetokenizer": "api.generation",
     "generate": "api.generation",
     "stream": "api.generation",
     "Speculation": "api.speculation",

@@ -89,7 +89,7 @@ def generate(
     """
     base, texts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos)
     samplers = [make_sampler(temperature, top_k, top_p, seed + index) for index in range(len(texts))]
-    with lend_runner(base, cache) as runner:
+    with acquire_runner(base, cache) as runner:
         proposer = make_drafter(drafter, runner, seed if temperature > 0 else None)
         written = [
             Session(runner, proposer, sampler).run(text, max_new_tokens, eos)
@@ -125,8 +125,8 @@ def stream(
     sampler = make_sampler(temperature, top_k, top_p, seed)
 
     def pieces() -> Iterator[str]:
-        growing = GrowingText(base.tokenizer)
-        with lend_runner(base, cache) as runner:
+        growing = IncrementalDetokenizer(base.tokenizer)
+        with acquire_runner(base, cache) as runner:
             proposer = make_drafter(drafter, runner, seed if temperature > 0 else None)
             for emitted, _ in Session(runner, proposer, sampler).decode(texts[0], max_new_tokens, eos):
                 if piece := growing.add(emitted):
@@ -137,7 +137,7 @@ def stream(
     return pieces()
 
 
-class GrowingText:
+class IncrementalDetokenizer:
     """Turns tokens into text as they come, in pieces that need never be taken back.
 
     A token may end within a character, and decoders look at the neighbours of a token (for spaces). So each piece is
@@ -177,7 +177,7 @@ class _KeptRunners(dict):
 
 
 @contextmanager
-def lend_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
+def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
     """The runner of a model, which keeps its buffers from call to call and goes away with the model.
 
     While it is lent another call gets one of its own, so that two texts may be written in turn.

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from data.benchmarks import Question
 from data.conversation import encode_prompt
-from inference.engine.base import Reader
+from inference.engine.base import BaseInfo
 from inference.engine.session import check_prompt
 
 MAX_NAMED = 5  # questions left out
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchmarkPrompts:
     """The questions of a benchmark that are asked, and those left out because their prompts do not fit.
 
     Args:
@@ -43,7 +43,7 @@ class Asked:
         ]
 
 
-def prompt_ids(base: Reader, messages: Sequence[tuple[str, str]], template: str) -> list[int]:
+def encode_messages(base: BaseInfo, messages: Sequence[tuple[str, str]], template: str) -> list[int]:
     """Token ids of a chat that waits for the assistant's next turn.
 
     A base that was never taught to chat (no template of its own, and none named) reads the turns as plain text.
@@ -57,22 +57,22 @@ def prompt_ids(base: Reader, messages: Sequence[tuple[str, str]], template: str)
     return encode_prompt(messages, base.tokenizer, template)
 
 
-def asked_ids(base: Reader, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
+def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
     """Token ids of what the base reads: the chat so far, or the whole prompt that the question is."""
     if question.is_raw:
         return list(base.tokenizer(messages[-1][1]).input_ids)
-    return prompt_ids(base, messages, template)
+    return encode_messages(base, messages, template)
 
 
-def fitting(
-    base: Reader,
+def select_questions(
+    base: BaseInfo,
     benchmark: str,
     questions: list[Question],
     template: str,
     max_new_tokens: int,
     limit: int | None = None,
     spaced: bool = False,
-) -> Asked:
+) -> BenchmarkPrompts:
     """Leave out the questions whose first prompt is too long. (A later turn that is ends its answer early.)
 
     Args:
@@ -82,12 +82,12 @@ def fitting(
     Raises:
         ValueError: A prompt is empty, no token may be written, or no question is left.
     """
-    asked, wanted = Asked(benchmark, base.context_length), limit or len(questions)
+    asked, wanted = BenchmarkPrompts(benchmark, base.context_length), limit or len(questions)
     stretch = max(1, len(questions) // wanted)
     for place, question in enumerate(questions):
         if len(asked.questions) >= min(wanted, place // stretch + 1 if spaced else wanted):
             continue
-        prompt = asked_ids(base, question, [("user", question.turns[0])], template)
+        prompt = encode_question(base, question, [("user", question.turns[0])], template)
         if len(prompt) >= base.context_length:
             asked.left_out.append(question.question_id)
             continue

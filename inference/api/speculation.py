@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter
 from drafters.tree import DraftTree
-from inference.api.generation import lend_runner, make_drafter
+from inference.api.generation import acquire_runner, make_drafter
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
 from inference.engine.runner import Runner
@@ -113,7 +113,7 @@ class Speculation:
         eos = frozenset(chain.from_iterable(eos))
         base = self._base(model)
         self.generations = []
-        with lend_runner(base, self.cache) as runner:
+        with acquire_runner(base, self.cache) as runner:
             room = _room(base, input_ids.shape[1], max(map(len, prompts)), ends)
             for row, prompt in zip(input_ids, prompts, strict=True):
                 sampler = _sampler(generation_config, logits_processor)

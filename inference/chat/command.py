@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from drafters.protocol import NoDrafter
-from inference.api.generation import GrowingText, make_drafter
-from inference.api.prompts import prompt_ids
-from inference.chat.screen import Screen
-from inference.chat.turns import Turns, read_ahead
+from inference.api.generation import IncrementalDetokenizer, make_drafter
+from inference.api.prompts import encode_messages
+from inference.chat.answer_display import AnswerDisplay
+from inference.chat.chat_session import ChatSession, read_ahead
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler, make_sampler
@@ -39,7 +39,7 @@ HELP = {
 
 
 @dataclass(frozen=True)
-class Said:
+class LastAnswer:
     """The last answer, how it was picked, and how many tokens of its prompt were in the cache before."""
 
     prompt: list[int]
@@ -77,15 +77,15 @@ class Chat:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.top_k, self.top_p, self.seed = top_k, top_p, seed
         self.messages: list[tuple[str, str]] = []
-        self.said: Said | None = None
+        self.last_answer: LastAnswer | None = None
         self.compares_next = False
         self._runner = Runner(base)
-        self._turns: Turns | None = None
+        self._turns: ChatSession | None = None
         self._set_max(str(max_new_tokens))
         self._set_temperature(str(temperature))
         self._set_drafter(drafter)
 
-    def hear(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         """Answer a line, or do what it commands; a mistake is said in one line and changes nothing."""
         commands: dict[str, Callable[[str], None]] = {
             "drafter": self._set_drafter,
@@ -113,7 +113,7 @@ class Chat:
         if not spec:
             raise ValueError(f"the drafter is {self.drafter}; known are {catalogue.known()}")
         made = make_drafter(spec, self._runner, self.seed if self.temperature > 0 else None)
-        self._turns, self.drafter = Turns(Session(self._runner, made, self._sampler)), catalogue.label(spec)
+        self._turns, self.drafter = ChatSession(Session(self._runner, made, self._sampler)), catalogue.label(spec)
         for _ in self._turns.decode([min(self.base.eos, default=0)], WARM_UP):
             pass  # the first steps of a process are slow, and would be told of the first answer
         self._turns.forget()
@@ -138,7 +138,7 @@ class Chat:
             self._turns.session.sampler = self._sampler
 
     def _reset(self, _: str) -> None:
-        self.messages, self.said = [], None
+        self.messages, self.last_answer = [], None
         self._turns.forget()
 
     def _help(self, _: str) -> None:
@@ -146,7 +146,7 @@ class Chat:
             self.say(f"{command:<38}{line}")
 
     def _compare(self, _: str) -> None:
-        if self.said:
+        if self.last_answer:
             self._compare_last()
         else:
             self.compares_next = True
@@ -156,13 +156,13 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         before = [("system", self.system)] if self.system else []
-        prompt = prompt_ids(self.base, [*before, *self.messages, ("user", text)], self.template)
+        prompt = encode_messages(self.base, [*before, *self.messages, ("user", text)], self.template)
         try:
             check_prompt(self.base, prompt, self.max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{error}, or /reset for a new chat") from error
-        written, growing, was_stopped = Generation(), GrowingText(self.base.tokenizer), False
-        with Screen(self.console) as screen, interruptible() as is_stopped:
+        written, growing, was_stopped = Generation(), IncrementalDetokenizer(self.base.tokenizer), False
+        with AnswerDisplay(self.console) as screen, interruptible() as is_stopped:
             for emitted, cost in self._turns.decode(prompt, self.max_new_tokens, self.base.eos):
                 written.tokens += emitted
                 written.steps.append(cost)
@@ -175,7 +175,7 @@ class Chat:
             screen.add(growing.finish(), is_accepted=False)
         answer = self.base.tokenizer.decode(written.tokens, skip_special_tokens=True).strip()
         self.messages += [("user", text), ("assistant", answer)]
-        self.said = Said(prompt, self._turns.num_cached, written, self._sampler)
+        self.last_answer = LastAnswer(prompt, self._turns.num_cached, written, self._sampler)
         self.say(self._figures(written) + self._why_it_ended(written, len(prompt), was_stopped), "dim")
         if self.compares_next:
             self.compares_next = False
@@ -198,7 +198,7 @@ class Chat:
 
     def _compare_last(self) -> None:
         """Let the base alone write as many tokens; what was cached for the answer is cached for it too, untimed."""
-        said = self.said
+        said = self.last_answer
         session = Session(Runner(self.base), NoDrafter(), said.sampler)
         read_ahead(session, said.prompt, said.num_cached)
         alone, end = Generation(), len(said.prompt) + len(said.written.tokens)
@@ -209,13 +209,13 @@ class Chat:
                 alone.seconds += sum(cost.seconds)
                 if emitted[-1] in self.base.eos:
                     break
-        self.say(compared(said.written, alone, self.base.tokenizer.decode), "dim")
+        self.say(comparison(said.written, alone, self.base.tokenizer.decode), "dim")
 
     def say(self, line: str, style: str = "") -> None:
         self.console.print(Text(line, style=style), soft_wrap=not self.console.is_terminal)
 
 
-def compared(drafted: Generation, alone: Generation, decode: Callable[[list[int]], str]) -> str:
+def comparison(drafted: Generation, alone: Generation, decode: Callable[[list[int]], str]) -> str:
     """One line on an answer and what the base alone wrote: how fast, and whether it is the same text."""
     speeds = [len(one.tokens) / one.seconds for one in (drafted, alone)]
     pairs = list(zip(drafted.tokens, alone.tokens, strict=False))
@@ -291,7 +291,7 @@ def chat(
             if line == "/quit":
                 return
             if line:
-                talk.hear(line)
+                talk.handle_line(line)
         except EOFError:
             print()
             return

@@ -18,16 +18,16 @@ from data.shipped import find_base
 from data.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
-from inference.engine.layers import PLAIN, kept
+from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
-QUANTISED = "int8", "nf4"
+QUANTIZED_DTYPES = "int8", "nf4"
 
 
-class Reader(Protocol):
+class BaseInfo(Protocol):
     """What of a base decides which prompts it reads: a `Base`, or a base whose weights are not loaded."""
 
     name: str
@@ -58,17 +58,23 @@ class Base:
         return BaseWeights(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One forward over (B, S) tokens: the named layers side by side (B, S, F * D), and the last state (B, S, D).
+        """Run one forward and return hidden states.
 
-        Layer -1 is the normed last state that the head reads, 0 the embedding. Of `PLAIN` models only the layers asked
-        for are kept.
+        For the model types of `PLAIN_MODEL_TYPES` only the requested layers are kept in memory.
+
+        Args:
+            input_ids: (B, S).
+            layers: F layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
+
+        Returns:
+            The requested layers side by side (B, S, F * D), and the last state after the final norm (B, S, D).
         """
         model, wanted = self.model.base_model, {layer for layer in layers if layer != -1}
-        if model.config.model_type not in PLAIN:
+        if model.config.model_type not in PLAIN_MODEL_TYPES:
             seen = model(input_ids, use_cache=False, output_hidden_states=bool(wanted))
             states = {layer: seen.hidden_states[layer] for layer in wanted}
         else:
-            with kept(model, wanted) as states:
+            with capture_hidden_states(model, wanted) as states:
                 seen = model(input_ids, use_cache=False)
             states[len(model.layers)] = seen.last_hidden_state  # transformers counts the normed state as the last's
         last = states[-1] = seen.last_hidden_state
@@ -158,7 +164,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     tokenizer = load_tokenizer(name)
-    options = quantised(dtype, device) if dtype in QUANTISED else {"dtype": getattr(torch, dtype)}
+    options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
     try:
         model = AutoModelForCausalLM.from_pretrained(find_base(name), **options)
     except Exception as error:  # as above; safetensors has its own error type too
@@ -173,7 +179,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     return Base(name, model.to(device).eval().requires_grad_(False), tokenizer)
 
 
-def load_reader(name: str) -> Reader:
+def load_base_info(name: str) -> BaseInfo:
     """Load a base's tokenizer and configuration, and no weights.
 
     Raises:
@@ -189,7 +195,7 @@ def load_reader(name: str) -> Reader:
     return SimpleNamespace(name=name, tokenizer=tokenizer, context_length=config.max_position_embeddings)
 
 
-def quantised(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
+def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
     """What transformers is told to quantise a model while it is loaded.
 
     Raises:

@@ -13,7 +13,7 @@ from inference.engine.sampling import KeyedSampler, RunningSampler, Sampler
 from inference.engine.session import Session
 
 
-class ModelSession:
+class DraftModelSession:
     """A persistent session of a draft model; implements `drafters.protocol.DraftSession`.
 
     Its cache holds what it wrote: where the base refuses a part, only that part is forgotten.

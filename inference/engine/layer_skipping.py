@@ -99,7 +99,7 @@ def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tupl
     return attention, mlp
 
 
-class SkipSession:
+class LayerSkippingSession:
     """A session of the base with sublayers left out; implements `drafters.protocol.DraftSession`.
 
     It holds nothing of its own: it writes on the cache of the base's runner, behind what is committed there, and takes

@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-PLAIN = {"llama", "mistral", "qwen2", "qwen3"}  # embedding, layers with rotary positions, norm: nothing else
+PLAIN_MODEL_TYPES = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+}  # embedding, layers with rotary positions, norm: nothing else
 
 
 @contextmanager
-def kept(model: PreTrainedModel, wanted: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """A dictionary that a forward of a `PLAIN` model fills with what the layers ``wanted`` give.
+def capture_hidden_states(model: PreTrainedModel, wanted: Collection[int]) -> Iterator[dict[int, Tensor]]:
+    """A dictionary that a forward of a `PLAIN_MODEL_TYPES` model fills with what the layers ``wanted`` give.
 
     Args:
         model: The base without its head.
@@ -36,7 +41,7 @@ def kept(model: PreTrainedModel, wanted: Collection[int]) -> Iterator[dict[int, 
             hook.remove()
 
 
-def hidden_states(
+def compute_hidden_states(
     model: PreTrainedModel,
     input_ids: Tensor,
     position_ids: Tensor,
@@ -44,10 +49,10 @@ def hidden_states(
     cache: Cache,
     wanted: Collection[int] = (),
 ) -> dict[int, Tensor]:
-    """States (1, S, D) of the layers ``wanted``, and under -1 the normed last state.
+    """Run the base's layers on new tokens behind a cache, and return hidden states by layer.
 
-    For `PLAIN` models the modules are called directly: a forward of a small base is a tenth faster, and only the
-    layers asked for are kept. All others go through their own forward.
+    The layers of `PLAIN_MODEL_TYPES` are called directly, which makes the forward of a small base a tenth faster and
+    keeps only the requested states. Other models run through their own forward.
 
     Args:
         model: The base without its head.
@@ -57,7 +62,7 @@ def hidden_states(
         cache: Holds what came before; it grows by S.
         wanted: 0 is the embedding, i the output of layer i.
     """
-    if model.config.model_type not in PLAIN:
+    if model.config.model_type not in PLAIN_MODEL_TYPES:
         seen = model(
             input_ids=input_ids,
             position_ids=position_ids,

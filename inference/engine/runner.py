@@ -14,7 +14,7 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind, make_cache
-from inference.engine.layers import hidden_states
+from inference.engine.layers import compute_hidden_states
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Runner:
         positions = [*range(self.cached, root + 1), *(root + depth for depth in tree.depths)]
         fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)
         wanted = required_outputs.hidden_layers
-        states = hidden_states(self.model, fed[:1], fed[1:], self._mask(num_pending, tree), self._cache, wanted)
+        states = compute_hidden_states(self.model, fed[:1], fed[1:], self._mask(num_pending, tree), self._cache, wanted)
         hidden = torch.cat([states[layer][0] for layer in wanted], dim=-1) if wanted else None  # (P + M, F * D)
         return ForwardOutput(self.head(states[-1][0, num_pending - 1 :]), hidden)
 
@@ -124,7 +124,7 @@ class Runner:
         if num_fed > 1 or self._cache.get_seq_length() != start:  # a mask left out would get the width of layer 0
             hidden = torch.full((num_fed, start + num_fed), torch.finfo(self.dtype).min, dtype=self.dtype)
             mask = hidden.triu(start + 1)[None, None].to(self.device)
-        return self.head(hidden_states(self.model, fed[:1], fed[1:], mask, self._cache)[-1][0, -1:])
+        return self.head(compute_hidden_states(self.model, fed[:1], fed[1:], mask, self._cache)[-1][0, -1:])
 
     @torch.inference_mode()
     def rollback(self) -> None:

@@ -29,7 +29,7 @@ class Sampler(Protocol):
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
         """A verdict (1 + M, C) of integers for each row of (1 + M, V); row i decides the token at ``positions[i]``."""
 
-    def walk(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         """The accepted path and the emitted tokens."""
 
 
@@ -50,7 +50,7 @@ class _Matching:
 
     lossless = True
 
-    def walk(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         return accept(tree, [row[0] for row in decisions])
 
 
@@ -200,5 +200,5 @@ class Typical(KeyedSampler):
         acceptable = distributions[parents, tokens] > bound[parents]
         return torch.stack([acceptable.long(), self._draws(distributions, positions)], dim=-1)
 
-    def walk(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         return accept_deepest(tree, [row[0] for row in decisions], [row[1] for row in decisions])

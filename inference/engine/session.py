@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.protocol import Drafter, Limits, StepResult
 from drafters.tree import DraftTree
-from inference.engine.base import Reader
+from inference.engine.base import BaseInfo
 from inference.engine.runner import ForwardOutput, Runner
 from inference.engine.sampling import Greedy, Sampler, most_probable
 
@@ -124,7 +124,7 @@ class Session:
         elif top_k:
             decisions = torch.cat([decisions, logits.topk(min(top_k, logits.shape[1])).indices], dim=1)
         host = decisions.tolist()
-        path, emitted = self.sampler.walk(tree, host)
+        path, emitted = self.sampler.accept(tree, host)
         return path, emitted, [row[width:] for row in host] if top_k else []
 
     def decode(
@@ -156,7 +156,7 @@ class Session:
         return result
 
 
-def check_prompt(base: Reader, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise ValueError where nothing can be decoded: an empty prompt, one beyond the context, no token allowed."""
     if not prompt:
         raise ValueError("the prompt is empty: the base needs at least one token")

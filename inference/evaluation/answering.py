@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from data.benchmarks import Question
-from inference.api.prompts import asked_ids
+from inference.api.prompts import encode_question
 from inference.engine.base import Base
 from inference.engine.session import Session
 from inference.results.records import Answer, Turn
@@ -28,7 +28,7 @@ def answer(session: Session, name: str, question: Question, base: Base, template
     clock = CoreClock()
     for text in question.turns:
         messages.append(("user", text))
-        prompt = asked_ids(base, question, messages, template)
+        prompt = encode_question(base, question, messages, template)
         if len(prompt) >= base.context_length and turns:
             break  # a later turn that no longer fits: `drafters eval` says how many were left out
         result = session.run(prompt, max_new_tokens, base.eos)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from data import benchmarks
-from inference.api.prompts import fitting
-from inference.engine.base import Dtype, load_reader, resolve_device
+from inference.api.prompts import select_questions
+from inference.engine.base import Dtype, load_base_info, resolve_device
 from inference.engine.sampling import make_sampler
 from inference.evaluation import workers
 from inference.evaluation.answering import answer, answers
@@ -116,8 +116,11 @@ def evaluate(
         for name, file in zip(benchmark, files or [None] * len(benchmark), strict=True)
     }
     caps = {name: benchmarks.length_cap(name) if max_new_tokens is None else max_new_tokens for name in loaded}
-    reader = load_reader(base)
-    fit = {name: fitting(reader, name, every, template, caps[name], limit, spaced) for name, every in loaded.items()}
+    reader = load_base_info(base)
+    fit = {
+        name: select_questions(reader, name, every, template, caps[name], limit, spaced)
+        for name, every in loaded.items()
+    }
     asked = {name: found.questions for name, found in fit.items()}
     chosen = _devices(resolve_device(device), devices)
     specs = catalogue.labels(["none", *(spec for spec in drafter if spec != "none")])

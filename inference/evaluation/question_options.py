@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from data import benchmarks
 from data.benchmarks import Question
-from inference.api.prompts import Asked, fitting
-from inference.engine.base import Reader
+from inference.api.prompts import BenchmarkPrompts, select_questions
+from inference.engine.base import BaseInfo
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class QuestionOptions:
         benchmarks.check_selection(self.offset, self.limit)
         return benchmarks.load(self.benchmark, self.questions, self.offset)
 
-    def select(self, base: Reader, questions: list[Question]) -> Asked:
+    def select(self, base: BaseInfo, questions: list[Question]) -> BenchmarkPrompts:
         """Select the questions whose prompts fit into the context of the base, up to the limit.
 
         Args:
@@ -53,4 +53,4 @@ class QuestionOptions:
         Raises:
             ValueError: A prompt is empty, `max_new_tokens` is less than 1, or no question fits.
         """
-        return fitting(base, self.benchmark, questions, self.template, self.max_new_tokens, self.limit)
+        return select_questions(base, self.benchmark, questions, self.template, self.max_new_tokens, self.limit)

@@ -119,7 +119,7 @@ class Share:
             path: Of the journal.
             work: `Plan.work`.
             load: `timing.running` before the start.
-            is_wanted: Asked before an answer is kept; where it says no, the work stops.
+            is_wanted: BenchmarkPrompts before an answer is kept; where it says no, the work stops.
         """
         with Journal(path, work) as journal:
             done = held(journal)

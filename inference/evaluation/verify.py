@@ -10,7 +10,7 @@ import torch
 
 from data import benchmarks
 from drafters.protocol import NoDrafter
-from inference.api.prompts import fitting
+from inference.api.prompts import select_questions
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, Sampler, make_sampler
@@ -121,7 +121,7 @@ def verify(
     chosen = benchmarks.load(benchmark, questions)
     loaded = load_base(base, dtype, resolve_device(device))
     picks = make_sampler(temperature, top_k, top_p, seed)
-    asked = fitting(loaded, benchmark, chosen, template, max_new_tokens, limit)
+    asked = select_questions(loaded, benchmark, chosen, template, max_new_tokens, limit)
     prompts = asked.prompts
     runner = Runner(loaded)
     sessions = [(spec, Session(runner, catalogue.make(spec, runner), picks)) for spec in drafter]

@@ -14,8 +14,8 @@ from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.pool import NgramPool
 from drafters.training_free.suffix_array import SuffixArray
 from inference.engine.base import Base, load_base, tokenizer_hash
-from inference.engine.draft_session import ModelSession
-from inference.engine.layer_skipping import SkipSession, default_skips, read_skips
+from inference.engine.draft_session import DraftModelSession
+from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.engine.runner import Runner
 from inference.engine.sampling import RunningSampler
 
@@ -34,13 +34,15 @@ def draft_model(
 ) -> Drafter:
     """Draft-model speculation: greedy chains at temperature 0, drawn ones with exact rejection above it."""
     sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
-    return drafters.DraftModel(ModelSession(model_runner(folder, runner.base), sampler=sampler), num_draft, threshold)
+    return drafters.DraftModel(
+        DraftModelSession(model_runner(folder, runner.base), sampler=sampler), num_draft, threshold
+    )
 
 
 def cascade(runner: Runner, folder: str, num_draft: int = 5, inner_ngram: int = 3, inner_draft: int = 5) -> Drafter:
     """Vertical cascade: prompt lookup drafts for the draft model, which drafts for the base."""
     lowest = drafters.PromptLookup(inner_ngram, inner_draft)
-    return drafters.DraftModel(ModelSession(model_runner(folder, runner.base), lowest), num_draft)
+    return drafters.DraftModel(DraftModelSession(model_runner(folder, runner.base), lowest), num_draft)
 
 
 def ouroboros(
@@ -62,7 +64,7 @@ def ouroboros(
     code."""
     pool = NgramPool(window)
     lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
-    inner = ModelSession(model_runner(folder, runner.base), lookahead if phrases_draft else None)
+    inner = DraftModelSession(model_runner(folder, runner.base), lookahead if phrases_draft else None)
     return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
 
 
@@ -112,7 +114,7 @@ def self_speculative(
     num_layers = runner.base.model.config.num_hidden_layers
     attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
     sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
-    inner = SkipSession(runner, attention, mlp, sampler)
+    inner = LayerSkippingSession(runner, attention, mlp, sampler)
     return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
 
 

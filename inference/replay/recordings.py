@@ -14,7 +14,7 @@ from torch import Tensor
 from data.benchmarks import Question
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.api.prompts import prompt_ids
+from inference.api.prompts import encode_messages
 from inference.engine.acceptance import accept
 from inference.engine.runner import ForwardOutput
 from inference.results import answer_files
@@ -112,7 +112,7 @@ class Recorded:
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
         return logits
 
-    def walk(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         path, emitted = accept(tree, [row[0] for row in decisions])
         assert POISON not in emitted, "the text goes on where nothing was recorded"
         return path, emitted
@@ -192,7 +192,7 @@ def read(
         messages: list[tuple[str, str]] = []
         for turn, told in enumerate(answer.turns):
             messages.append(("user", question.turns[turn]))
-            prompt = prompt_ids(base, messages, template)
+            prompt = encode_messages(base, messages, template)
             messages.append(("assistant", told.text))
             if told.prompt_tokens not in (None, len(prompt)):
                 raise ValueError(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from data.benchmarks import Question
 from drafters.atomic_write import atomic_write
-from inference.api.prompts import Asked
+from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
 from inference.engine.layer_skipping import default_skips, sublayers
 from inference.engine.options import ModelOptions
@@ -163,7 +163,7 @@ def read_survival(journal: Journal) -> dict[SkipSet, list[float]]:
 
 def run(
     base: Base,
-    asked: Asked,
+    asked: BenchmarkPrompts,
     max_new_tokens: int,
     options: SkipSearchOptions,
     journal: Journal,

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from data.tokenizer import short_hash
-from inference.api.prompts import Asked
+from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
@@ -48,7 +48,7 @@ class Workload:
 
     runner: Runner
     sampler: Greedy | KeyedSampler
-    asked: Asked
+    asked: BenchmarkPrompts
     options: QuestionOptions
 
 

@@ -7,7 +7,7 @@ import torch
 
 from drafters import ANPD, DraftModel, PromptLookup
 from drafters.protocol import DraftedTokens, DraftSession, Limits
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.sampling import KeyedSampler, RunningSampler
 from inference.engine.session import Session
 
@@ -78,7 +78,7 @@ def drafters_of(pseudo_runner, seed):
     """A draft model alone, with words below it, with a model below it, and with words below that."""
 
     def model(noise, drafter=None):
-        return ModelSession(pseudo_runner(seed, noise=noise), drafter)
+        return DraftModelSession(pseudo_runner(seed, noise=noise), drafter)
 
     return [
         DraftModel(model(0.3), num_draft=4),
@@ -120,7 +120,7 @@ def test_greedy_drafts_leave_sampled_text_as_it_is(pseudo_runner, which):
 
 def test_forwards_of_all_models_below_are_counted(pseudo_runner):
     middle, lowest = pseudo_runner(1, noise=0.2), pseudo_runner(1, noise=0.4)
-    drafter = DraftModel(ModelSession(middle, DraftModel(ModelSession(lowest), num_draft=3)), num_draft=7)
+    drafter = DraftModel(DraftModelSession(middle, DraftModel(DraftModelSession(lowest), num_draft=3)), num_draft=7)
     steps = Session(pseudo_runner(1), drafter).run([5, 6, 7], 60).steps
     assert sum(step.draft_forwards for step in steps) == middle.forwards + lowest.forwards
     assert middle.forwards < sum(step.fed_candidates for step in steps), (
@@ -133,7 +133,7 @@ def test_a_drawn_draft_leaves_the_distribution_of_the_text_as_it_is(make_base):
     from inference.engine.runner import Runner
 
     base, other, prompt, distribution = make_base(), make_base(seed=3), [5, 6, 7], {"temperature": 1.5, "top_k": 3}
-    inner = ModelSession(Runner(other), sampler=RunningSampler(**distribution, seed=9))
+    inner = DraftModelSession(Runner(other), sampler=RunningSampler(**distribution, seed=9))
     counts, draws = {}, 300
     for seed in range(draws):
         session = Session(Runner(base), DraftModel(inner, num_draft=2), KeyedSampler(**distribution, seed=seed))

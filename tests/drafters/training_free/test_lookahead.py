@@ -7,7 +7,7 @@ import pytest
 
 import drafters
 from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
@@ -301,7 +301,7 @@ def test_inside_a_draft_model_the_window_slides_on_when_drafts_are_refused(pseud
     rng = random.Random(0)
     runner = pseudo_runner(vocab=8)
     drafter = Lookahead(4, 3, 4, pool_from_prompt=pool_from_prompt)
-    inner = ModelSession(runner, drafter)
+    inner = DraftModelSession(runner, drafter)
     seq, refused = [1, 2, 3], 0
     inner.begin(seq)
     for _ in range(40):

@@ -8,7 +8,7 @@ import pytest
 from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
 from drafters.protocol import DraftedTokens, DraftSession, Limits, StepResult
 from drafters.training_free.pool import NgramPool
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
 
@@ -202,7 +202,7 @@ def test_each_step_and_each_phrase_are_those_of_the_paper(pseudo_runner, gamma, 
         texts = [base.greedy([start], 40) for start in range(4)]
         pool, book = filled(8, level, texts, seed)
         books.append(book)
-        session = Session(base, Ouroboros(ModelSession(draft), pool, gamma, count, level, drop_last=drop))
+        session = Session(base, Ouroboros(DraftModelSession(draft), pool, gamma, count, level, drop_last=drop))
         for start in (4, 5):  # the second text begins with the phrases of the first
             prompt = [start, seed % VOCAB]
             expected = plain(base.next, draft.greedy, prompt, 60, book, gamma, count, level, eos, drop=drop)
@@ -223,7 +223,7 @@ def test_all_four_parts_together_are_those_of_the_paper(pseudo_runner, gamma, co
     for seed in range(5):
         base, draft = world(pseudo_runner, seed)
         pool, book = NgramPool(window), Book(window)
-        inner = ModelSession(draft, Lookahead(level, window, window, pool=pool))
+        inner = DraftModelSession(draft, Lookahead(level, window, window, pool=pool))
         session = Session(base, Ouroboros(inner, pool, gamma, count, level))
         for start in (5, 3):
             plainly = PlainLookahead(draft.next, level, window, book, start)
@@ -246,7 +246,7 @@ def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
     for seed in range(4):
         base, draft = world(pseudo_runner, seed)
         pool, book = filled(8, 4, [base.greedy([start], 40) for start in range(4)], seed)
-        session = Session(base, Ouroboros(ModelSession(draft), pool, 7, 3, 4, lengthen, verify))
+        session = Session(base, Ouroboros(DraftModelSession(draft), pool, 7, 3, 4, lengthen, verify))
         expected = plain(base.next, draft.greedy, [4, 1], 80, book, 7, 3, 4, NO_EOS, lengthen, verify)
         for (emitted, cost), wanted in zip(session.decode([4, 1], 80), expected, strict=True):
             assert emitted == wanted
@@ -263,7 +263,7 @@ def test_without_phrases_it_is_draft_model_speculation_step_for_step(pseudo_runn
         costs = []
         for make in (lambda inner: Ouroboros(inner, NgramPool(), gamma, verify_phrases=False), DraftModel):
             base, draft = world(pseudo_runner, seed)
-            drafter = make(ModelSession(draft))
+            drafter = make(DraftModelSession(draft))
             drafter.num_draft = gamma
             steps = Session(base, drafter).run([4, 1], 60, eos).steps
             costs.append([replace(step, seconds=()) for step in steps])
@@ -273,9 +273,9 @@ def test_without_phrases_it_is_draft_model_speculation_step_for_step(pseudo_runn
 @pytest.mark.parametrize("seed", range(4))
 def test_sampled_text_is_the_bases_own(pseudo_runner, seed):
     sampler, (base, draft) = KeyedSampler(temperature=0.4, seed=seed), world(pseudo_runner, seed)
-    expected = Session(base, DraftModel(ModelSession(draft), 1), sampler).run([4, 1], 80).tokens
+    expected = Session(base, DraftModel(DraftModelSession(draft), 1), sampler).run([4, 1], 80).tokens
     pool, _ = filled(8, 4, [base.greedy([start], 40) for start in range(4)], seed)
-    result = Session(base, Ouroboros(ModelSession(draft), pool, 5, 3, 4), sampler).run([4, 1], 80)
+    result = Session(base, Ouroboros(DraftModelSession(draft), pool, 5, 3, 4), sampler).run([4, 1], 80)
     assert result.tokens == expected
     assert any(step.accepted > 5 for step in result.steps)
 
@@ -289,10 +289,10 @@ def test_on_a_real_base_text_and_inner_cache_are_those_of_fresh_forwards(make_ba
     from inference.engine.runner import Runner
 
     base, prompt, pool = make_base(), [5 + index for index in range(length)], NgramPool()
-    truth = Session(Runner(base), DraftModel(ModelSession(Runner(base)), 1)).run(prompt, 40).tokens
+    truth = Session(Runner(base), DraftModel(DraftModelSession(Runner(base)), 1)).run(prompt, 40).tokens
     for start in range(len(truth) - 4):
         pool.insert(truth[start], truth[start + 1 : start + 4])
-    inner = ModelSession(Runner(base, cache_kind), Lookahead(4, 5, 0, pool=pool) if phrases_draft else None)
+    inner = DraftModelSession(Runner(base, cache_kind), Lookahead(4, 5, 0, pool=pool) if phrases_draft else None)
     session = Session(Runner(base, cache_kind), Ouroboros(inner, pool, num_draft=3, level=4))
     longest = 0
     for _, cost in session.decode(prompt, 40):

@@ -7,7 +7,7 @@ import pytest
 import drafters
 from drafters import Limits, SelfDraft
 from drafters.training_free.pool import NgramPool
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
@@ -355,7 +355,7 @@ def test_a_step_inserts_no_more_late_in_a_long_text(pseudo_runner):
 
 def test_a_draft_model_that_self_drafts_writes_its_own_text_also_after_refusals(pseudo_runner):
     runner, drafter = pseudo_runner(3, vocab=6), SelfDraft(cache_size=1000)
-    inner, seq = ModelSession(runner, drafter), [1, 2, 3]
+    inner, seq = DraftModelSession(runner, drafter), [1, 2, 3]
     inner.begin(seq)
     rng = random.Random(0)
     for _ in range(30):

@@ -14,7 +14,7 @@ import torch
 import inference
 from drafters import ANPD
 from inference import generate, load_base, stream
-from inference.api.generation import GrowingText, lend_runner
+from inference.api.generation import IncrementalDetokenizer, acquire_runner
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.evaluation.verify import alone
@@ -164,7 +164,7 @@ def test_models_that_take_no_tree_are_refused(toy_tokenizer):
 @pytest.mark.parametrize("seed", range(3))
 def test_pieces_are_whole_characters_and_join_to_the_text(chat, text, seed):
     rng, ids = random.Random(seed), chat.tokenizer(text).input_ids
-    growing, shown = GrowingText(chat.tokenizer), ""
+    growing, shown = IncrementalDetokenizer(chat.tokenizer), ""
     while ids:
         size = rng.randrange(1, 4)
         shown += growing.add(ids[:size])
@@ -175,7 +175,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text(chat, text, seed):
 
 def test_half_a_character_is_held_back_to_the_end(chat):
     ids = chat.tokenizer("€").input_ids
-    growing = GrowingText(chat.tokenizer)
+    growing = IncrementalDetokenizer(chat.tokenizer)
     assert len(ids) == 3 and [growing.add([token]) for token in ids[:2]] == ["", ""]
     assert growing.finish() == chat.tokenizer.decode(ids[:2])
     assert growing.add(ids[2:]) == "€"
@@ -214,11 +214,11 @@ def test_stream_complains_at_once_and_takes_one_prompt(base):
 
 def test_a_runner_is_kept_with_its_model_and_lent_to_one_at_a_time(make_base):
     base = make_base(seed=1)
-    with lend_runner(base) as first, lend_runner(base) as second:
+    with acquire_runner(base) as first, acquire_runner(base) as second:
         assert second is not first
-    with lend_runner(base) as again:
+    with acquire_runner(base) as again:
         assert again is first
-    with lend_runner(base, "dynamic") as other, lend_runner(base) as again:
+    with acquire_runner(base, "dynamic") as other, acquire_runner(base) as again:
         assert other is not first and again is first
 
 
@@ -237,12 +237,12 @@ def test_a_model_that_was_cast_or_given_another_head_gets_a_new_runner(make_base
     base = make_base(seed=1, dtype=torch.float32)
     model = copy.deepcopy(base.model)
     mine = type(base)("copy", model, base.tokenizer)
-    with lend_runner(mine) as first:
+    with acquire_runner(mine) as first:
         pass
-    with lend_runner(type(base)("cast", model.to(torch.float64), base.tokenizer)) as second:
+    with acquire_runner(type(base)("cast", model.to(torch.float64), base.tokenizer)) as second:
         assert second is not first and second.dtype == torch.float64
     model.resize_token_embeddings(44)
-    with lend_runner(mine) as third:
+    with acquire_runner(mine) as third:
         assert third is not second and third.vocab_size == 44
 
 

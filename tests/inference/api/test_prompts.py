@@ -7,8 +7,8 @@ import torch
 
 import drafters
 from data.benchmarks import Question
-from inference.api.prompts import asked_ids, fitting
-from inference.engine.base import load_reader
+from inference.api.prompts import encode_question, select_questions
+from inference.engine.base import load_base_info
 from inference.engine.runner import Runner
 from inference.engine.session import Session
 from inference.evaluation.evaluate import evaluate
@@ -62,19 +62,22 @@ def results(out):
 
 def test_the_questions_left_out_are_those_the_base_cannot_decode(make_base):
     base = make_base(context=CONTEXT)
-    asked, session = fitting(base, "mt_bench", EVERY, "tokenizer", 20), Session(Runner(base), drafters.NoDrafter())
+    asked, session = (
+        select_questions(base, "mt_bench", EVERY, "tokenizer", 20),
+        Session(Runner(base), drafters.NoDrafter()),
+    )
     assert [each.question_id for each in asked.questions] == [1, 2, 4, 7] and asked.left_out == [3, 5, 6]
     for prompt in asked.prompts:
         assert session.run(prompt, 20).tokens
     for each in (EVERY[at - 1] for at in asked.left_out):
         with pytest.raises(ValueError, match="the context of toy-llama ends at 64"):
-            session.run(asked_ids(base, each, [("user", each.turns[0])], "tokenizer"), 20)
-    assert asked.notes() == [NOTE] and fitting(base, "mt_bench", EVERY[:1], "tokenizer", 20).notes() == []
+            session.run(encode_question(base, each, [("user", each.turns[0])], "tokenizer"), 20)
+    assert asked.notes() == [NOTE] and select_questions(base, "mt_bench", EVERY[:1], "tokenizer", 20).notes() == []
 
 
 def test_of_many_questions_left_out_the_first_are_named(make_base):
     many = [question(number, 1 if number == 3 else 80) for number in range(9)]
-    (note,) = fitting(make_base(context=CONTEXT), "xsum:shot", many, "tokenizer", 20).notes()
+    (note,) = select_questions(make_base(context=CONTEXT), "xsum:shot", many, "tokenizer", 20).notes()
     assert note.startswith("xsum:shot: 8 of 9 questions, ") and note.endswith(" tokens: 0, 1, 2, 4, 5 and 3 more")
 
 
@@ -86,14 +89,16 @@ def test_questions_of_a_limit_are_spaced_and_those_that_fit_stand_for_those_that
     folder, limit, expected, left_out
 ):
     """Of seven questions: at 1; at 1 and 4; at 1, 3 and 5, for which the next that fit stand in; and all."""
-    asked = fitting(load_reader(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20, limit, spaced=True)
+    asked = select_questions(
+        load_base_info(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20, limit, spaced=True
+    )
     assert [each.question_id for each in asked.questions] == expected and asked.left_out == left_out
 
 
 def test_a_base_is_known_without_its_weights(folder, make_base):
-    reader = load_reader(str(folder / "base"))
-    asked = fitting(reader, "mt_bench", EVERY, "tokenizer", 20)
-    assert asked == fitting(make_base(context=CONTEXT), "mt_bench", EVERY, "tokenizer", 20)
+    reader = load_base_info(str(folder / "base"))
+    asked = select_questions(reader, "mt_bench", EVERY, "tokenizer", 20)
+    assert asked == select_questions(make_base(context=CONTEXT), "mt_bench", EVERY, "tokenizer", 20)
 
 
 def test_an_evaluation_is_one_of_the_questions_that_fit_and_says_so_everywhere(folder, tmp_path, capsys):

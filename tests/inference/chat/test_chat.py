@@ -10,9 +10,9 @@ from rich.console import Console
 
 import drafters
 from drafters import NoDrafter
-from inference.chat.command import Chat, chat, compared, interruptible
-from inference.chat.screen import Screen
-from inference.chat.turns import Turns, read_ahead
+from inference.chat.answer_display import AnswerDisplay
+from inference.chat.chat_session import ChatSession, read_ahead
+from inference.chat.command import Chat, chat, comparison, interruptible
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Generation, Session
@@ -53,7 +53,7 @@ def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
 @pytest.mark.parametrize("name", ["none", *TRAINING_FREE, *LEARNED])
 def test_each_turn_is_the_bases_own_and_reads_only_what_is_new(make_base, make, name, sampler):
     base = make_base(context=256)
-    turns, text = Turns(Session(Runner(base), make(name, base), sampler)), []
+    turns, text = ChatSession(Session(Runner(base), make(name, base), sampler)), []
     for number, said in enumerate(TURNS):
         before, text = len(text), text + said
         expected = naive(base, text, 20, sampler)
@@ -67,11 +67,11 @@ def test_each_turn_is_the_bases_own_and_reads_only_what_is_new(make_base, make, 
 @pytest.mark.parametrize("name", ["anpd", "prompt_lookup", *LEARNED])
 def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first(make_base, make, name):
     base = make_base(context=256)
-    turns, text = Turns(Session(Runner(base), make(name, base))), []
+    turns, text = ChatSession(Session(Runner(base), make(name, base))), []
     for said in TURNS:
         text += said
         steps = list(turns.decode(text, 24))
-        fresh = list(Turns(Session(Runner(base), make(name, base))).decode(text, 24))
+        fresh = list(ChatSession(Session(Runner(base), make(name, base))).decode(text, 24))
         if len(text) > len(said):
             assert steps[0][1].fed_candidates == 0  # nothing is drafted before what was said is read
             session = Session(Runner(base), make(name, base), max_nodes=0)
@@ -89,7 +89,7 @@ def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first
 @pytest.mark.parametrize("name", ["none", "joint", "ctc", "eagle"])
 def test_what_is_rendered_otherwise_is_taken_back_and_read_again(make_base, make, name):
     base = make_base(context=256)
-    turns = Turns(Session(Runner(base), make(name, base)))
+    turns = ChatSession(Session(Runner(base), make(name, base)))
     first = [token for emitted, _ in turns.decode([1, 5, 6, 7], 20) for token in emitted]
     other = [1, 5, 6, 7, *first[:8], 30 + (first[8] == 30), *first[9:], 4]
     for prompt, cached in [
@@ -107,7 +107,7 @@ def test_what_is_rendered_otherwise_is_taken_back_and_read_again(make_base, make
 
 def test_a_turn_left_between_two_steps_is_gone_on_from(make_base, make):
     base = make_base(context=256)
-    turns = Turns(Session(Runner(base), make("ctc", base)))
+    turns = ChatSession(Session(Runner(base), make("ctc", base)))
     left = []
     for emitted, _ in turns.decode([1, 5, 6], 30):
         left += emitted
@@ -131,7 +131,7 @@ class Torn(drafters.ANPD):
 
 def test_after_half_a_step_the_chat_is_read_anew(make_base):
     base = make_base(context=256)
-    turns = Turns(Session(Runner(base), Torn()))
+    turns = ChatSession(Session(Runner(base), Torn()))
     with pytest.raises(KeyboardInterrupt):
         next(turns.decode([1, 5, 6], 30))
     assert [t for emitted, _ in turns.decode([1, 5, 6, 7], 20) for t in emitted] == naive(base, [1, 5, 6, 7], 20)
@@ -176,7 +176,7 @@ PIECES = [("The cat", False), (" sat on", True), (" a mat", True), (".\n\nAnd so
 @pytest.mark.parametrize("width", [9, 13, 80])
 def test_a_terminal_shows_the_whole_text_in_the_end_and_the_figures_while_it_grows(width):
     terminal = Terminal()
-    with Screen(Console(file=terminal, force_terminal=True, width=width)) as screen:
+    with AnswerDisplay(Console(file=terminal, force_terminal=True, width=width)) as screen:
         for piece, is_accepted in PIECES:
             screen.add(piece, is_accepted)
             screen.draw("9 tokens")
@@ -192,7 +192,7 @@ def test_a_terminal_shows_the_whole_text_in_the_end_and_the_figures_while_it_gro
 
 def test_elsewhere_the_text_stands_as_it_is_without_codes_of_the_model():
     plain = io.StringIO()
-    with Screen(Console(file=plain, width=10)) as screen:
+    with AnswerDisplay(Console(file=plain, width=10)) as screen:
         for piece in ("a long line that is not broken ", "[red]\x1b[2J[/red]\n", "end"):
             screen.add(piece, True)
             screen.draw("9 tokens")
@@ -201,7 +201,7 @@ def test_elsewhere_the_text_stands_as_it_is_without_codes_of_the_model():
 
 def test_accepted_tokens_are_green_and_the_bases_own_are_not():
     coloured = io.StringIO()
-    with Screen(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as screen:
+    with AnswerDisplay(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as screen:
         screen.add("base", False)
         screen.add(" drafted", True)
     assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
@@ -230,7 +230,7 @@ def test_the_first_press_of_ctrl_c_is_noted_and_the_second_interrupts():
 )
 def test_a_comparison_says_how_fast_and_where_two_texts_part(tokens, decisions):
     drafted, single = Generation([5, 6, 7], [], 1.0), Generation(tokens, [], len(tokens) / 2)
-    line = compared(drafted, single, lambda ids: " ".join(map(str, ids)))
+    line = comparison(drafted, single, lambda ids: " ".join(map(str, ids)))
     assert line == f"the base alone: 2.0 tokens/s, so 1.50× with the drafter; {decisions}"
 
 
@@ -251,16 +251,16 @@ class Impatient(io.StringIO):
 def test_ctrl_c_ends_the_answer_and_the_chat_goes_on_from_what_was_said(make_base):
     base = make_base(context=512)
     whole = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=60)
-    whole.hear("w3 w6")
+    whole.handle_line("w3 w6")
     words = whole.messages[-1][1].split()
     word = next(word for index, word in enumerate(words) if index > 5 and word not in words[:index])
     stopped = Chat(base, Console(file=(screen := Impatient(word)), width=200), "anpd", max_new_tokens=60)
-    stopped.hear("w3 w6")
+    stopped.handle_line("w3 w6")
     kept = stopped.messages[-1][1].split()
     assert 5 < len(kept) < len(words) and kept == words[: len(kept)]
     assert screen.getvalue().splitlines()[-1].endswith("; stopped")
-    stopped.hear("w8")
-    assert len(stopped.messages) == 4 and stopped.said.num_cached > len(kept)
+    stopped.handle_line("w8")
+    assert len(stopped.messages) == 4 and stopped.last_answer.num_cached > len(kept)
 
 
 # ---- whole conversations

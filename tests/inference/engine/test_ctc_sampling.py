@@ -197,7 +197,7 @@ def test_the_samplers_verdict_is_what_the_enumeration_says():
         sampler.uniform = lambda position, stream=0, numbers=numbers: numbers[position, stream]
         paths = [(), *(tuple(tree.path_tokens(node)) for node in range(len(tree)))]
         logits = torch.stack([world.base[path].log() for path in paths])
-        _, emitted = sampler.walk(tree, sampler.decide(logits, tree, [len(path) for path in paths]).tolist())
+        _, emitted = sampler.accept(tree, sampler.decide(logits, tree, [len(path) for path in paths]).tolist())
 
         distributions, node, path = {distribution.parent: distribution for distribution in tree.distributions}, ROOT, ()
         while node is not None:

@@ -9,7 +9,7 @@ import torch
 
 from drafters import ANPD, Drafter, DraftModel, DraftTree
 from inference.engine.base import Base
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
 from inference.engine.session import Session
@@ -77,7 +77,7 @@ class Guesses(Drafter):
 @pytest.mark.parametrize("guessing", [False, True])
 def test_what_is_written_is_the_models_own_text_after_whatever_was_asked_before(pseudo_runner, seed, guessing):
     rng, runner, eos = random.Random(seed), pseudo_runner(seed, vocab=5), frozenset({3})
-    inner = ModelSession(runner, Guesses(seed, 5) if guessing else None)
+    inner = DraftModelSession(runner, Guesses(seed, 5) if guessing else None)
     for _ in range(2):
         seq = [rng.randrange(5) for _ in range(rng.choice(PROMPTS))]
         inner.begin(seq)
@@ -99,7 +99,7 @@ def test_what_is_written_is_the_models_own_text_after_whatever_was_asked_before(
 
 def test_the_models_drafter_hears_where_the_text_was_cut(pseudo_runner):
     drafter = Guesses(0, 12)
-    inner = ModelSession(pseudo_runner(), drafter)
+    inner = DraftModelSession(pseudo_runner(), drafter)
     inner.begin([5, 6])
     first, second, *_ = inner.write([5, 6], 4).tokens
     assert drafter.rewound == []
@@ -108,7 +108,7 @@ def test_the_models_drafter_hears_where_the_text_was_cut(pseudo_runner):
 
 
 def test_nothing_is_written_beyond_the_models_own_context(pseudo_runner):
-    inner = ModelSession(pseudo_runner(context=8))
+    inner = DraftModelSession(pseudo_runner(context=8))
     seq = [5, 6, 7, 5, 6]
     inner.begin(seq)
     assert inner.write(seq, 9).tokens == pseudo_runner().greedy(seq, 3)
@@ -121,7 +121,7 @@ def test_reset_reaches_the_models_own_drafter(pseudo_runner):
     calls = []
     drafter = Guesses(0, 12)
     drafter.reset = lambda: calls.append("reset")
-    DraftModel(ModelSession(pseudo_runner(), DraftModel(ModelSession(pseudo_runner(), drafter)))).reset()
+    DraftModel(DraftModelSession(pseudo_runner(), DraftModel(DraftModelSession(pseudo_runner(), drafter)))).reset()
     assert calls == ["reset"]
 
 
@@ -133,7 +133,7 @@ def test_reset_reaches_the_models_own_drafter(pseudo_runner):
 @pytest.mark.parametrize("length", PROMPTS)
 def test_after_each_step_text_and_inner_cache_are_those_of_fresh_forwards(make_base, kind, cache_kind, length):
     base, prompt = make_base(kind), prompt_of(length)
-    inner = ModelSession(Runner(cousin(base), cache_kind))
+    inner = DraftModelSession(Runner(cousin(base), cache_kind))
     session = Session(Runner(base, cache_kind), DraftModel(inner, num_draft=4))
     tokens, accepted = [], []
     for emitted, cost in session.decode(prompt, 30):
@@ -152,8 +152,8 @@ def test_after_each_step_text_and_inner_cache_are_those_of_fresh_forwards(make_b
 @pytest.mark.parametrize("length", [1, 17])
 def test_a_cascade_of_models_and_words_keeps_every_cache_fresh(make_base, cache_kind, length):
     base, prompt = make_base(), prompt_of(length)
-    lowest = ModelSession(Runner(cousin(base, seed=2), cache_kind), ANPD(order=3, num_draft=2))
-    middle = ModelSession(Runner(cousin(base), cache_kind), DraftModel(lowest, num_draft=2))
+    lowest = DraftModelSession(Runner(cousin(base, seed=2), cache_kind), ANPD(order=3, num_draft=2))
+    middle = DraftModelSession(Runner(cousin(base), cache_kind), DraftModel(lowest, num_draft=2))
     asked = []
     write = lowest.write
     lowest.write = lambda seq, *arguments: asked.append(list(seq)) or write(seq, *arguments)
@@ -172,7 +172,7 @@ def test_a_cascade_of_models_and_words_keeps_every_cache_fresh(make_base, cache_
 
 def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base, monkeypatch):
     base, fed = make_base(), []
-    inner = ModelSession(Runner(base))
+    inner = DraftModelSession(Runner(base))
     forward = inner.session.runner.forward
     inner.session.runner.forward = lambda pending, *rest: fed.append(len(pending)) or forward(pending, *rest)
     steps = Session(Runner(base), DraftModel(inner, num_draft=3)).run(prompt_of(3), 12).steps
@@ -187,7 +187,7 @@ def test_a_draft_ends_with_an_end_token_wherever_it_falls(make_base, index):
     eos = frozenset({truth[index]})
     expected = alone(base, prompt, 20, eos)
     for model in (base, cousin(base)):
-        inner = ModelSession(Runner(model))
+        inner = DraftModelSession(Runner(model))
         trees = []
         drafter = DraftModel(inner, num_draft=4)
         drafter.observe = lambda step, trees=trees: trees.append(step.tree)
@@ -201,7 +201,7 @@ def test_a_draft_ends_with_an_end_token_wherever_it_falls(make_base, index):
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.95])
 def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold, guessing):
     base, ends = make_base(), 0
-    inner = ModelSession(Runner(base), Guesses(0, 40) if guessing else None)
+    inner = DraftModelSession(Runner(base), Guesses(0, 40) if guessing else None)
     if guessing:
         inner.session.drafter.propose = lambda seq, limits: DraftTree.from_paths(
             [alone(base, seq, min(3, limits.max_depth))]
@@ -231,7 +231,7 @@ def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold, guess
 def test_drawn_tokens_carry_the_distribution_they_were_drawn_from(make_base, length, guessing):
     base, seq = make_base(), prompt_of(length)
     sampler = RunningSampler(**LAW, seed=3)
-    inner = ModelSession(Runner(base), Guesses(1, 40) if guessing else None, sampler)
+    inner = DraftModelSession(Runner(base), Guesses(1, 40) if guessing else None, sampler)
     inner.begin(seq)
     for _ in range(5):
         written = inner.write(seq, 5)
@@ -247,8 +247,8 @@ def test_drawn_tokens_carry_the_distribution_they_were_drawn_from(make_base, len
 def test_drawn_tokens_follow_their_distribution_though_a_model_below_drafts_them(make_base):
     """The law of two tokens drawn through a sampled draft of another model, against the product of its conditionals."""
     base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}
-    lowest = ModelSession(Runner(cousin(base)), sampler=RunningSampler(**distribution, seed=1))
-    inner = ModelSession(Runner(base), DraftModel(lowest, num_draft=2), RunningSampler(**distribution, seed=2))
+    lowest = DraftModelSession(Runner(cousin(base)), sampler=RunningSampler(**distribution, seed=1))
+    inner = DraftModelSession(Runner(base), DraftModel(lowest, num_draft=2), RunningSampler(**distribution, seed=2))
     counts, draws = {}, 600
     for _ in range(draws):
         inner.begin(prompt)
@@ -270,7 +270,7 @@ def test_drawn_tokens_follow_their_distribution_though_a_model_below_drafts_them
 
 @pytest.mark.parametrize("sampler", [Greedy(), RunningSampler(**LAW)])
 def test_a_model_without_drafter_makes_one_forward_a_token(make_base, sampler):
-    inner = ModelSession(Runner(make_base()), sampler=sampler)
+    inner = DraftModelSession(Runner(make_base()), sampler=sampler)
     inner.begin([5, 6, 7])
     inner.write([5, 6, 7], 6)
     assert inner.forwards == 6

@@ -10,8 +10,8 @@ import torch
 
 from drafters import DraftTree, Limits, NoDrafter, RequiredOutputs, SelfSpeculative
 from inference.engine.base import Base
-from inference.engine.draft_session import ModelSession
-from inference.engine.layer_skipping import SkipSession, default_skips, read_skips, skipping, sublayers
+from inference.engine.draft_session import DraftModelSession
+from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips, skipping, sublayers
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
 from inference.engine.session import Session
@@ -49,7 +49,7 @@ def prompt_of(length):
 
 def session_of(base, skips, cache="static", sampler=None, inner_sampler=None, **arguments):
     runner = Runner(base, cache)
-    drafter = SelfSpeculative(SkipSession(runner, *skips, inner_sampler), **{"threshold": 0.0} | arguments)
+    drafter = SelfSpeculative(LayerSkippingSession(runner, *skips, inner_sampler), **{"threshold": 0.0} | arguments)
     return Session(runner, drafter, sampler)
 
 
@@ -114,7 +114,7 @@ def test_a_draft_is_what_the_base_with_zeroed_sublayers_writes_on_the_bases_cach
     base, prompt = make_base(kind, attention, layers=3), prompt_of(9)
     for cached in (5, 8):  # four tokens pending, and the root alone
         runner = primed(base, prompt, cached, cache)
-        session = SkipSession(runner, *skips)
+        session = LayerSkippingSession(runner, *skips)
         written = session.write(prompt, 6)
         assert written.tokens == drafted_by(base, skips, prompt, cached, 6) and not written.distributions
         assert session.forwards == 6
@@ -128,7 +128,7 @@ def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold):
     lengths = set()
     for length in range(2, 12):
         prompt = prompt_of(length)
-        written = SkipSession(primed(base, prompt, length - 1), *skips).write(prompt, 8, threshold=threshold)
+        written = LayerSkippingSession(primed(base, prompt, length - 1), *skips).write(prompt, 8, threshold=threshold)
         assert written.tokens == drafted_by(base, skips, prompt, length - 1, 8, threshold=threshold)
         lengths.add(len(written.tokens))
     assert min(lengths) >= 1 and (threshold != 0.4 or len(lengths) > 1)
@@ -137,7 +137,7 @@ def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold):
 
 def test_a_draft_ends_after_an_end_token_and_where_the_context_ends(make_base):
     base, skips, prompt = make_base(layers=3, context=24), SETS["one layer"], prompt_of(9)
-    session = SkipSession(primed(base, prompt, 8), *skips)
+    session = LayerSkippingSession(primed(base, prompt, 8), *skips)
     whole = session.write(prompt, 100).tokens
     assert len(prompt) + len(whole) == 24
     for token in set(whole):
@@ -148,14 +148,14 @@ def test_a_draft_ends_after_an_end_token_and_where_the_context_ends(make_base):
 
 def test_nothing_is_drafted_where_nothing_is_cached(make_base):
     base = make_base(layers=3)
-    session = SkipSession(Runner(base), *SETS["one layer"])
+    session = LayerSkippingSession(Runner(base), *SETS["one layer"])
     assert session.write([5, 6], 8).tokens == [] and session.forwards == 0
 
 
 def test_drawn_drafts_carry_the_distributions_they_were_drawn_from(make_base):
     base, skips, prompt = make_base(layers=3), SETS["one layer"], prompt_of(9)
     sampler = RunningSampler(0.7, top_k=9, seed=3)
-    written = SkipSession(primed(base, prompt, 8), *skips, sampler).write(prompt, 5)
+    written = LayerSkippingSession(primed(base, prompt, 8), *skips, sampler).write(prompt, 5)
     model = zeroed(base, skips)
     assert len(written.distributions) == len(written.tokens) == 5
     for count, distribution in enumerate(written.distributions):
@@ -164,7 +164,7 @@ def test_drawn_drafts_carry_the_distributions_they_were_drawn_from(make_base):
         torch.testing.assert_close(distribution, sampler.probabilities(logits)[0], rtol=0, atol=1e-6)
         assert distribution[written.tokens[count]] > 0
     again = RunningSampler(0.7, top_k=9, seed=3)
-    assert SkipSession(primed(base, prompt, 8), *skips, again).write(prompt, 5).tokens == written.tokens
+    assert LayerSkippingSession(primed(base, prompt, 8), *skips, again).write(prompt, 5).tokens == written.tokens
 
 
 # ---- what a draft leaves behind
@@ -220,7 +220,7 @@ def test_a_forward_that_was_put_on_a_module_before_is_put_back(make_base):
 def test_an_exception_in_a_draft_leaves_neither_covers_nor_cache(make_base, cache, layer):
     base, prompt = make_base(layers=3), prompt_of(9)
     runner, before = primed(base, prompt, 8, cache), forwards_of(base.model)
-    session, calls = SkipSession(runner, (1,), (0,)), []
+    session, calls = LayerSkippingSession(runner, (1,), (0,)), []
 
     def third_call_fails(*_):
         calls.append(1)
@@ -255,7 +255,7 @@ def test_a_buffer_that_grows_during_a_draft_loses_nothing(make_base):
     runner.forward(prompt[:8], DraftTree(), RequiredOutputs())
     runner.commit([])
     before = runner._cache.capacity
-    written = SkipSession(runner, (0, 1), ()).write(prompt, 20)
+    written = LayerSkippingSession(runner, (0, 1), ()).write(prompt, 20)
     assert 8 + 20 > before < runner._cache.capacity
     assert written.tokens == drafted_by(base, ((0, 1), ()), prompt, 8, 20)
     assert_cache_is_fresh(runner, prompt[:8], 1e-9)
@@ -328,8 +328,8 @@ def test_a_draft_model_that_drafts_for_itself_writes_the_same_ahead(make_base):
     """An inner session goes back and leaves several tokens pending, as an outer one never does."""
     base, prompt = make_base(layers=3), prompt_of(9)
     runner = Runner(base)
-    inner = ModelSession(runner, SelfSpeculative(SkipSession(runner, (0,), (1,)), 4, 0.0))
-    plain = ModelSession(Runner(base))
+    inner = DraftModelSession(runner, SelfSpeculative(LayerSkippingSession(runner, (0,), (1,)), 4, 0.0))
+    plain = DraftModelSession(Runner(base))
     rng, seq = random.Random(0), prompt
     inner.begin(prompt)
     plain.begin(prompt)
@@ -384,7 +384,7 @@ def test_layers_that_are_not_there_or_twice_are_refused(make_base, layers):
     runner = Runner(make_base(layers=3))
     for skips in ((layers, ()), ((), layers)):
         with pytest.raises(ValueError, match="name layers 0 to 2 of toy-llama, none twice"):
-            SkipSession(runner, *skips)
+            LayerSkippingSession(runner, *skips)
 
 
 def test_a_model_laid_out_otherwise_is_refused(toy_tokenizer):
@@ -395,4 +395,4 @@ def test_a_model_laid_out_otherwise_is_refused(toy_tokenizer):
     )
     base = Base("other", AutoModelForCausalLM.from_config(config), toy_tokenizer)
     with pytest.raises(ValueError, match="no sublayers of opt models can be left out"):
-        SkipSession(Runner(base))
+        LayerSkippingSession(Runner(base))

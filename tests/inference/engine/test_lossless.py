@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import drafters
-from inference.engine.draft_session import ModelSession
-from inference.engine.layer_skipping import SkipSession
+from inference.engine.draft_session import DraftModelSession
+from inference.engine.layer_skipping import LayerSkippingSession
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
@@ -31,7 +31,7 @@ def other_runner(runner, make_base):
 
 def ouroboros(runner, make_base, **switches):
     pool = drafters.NgramPool(6)
-    inner = ModelSession(other_runner(runner, make_base), drafters.Lookahead(4, 4, 4, pool=pool))
+    inner = DraftModelSession(other_runner(runner, make_base), drafters.Lookahead(4, 4, 4, pool=pool))
     return drafters.Ouroboros(inner, pool, num_draft=5, num_phrases=2, level=4, **switches)
 
 
@@ -67,7 +67,7 @@ def cascade_of_ctc(runner):
         torch.manual_seed(1)
         inner = drafters.CTC(runner.base.shape, 5, 3, num_nodes=9, top_k=5)
     inner.to(runner.base.model.dtype).eval().requires_grad_(False).attach_base_weights(runner.base.base_weights)
-    return drafters.DraftModel(ModelSession(runner, inner), num_draft=4)
+    return drafters.DraftModel(DraftModelSession(runner, inner), num_draft=4)
 
 
 def corpus_table(truth):
@@ -95,13 +95,13 @@ DRAFTERS = {
     "self_draft, corpus": lambda runner, make_base, truth: drafters.SelfDraft(6, 2, 4, corpus=corpus_table(truth)),
     "corpus": lambda runner, make_base, truth: drafters.CorpusCache(corpus_table(truth)),
     "draft_model": lambda runner, make_base, truth: drafters.DraftModel(
-        ModelSession(other_runner(runner, make_base)), num_draft=4
+        DraftModelSession(other_runner(runner, make_base)), num_draft=4
     ),
     "draft_model, the base itself": lambda runner, make_base, truth: drafters.DraftModel(
-        ModelSession(Runner(runner.base)), num_draft=4, threshold=0.3
+        DraftModelSession(Runner(runner.base)), num_draft=4, threshold=0.3
     ),
     "cascade": lambda runner, make_base, truth: drafters.DraftModel(
-        ModelSession(other_runner(runner, make_base), drafters.PromptLookup(2, 4)), num_draft=5
+        DraftModelSession(other_runner(runner, make_base), drafters.PromptLookup(2, 4)), num_draft=5
     ),
     "cascade, ctc": lambda runner, make_base, truth: cascade_of_ctc(other_runner(runner, make_base)),
     "ouroboros": lambda runner, make_base, truth: ouroboros(runner, make_base),
@@ -111,7 +111,7 @@ DRAFTERS = {
     ),
     "rest": rest,
     "self_speculative": lambda runner, make_base, truth: drafters.SelfSpeculative(
-        SkipSession(runner, attention=(1,), mlp=(0,)), num_draft=4, threshold=0.2
+        LayerSkippingSession(runner, attention=(1,), mlp=(0,)), num_draft=4, threshold=0.2
     ),
     "token_recycling": lambda runner, make_base, truth: drafters.TokenRecycling(num_nodes=20, top_k=4),
     "joint": lambda runner, make_base, truth: drafters.Joint(num_nodes=10),

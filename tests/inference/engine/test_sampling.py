@@ -141,8 +141,8 @@ def test_what_is_drawn_on_the_path_alone_is_what_is_drawn_everywhere(with_distri
         logits = torch.randn(13, 9, generator=torch.Generator().manual_seed(seed)) * 2
         sampler = KeyedSampler(seed=seed, **setting)
         decisions = sampler.decide(logits, tree, positions)
-        path, emitted = sampler.walk(tree, decisions.tolist())
-        assert (path, emitted) == sampler.walk(tree, judged_everywhere(sampler, logits, tree, positions).tolist())
+        path, emitted = sampler.accept(tree, decisions.tolist())
+        assert (path, emitted) == sampler.accept(tree, judged_everywhere(sampler, logits, tree, positions).tolist())
         assert [row for row, pick in enumerate(decisions[:, 0].tolist()) if pick >= 0] == [
             0,
             *(1 + node for node in path),

@@ -15,7 +15,7 @@ import drafters
 from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.pool import NgramPool
-from inference.engine.draft_session import ModelSession
+from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.sampling import RunningSampler, make_sampler
 from inference.engine.session import PHASES, Session, StepCost
@@ -238,15 +238,15 @@ def every_drafter(base, make_drafter):
     made = {name: catalogue.make(name, runner) for name in named}
     made |= {name: make_drafter(name, base, []) for name in ("ctc", "block", "eagle", "eagle3")}
     inner = {
-        "draft_model": ModelSession(Runner(base)),
-        "cascade": ModelSession(Runner(base), drafters.ANPD(order=3)),
-        "cascade that remembers": ModelSession(Runner(base), drafters.Joint()),
-        "draft_model that draws": ModelSession(Runner(base), sampler=RunningSampler(0.9)),
+        "draft_model": DraftModelSession(Runner(base)),
+        "cascade": DraftModelSession(Runner(base), drafters.ANPD(order=3)),
+        "cascade that remembers": DraftModelSession(Runner(base), drafters.Joint()),
+        "draft_model that draws": DraftModelSession(Runner(base), sampler=RunningSampler(0.9)),
     }
     made |= {name: drafters.DraftModel(session, 3) for name, session in inner.items()}
     pool = NgramPool(5)
     lookahead = drafters.Lookahead(4, 5, 5, pool=pool)
-    made["ouroboros"] = drafters.Ouroboros(ModelSession(Runner(base), lookahead), pool, 3, level=4)
+    made["ouroboros"] = drafters.Ouroboros(DraftModelSession(Runner(base), lookahead), pool, 3, level=4)
     return made
 
 
@@ -314,8 +314,8 @@ def test_a_raw_question_is_read_as_it_stands(make_base):
     base = make_base(context=256)
     raw = replace(QUESTIONS[0], is_raw=True)
     messages = [("user", "w5 w6")]
-    assert answering.asked_ids(base, raw, messages, "vicuna_v1.1") == base.tokenizer("w5 w6").input_ids
-    assert answering.asked_ids(base, QUESTIONS[0], messages, "vicuna_v1.1") != base.tokenizer("w5 w6").input_ids
+    assert answering.encode_question(base, raw, messages, "vicuna_v1.1") == base.tokenizer("w5 w6").input_ids
+    assert answering.encode_question(base, QUESTIONS[0], messages, "vicuna_v1.1") != base.tokenizer("w5 w6").input_ids
 
 
 def test_repeats_that_differ_are_told(plan):

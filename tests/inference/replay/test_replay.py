@@ -180,7 +180,7 @@ def test_rows_off_the_recorded_text_are_poison(runner):
     runner.load([1, 5, 6, 7])
     rows = runner.forward([1], tree, RequiredOutputs())
     assert rows.logits.tolist() == [[5], [6], [POISON], [7], [POISON], [POISON], [POISON]]
-    assert Recorded().walk(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
+    assert Recorded().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
     runner.commit([0, 2])
     assert runner.cached == 3
 
@@ -194,7 +194,7 @@ def test_to_read_off_the_recorded_text_raises(runner):
         session.run([4], 1)
     tree = DraftTree([5], [-1])
     with pytest.raises(AssertionError, match="nothing was recorded"):
-        Recorded().walk(tree, [[5], [POISON]])
+        Recorded().accept(tree, [[5], [POISON]])
 
 
 @pytest.mark.parametrize("kind", ["model", "cascade", "learned", "hidden", "top", "told"])

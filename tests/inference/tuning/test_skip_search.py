@@ -9,7 +9,7 @@ import torch
 
 from drafters import DraftTree, RequiredOutputs
 from inference.engine.base import load_base
-from inference.engine.layer_skipping import SkipSession, read_skips, skipping
+from inference.engine.layer_skipping import LayerSkippingSession, read_skips, skipping
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy
@@ -40,7 +40,7 @@ def accepted_by_decoding(base, texts, skips, num_draft, stride):
             runner = Runner(base)
             runner.forward(seq[:-1], DraftTree(), RequiredOutputs())
             runner.commit([])
-            draft = SkipSession(runner, *skips).write(seq, num_draft).tokens
+            draft = LayerSkippingSession(runner, *skips).write(seq, num_draft).tokens
             same = [mine == theirs for mine, theirs in zip(draft, truth, strict=False)]
             accepted.append((*same, False).index(False))
     return accepted

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from data import embedded
 from drafters import CTC, Block
 from drafters.learned.losses.anchors import following
-from inference.api.prompts import prompt_ids
+from inference.api.prompts import encode_messages
 from train.modules.drafter_training import DrafterTraining
 from train.validation.base_answers import with_own_answers
 
@@ -26,7 +26,9 @@ def make(tiny, drafter=SMALL_CTC, **arguments):
 @pytest.fixture(scope="module")
 def own_text(tiny_base):
     """A batch of the base's own greedy answers: what a drafter can be trained to foresee."""
-    prompts = [prompt_ids(tiny_base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(6)]
+    prompts = [
+        encode_messages(tiny_base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(6)
+    ]
     rows = torch.tensor([[*prompt, 7] for prompt in prompts])
     mask = torch.zeros_like(rows, dtype=torch.bool)
     mask[:, -1] = True

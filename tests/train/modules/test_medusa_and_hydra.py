@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from data import embedded
 from drafters import Hydra, Medusa, NoDrafter
-from inference.api.prompts import prompt_ids
+from inference.api.prompts import encode_messages
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
 from inference.engine.session import Session
@@ -59,7 +59,7 @@ def base(tiny):
 
 @pytest.fixture(scope="module")
 def prompts(base):
-    return [prompt_ids(base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(5)]
+    return [encode_messages(base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(5)]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from data import embedded
 from drafters import Medusa, TrainingBatch, checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.learned.trees import best_first
-from inference.api.prompts import prompt_ids
+from inference.api.prompts import encode_messages
 from inference.engine.base import tokenizer_hash
 from inference.engine.runner import Runner
 from inference.registry import catalogue
@@ -24,7 +24,9 @@ K, RANKS = 3, 4
 @pytest.fixture(scope="module")
 def own_text(tiny_base):
     """The base's own greedy answers, to learn a little from."""
-    prompts = [prompt_ids(tiny_base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(6)]
+    prompts = [
+        encode_messages(tiny_base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(6)
+    ]
     rows = torch.tensor([[*prompt, 7] for prompt in prompts])
     mask = torch.zeros_like(rows, dtype=torch.bool)
     mask[:, -1] = True

@@ -5,7 +5,7 @@ import torch
 
 from data import embedded
 from drafters import CTC, EAGLE, EAGLE3, Block, DraftTree, NoDrafter, TrainingBatch
-from inference.api.prompts import prompt_ids
+from inference.api.prompts import encode_messages
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
 from inference.engine.session import Session
@@ -36,7 +36,7 @@ def ends_at(base, monkeypatch):
 
 @pytest.fixture(scope="module")
 def prompts(base):
-    return [prompt_ids(base, [("user", row["turns"][0])], "tokenizer") for row in embedded.questions(5)]
+    return [encode_messages(base, [("user", row["turns"][0])], "tokenizer") for row in embedded.questions(5)]
 
 
 @pytest.fixture(scope="module")

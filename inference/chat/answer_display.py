@@ -12,7 +12,7 @@ ACCEPTED = "green"
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}  # a model may write escape codes
 
 
-class Screen:
+class AnswerDisplay:
     """Shows a text as it grows.
 
     On a terminal its last line, and a line of figures below, are drawn anew at every step, and lines that are full
@@ -27,7 +27,7 @@ class Screen:
         self._line = Text()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> AnswerDisplay:
         if self._live:
             self._live.start()
         return self

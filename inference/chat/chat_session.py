@@ -10,7 +10,7 @@ from drafters.tree import DraftTree
 from inference.engine.session import Session, StepCost, check_prompt
 
 
-class Turns:
+class ChatSession:
     """Decodes prompts each of which goes on, as a rule, from the text before.
 
     What a prompt and the text before begin with alike stays in the cache; the rest of the text is taken back. Where

@@ -1,23 +1,20 @@
-"""The turns of a chat on one cache: what was read for the turns before is not read again."""
+"""A chat on one KV cache: a turn does not read again what was read for the turns before it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 
-from drafters.protocol import RequiredOutputs
-from drafters.tree import DraftTree
-from inference.engine.session import Session, StepCost, check_prompt
+from inference.engine.session import RESERVED_FOR_DRAFTS, Session, StepCost, common_prefix
 
 
 class ChatSession:
-    """Decodes prompts each of which goes on, as a rule, from the text before.
+    """Decodes the turns of a chat, each prompt of which usually continues the text of the turn before.
 
-    What a prompt and the text before begin with alike stays in the cache; the rest of the text is taken back. Where
-    the tokens of an answer are rendered otherwise in the next prompt, only what lies before them stays.
+    The cache keeps what the prompt shares with the text before it. If the chat template renders an earlier answer in
+    other tokens than the base wrote, only the text before that answer is shared.
 
     Args:
-        session: Of the base and the drafter.
+        session: The decoding session of the base and the drafter.
     """
 
     def __init__(self, session: Session) -> None:
@@ -25,54 +22,25 @@ class ChatSession:
         self.num_cached = 0  # tokens of the last prompt that were in the cache already
 
     def forget(self) -> None:
-        """Begin a new chat; what the drafter keeps across texts is forgotten too."""
-        self.session.seq = []
+        """Start a new chat, and reset what the drafter keeps across texts."""
+        self.session.forget()
         self.session.drafter.reset()
 
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
     ) -> Iterator[tuple[list[int], StepCost]]:
-        """Yield what each step emits and its cost, as `Session.decode`; it may be left between two steps.
+        """Yield the tokens that each step emits and its cost; the caller may stop between two steps.
 
         Raises:
-            ValueError: The prompt is empty or does not fit into the context, or no token may be written.
+            ValueError: As `Session.decode`.
         """
         session = self.session
-        check_prompt(session.runner.base, prompt, max_new_tokens)
-        end = min(len(prompt) + max_new_tokens, session.runner.context_length)
-        budget = session.max_nodes
-        if self._go_back_to(prompt, end):
-            session.max_nodes = 0  # the drafter has not seen the states of what was said since: it waits for a step
-        while len(session.seq) < end:
-            try:
-                emitted, cost = session.step(end, eos)
-            except BaseException:  # Ctrl-C too: half a step leaves text, cache and drafter at odds
-                session.seq = []
-                raise
-            finally:
-                session.max_nodes = budget
-            yield emitted, cost
-            if emitted[-1] in eos:
-                return
-
-    def _go_back_to(self, prompt: Sequence[int], end: int) -> bool:
-        """Make the session's text ``prompt``; whether some of it is in the cache already."""
-        session, runner = self.session, self.session.runner
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(session.seq, prompt, strict=False)))
-        if same < 2 or not runner.cached:
-            session.begin(prompt, reserve=end + 64)
-        else:
-            runner.truncate(min(runner.cached, same - 1))  # the last token both share is a root again
-            if same < len(session.seq):
-                session.drafter.rewind(same)
-            session.seq = list(prompt)
-        self.num_cached = runner.cached
-        return runner.cached > 0
-
-
-def read_ahead(session: Session, prompt: Sequence[int], length: int) -> None:
-    """Begin a text whose first ``length`` tokens stand in the cache before its first step."""
-    session.begin(prompt, reserve=len(prompt) + 64)
-    if length:
-        session.runner.forward(prompt[:length], DraftTree(), RequiredOutputs())
-        session.runner.commit([])
+        end = session.end_of(prompt, max_new_tokens)
+        num_shared = common_prefix(session.seq, prompt)
+        if num_shared > 1:
+            session.resume(prompt, num_shared)
+        else:  # the root is always fed again, so a single shared token is not worth keeping
+            session.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)
+        self.num_cached = session.runner.cached
+        # The drafter has not seen the base's hidden states of the new message, so it waits for one step.
+        yield from session.steps(end, eos, drafts_at_once=not self.num_cached)

@@ -16,11 +16,11 @@ from drafters.protocol import NoDrafter
 from inference.api.generation import IncrementalDetokenizer, make_drafter
 from inference.api.prompts import encode_messages
 from inference.chat.answer_display import AnswerDisplay
-from inference.chat.chat_session import ChatSession, read_ahead
+from inference.chat.chat_session import ChatSession
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler, make_sampler
-from inference.engine.session import Generation, Session, check_prompt
+from inference.engine.session import RESERVED_FOR_DRAFTS, Generation, Session, check_prompt
 from inference.registry import catalogue
 from inference.reporting.tables import number
 from inference.results import metrics
@@ -200,14 +200,14 @@ class Chat:
         """Let the base alone write as many tokens; what was cached for the answer is cached for it too, untimed."""
         said = self.last_answer
         session = Session(Runner(self.base), NoDrafter(), said.sampler)
-        read_ahead(session, said.prompt, said.num_cached)
+        session.begin(said.prompt, reserve=len(said.prompt) + RESERVED_FOR_DRAFTS)
+        session.prefill(said.num_cached)
         alone, end = Generation(), len(said.prompt) + len(said.written.tokens)
         with interruptible() as is_stopped:
-            while len(session.seq) < end and not is_stopped():
-                emitted, cost = session.step(end, self.base.eos)
+            for emitted, cost in session.steps(end, self.base.eos):
                 alone.tokens += emitted
                 alone.seconds += sum(cost.seconds)
-                if emitted[-1] in self.base.eos:
+                if is_stopped():
                     break
         self.say(comparison(said.written, alone, self.base.tokenizer.decode), "dim")
 

@@ -1,4 +1,4 @@
-"""A session of a smaller model that writes ahead of the base, for the drafters that hold one."""
+"""A session of a smaller model that drafts for the base; the drafters that use one hold it."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import Tensor
 from drafters.protocol import DraftedTokens, Drafter, NoDrafter
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler, RunningSampler, Sampler
-from inference.engine.session import Session
+from inference.engine.session import Session, common_prefix
 
 
 class DraftModelSession:
-    """A persistent session of a draft model; implements `drafters.protocol.DraftSession`.
+    """A session of a draft model that lasts over the base's steps; implements `drafters.protocol.DraftSession`.
 
-    Its cache holds what it wrote: where the base refuses a part, only that part is forgotten.
+    The cache holds what the draft model wrote. If the base rejects some of it, only the rejected part is dropped.
 
     Args:
-        runner: The draft model and its cache.
-        drafter: What proposes to the draft model in turn.
-        sampler: How the draft model picks tokens; greedily unless said otherwise.
+        runner: The draft model and its KV cache.
+        drafter: Drafts for the draft model in turn; nothing by default.
+        sampler: Picks the draft model's tokens; greedy decoding if not given.
     """
 
     def __init__(self, runner: Runner, drafter: Drafter | None = None, sampler: Sampler | None = None) -> None:
         self.session = Session(runner, drafter or NoDrafter(), sampler)
         self.forwards = 0
         self.remembers = self.session.drafter.remembers or isinstance(sampler, RunningSampler)
-        self._known = 0
+        self._num_known = 0  # leading tokens of the session's text that are known to be the base's text too
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.session.begin(prompt)
-        self._known = len(prompt)
+        self._num_known = len(prompt)
 
     def rewind(self, length: int) -> None:
-        """The text that was asked about is good only up to ``length`` tokens: it was a draft itself, and refused."""
-        self._known = min(self._known, length)
+        """Trust only the first ``length`` tokens of the text: the others were a draft themselves, and were rejected."""
+        self._num_known = min(self._num_known, length)
 
     def reset(self) -> None:
-        """Forget what the model's own drafter keeps across texts, and begin its draws anew."""
+        """Reset the draft model's own drafter and its random draws."""
         self.session.drafter.reset()
         if isinstance(self.session.sampler, RunningSampler):
             self.session.sampler.reset()
@@ -47,53 +47,35 @@ class DraftModelSession:
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
     ) -> DraftedTokens:
-        session = self.session
-        self._go_back_to(seq)
-        end = min(len(seq) + num_tokens, session.runner.context_length)
+        session, sampler = self.session, self.session.sampler
+        # The base's text only grows between two calls, unless `rewind` says otherwise. So the comparison starts behind
+        # what was the same at the last call, and a step costs the same however long the text is.
+        session.resume(seq, common_prefix(session.seq, seq, self._num_known))
+        self._num_known = len(seq)
         tokens: list[int] = []
         distributions: list[Tensor] = []
-        before = session.drafter.draft_forwards
-        while len(session.seq) < end:
-            emitted, _ = session.step(end, eos)
+        forwards_before = session.drafter.draft_forwards
+        for emitted, _ in session.steps(min(len(seq) + num_tokens, session.runner.context_length), eos):
             self.forwards += 1
-            doubtful = self._doubtful(emitted, threshold) if threshold else []
-            emitted = emitted[: 1 + doubtful[0]] if doubtful else emitted
+            improbable = self._improbable(emitted, threshold) if threshold else []
+            if improbable:
+                emitted = emitted[: 1 + improbable[0]]
             tokens += emitted
-            if isinstance(session.sampler, KeyedSampler):
-                distributions += self._distributions(len(emitted))
-            if doubtful or emitted[-1] in eos:
+            if isinstance(sampler, KeyedSampler):
+                distributions += self._distributions(sampler, len(emitted))
+            if improbable:
                 break
-        self.forwards += session.drafter.draft_forwards - before
+        self.forwards += session.drafter.draft_forwards - forwards_before
         return DraftedTokens(tokens, distributions)
 
-    def _go_back_to(self, seq: Sequence[int]) -> None:
-        """Make the session's text ``seq``, keeping of the cache what both begin with.
-
-        The first ``_known`` tokens of both are the same; comparing starts there, so that a step costs the same however
-        long the text is.
-        """
-        session, runner = self.session, self.session.runner
-        mine, same = session.seq, self._known
-        while same < min(len(mine), len(seq)) and mine[same] == seq[same]:
-            same += 1
-        runner.truncate(min(runner.cached, same - 1))  # the last token both share is a root again
-        if same < len(mine):
-            session.drafter.rewind(same)
-            del mine[same:]
-        mine += seq[same:]
-        self._known = len(seq)
-
-    def _logits(self, count: int) -> Tensor:
-        """What decided each of the last step's first ``count`` tokens: (count, V)."""
-        rows = [0, *(1 + node for node in self.session.path)][:count]
-        return self.session.rows.logits[rows]
+    @torch.inference_mode()
+    def _distributions(self, sampler: KeyedSampler, count: int) -> list[Tensor]:
+        """The distributions that the last step's first ``count`` tokens were drawn from."""
+        return list(sampler.probabilities(self.session.emitted_logits()[:count]))
 
     @torch.inference_mode()
-    def _distributions(self, count: int) -> list[Tensor]:
-        return list(self.session.sampler.probabilities(self._logits(count)))
-
-    @torch.inference_mode()
-    def _doubtful(self, emitted: list[int], threshold: float) -> list[int]:
-        """Which of the last step's tokens are less probable than the threshold."""
-        probabilities = self._logits(len(emitted)).float().softmax(-1)[range(len(emitted)), emitted]
+    def _improbable(self, emitted: list[int], threshold: float) -> list[int]:
+        """Indices of the last step's tokens whose probability is below the threshold."""
+        logits = self.session.emitted_logits()
+        probabilities = logits.float().softmax(-1)[range(len(emitted)), emitted]
         return (probabilities < threshold).nonzero()[:, 0].tolist()

@@ -11,7 +11,7 @@ from rich.console import Console
 import drafters
 from drafters import NoDrafter
 from inference.chat.answer_display import AnswerDisplay
-from inference.chat.chat_session import ChatSession, read_ahead
+from inference.chat.chat_session import ChatSession
 from inference.chat.command import Chat, chat, comparison, interruptible
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
@@ -74,12 +74,9 @@ def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first
         fresh = list(ChatSession(Session(Runner(base), make(name, base))).decode(text, 24))
         if len(text) > len(said):
             assert steps[0][1].fed_candidates == 0  # nothing is drafted before what was said is read
-            session = Session(Runner(base), make(name, base), max_nodes=0)
+            session, end = Session(Runner(base), make(name, base)), len(text) + 24
             session.begin(text)
-            fresh = [session.step(len(text) + 24)]
-            session.max_nodes = 1024
-            while len(session.seq) < len(text) + 24:
-                fresh.append(session.step(len(text) + 24))
+            fresh = [session.step(end, max_nodes=0), *session.steps(end)]
         assert [(emitted, cost.fed_candidates) for emitted, cost in steps] == [
             (emitted, cost.fed_candidates) for emitted, cost in fresh
         ]
@@ -141,8 +138,9 @@ def test_after_half_a_step_the_chat_is_read_anew(make_base):
 @pytest.mark.parametrize("length", [0, 4, 9])
 def test_a_text_read_ahead_goes_on_as_the_bases_own(base, length):
     prompt, session = [1, *range(4, 13)], Session(Runner(base), NoDrafter())
-    read_ahead(session, prompt, length)
-    written = [token for _ in range(12) for token in session.step(40)[0]]
+    session.begin(prompt)
+    session.prefill(length)
+    written = [token for emitted, _ in session.steps(len(prompt) + 12) for token in emitted]
     assert written == naive(base, prompt, 12)
 
 

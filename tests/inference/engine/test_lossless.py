@@ -192,12 +192,12 @@ def alone(base, prompt, max_new_tokens, eos=frozenset(), sampler="greedy"):
 def session(make_base, make_drafter):
     """Makes a session with one of `DRAFTERS` for the text that the base will write."""
 
-    def make(name, runner, prompt, truth, sampler="greedy"):
+    def make(name, runner, prompt, truth, sampler="greedy", max_nodes=1024):
         if DRAFTERS[name] is None:
             drafter = make_drafter(name, runner.base, [*prompt, *truth])
         else:
             drafter = DRAFTERS[name](runner, make_base, [*prompt, *truth])
-        return Session(runner, drafter, SAMPLERS[sampler])
+        return Session(runner, drafter, SAMPLERS[sampler], max_nodes)
 
     return make
 
@@ -271,9 +271,7 @@ def test_a_node_budget_changes_nothing(session, make_base, name):
     base, prompt = make_base(), prompt_of(5)
     truth = alone(base, prompt, LENGTH)
     for most in (0, 1, 3, 12):
-        writing = session(name, Runner(base), prompt, truth)
-        writing.max_nodes = most
-        result = writing.run(prompt, LENGTH)
+        result = session(name, Runner(base), prompt, truth, max_nodes=most).run(prompt, LENGTH)
         assert result.tokens == truth
         assert max(step.fed_candidates + step.fed_scratch for step in result.steps) <= most
 

@@ -14,7 +14,7 @@ from inference.engine import session as session_module
 from inference.engine.base import load_base
 from inference.engine.runner import Runner, causal_tree_mask
 from inference.engine.sampling import Greedy, KeyedSampler
-from inference.engine.session import Session
+from inference.engine.session import Session, common_prefix
 from inference.evaluation.verify import alone
 
 DRAFTERS = ["none", "anpd", "prompt_lookup", "ctc", "ctc_deep", "adversarial", "oracle"]
@@ -206,6 +206,57 @@ def test_a_perfect_drafter_of_eight_tokens_gains_nine_a_step(base, oracle):
 def test_no_drafter_gains_one_token_a_step(base):
     result = Session(Runner(base), drafters.NoDrafter()).run(prompt_of(3), 10)
     assert [(step.emitted, step.fed_candidates) for step in result.steps] == [(1, 0)] * 10
+
+
+# ---- resuming a text
+
+
+class Rewinds(drafters.NoDrafter):
+    """Drafts nothing and notes where the text was cut."""
+
+    def begin(self, prompt):
+        self.lengths = []
+
+    def rewind(self, length):
+        self.lengths.append(length)
+
+
+@pytest.mark.parametrize("num_same", [1, 4, 9, 12])
+def test_a_resumed_text_keeps_the_cache_of_what_both_share_but_its_last_token(pseudo_runner, num_same):
+    runner, drafter = pseudo_runner(), Rewinds()
+    session = Session(runner, drafter)
+    text = [5, 6, 7, *session.run([5, 6, 7], 9).tokens]
+    other = [*text[:num_same], *([(text[num_same] + 1) % 12] if num_same < len(text) else []), 3]
+    assert common_prefix(text, other) == num_same
+    session.resume(other, num_same)
+    assert session.seq == other and runner.cached == min(num_same, len(text)) - 1
+    assert drafter.lengths == ([num_same] if num_same < len(text) else [])
+    written = [token for emitted, _ in session.steps(len(other) + 10) for token in emitted]
+    assert written == pseudo_runner().greedy(other, 10)
+
+
+def test_the_comparison_of_two_texts_starts_behind_what_is_known():
+    assert common_prefix([1, 2, 3], [9, 9, 3, 4], num_known=2) == 3
+    assert common_prefix([1, 2], [1, 2, 3]) == common_prefix([1, 2, 3], [1, 2]) == 2
+    assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
+
+
+def test_a_step_without_a_node_budget_of_its_own_has_that_of_the_session(pseudo_runner, oracle):
+    session = Session(pseudo_runner(), oracle([5, 6, *pseudo_runner().greedy([5, 6], 30)], length=4), max_nodes=3)
+    session.begin([5, 6])
+    budgets = [None, 0, 1, 8]
+    assert [session.step(32, max_nodes=budget)[1].fed_candidates for budget in budgets] == [3, 0, 1, 4]
+
+
+def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
+    session = Session(pseudo_runner(), Rewinds())
+    session.begin([5, 6])
+    steps = session.steps(20)
+    next(steps)
+    session.drafter.observe = lambda step: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert session.seq == []
 
 
 # ---- sampled

@@ -1,1 +1,1 @@
-"""What is said and asked: conversations, tokens, batches, benchmarks. Knows no model."""
+"""Conversations, chat templates, tokenised batches and benchmark questions. Loads no model."""

@@ -1,4 +1,4 @@
-"""Rows made into padded batches, and the order in which batches come."""
+"""Pads rows into batches and groups rows of similar length, in a reproducible order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from data.budget import TokenBudget
 if TYPE_CHECKING:
     from torch import Tensor
 
-BATCHES_PER_BUCKET = 50  # rows of this many batches are sorted by length together: little padding, much shuffling
+# Rows of this many batches are sorted by length together: few enough to shuffle well, enough to need little padding.
+BATCHES_PER_BUCKET = 50
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
-    """Pad rows on the right.
+    """Pad rows on the right and stack them.
+
+    Args:
+        rows: Rows of a tokenised data set or of a feature store.
+        pad_id: Token id to pad ``input_ids`` with.
 
     Returns:
-        input_ids (B, S) int64, loss_mask (B, S) bool, lengths (B,) int64; of rows from a feature store also labels
-        (B, S) int64, and states (B, S, ...) as they are stored, zero at the padding.
+        ``input_ids`` (B, S) int64, ``loss_mask`` (B, S) bool and ``lengths`` (B,) int64. Rows from a feature store add
+        ``labels`` (B, S) int64 and the hidden states (B, S, ...) in the dtype of the store, padded with zeros.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -39,22 +44,22 @@ def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
 
 
 class BucketSampler:
-    """Batches of rows of similar length, in an order that depends on seed and epoch only, shared out over the ranks.
+    """Batch sampler that groups rows of similar length and splits every batch over the ranks.
 
-    No row is dropped: the order is padded by wrapping to a multiple of the number of ranks, so that all have equally
-    many batches of equal size. All epochs have equally many: Lightning asks for their number once.
+    The order depends only on the seed and the epoch. No row is dropped: rows are repeated until every rank has the same
+    number of batches of the same size. Every epoch has the same number of batches, because Lightning asks only once.
 
     Args:
-        lengths: number of tokens of each row.
-        batch_size: rows a batch and rank at most.
-        seed: of the order.
-        rank: which share is ours.
-        world_size: number of ranks.
-        is_shuffled: False keeps one order for all epochs, the longest rows last.
-        max_tokens: tokens a batch and rank at most, padding among them; None for no such limit.
+        lengths: Number of tokens of each row.
+        batch_size: Largest number of rows per batch and rank.
+        seed: Seed of the shuffling.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        is_shuffled: If false, every epoch has the same order, with the longest rows last.
+        max_tokens: Largest number of tokens per batch and rank, padding included. None sets no limit.
 
     Raises:
-        ValueError: `batch_size` is below 1, or a row alone is longer than `max_tokens`.
+        ValueError: `batch_size` is below 1, or a single row is longer than `max_tokens`.
     """
 
     def __init__(
@@ -77,11 +82,11 @@ class BucketSampler:
         self.is_shuffled = is_shuffled
         self.budget = TokenBudget(lengths, batch_size, max_tokens, world_size) if max_tokens is not None else None
         self.epoch = 0
-        self.start = 0  # batches of the next epoch to skip: set when a run resumes in its middle
+        self.start = 0  # number of batches to skip at the next iteration, set when a run resumes inside an epoch
         self.sampler = self  # Lightning calls set_epoch on `batch_sampler.sampler`, not on a batch sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration."""
+        """Set the epoch, which selects the order of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -94,13 +99,13 @@ class BucketSampler:
         yield from [batch[self.rank :: self.world_size] for batch in self._batches()[start:]]
 
     def padding_share(self) -> float:
-        """Share of the padding among all tokens of an epoch's batches, on all ranks."""
-        held = [batch[rank :: self.world_size] for batch in self._batches() for rank in range(self.world_size)]
-        sizes = [[self.lengths[row] for row in rows] for rows in held]
+        """Return the fraction of padding among the tokens of an epoch, over all ranks."""
+        per_rank = [batch[rank :: self.world_size] for batch in self._batches() for rank in range(self.world_size)]
+        sizes = [[self.lengths[row] for row in rows] for rows in per_rank]
         return 1 - sum(map(sum, sizes)) / sum(max(each) * len(each) for each in sizes)
 
     def _batches(self) -> list[list[int]]:
-        """Order the rows into batches of all ranks together: a rank takes every `world_size`-th row of each."""
+        """Return the batches of all ranks together; each rank takes every `world_size`-th row of a batch."""
         rng = random.Random(f"{self.seed} {self.epoch}" if self.is_shuffled else "")
         rows = list(range(len(self.lengths)))
         if self.is_shuffled:

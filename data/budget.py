@@ -1,4 +1,4 @@
-"""A token budget: rows of similar length cut into batches that hold no more padded tokens than a device takes."""
+"""Splits rows into batches that hold at most a given number of tokens, padding included."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-CLASSES_PER_OCTAVE = 12  # rows of one class differ in length by 6 % at most
+CLASSES_PER_OCTAVE = 12  # lengths within one class differ by at most 6 %
 
 
 class TokenBudget:
-    """Cuts any order of the rows into batches whose number and sizes are the same for every order.
+    """Splits rows into batches under a token budget. Every order of the rows gives batches of the same sizes.
 
-    Rows are put into classes of similar length, longest first, and keep their order within a class. A batch counts
-    all its rows as long as the longest row of its longest class; so whichever of them an order puts there, they fit.
+    Rows are sorted into classes of similar length, longest class first, and keep their given order within a class. When
+    the batch sizes are planned, each row counts as long as the longest row of the longest class in its batch, so the
+    batch fits no matter which rows of those classes end up in it.
 
     Args:
-        lengths: number of tokens of each row.
-        batch_size: rows a batch and rank at most.
-        max_tokens: tokens a batch and rank at most, padding among them.
-        world_size: number of ranks; each takes equally many rows of a batch.
+        lengths: Number of tokens of each row.
+        batch_size: Largest number of rows per batch and rank.
+        max_tokens: Largest number of tokens per batch and rank, padding included.
+        world_size: Number of ranks. Every rank takes the same number of rows of a batch.
 
     Raises:
-        ValueError: a row alone is longer than `max_tokens`.
+        ValueError: A single row is longer than `max_tokens`.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, max_tokens: int, world_size: int = 1) -> None:
@@ -37,20 +38,20 @@ class TokenBudget:
         for length, of_class in zip(lengths, self.classes, strict=True):
             longest[of_class] = max(length, longest.get(of_class, 1))
         rows = self._in_classes(range(len(lengths)))
-        self.sizes: list[int] = []  # rows of each batch, all ranks together
+        self.sizes: list[int] = []  # number of rows of each batch, over all ranks
         first = 0
         while first < len(rows):
-            most = min(batch_size, max_tokens // longest[self.classes[rows[first]]])
-            self.sizes.append(min(most * world_size, len(rows) - first))
+            rows_per_rank = min(batch_size, max_tokens // longest[self.classes[rows[first]]])
+            self.sizes.append(min(rows_per_rank * world_size, len(rows) - first))
             first += self.sizes[-1]
 
     def cut(self, rows: Sequence[int]) -> list[list[int]]:
-        """The batches of all ranks together, from an order of all rows; the longest rows come last."""
+        """Split an order of all rows into batches over all ranks, with the longest rows in the last batches."""
         rows = self._in_classes(rows)
         return [rows[first:end] for first, end in pairwise(accumulate(self.sizes, initial=0))][::-1]
 
     def _in_classes(self, rows: Sequence[int]) -> list[int]:
-        """Longest class first; the shortest rows come again until each rank has equally many."""
+        """Sort rows by class, longest first, and repeat the shortest until the ranks have equally many rows."""
         ordered = sorted(rows, key=self.classes.__getitem__, reverse=True)
-        again = [ordered[-1 - place % len(ordered)] for place in range(-len(ordered) % self.world_size)]
-        return sorted(ordered + again, key=self.classes.__getitem__, reverse=True)
+        repeated = [ordered[-1 - place % len(ordered)] for place in range(-len(ordered) % self.world_size)]
+        return sorted(ordered + repeated, key=self.classes.__getitem__, reverse=True)

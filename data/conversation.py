@@ -1,4 +1,4 @@
-"""A conversation, the chat templates that render it, and the loss mask that marks the assistant's tokens."""
+"""Parses conversations, renders them with a chat template and marks the assistant's tokens in a loss mask."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VICUNA_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 
-# Both follow FastChat's strings exactly: `{% generation %}` marks what the loss sees, the answer and its EOS.
+# Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
 TEMPLATES = {
     "vicuna_v1.1": (
         "{%- if messages[0]['role'] == 'system' -%}{%- set system = messages[0]['content'] -%}"
@@ -51,14 +51,14 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True)
-class DraftedTokens:
-    """A conversation as the very tokens that the base read and wrote: its text may not give them back.
+class RecordedTokens:
+    """The exact tokens of a conversation that the base answered itself; tokenising its text again may differ.
 
     Args:
-        input_ids: (S,) tokens; an answer that was cut short has no EOS.
-        loss_mask: (S,) 1 on the base's own tokens.
-        tokenizer: `tokenizer_hash` of the tokenizer they belong to.
-        template: `short_hash` of the text of the chat template they were rendered with.
+        input_ids: (S,) token ids. An answer that was cut at a length limit has no EOS.
+        loss_mask: (S,) 1 on the tokens that the base generated.
+        tokenizer: `tokenizer_hash` of the tokenizer that produced the ids.
+        template: `short_hash` of the text of the chat template that rendered the conversation.
     """
 
     input_ids: array
@@ -69,30 +69,42 @@ class DraftedTokens:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said, in turns: an optional system message, then user and assistant in alternation."""
+    """The messages of a conversation: an optional system message, then user and assistant turns in alternation.
+
+    Args:
+        id: Name of the conversation in its file.
+        messages: (role, text) pairs; a role is "system", "user" or "assistant".
+        recorded: The tokens of the conversation, if the record holds them. They are used instead of the messages.
+    """
 
     id: str
-    messages: tuple[tuple[str, str], ...]  # (role, text); the roles are "system", "user", "assistant"
-    written: DraftedTokens | None = None  # taken as it is, in place of the messages
+    messages: tuple[tuple[str, str], ...]
+    recorded: RecordedTokens | None = None
 
     def as_dicts(self) -> list[dict[str, str]]:
-        """Return the messages in the form that chat templates read."""
+        """Return the messages as the dicts that chat templates read."""
         return [{"role": role, "content": text} for role, text in self.messages]
 
 
 def parse(record: object, index: int, needs_answers: bool = True) -> Conversation:
-    """Read one record of ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
+    """Parse a record in ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
-    A single exchange may also stand as `question`, `answer` (GSM8K) or `instruction`, `input`, `output` (Alpaca; also
-    `response` for `output`), several as `history` of `user` and `bot` (MT-Bench-101).
-    Assistant turns before the first user turn are dropped, as FastChat does. Broken records raise `ValueError`.
-    What `drafters regenerate` wrote carries its tokens: `input_ids`, `loss_mask`, `tokenizer`, `template`.
-    A key without a value (null, as parquet fills what a row lacks) counts as missing.
+    A single exchange may also be given as `question` and `answer` (GSM8K) or as `instruction`, `input` and `output`
+    (Alpaca; `response` is read like `output`), and several as a `history` of `user` and `bot` (MT-Bench-101). Records
+    written by `drafters regenerate` also hold their tokens: `input_ids`, `loss_mask`, `tokenizer` and `template`.
+
+    Assistant turns before the first user turn are dropped, as in FastChat. A key whose value is null counts as missing,
+    because parquet fills missing columns with null.
 
     Args:
-        record: the decoded JSON object; in its place, or a turn's, may stand the ValueError that says why it is not.
-        index: place of the record in its file, the id where the record has none.
-        needs_answers: False where only the user's turns are wanted: the answers may be empty, or missing.
+        record: The decoded JSON object. In place of the record, or of a turn in it, there may be a ValueError that says
+            why it could not be read; it is raised.
+        index: Position of the record in its file, used as the id of a record that has none.
+        needs_answers: Whether the assistant's turns must be present and not empty. Pass false where only the user's
+            turns are read.
+
+    Raises:
+        ValueError: The record is not a valid conversation.
     """
     record = _object(record, "not a JSON object")
     turns = next((record[name] for name in ("conversations", "conversation", "messages") if record.get(name)), None)
@@ -110,15 +122,15 @@ def parse(record: object, index: int, needs_answers: bool = True) -> Conversatio
         raise ValueError("user and assistant do not alternate")
     if needs_answers and any(role == "assistant" and not text.strip() for role, text in messages):
         raise ValueError("an assistant turn is empty")
-    written = _written(record) if needs_answers and "input_ids" in record else None
+    recorded = _recorded_tokens(record) if needs_answers and "input_ids" in record else None
     name = record.get("id")
     return Conversation(
-        _valid(str(name), "its id") if isinstance(name, str | int) else str(index), (*system, *messages), written
+        _valid(str(name), "its id") if isinstance(name, str | int) else str(index), (*system, *messages), recorded
     )
 
 
 def _object(value: object, problem: str) -> dict:
-    """A JSON object without the keys that have no value."""
+    """Return a JSON object without the keys whose value is null."""
     if isinstance(value, ValueError):
         raise value
     if not isinstance(value, dict):
@@ -134,34 +146,34 @@ def _valid(text: str, what: str) -> str:
     return text
 
 
-def _written(record: dict) -> DraftedTokens:
-    ids, mask, *names = (record.get(key) for key in ("input_ids", "loss_mask", "tokenizer", "template"))
-    if not all(isinstance(name, str) for name in names):
+def _recorded_tokens(record: dict) -> RecordedTokens:
+    tokenizer, template = record.get("tokenizer"), record.get("template")
+    if not isinstance(tokenizer, str) or not isinstance(template, str):
         raise ValueError("input_ids without the tokenizer and template they belong to")
     try:
-        written = DraftedTokens(array("i", ids), array("b", mask), *names)
-    except (TypeError, OverflowError) as error:
+        ids, mask = array("i", record["input_ids"]), array("b", record["loss_mask"])
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError("input_ids or loss_mask is not a list of whole numbers") from error
-    if not written.input_ids or min(written.input_ids) < 0 or not set(written.loss_mask) <= {0, 1}:
-        raise ValueError("input_ids holds no or negative tokens, or loss_mask another number than 0 and 1")
-    if len(written.input_ids) != len(written.loss_mask):
+    if not ids or min(ids) < 0 or not set(mask) <= {0, 1}:
+        raise ValueError("input_ids is empty or holds a negative token, or loss_mask holds a number other than 0 and 1")
+    if len(ids) != len(mask):
         raise ValueError("input_ids and loss_mask differ in length")
-    return written
+    return RecordedTokens(ids, mask, tokenizer, template)
 
 
 def _exchange(record: dict) -> list[dict] | None:
     if "question" in record and "answer" in record:
-        asked, given = record["question"], record["answer"]
-    elif "instruction" in record and (answer := next((key for key in ("output", "response") if key in record), "")):
+        question, answer = record["question"], record["answer"]
+    elif "instruction" in record and (key := next((key for key in ("output", "response") if key in record), "")):
         parts = [record["instruction"], record.get("input")]
-        asked, given = "\n\n".join(part for part in parts if isinstance(part, str) and part), record[answer]
+        question, answer = "\n\n".join(part for part in parts if isinstance(part, str) and part), record[key]
     elif isinstance(record.get("history"), list):
         pairs = [_object(pair, "a turn is not a JSON object") for pair in record["history"]]
         sides = ("user", "user"), ("assistant", "bot")
         return [{"role": role, "content": pair.get(key)} for pair in pairs for role, key in sides]
     else:
         return None
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _message(turn: object) -> tuple[str, str]:
@@ -175,7 +187,15 @@ def _message(turn: object) -> tuple[str, str]:
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a chat template: one of `TEMPLATES`, or `tokenizer` for the tokenizer's own."""
+    """Return the text of a chat template.
+
+    Args:
+        name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template.
+        tokenizer: Tokenizer of the base.
+
+    Raises:
+        ValueError: There is no such template.
+    """
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name != "tokenizer":
@@ -188,17 +208,22 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 def encode(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """Render a conversation as token ids and its loss mask, both (S,): 1 on the assistant's tokens and their EOS.
+    """Return the token ids of a conversation and its loss mask, both (S,).
+
+    The mask is 1 on the assistant's tokens and on the EOS after each answer.
 
     Args:
-        conversation: what was said.
-        tokenizer: of the base.
-        template: name of the chat template, see `resolve_template`.
-        max_length: longest S; what is beyond is cut off.
+        conversation: The conversation to encode.
+        tokenizer: Tokenizer of the base.
+        template: Name of the chat template, see `resolve_template`.
+        max_length: Tokens after this many are cut off. None keeps all.
+
+    Raises:
+        ValueError: The template refuses the conversation, or recorded tokens belong to another tokenizer or template.
     """
     text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
-    if conversation.written:
-        return _as_written(conversation.written, tokenizer, text, max_length)
+    if conversation.recorded:
+        return _encode_recorded(conversation.recorded, tokenizer, text, max_length)
     if "{% generation" in text or "{%- generation" in text:
         ids, mask = _render(messages, tokenizer, text, return_assistant_tokens_mask=True)
     else:
@@ -206,59 +231,68 @@ def encode(
     return ids[:max_length], mask[:max_length]
 
 
-def _as_written(
-    written: DraftedTokens, tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
+def _encode_recorded(
+    recorded: RecordedTokens, tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
 ) -> tuple[list[int], list[int]]:
-    for name, ours, theirs in (
-        ("tokenizer", tokenizer_hash(tokenizer), written.tokenizer),
-        ("chat template", short_hash(text), written.template),
+    for name, expected, found in (
+        ("tokenizer", tokenizer_hash(tokenizer), recorded.tokenizer),
+        ("chat template", short_hash(text), recorded.template),
     ):
-        if ours != theirs:
+        if expected != found:
             raise ValueError(
-                f"its tokens were written with another {name}: take that one, or remove input_ids from the records"
+                f"its tokens were written with another {name}: use that one, or remove input_ids from the records"
             )
-    if max(written.input_ids) >= len(tokenizer):
+    if max(recorded.input_ids) >= len(tokenizer):
         raise ValueError("input_ids holds tokens that the tokenizer does not know")
-    return written.input_ids[:max_length].tolist(), written.loss_mask[:max_length].tolist()
+    return recorded.input_ids[:max_length].tolist(), recorded.loss_mask[:max_length].tolist()
 
 
 def encode_prompt(messages: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
-    """Render (role, text) messages that end with the user's, up to where the assistant's answer starts."""
+    """Return the token ids of a prompt: the messages and the start of the assistant's next turn.
+
+    Args:
+        messages: (role, text) pairs that end with a user message.
+        tokenizer: Tokenizer of the base.
+        template: Name of the chat template, see `resolve_template`.
+    """
     dicts = Conversation("prompt", tuple(messages)).as_dicts()
     return _render(dicts, tokenizer, resolve_template(template, tokenizer), add_generation_prompt=True)[0]
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Colour the tokens the loss sees in bold green, the others dim."""
+    """Decode tokens into a text that shows those inside the loss mask in bold green and the others dimmed."""
     from rich.text import Text
 
-    text, shown, end = Text(), "", 0
-    for seen, run in groupby(mask):
+    text, decoded, end = Text(), "", 0
+    for is_masked_in, run in groupby(mask):
         end += len(list(run))
         # Decoding from the start keeps the space that SentencePiece drops at the start of a text.
-        whole = tokenizer.decode(list(ids[:end]), clean_up_tokenization_spaces=False)
-        text.append(whole[len(shown) :], style="bold green" if seen else "dim")
-        shown = whole
+        longer = str(tokenizer.decode(list(ids[:end]), clean_up_tokenization_spaces=False))
+        text.append(longer[len(decoded) :], style="bold green" if is_masked_in else "dim")
+        decoded = longer
     return text
 
 
 def _render(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str, **options) -> tuple[list[int], list]:
-    """Apply a template. It writes BOS itself, so `apply_chat_template` rightly adds no special tokens."""
+    """Apply a template. The template writes BOS itself, so `apply_chat_template` must add no special tokens."""
     encoded = _apply(
         messages,
         tokenizer,
         text,
         return_dict=True,
-        tokenizer_kwargs={"verbose": False},  # a text beyond the tokenizer's length is cut by us, not an error
+        tokenizer_kwargs={
+            "verbose": False
+        },  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
         **options,
     )
     return list(encoded["input_ids"]), list(encoded.get("assistant_masks", []))
 
 
 def _mask_by_prefixes(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list]:
-    """Find each answer between the prompt before it and the same prompt with the answer added.
+    """Find each answer by rendering the conversation up to the answer, and again with the answer added.
 
-    Texts are compared, not ids: an answer that starts with a line break may share its first token with the prompt.
+    The rendered texts are compared rather than the ids, because an answer that starts with a line break may share its
+    first token with the prompt.
     """
     whole = _apply(messages, tokenizer, text, tokenize=False)
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -277,7 +311,7 @@ def _mask_by_prefixes(messages: list[dict], tokenizer: PreTrainedTokenizerBase, 
         answer = [place for place, end in enumerate(ends) if len(before) < end <= len(after)]
         eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
         for place in answer:
-            # What a template writes after the last EOS, as a line break, is not the assistant's.
+            # Anything the template writes after the last EOS, such as a line break, is not part of the answer.
             mask[place] = int(not eos or place <= eos[-1])
     return ids, mask
 

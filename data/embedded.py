@@ -1,6 +1,6 @@
-"""The corpus the project writes itself: ShareGPT-form conversations from seeded templates, and a tokenizer for them."""
+"""Generates the project's own corpus of ShareGPT conversations from seeded templates, and a tokenizer for it."""
 
-# ruff: noqa: E501 (a row of a table stays on its line)
+# ruff: noqa: E501 (rows of tables are not wrapped)
 from __future__ import annotations
 
 import random
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Turns = list[tuple[str, str]]  # (question, answer) pairs of one conversation
-HELD_OUT_SHARE = 12  # one first prompt in twelve is never trained on, whatever the seed: `questions` asks only those
+# One first prompt in twelve never occurs in `conversations`, whatever the seed; `questions` uses only those.
+HELD_OUT_SHARE = 12
 
 # fmt: off
 NAMES = [
@@ -27,7 +28,7 @@ GOODS = ["lamps", "chairs", "mugs", "scarves", "hats", "plates", "towels", "bask
 BOXES = ["boxes", "bags", "baskets", "crates", "packets", "jars"]
 
 # question; steps of (sentence, calculation); summary; the sentence a follow-up changes; ranges of the numbers.
-# a, b, c, d are given numbers; x, y, z the results of the first, second and third step.
+# a, b, c and d are the given numbers; x, y and z are the results of the first, second and third step.
 STORIES = [
     ("{name} has {a} {boxes} with {b} {things} in each of them. {name} gives {c} {things} to {friend}. How many {things} "
      "are left?", [("First find how many {things} there are in the {a} {boxes}.", "{a} * {b}"),
@@ -179,7 +180,12 @@ REQUESTS = ["Write a Python function that returns {}.", "How do I write a functi
 
 
 def conversations(count: int, seed: int) -> list[dict]:
-    """Write `count` ShareGPT records; the same count and seed give the same records, and none has a held-out prompt."""
+    """Generate ShareGPT records, none of which starts with a held-out prompt.
+
+    Args:
+        count: Number of records.
+        seed: Seed of the random choices. The same count and seed give the same records.
+    """
     rng = random.Random(f"conversations {seed}")
     records = []
     for n in range(count):
@@ -193,25 +199,35 @@ def conversations(count: int, seed: int) -> list[dict]:
 
 
 def questions(count: int = 40, seed: int = 2024) -> list[dict]:
-    """Write `count` two-turn questions in MT-Bench form; no first turn occurs in `conversations`, whatever its seed."""
+    """Generate two-turn questions in MT-Bench form whose first turns never occur in `conversations`, whatever its seed.
+
+    Args:
+        count: Number of questions.
+        seed: Seed of the random choices.
+
+    Raises:
+        ValueError: The templates do not give so many different questions.
+    """
     rng = random.Random(f"questions {seed}")
     rows: list[dict] = []
-    asked = set()
+    first_turns = set()
     for _ in range(4 * count + 200):
         if len(rows) == count:
             break
         category = list(KINDS)[len(rows) % len(KINDS)]
         turns = [question for question, _ in _draw(rng, category, held_out=True)[:2]]
-        if turns[0] not in asked:
-            asked.add(turns[0])
+        if turns[0] not in first_turns:
+            first_turns.add(turns[0])
             rows.append({"question_id": len(rows) + 1, "category": category, "turns": turns})
     if len(rows) < count:
-        raise ValueError(f"the templates hold no {count} different held-out questions; ask for about {len(rows)}")
+        raise ValueError(
+            f"the templates give only {len(rows)} different held-out questions, not {count}; ask for fewer"
+        )
     return rows
 
 
 def texts(records: Iterable[dict]) -> Iterator[str]:
-    """Iterate over the turns as the Vicuna template shows them, with its system sentence, so that both get short tokens."""
+    """Iterate over the turns with the words of the Vicuna template around them, so that these get short tokens too."""
     from data.conversation import VICUNA_SYSTEM
 
     for record in records:
@@ -224,8 +240,8 @@ def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedToken
     """Train a byte-level BPE tokenizer with the special tokens of LLaMA and the Vicuna template.
 
     Args:
-        records: ShareGPT records.
-        vocab_size: number of tokens, at least 259 (256 bytes and three special tokens).
+        records: ShareGPT records to train on.
+        vocab_size: Number of tokens, at least 259 (256 bytes and three special tokens).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -257,7 +273,7 @@ def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedToken
 
 
 def _draw(rng: random.Random, kind: str, held_out: bool) -> Turns:
-    """Draw three turns of a kind whose first prompt is, or is not, one of those held out for `questions`."""
+    """Draw three turns of a kind until the first prompt is, or is not, held out for `questions`."""
     while True:
         turns = KINDS[kind](rng)
         if (crc32(turns[0][0].encode()) % HELD_OUT_SHARE == 0) == held_out:
@@ -265,11 +281,11 @@ def _draw(rng: random.Random, kind: str, held_out: bool) -> Turns:
 
 
 def _solve(story: tuple, values: dict) -> tuple[list[tuple[str, str, int]], dict] | None:
-    """Work the steps of a story, or None where a result is not a positive whole number."""
+    """Compute the steps of a story; return None if a result is not a positive integer."""
     values, steps = dict(values), []
     for result, (sentence, calculation) in zip("xyz", story[1], strict=False):
         expression = calculation.format(**values)
-        value = eval(expression)  # of our own table: digits and operators only
+        value = eval(expression)  # safe: digits and operators from the table above
         if value != int(value) or value <= 0:
             return None
         values[result] = int(value)
@@ -289,12 +305,15 @@ def _arithmetic(rng: random.Random) -> Turns:
     solved, others = None, []
     while not (solved and others):
         name, friend = rng.sample(NAMES, 2)
-        given = {"name": name, "friend": friend, "things": rng.choice(THINGS), "goods": rng.choice(GOODS)}
-        given |= {"boxes": rng.choice(BOXES)} | {n: rng.randint(*r) for n, r in zip("abcd", ranges, strict=False)}
+        words = {"name": name, "friend": friend, "things": rng.choice(THINGS), "goods": rng.choice(GOODS)}
+        given: dict[str, str | int] = {**words, "boxes": rng.choice(BOXES)}
+        given |= {n: rng.randint(*r) for n, r in zip("abcd", ranges, strict=False)}
         solved = _solve(story, given)
         others = [n for n in range(low, high + 1) if n != given[changed] and _solve(story, {**given, changed: n})]
     steps, values = solved
-    new_steps, new_values = _solve(story, {**given, changed: rng.choice(others)})
+    other_solution = _solve(story, {**given, changed: rng.choice(others)})
+    assert other_solution is not None, "every entry of `others` has a solution"
+    new_steps, new_values = other_solution
     change = change.format(**new_values)
     old, factor = steps[-1][2], rng.randint(2, 5)
     first = (rng.choice(ASKS).format(story[0].format(**values)), _worked(rng.choice(OPENINGS), story, steps, values))
@@ -475,7 +494,7 @@ def _code(rng: random.Random) -> Turns:
 
     def value(argument: object) -> object:
         scope: dict[str, Any] = {}
-        exec(source(name, f"{parameter})"), scope)  # our own table above
+        exec(source(name, f"{parameter})"), scope)  # safe: code from the table above
         return scope[name](argument)
 
     one = two = example()

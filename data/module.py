@@ -1,11 +1,11 @@
-"""The LightningDataModule: conversations in files become batches for training and validation."""
+"""The LightningDataModule that turns files of conversations into batches for training and validation."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -22,23 +22,27 @@ if TYPE_CHECKING:
 
     from data.conversation import Conversation
 
+Loader = TypeVar("Loader", bound=DataLoader)
+
 
 class ResumableLoader(DataLoader):
-    """A DataLoader that continues in the middle of an epoch.
+    """A DataLoader that can continue in the middle of an epoch.
 
-    Its state is the trainer's own counters: what was prefetched does not count, and every rank has the same state.
+    Its state comes from the trainer's counters, so that prefetched batches do not count and all ranks agree.
     """
 
-    trainer: L.Trainer | None = None
+    batch_sampler: BucketSampler
+    trainer: L.Trainer
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of its batches that were trained on; after the last, the next epoch and 0."""
-        batch, epoch = self.trainer.fit_loop.epoch_loop.batch_progress.current, self.batch_sampler.epoch
+        """Return the epoch and how many of its batches were trained on; after the last batch, the next epoch and 0."""
+        batch: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        epoch = self.batch_sampler.epoch
         is_over = batch.processed == batch.ready >= self.trainer.num_training_batches
         return {"epoch": epoch + 1, "batch": 0} if is_over else {"epoch": epoch, "batch": batch.processed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Skip the batches that were trained on, the next time an iteration starts."""
+        """Skip the batches that were trained on when the next iteration starts."""
         self.batch_sampler.set_epoch(state["epoch"])
         self.batch_sampler.start = state["batch"] % len(self.batch_sampler)
 
@@ -46,23 +50,25 @@ class ResumableLoader(DataLoader):
 class ShareGPTData(L.LightningDataModule):
     """Conversations in ShareGPT form, tokenised once, in batches of similar length.
 
+    The arguments are the keys below `data` in a config.
+
     Args:
-        tokenizer: folder or hub id of the base's tokenizer; on the command line the model's base by default.
-        files: conversations: .json or .jsonl (also .gz) or .parquet files, `hub:OWNER/NAME[[:CONFIG]:SPLIT]` or
-            `hub:OWNER/NAME/FILE` of the Hugging Face hub, or `embedded[:COUNT[:SEED]]` for the project's own corpus.
-        val_files: files for validation; without them `val_size` conversations of `files` are held out.
-        val_size: conversations held out of `files` where there are no `val_files`; 0 for none.
-        template: chat template, `tokenizer` for the tokenizer's own, or `vicuna_v1.1`, `llama2_chat`.
-        max_length: longest conversation in tokens; what is beyond is cut off.
-        batch_size: conversations a batch and device at most.
-        seed: of the held-out choice and of the order of the batches.
-        num_workers: processes that read ahead.
-        limit: read at most this many conversations.
-        cache_dir: folder of the tokenised data, by default $DRAFTERS_CACHE or ~/.cache/drafters.
-        features: folder that `drafters features` wrote from these files: training reads the base's hidden states and
-            labels there in place of running it; validation runs the base as ever.
-        max_tokens: tokens a batch and device at most, padding among them: many short conversations or a few long ones;
-            without it every batch has `batch_size` conversations.
+        tokenizer: Folder or hub id of the tokenizer. On the command line the default is the model's base.
+        files: Conversations: .json or .jsonl (also .gz) or .parquet files, `hub:OWNER/NAME[[:CONFIG]:SPLIT]` or
+            `hub:OWNER/NAME/FILE` on the Hugging Face hub, or `embedded[:COUNT[:SEED]]` for the project's own corpus.
+        val_files: Files of conversations for validation. By default `val_size` conversations of `files` are held out.
+        val_size: Number of conversations of `files` held out for validation if `val_files` is not given; 0 for none.
+        template: Chat template: `tokenizer` for the tokenizer's own, `vicuna_v1.1` or `llama2_chat`.
+        max_length: Largest number of tokens per conversation; the rest is cut off.
+        batch_size: Largest number of conversations per batch and device.
+        seed: Seed of the choice of held-out conversations and of the order of the batches.
+        num_workers: Number of worker processes that load batches ahead; 0 loads them in the main process.
+        limit: Largest number of conversations to read. By default all are read.
+        cache_dir: Folder for the tokenised conversations. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
+        features: Folder of a feature store that `drafters features` wrote from the same files. Training then reads the
+            base's hidden states and labels from it instead of running the base; validation still runs the base.
+        max_tokens: Largest number of tokens per batch and device, padding included, so that a batch holds many short
+            conversations or a few long ones. By default only `batch_size` limits a batch.
     """
 
     def __init__(
@@ -88,99 +94,105 @@ class ShareGPTData(L.LightningDataModule):
         self.val_set: Dataset | None = None
 
     def prepare_data(self) -> None:
-        """Fill the cache, on one process of each machine."""
+        """Tokenise the conversations into the cache, in one process per machine."""
         self._load()
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the tokenised data, and for training see that the feature store fits it."""
+        """Load the tokenised conversations and, for training, check that the feature store matches them."""
         self._load()
-        if self.hparams.features and stage in (None, "fit") and self.store is None:
+        if self.hparams["features"] and stage in (None, "fit") and self.store is None:
             self.store, self._places = self._open_store()
 
     def _load(self) -> None:
         if self.train_set is not None:
             return
-        args = self.hparams
-        if not args.tokenizer or not args.files:
+        options = self.hparams
+        if not options["tokenizer"] or not options["files"]:
             raise ValueError("nothing to train on: give data.tokenizer (a base's folder or hub id) and data.files")
-        self.tokenizer_object = load_tokenizer(args.tokenizer)
+        self.tokenizer_object = load_tokenizer(options["tokenizer"])
         pad_ids = (self.tokenizer_object.pad_token_id, self.tokenizer_object.eos_token_id, 0)
         self.pad_id = next(token for token in pad_ids if token is not None)
-        train, dropped = load(args.files, args.limit)
+        train, dropped = load(options["files"], options["limit"])
         val: list[Conversation] = []
         if dropped.total:
             rank_zero_info(str(dropped))
-        if args.val_files:
-            val, dropped = load(args.val_files, args.limit)
+        if options["val_files"]:
+            val, dropped = load(options["val_files"], options["limit"])
             if dropped.total:
                 rank_zero_info(f"validation: {dropped}")
         else:
-            train, val = split(train, args.val_size, args.seed)
+            train, val = split(train, options["val_size"], options["seed"])
         self.val_set = self._tokenise("validation", val) if val else None
         self.train_set = self._tokenise("training", train)
 
     def _open_store(self) -> tuple[FeatureStore, list[tuple[int, int, int]]]:
-        args, tokenizer = self.hparams, self.tokenizer_object
-        store = FeatureStore(args.features)
-        template = short_hash(resolve_template(args.template, tokenizer))
-        store.check(tokenizer_hash(tokenizer), template, args.template, args.max_length)
+        options, tokenizer = self.hparams, self.tokenizer_object
+        store = FeatureStore(options["features"])
+        template = short_hash(resolve_template(options["template"], tokenizer))
+        store.check(tokenizer_hash(tokenizer), template, options["template"], options["max_length"])
         places = store.find(self.train_set)
-        rank_zero_info(f"training: hidden states of {len(places):,} conversations come from {store.folder}")
+        rank_zero_info(f"training: the hidden states of {len(places):,} conversations come from {store.folder}")
         return store, places
 
     def _tokenise(self, name: str, conversations: list[Conversation]) -> Dataset:
-        args = self.hparams
-        rows = tokenise(conversations, self.tokenizer_object, args.template, args.max_length, args.cache_dir)
-        empty = len(conversations) - len(rows)
+        options = self.hparams
+        template, max_length = options["template"], options["max_length"]
+        rows = tokenise(conversations, self.tokenizer_object, template, max_length, options["cache_dir"])
+        num_empty = len(conversations) - len(rows)
         note = (
-            f"; {empty} left out: refused by the template, or no assistant token within {args.max_length} tokens"
-            if empty
+            f"; {num_empty} left out: refused by the template, or no assistant token within {max_length} tokens"
+            if num_empty
             else ""
         )
         rank_zero_info(f"{name}: {Statistics.of(rows)}{note}")
         return rows
 
     def train_dataloader(self) -> ResumableLoader:
-        """Return batches in an order that depends on seed and epoch, and that a resumed run continues."""
-        loader = self._loader(self.train_set, is_shuffled=True)
-        loader.trainer = self.trainer
+        """Return training batches in an order that depends on the seed and the epoch; a resumed run continues it."""
+        loader = self._loader(ResumableLoader, self.train_set, is_shuffled=True)
+        if self.trainer is not None:
+            loader.trainer = self.trainer
         rank_zero_info(f"training: {planned(loader.batch_sampler, self.trainer)}")
         return loader
 
     def val_dataloader(self) -> DataLoader | list:
-        """Return the held-out conversations, in one order."""
-        return self._loader(self.val_set, is_shuffled=False) if self.val_set is not None else []
+        """Return the held-out conversations, always in the same order."""
+        return self._loader(DataLoader, self.val_set, is_shuffled=False) if self.val_set is not None else []
 
     def test_dataloader(self) -> DataLoader | list:
-        """Return the held-out conversations: there is no other set."""
+        """Return the validation batches; there is no separate test set."""
         return self.val_dataloader()
 
-    def _loader(self, rows: Dataset, is_shuffled: bool) -> ResumableLoader:
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        if world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError(
-                "the batches are shared out over the ranks already; set trainer.use_distributed_sampler: false"
-            )
-        is_stored = self.store is not None and rows is self.train_set
+    def _loader(self, loader_class: type[Loader], rows: Dataset, is_shuffled: bool) -> Loader:
+        rank, world_size = 0, 1
+        if self.trainer is not None:
+            rank, world_size = self.trainer.global_rank, self.trainer.world_size
+            if world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
+                raise ValueError(
+                    "the batches are already split over the ranks; set trainer.use_distributed_sampler: false"
+                )
         source = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
-        return (ResumableLoader if is_shuffled else DataLoader)(
-            StoredRows(self.store, self._places) if is_stored else source,
+        if self.store is not None and rows is self.train_set:
+            source = StoredRows(self.store, self._places)
+        options = self.hparams
+        return loader_class(
+            source,
             batch_sampler=BucketSampler(
                 lengths(rows),
-                self.hparams.batch_size,
-                self.hparams.seed,
+                options["batch_size"],
+                options["seed"],
                 rank,
                 world_size,
                 is_shuffled,
-                self.hparams.max_tokens,
+                options["max_tokens"],
             ),
             collate_fn=partial(collate, pad_id=self.pad_id),
-            num_workers=self.hparams.num_workers,
+            num_workers=options["num_workers"],
         )
 
 
 def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
-    """Say how many batches an epoch has, how much of them is padding, and how many steps the trainer will take."""
+    """Describe the number of batches per epoch, their share of padding, and the number of steps of the trainer."""
     text = f"{len(batches):,} batches an epoch and device, {batches.padding_share():.1%} of their tokens padding"
     if trainer is None:
         return text
@@ -193,7 +205,16 @@ def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
 
 
 def split(conversations: list[Conversation], val_size: int, seed: int) -> tuple[list[Conversation], list[Conversation]]:
-    """Hold out the last `val_size` conversations of a seeded shuffle; the order of the others is kept as it was."""
+    """Split conversations into a training and a validation set, both in their original order.
+
+    Args:
+        conversations: All conversations.
+        val_size: Number of conversations to hold out for validation.
+        seed: Seed of the random choice.
+
+    Raises:
+        ValueError: `val_size` leaves no conversation to train on.
+    """
     if val_size >= len(conversations):
         raise ValueError(
             f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on; "

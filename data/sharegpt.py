@@ -1,4 +1,4 @@
-"""Sources read into conversations, and conversations tokenised once into a cached Arrow table."""
+"""Loads conversations from files, and tokenises them once into a cached Arrow table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.conversation import Conversation, encode, parse, resolve_template
-from data.sources import records
+from data.sources import read_records
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,21 +26,27 @@ NUM_REASONS = 12
 
 @dataclass
 class Dropped:
-    """Broken records, or other things left out: how many for which reason, and where the first of them stand."""
+    """Counts records that were left out, by reason, and remembers where the first of them are.
+
+    Args:
+        counts: Number of records per reason.
+        examples: Place and reason of the first records.
+        what: What is counted, in the plural.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     what: str = "records"
 
     def add(self, reason: str, place: str) -> None:
-        """Count one record; the first `NUM_EXAMPLES` of each of the first reasons are remembered."""
+        """Count one record, and remember it if it is among the first `NUM_EXAMPLES` of its reason."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if self.counts[reason] <= NUM_EXAMPLES and len(self.examples) < NUM_EXAMPLES * NUM_REASONS:
             self.examples.append(f"{place}: {reason}")
 
     @property
     def total(self) -> int:
-        """Number of records dropped, for any reason."""
+        """Number of records left out, for any reason."""
         return sum(self.counts.values())
 
     def __str__(self) -> str:
@@ -55,7 +61,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Size of a tokenised set."""
+    """Size of a tokenised data set."""
 
     num_conversations: int
     num_tokens: int
@@ -65,12 +71,12 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: Dataset) -> Statistics:
-        """Count the tokens of the set that `tokenise` returned."""
+        """Count the tokens of a data set returned by `tokenise`."""
         import pyarrow.compute as pc
 
         masks, sizes = rows.with_format("arrow")[:]["loss_mask"], sorted(lengths(rows))
-        num_seen = pc.sum(pc.list_flatten(masks)).as_py()
-        return cls(len(rows), sum(sizes), num_seen, sizes[len(sizes) // 2], sizes[-1])
+        num_assistant_tokens = pc.sum(pc.list_flatten(masks)).as_py()
+        return cls(len(rows), sum(sizes), num_assistant_tokens, sizes[len(sizes) // 2], sizes[-1])
 
     def __str__(self) -> str:
         share = self.num_assistant_tokens / self.num_tokens
@@ -82,7 +88,7 @@ class Statistics:
 
 
 def lengths(rows: Dataset) -> list[int]:
-    """Return the number of tokens of each row, from the table's offsets: without reading the tokens."""
+    """Return the number of tokens of each row, computed from the table's offsets without reading the tokens."""
     import pyarrow.compute as pc
 
     return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
@@ -91,18 +97,21 @@ def lengths(rows: Dataset) -> list[int]:
 def load(
     files: Sequence[str], limit: int | None = None, needs_answers: bool = True
 ) -> tuple[list[Conversation], Dropped]:
-    """Read conversations; broken records are counted, broken files raise `ValueError`.
+    """Load conversations, and count the records that cannot be parsed.
 
     Args:
-        files: paths, `hub:OWNER/NAME` or `embedded`, see `data.sources.records`.
-        limit: read at most this many conversations in total.
-        needs_answers: False where only the user's turns are wanted, see `parse`.
+        files: Paths, `hub:OWNER/NAME` or `embedded`, see `data.sources.read_records`.
+        limit: Largest number of conversations to load in total. None loads all.
+        needs_answers: Whether the assistant's turns must be present, see `parse`.
+
+    Raises:
+        ValueError: A file cannot be read, or holds no usable conversation.
     """
     conversations: list[Conversation] = []
     dropped = Dropped()
     for file in files:
         read, last_reason = 0, "no records"
-        for number, (place, record) in enumerate(records(file), 1):
+        for number, (place, record) in enumerate(read_records(file), 1):
             if limit is not None and len(conversations) >= limit:
                 return conversations, dropped
             try:
@@ -126,16 +135,20 @@ def tokenise(
     max_length: int | None,
     cache_dir: str | None = None,
 ) -> Dataset:
-    """Encode conversations into the columns input_ids, loss_mask, id, once: a second call reads the cache.
+    """Encode conversations into a table with the columns ``input_ids``, ``loss_mask`` and ``id``.
 
-    Conversations without any assistant token within `max_length` are left out; so the number of rows may be smaller.
+    The table is cached on disk: a second call with the same arguments reads it from there. Conversations without an
+    assistant token within `max_length` are left out, so there may be fewer rows than conversations.
 
     Args:
-        conversations: what was said.
-        tokenizer: of the base.
-        template: name of the chat template.
-        max_length: longest row, in tokens.
-        cache_dir: folder of the cache, by default $DRAFTERS_CACHE or ~/.cache/drafters.
+        conversations: The conversations to encode.
+        tokenizer: Tokenizer of the base.
+        template: Name of the chat template, see `data.conversation.resolve_template`.
+        max_length: Largest number of tokens per row; the rest is cut off. None keeps all.
+        cache_dir: Folder of the cache. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
+
+    Raises:
+        ValueError: No conversation has an assistant token to train on.
     """
     from datasets import load_from_disk
 
@@ -149,16 +162,19 @@ def tokenise(
 def _key(
     conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
 ) -> str:
-    """Name what the rows depend on. `datasets` would hash code and pickles instead, and miss or repeat work."""
+    """Return the cache key: a hash of everything the rows depend on.
+
+    The fingerprints of `datasets` hash code and pickles instead, so they change without need or miss a change.
+    """
     digest = hashlib.sha256()
     special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     for part in (FORMAT_VERSION, tokenizer.backend_tokenizer.to_str(), special, text, max_length):
         digest.update(json.dumps(part).encode() + b"\n")
     for conversation in conversations:
         digest.update(json.dumps([conversation.id, conversation.messages]).encode() + b"\n")
-        if written := conversation.written:
-            digest.update(written.input_ids.tobytes() + written.loss_mask.tobytes())
-            digest.update(f"{written.tokenizer} {written.template}\n".encode())
+        if recorded := conversation.recorded:
+            digest.update(recorded.input_ids.tobytes() + recorded.loss_mask.tobytes())
+            digest.update(f"{recorded.tokenizer} {recorded.template}\n".encode())
     return f"tokens-{digest.hexdigest()[:24]}"
 
 
@@ -184,19 +200,19 @@ def _encode_all(
     if refused.total:
         logging.getLogger(__name__).warning("%s", refused)
     if not columns["id"] and refused.total == len(conversations):
-        raise ValueError(f"template {template!r} takes none of the conversations: {refused}")
+        raise ValueError(f"template {template!r} refuses every conversation: {refused}")
     if not columns["id"]:
         raise ValueError(
             f"the loss mask is zero everywhere: template {template!r} marks no assistant token within the first "
             f"{max_length} tokens of any of {len(conversations)} conversations; raise max_length, or choose another "
-            "template and look at it with `drafters show-mask`"
+            "template and check it with `drafters show-mask`"
         )
     features = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "id": Value("string")})
     return Dataset.from_dict(columns, features=features)
 
 
 def _write(rows: Dataset, folder: Path) -> None:
-    """Save under a temporary name, then rename: a reader sees a whole table or none, also when two processes write."""
+    """Save under a temporary name and rename, so that no reader sees half a table even if two processes write."""
     import datasets
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -211,5 +227,5 @@ def _write(rows: Dataset, folder: Path) -> None:
         try:
             os.rename(f"{temporary}/rows", folder)
         except OSError:
-            if not folder.is_dir():  # else another process was faster, and wrote the same rows
+            if not folder.is_dir():  # otherwise another process has written the same rows first
                 raise

@@ -1,4 +1,4 @@
-"""Records of conversations, one after another: from files of JSON, JSON lines and parquet, from the hub, or our own."""
+"""Reads records of conversations from JSON, JSON lines and parquet files, from the hub, or from the embedded corpus."""
 
 from __future__ import annotations
 
@@ -9,47 +9,50 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedIOBase
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from data.tokenizer import first_line
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Table
 
-MOST_BYTES = 1 << 24  # of one line: a longer one is no conversation, and is not held in memory
+MAX_LINE_BYTES = 1 << 24  # a longer line is not a conversation and is skipped without holding it in memory
 KINDS = ".json, .jsonl (also .gz) or .parquet"
 FORMS = (
     *(("conversations",), ("conversation",), ("messages",), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("history",)),
 )
-COLUMNS = {"id", "input", "input_ids", "loss_mask", "tokenizer", "template"}.union(*FORMS)  # those `parse` reads
-NUM_ROWS = 256  # of parquet or the hub that are held at a time
+COLUMNS = {"id", "input", "input_ids", "loss_mask", "tokenizer", "template"}.union(
+    *FORMS
+)  # the columns that `parse` reads
+ROWS_PER_READ = 256  # rows of a parquet file or of the hub that are held in memory at a time
 UNREADABLE = (OSError, EOFError, zlib.error)
 
 
-def records(source: str) -> Iterator[tuple[str, object]]:
-    """Yield each record with its place in the source, as `line 3`; a broken one is the ValueError that says why.
+def read_records(source: str) -> Iterator[tuple[str, object]]:
+    """Yield the place of each record, such as ``line 3``, and the record, or a ValueError that says why it is broken.
 
-    Of a .jsonl file one line is held at a time, of .parquet and the hub some rows, of .json the whole file.
+    A .jsonl file is read line by line, parquet files and the hub `ROWS_PER_READ` rows at a time, a .json file at once.
 
     Args:
-        source: path of a .json or .jsonl (also .gz) or .parquet file; `hub:OWNER/NAME[[:CONFIG]:SPLIT]` for a data set
-            of the Hugging Face hub, by default its split `train`; `hub:OWNER/NAME/FILE` for one file of it; or
-            `embedded[:COUNT[:SEED]]` for the project's own corpus. Without `hub:` nothing is looked for on the hub.
+        source: Path of a .json or .jsonl (also .gz) or .parquet file; `hub:OWNER/NAME[[:CONFIG]:SPLIT]` for a data set
+            on the Hugging Face hub, split `train` by default; `hub:OWNER/NAME/FILE` for one file of a data set; or
+            `embedded[:COUNT[:SEED]]` for the project's own corpus. The hub is used only for names with `hub:`.
 
     Raises:
-        ValueError: the source as a whole cannot be read.
+        ValueError: The source as a whole cannot be read.
     """
     if source.startswith("hub:"):
-        return _of_hub(source)
+        return _read_hub(source)
     if source.split(":")[0] == "embedded":
-        return _of_embedded(source)
-    return _of_file(source, _regular_file(source))
+        return _read_embedded(source)
+    return _read_file(source, _regular_file(source))
 
 
-def _of_embedded(source: str) -> Iterator[tuple[str, object]]:
+def _read_embedded(source: str) -> Iterator[tuple[str, object]]:
     from data import embedded
 
     numbers = source.split(":")[1:]
@@ -61,7 +64,7 @@ def _of_embedded(source: str) -> Iterator[tuple[str, object]]:
     return _numbered(embedded.conversations(size, seed))
 
 
-def _of_hub(source: str) -> Iterator[tuple[str, object]]:
+def _read_hub(source: str) -> Iterator[tuple[str, object]]:
     from datasets import load_dataset
     from huggingface_hub import hf_hub_download
 
@@ -78,13 +81,13 @@ def _of_hub(source: str) -> Iterator[tuple[str, object]]:
             rows = load_dataset(name, *config, split=split).with_format("arrow")
         else:
             path = Path(hf_hub_download(f"{owner}/{parts[0]}", "/".join(parts[1:]), repo_type="dataset"))
-    except Exception as error:  # no connection, no such set, file, config or split, no right to it: of many classes
+    except Exception as error:  # a missing connection, data set, file, split or permission each raises its own class
         raise ValueError(
-            f"{source}: cannot be had from the hub ({first_line(error)}); look at its name, go online, or give a file"
+            f"{source}: cannot be loaded from the hub ({first_line(error)}); check the name, go online, or give a file"
         ) from error
     if len(parts) > 1:
-        return _of_file(source, path)
-    return _of_tables(source, rows.column_names, lambda columns: rows.select_columns(columns).iter(NUM_ROWS))
+        return _read_file(source, path)
+    return _read_tables(source, rows.column_names, lambda columns: rows.select_columns(columns).iter(ROWS_PER_READ))
 
 
 def _regular_file(source: str) -> Path:
@@ -93,44 +96,44 @@ def _regular_file(source: str) -> Path:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         if os.path.islink(path):
-            raise ValueError(f"{source}: a link to {os.readlink(path)}, where no file is; mend the link") from error
+            raise ValueError(f"{source}: a broken link to {os.readlink(path)}; repair the link") from error
         hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
         raise ValueError(f"{source}: no such file; give the path of a {KINDS} file, or `embedded`{hub}") from error
     if stat.S_ISDIR(mode):
         raise ValueError(f"{source}: a folder; give the files in it, {KINDS}")
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{source}: not a regular file; write what it gives to a file first")
+        raise ValueError(f"{source}: not a regular file; copy its content to a file first")
     return path
 
 
-def _of_file(source: str, path: Path) -> Iterator[tuple[str, object]]:
+def _read_file(source: str, path: Path) -> Iterator[tuple[str, object]]:
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if kind == ".jsonl":
-        return _of_lines(source, path)
+        return _read_lines(source, path)
     if kind == ".json":
-        return _numbered(_listed(source, path))
+        return _numbered(_read_list(source, path))
     if path.suffix == ".parquet":
-        return _of_parquet(source, path)
+        return _read_parquet(source, path)
     raise ValueError(f"{source}: unknown kind of file; convert it to {KINDS}")
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open(path: Path) -> BufferedIOBase:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _of_lines(source: str, path: Path) -> Iterator[tuple[str, object]]:
+def _read_lines(source: str, path: Path) -> Iterator[tuple[str, object]]:
     number = 0
     try:
-        with _opened(path) as stream:
+        with _open(path) as stream:
             for number in count(1):
-                line = stream.readline(MOST_BYTES + 1)
+                line = stream.readline(MAX_LINE_BYTES + 1)
                 if not line:
                     break
-                is_long = len(line) > MOST_BYTES
-                while len(line) > MOST_BYTES and not line.endswith(b"\n"):
-                    line = stream.readline(MOST_BYTES + 1)
+                is_long = len(line) > MAX_LINE_BYTES
+                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    line = stream.readline(MAX_LINE_BYTES + 1)
                 if is_long:
-                    yield f"line {number}", ValueError(f"a line of more than {MOST_BYTES >> 20} MiB")
+                    yield f"line {number}", ValueError(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
                 elif line.strip():
                     yield f"line {number}", _decoded(line)
     except UNREADABLE as error:
@@ -152,9 +155,9 @@ def _decoded(line: bytes) -> object:
         return ValueError("invalid JSON (a number of thousands of digits)")  # Python reads at most 4300
 
 
-def _listed(source: str, path: Path) -> list[object]:
+def _read_list(source: str, path: Path) -> list[object]:
     try:
-        with _opened(path) as stream:
+        with _open(path) as stream:
             data = stream.read()
     except UNREADABLE as error:
         raise ValueError(f"{source}: cannot be read ({error}); fetch the file again") from error
@@ -184,30 +187,30 @@ def _listed(source: str, path: Path) -> list[object]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """A JSON object. Of two values of one key Python keeps the last: half of the record would be lost in silence."""
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    """Build a JSON object, or a ValueError if a key occurs twice: Python would silently keep the last value only."""
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
     keys = [key for key, _ in pairs]
-    return ValueError(f"the key {max(keys, key=keys.count)[:40]!r} stands twice in one object")
+    return ValueError(f"the key {max(keys, key=keys.count)[:40]!r} occurs twice in one object")
 
 
 JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _of_parquet(source: str, path: Path) -> Iterator[tuple[str, object]]:
+def _read_parquet(source: str, path: Path) -> Iterator[tuple[str, object]]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as file:
             names = file.schema_arrow.names
-            yield from _of_tables(source, names, lambda columns: file.iter_batches(NUM_ROWS, columns=columns))
+            yield from _read_tables(source, names, lambda columns: file.iter_batches(ROWS_PER_READ, columns=columns))
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{source}: cannot be read as parquet ({first_line(error)}); fetch the file again") from error
 
 
-def _of_tables(
+def _read_tables(
     source: str, names: list[str], read: Callable[[list[str]], Iterable[RecordBatch | Table]]
 ) -> Iterator[tuple[str, object]]:
     if not any(set(form) <= set(names) for form in FORMS):
@@ -224,5 +227,5 @@ def _row(table: RecordBatch | Table) -> object:
         return ValueError(f"not UTF-8 ({error.reason})")
 
 
-def _numbered(found: Iterable[object]) -> Iterator[tuple[str, object]]:
-    return ((f"record {number}", record) for number, record in enumerate(found, 1))
+def _numbered(records: Iterable[object]) -> Iterator[tuple[str, object]]:
+    return ((f"record {number}", record) for number, record in enumerate(records, 1))

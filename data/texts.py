@@ -1,4 +1,4 @@
-"""Documents read from text files and from records of JSON, as strings: for drafters that learn from plain text."""
+"""Reads documents from text, JSON and JSON lines files, for drafters that index plain text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`,
 
 
 def read_texts(files: Sequence[str]) -> Iterator[str]:
-    """The documents of files, one after another; empty ones are left out.
+    """Yield the documents of the files in order, skipping empty ones.
 
-    A record is one document if it has a field `text`; of a question and answer, an instruction and output, or a
-    conversation (ShareGPT or OpenAI form, or a `history` of `user` and `bot`) each part is one. Of any other file the
-    paragraphs are: blank lines separate them. So nothing but the longest record or paragraph is held, and of .json the
-    whole file.
+    A JSON record with a field ``text`` is one document. In any other record, each part is a document: the question and
+    the answer, the instruction, the input and the output, or each turn of a conversation (ShareGPT or OpenAI form, or a
+    ``history`` of ``user`` and ``bot``). In a text file the documents are the paragraphs, separated by blank lines.
+    Only one record or paragraph is held in memory at a time, except that .json files are read whole.
 
     Args:
-        files: .jsonl with a record a line, .json with a list of records, text of any other name; .gz is read as well.
+        files: .jsonl files with one record per line, .json files with a list of records, or text files under any other
+            name. Each may be compressed (.gz).
 
     Raises:
-        ValueError: A file is missing, not in UTF-8, or holds a record without any text; file and line are named.
+        ValueError: A file is missing, is not UTF-8, or holds a record without text. The message names the place.
     """
     for file, path in zip(files, text_paths(files), strict=True):
         kind = (path.with_suffix("") if path.suffix == ".gz" else path).suffix
@@ -32,10 +33,10 @@ def read_texts(files: Sequence[str]) -> Iterator[str]:
 
 
 def text_paths(files: Sequence[str]) -> list[Path]:
-    """Where the files are.
+    """Return the paths of the files.
 
     Raises:
-        ValueError: One is missing, or none is named.
+        ValueError: A file is missing, or no file is named.
     """
     paths = [Path(file).expanduser() for file in files]
     for file, path in zip(files, paths, strict=True):
@@ -47,7 +48,7 @@ def text_paths(files: Sequence[str]) -> list[Path]:
 
 
 def _lines(file: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Each line with its place."""
+    """Yield the place and the text of each line."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
         number = 0
         try:
@@ -60,14 +61,14 @@ def _lines(file: str, path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _paragraphs(file: str, path: Path) -> Iterator[str]:
-    held: list[str] = []
+    paragraph: list[str] = []
     for _, line in _lines(file, path):
         if line.strip():
-            held.append(line)
-        elif held:
-            yield "".join(held)
-            held = []
-    yield "".join(held)
+            paragraph.append(line)
+        elif paragraph:
+            yield "".join(paragraph)
+            paragraph = []
+    yield "".join(paragraph)
 
 
 def _lines_of_records(file: str, path: Path) -> Iterator[str]:
@@ -105,9 +106,10 @@ def _documents(place: str, record: object) -> Iterator[str]:
         if not names and isinstance(record.get("history"), list):
             pairs = [pair if isinstance(pair, dict) else {} for pair in record["history"]]
             parts = [pair.get(side) for pair in pairs for side in ("user", "bot")]
-    if not parts or not all(isinstance(part, str) for part in parts):
+    texts = [part for part in parts if isinstance(part, str)]
+    if not texts or len(texts) < len(parts):
         raise ValueError(f"{place}: no text; expected {EXPECTED}")
-    for part in parts:
+    for part in texts:
         if any("\ud800" <= character <= "\udfff" for character in part):
             raise ValueError(f"{place}: not valid Unicode (half of a surrogate pair); repair or remove it")
         yield part

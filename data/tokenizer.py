@@ -1,4 +1,4 @@
-"""The base's tokenizer, from a folder or the hub."""
+"""Loads the tokenizer of a base and identifies its vocabulary by a hash."""
 
 from __future__ import annotations
 
@@ -85,16 +85,17 @@ def _require_reachable(name: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, without the pages that libraries add."""
+    """Return the first line of an error message; libraries often add pages to it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short name of a vocabulary: equal for tokenizers that give every token the same id."""
+    """Return a short hash of the vocabulary, equal for tokenizers that assign the same id to every token."""
     return _vocabulary_hash(tokenizer, len(tokenizer))
 
 
-@lru_cache(maxsize=8)  # asked for once a conversation; a vocabulary only grows
+# Called once per conversation. The size tells one state of a vocabulary from another, since tokens are only ever added.
+@lru_cache(maxsize=8)
 def _vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
     return short_hash("\n".join(f"{index} {token}" for token, index in _by_index(tokenizer)))
 
@@ -104,5 +105,5 @@ def _by_index(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
 
 
 def short_hash(text: str) -> str:
-    """A short name of a text: the first 16 hexadecimal digits of its SHA-256."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,12 +1,23 @@
-"""Questions to measure with: the benchmarks of the papers, and the project's own."""
+"""The benchmark questions of the papers, and the project's own."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from data.benchmarks import arithmetic, dialogue, programs, summaries, translation
 from data.benchmarks.question import Benchmark, Checks, Question, Style
 from data.benchmarks.rows import Rows, file_rows, hub_rows, split_files
 
-__all__ = ["BENCHMARKS", "NAMES", "Checks", "Question", "check_selection", "find", "length_cap", "load"]
+__all__ = [
+    "BENCHMARKS",
+    "Checks",
+    "Question",
+    "benchmark_names",
+    "check_selection",
+    "find",
+    "length_cap",
+    "load",
+]
 
 BENCHMARKS: dict[str, Benchmark] = {
     **dialogue.BENCHMARKS,
@@ -38,48 +49,50 @@ def find(name: str) -> tuple[Benchmark, Style]:
 
 
 def length_cap(name: str) -> int:
-    """Return how many tokens the papers let an answer of this benchmark have.
+    """Return the largest number of new tokens per answer that the papers use for a benchmark.
 
-    HumanEval, MBPP 512, GSM8K 256, CNN/DM 128, WMT16 64 are Ouroboros's (section 4.1), MT-Bench 512 is that of the CTC
-    recordings, Spec-Bench 1024 its own; XSum goes like CNN/DM.
+    HumanEval and MBPP (512), GSM8K (256), CNN/DM (128) and WMT16 (64) follow section 4.1 of the Ouroboros paper,
+    MT-Bench (512) follows the answers released with CTC-drafter, and Spec-Bench (1024) its own evaluation. XSum uses
+    the value of CNN/DM.
     """
     return find(name)[0].max_new_tokens
 
 
 def load(name: str, questions: str | None = None, offset: int = 0, limit: int | None = None) -> list[Question]:
-    """Load questions from local files, from the hub, or (embedded) from the project itself.
+    """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
 
     Args:
-        name: One of `NAMES()`, with ``:STYLE`` for another prompt style than its first.
-        questions: A JSONL file (gzip or not) in the benchmark's own columns or the hub's. wmt16 also reads two text
-            files, ``GERMAN,ENGLISH``; a style with examples takes them from a second file, ``FILE,TRAIN_FILE``.
-        offset: Skip this many questions.
-        limit: Load at most this many.
+        name: One of `benchmark_names()`, with ``:STYLE`` appended for a prompt style other than the first.
+        questions: A JSONL file (also .gz) with the columns of the benchmark or of its copy on the hub. wmt16 also reads
+            two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
+            ``FILE,TRAIN_FILE``. By default the questions come from the hub.
+        offset: Number of questions to skip.
+        limit: Largest number of questions to load. By default all are loaded.
 
     Raises:
-        ValueError: The benchmark is unknown, out of reach or malformed, or no question is selected.
+        ValueError: The benchmark is unknown, cannot be reached or is malformed, or no question is selected.
     """
     benchmark, style = find(name)
     check_selection(offset, limit)
     files = split_files(questions) if questions is not None else []
-    num_asked = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
-    if len(files) > num_asked + bool(style.num_shots) or 0 < len(files) < num_asked:
+    num_question_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
+    if len(files) > num_question_files + bool(style.num_shots) or 0 < len(files) < num_question_files:
         raise ValueError(f"{questions}: {len(files)} files are too many or too few for {name}")
-    loaded = _read(name, benchmark, _asked_rows(name, benchmark, files[:num_asked]), benchmark.ids)
+    loaded = _read(name, benchmark, _question_rows(name, benchmark, files[:num_question_files]), benchmark.ids)
     chosen = loaded[offset:][:limit]
     if not chosen:
         raise ValueError(f"no question selected: {name} has {len(loaded)}, offset is {offset}, limit is {limit}")
-    shots = _shots(name, benchmark, style, files, num_asked) if style.num_shots else []
+    shots = _shots(name, benchmark, style, files, num_question_files) if style.num_shots else []
     return [style.put(question, shots) for question in chosen]
 
 
 def check_selection(offset: int, limit: int | None) -> None:
-    """Raise ValueError where there is no such selection of questions."""
+    """Raise ValueError if `offset` or `limit` is out of range."""
     if offset < 0 or (limit is not None and limit < 1):
         raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
 
 
-def _asked_rows(name: str, benchmark: Benchmark, files: list[str]) -> Rows:
+def _question_rows(name: str, benchmark: Benchmark, files: list[str]) -> Rows:
     if files:
         return file_rows(files, benchmark.parallel)
     if name.partition(":")[0] == "embedded":
@@ -91,20 +104,20 @@ def _asked_rows(name: str, benchmark: Benchmark, files: list[str]) -> Rows:
     return hub_rows(benchmark.hub, benchmark.hub.split, benchmark)
 
 
-def _shots(name: str, benchmark: Benchmark, style: Style, files: list[str], num_asked: int) -> list[Question]:
-    """The first questions of the part that examples come from."""
+def _shots(name: str, benchmark: Benchmark, style: Style, files: list[str], num_question_files: int) -> list[Question]:
+    """Return the questions that the style shows as examples, the first of the train split."""
     assert benchmark.hub is not None and benchmark.hub.shot_split is not None
-    if len(files) > num_asked:
-        rows = file_rows(files[num_asked:])
+    if len(files) > num_question_files:
+        rows = file_rows(files[num_question_files:])
     elif files and benchmark.shot_ids:
         rows = file_rows(files)
     elif files:
-        raise ValueError(f"{name} shows examples of the train part: pass --questions {files[0]},TRAIN_FILE")
+        raise ValueError(f"{name} shows examples of the train split: pass --questions {files[0]},TRAIN_FILE")
     else:
         rows = hub_rows(benchmark.hub, f"{benchmark.hub.shot_split}[:{style.num_shots}]", benchmark)
     shots = _read(name, benchmark, rows, benchmark.shot_ids)[: style.num_shots]
     if len(shots) < style.num_shots:
-        raise ValueError(f"{name} shows {style.num_shots} examples, but {len(shots)} were found in the files given")
+        raise ValueError(f"{name} shows {style.num_shots} examples, but the files hold only {len(shots)}")
     return shots
 
 
@@ -112,6 +125,8 @@ def _read(name: str, benchmark: Benchmark, rows: Rows, ids: range | None) -> lis
     loaded = []
     for index, (place, row) in enumerate(rows):
         try:
+            if not isinstance(row, Mapping):
+                raise TypeError("not a JSON object")
             question = benchmark.read(row, index)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(

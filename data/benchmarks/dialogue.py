@@ -1,4 +1,4 @@
-"""MT-Bench (two turns, eight categories), Spec-Bench (six tasks) and the questions the project writes itself."""
+"""MT-Bench (two turns, eight categories), Spec-Bench (six tasks) and the project's own questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MT_BENCH_CATEGORIES = (
 
 
 def read_turns(row: Mapping, index: int) -> Question:
-    """Read MT-Bench's own form, or that of its copy on the hub (prompt_id, category, prompt)."""
+    """Read a row of MT-Bench (question_id, category, turns) or of its copy on the hub (prompt_id, category, prompt)."""
     turns = row["turns"] if "turns" in row else row["prompt"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise ValueError("turns is not a list of texts")
@@ -22,14 +22,14 @@ def read_turns(row: Mapping, index: int) -> Question:
 
 
 def read_spec_bench(row: Mapping, index: int) -> Question:
-    """Read Spec-Bench: its 80 questions of MT-Bench count as one task, ``mt_bench``, beside the five others."""
+    """Read a row of Spec-Bench. Its 80 questions from MT-Bench form one task, ``mt_bench``, beside five others."""
     question = read_turns(row, index)
     category = "mt_bench" if question.category in MT_BENCH_CATEGORIES else question.category
     return Question(question.question_id, category, question.turns, question.reference)
 
 
 def _flat(reference: object) -> list[str]:
-    """The texts of a reference: Spec-Bench has single ones, lists, and lists in lists."""
+    """Flatten a reference: Spec-Bench has single texts, lists of texts and nested lists."""
     if isinstance(reference, list):
         return [text for part in reference for text in _flat(part)]
     return [str(reference)]
@@ -37,7 +37,7 @@ def _flat(reference: object) -> list[str]:
 
 FIELDS = "question_id, category, turns"
 BENCHMARKS = {
-    # The cap of the CTC-drafter baseline recordings; Spec-Bench's own is 1024.
+    # 512 is the limit of the baseline answers released with CTC-drafter; Spec-Bench's own limit is 1024.
     "mt_bench": Benchmark(
         Hub("HuggingFaceH4/mt_bench_prompts", None, "train"),
         "question.jsonl of lm-sys/FastChat",
@@ -48,5 +48,5 @@ BENCHMARKS = {
     "spec_bench": Benchmark(
         None, "data/spec_bench/question.jsonl of hemingkx/Spec-Bench", FIELDS, read_spec_bench, max_new_tokens=1024
     ),
-    "embedded": Benchmark(None, "nothing: the project writes it", FIELDS, read_turns, max_new_tokens=256),
+    "embedded": Benchmark(None, "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),
 }

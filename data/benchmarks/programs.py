@@ -1,4 +1,4 @@
-"""HumanEval and MBPP: Python functions, judged by running tests."""
+"""HumanEval and MBPP: Python functions to write, judged by running their tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from data.benchmarks.question import Benchmark, Checks, Hub, Question, Style, text
 
-# Where a completion of a function ends: Codex's five stops (Chen et al. 2021).
+# The stop sequences that Codex uses for HumanEval (Chen et al. 2021).
 FUNCTION_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(")
 OUROBOROS_INSTRUCTION = (
     "Please complete the following Python code without providing any additional tasks such as testing or explanations\n"
@@ -14,7 +14,7 @@ OUROBOROS_INSTRUCTION = (
 
 
 def read_humaneval(row: Mapping, index: int) -> Question:
-    """Read HumanEval: task_id, prompt, entry_point, canonical_solution, test."""
+    """Read a row of HumanEval: task_id, prompt, entry_point, canonical_solution, test."""
     prompt, entry_point = text(row, "prompt"), text(row, "entry_point")
     checks = Checks(prompt, entry_point, f"{text(row, 'test')}\ncheck({entry_point})\n")
     number = int(text(row, "task_id").removeprefix("HumanEval/"))
@@ -22,7 +22,7 @@ def read_humaneval(row: Mapping, index: int) -> Question:
 
 
 def read_mbpp(row: Mapping, index: int) -> Question:
-    """Read MBPP: task_id, text (prompt in the sanitized form), code, test_list, perhaps test_setup_code."""
+    """Read a row of MBPP: task_id, text (prompt in the sanitized form), code, test_list, optional test_setup_code."""
     tests = row["test_list"]
     if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
         raise ValueError("test_list is not a list of texts")
@@ -43,7 +43,7 @@ def write(question: Question, shots: Sequence[Question]) -> str:
 
 
 def after_shots(question: Question, shots: Sequence[Question]) -> str:
-    """Ask in the form of the MBPP paper (Austin et al. 2021), after examples of its prompt part."""
+    """Build the few-shot prompt of the MBPP paper (Austin et al. 2021), with examples of its prompt split."""
     return "".join(_task(shot) + f"{shot.reference}\n[DONE]\n" for shot in shots) + _task(question)
 
 
@@ -67,9 +67,9 @@ def _mbpp(split: str, ids: range) -> Benchmark:
         read_mbpp,
         max_new_tokens=512,
         styles={
-            "instruct": Style("the task and its tests in a chat, in our words", write),
+            "instruct": Style("the task and its tests in a chat, in our own wording", write),
             "shots": Style(
-                "the MBPP paper's prompt after three tasks of its prompt part, without a chat template",
+                "the prompt of the MBPP paper with three examples of its prompt split, without a chat template",
                 after_shots,
                 num_shots=3,
                 is_raw=True,
@@ -89,15 +89,15 @@ BENCHMARKS = {
         read_humaneval,
         max_new_tokens=512,
         styles={
-            "instruct": Style("the function in a chat, with a request of ours to complete it", complete),
+            "instruct": Style("a request to complete the function in a chat, in our own wording", complete),
             "completion": Style(
-                "the function's beginning alone, without a chat template (ANPD A.5)",
+                "the start of the function alone, without a chat template (ANPD, appendix A.5)",
                 lambda question, shots: question.turns[0],
                 is_raw=True,
                 stops=FUNCTION_ENDS,
             ),
             "ouroboros": Style(
-                "Ouroboros's instruction line, then the function's beginning, without a chat template",
+                "the instruction of Ouroboros and the start of the function, without a chat template",
                 lambda question, shots: OUROBOROS_INSTRUCTION + question.turns[0],
                 is_raw=True,
                 stops=FUNCTION_ENDS,

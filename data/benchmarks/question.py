@@ -1,4 +1,4 @@
-"""What a benchmark asks: a question, how it is put to the base, and where the questions come from."""
+"""The types of a benchmark: questions, the prompt styles that ask them, and the data sets they come from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Checks:
-    """How a program that answers a question is judged: the tests run after it, in the same module.
+    """How to judge a program that answers a question: the tests run after it, in the same module.
 
     Args:
-        prefix: Code that the answer continues; empty where the answer is the whole program.
-        entry_point: The function that the tests call; empty where only they name it.
-        tests: Python that raises where the program is wrong.
+        prefix: Code that the answer continues. Empty if the answer is the whole program.
+        entry_point: The function that the tests call. Empty if only the tests name it.
+        tests: Python code that raises an exception if the program is wrong.
     """
 
     prefix: str
@@ -23,16 +23,17 @@ class Checks:
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks, turn by turn.
+    """A question of one or more turns.
 
     Args:
         question_id: Number of the question in its benchmark.
-        category: The kind of question.
-        turns: What is said to the base.
-        reference: An answer that counts as right.
-        checks: For code, what the answer must pass.
-        is_raw: Whether the one turn is a whole prompt, fed as it stands and not through a chat template.
-        stops: Texts that end the answer for who judges it. Decoding goes on to the end of sequence or the length cap.
+        category: Category of the question in its benchmark.
+        turns: The user's messages.
+        reference: A correct answer, if the benchmark has one.
+        checks: Tests that a program must pass, for questions about code.
+        is_raw: Whether the only turn is a complete prompt that must not be rendered with a chat template.
+        stops: Texts that end the answer when it is judged. Decoding does not stop at them, only at the end of sequence
+            or the length limit.
     """
 
     question_id: int
@@ -46,14 +47,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Style:
-    """One way to put a question to the base.
+    """A prompt style: one way to ask the questions of a benchmark.
 
     Args:
-        about: The style in one line.
-        ask: Makes the prompt from the question's own text (its turn) and from the questions shown as examples.
-        num_shots: Examples it shows.
-        is_raw: As in `Question`.
-        stops: As in `Question`.
+        about: Description in one line.
+        ask: Builds the prompt from the question, whose first turn is its plain text, and from the example questions.
+        num_shots: Number of example questions in the prompt.
+        is_raw: See `Question`.
+        stops: See `Question`.
     """
 
     about: str
@@ -63,17 +64,25 @@ class Style:
     stops: tuple[str, ...] = ()
 
     def put(self, question: Question, shots: Sequence[Question]) -> Question:
-        """Return the question as this style asks it; turns after the first stay as they are."""
+        """Return the question as this style asks it. Turns after the first do not change."""
         turns = (self.ask(question, shots), *question.turns[1:])
         return replace(question, turns=turns, is_raw=self.is_raw, stops=self.stops)
 
 
-AS_IT_IS = {"plain": Style("the question's own text alone", lambda question, shots: question.turns[0])}
+AS_IT_IS = {"plain": Style("the plain text of the question", lambda question, shots: question.turns[0])}
 
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the hub: its name, configuration and splits."""
+    """A data set on the Hugging Face hub.
+
+    Args:
+        repository: Its name, OWNER/NAME.
+        configuration: Its configuration, if it has several.
+        split: The split that holds the questions.
+        shot_split: The split that holds the examples for few-shot styles.
+        revision: Revision of the repository. By default the newest.
+    """
 
     repository: str
     configuration: str | None
@@ -84,18 +93,18 @@ class Hub:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where questions come from, how they are read and asked.
+    """A benchmark: where its questions come from and how they are read and asked.
 
     Args:
-        hub: Its place on the hub, if it has one.
-        download: The file to download where there is no hub.
-        fields: What a row holds, for an error.
-        read: Makes the question from a row and its place in the file; the turn is the question's own text.
-        max_new_tokens: Tokens of an answer at most, as the papers set it.
-        styles: By name; the first is the default.
-        ids: The questions to ask, of a file that holds others too.
-        shot_ids: The questions shown as examples, where the same file holds them.
-        parallel: Fields that come as one text file each, a line for each row.
+        hub: Its data set on the hub, if there is one.
+        download: The file to download if the hub cannot be used, for error messages.
+        fields: The fields of a row, for error messages.
+        read: Builds a question from a row and its index in the file. The first turn is the question's plain text.
+        max_new_tokens: Largest number of tokens per answer in the papers.
+        styles: Prompt styles by name. The first is the default.
+        ids: Ids of the questions to ask, if the file holds others too.
+        shot_ids: Ids of the example questions, if they are in the same file.
+        parallel: Names of the fields that can also be read from one text file each, with a line per row.
     """
 
     hub: Hub | None
@@ -110,11 +119,11 @@ class Benchmark:
 
 
 def text(row: Mapping, *names: str) -> str:
-    """Return the first of the named fields that the row has.
+    """Return the text of the first of the named fields that the row has.
 
     Raises:
-        KeyError: It has none of them.
-        ValueError: The field is no text.
+        KeyError: The row has none of the fields.
+        ValueError: The field does not hold a text.
     """
     name = next((name for name in names if name in row), names[0])
     if not isinstance(row[name], str):

@@ -1,4 +1,4 @@
-"""Rows of a benchmark with the place each stands at: from JSON lines, from parallel text files, or from the hub."""
+"""Reads the rows of a benchmark, each with its place, from JSON lines, parallel text files or the hub."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ Rows = Iterator[tuple[str, object]]
 
 
 def split_files(files: str) -> list[str]:
-    """Return the files that ``--questions`` names: one, or several with commas between them."""
+    """Return the files that ``--questions`` names: one file, or several separated by commas."""
     return [files] if Path(files).expanduser().is_file() else files.split(",")
 
 
 def file_rows(files: Sequence[str], parallel: Sequence[str] = ()) -> Rows:
-    """Iterate over the objects of one JSONL file, or over the lines of as many text files as there are fields.
+    """Iterate over the objects of one JSONL file, or over the lines of several parallel text files.
+
+    Args:
+        files: One JSONL file, or a text file for each field of `parallel`.
+        parallel: Names of the fields, in the order of the files.
 
     Raises:
-        ValueError: A file is missing, not UTF-8, broken, or shorter than its partner.
+        ValueError: A file is missing, broken or not UTF-8, or the text files differ in length.
     """
     if len(files) == 1:
         yield from _json_rows(files[0])
@@ -39,14 +43,14 @@ def hub_rows(hub: Hub, split: str, benchmark: Benchmark) -> Rows:
     """Iterate over the rows of a split on the hub.
 
     Raises:
-        ValueError: The hub is out of reach; the message says what to download instead.
+        ValueError: The hub cannot be reached. The message says what to download instead.
     """
     from datasets import load_dataset
 
-    more = {"revision": hub.revision} if hub.revision else {}
+    options = {"revision": hub.revision} if hub.revision else {}
     try:
-        rows = load_dataset(hub.repository, hub.configuration, split=split, **more)
-    except Exception as error:  # no network, no such repository, a proxy: each has its own
+        rows = load_dataset(hub.repository, hub.configuration, split=split, **options)
+    except Exception as error:  # a missing network, repository or proxy each raises its own class
         raise ValueError(
             f"cannot reach {hub.repository} on the hub; download {benchmark.download} and pass --questions FILE"
         ) from error

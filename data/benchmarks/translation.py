@@ -8,7 +8,7 @@ from data.benchmarks.question import Benchmark, Hub, Question, Style, text
 
 
 def read(row: Mapping, index: int) -> Question:
-    """Read the hub's translation {de, en}, or de and en. The id is the place in the file."""
+    """Read a row with de and en, or with translation {de, en} as on the hub. The id is the index in the file."""
     pair = row.get("translation", row)
     return Question(index, "translation", (text(pair, "de"),), text(pair, "en"))
 
@@ -22,11 +22,11 @@ BENCHMARKS = {
         max_new_tokens=64,
         styles={
             "instruct": Style(
-                "the sentence in a chat, with a request of ours",
+                "the sentence with a request to translate it in a chat, in our own wording",
                 lambda question, shots: f"Translate this sentence from German to English.\n\n{question.turns[0]}",
             ),
             "ouroboros": Style(
-                "Ouroboros's request, without a chat template",
+                "the request of Ouroboros, without a chat template",
                 lambda question, shots: (
                     f"Translate this German sentence to English. German: {question.turns[0]} English: "
                 ),

@@ -1,4 +1,4 @@
 """The files of a feature store: a manifest and safetensors shards of hidden states.
 
-Imports no other room of `data`.
+Imports no other package of `data`.
 """

@@ -1,4 +1,4 @@
-"""A shard of the feature store: conversations, and what a base says about them, in one safetensors file."""
+"""Writes shards of a feature store: safetensors files of conversations with the base's hidden states and labels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 KEY_BYTES = 16
-BYTES_PER_ROW = KEY_BYTES + 8  # its key, and where it starts
+BYTES_PER_ROW = KEY_BYTES + 8  # the key of the row and its start
 StoreDtype = Literal["float32", "float16", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the store: its name, what it holds and how to see that it is whole."""
+    """Name, content and checksum of one shard file."""
 
     file: str
     num_rows: int
@@ -35,16 +35,19 @@ class Shard:
 
 
 def bytes_per_token(num_layers: int, hidden_size: int, dtype: StoreDtype) -> int:
-    """Bytes on disk: the states, in int8 a scale for each layer's, and labels, tokens and mask."""
+    """Return the bytes per token on disk: hidden states (in int8 with a scale per layer), label, id and mask."""
     state = hidden_size * {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[dtype] + 4 * (dtype == "int8")
     return num_layers * state + 4 + 4 + 1
 
 
 def pack(states: Tensor, dtype: StoreDtype) -> tuple[Tensor, Tensor | None]:
-    """States (S, D) in the store's number format, and for int8 the scale of each token (S,) float32.
+    """Convert hidden states (S, D) to the dtype of the store.
+
+    Returns:
+        The converted states (S, D) and, for int8, the scale of each token (S,) in float32.
 
     Raises:
-        ValueError: They are not finite, or too large for float16.
+        ValueError: The states are not finite, or too large for float16.
     """
     if not torch.isfinite(states).all():
         raise ValueError("the base's hidden states are not finite")
@@ -60,14 +63,14 @@ def pack(states: Tensor, dtype: StoreDtype) -> tuple[Tensor, Tensor | None]:
 
 
 def unpack(packed: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The inverse of `pack`, for any leading shape: layers side by side (..., F * D), their scales (..., F)."""
+    """Invert `pack` for any leading shape: layers side by side (..., F * D) with their scales (..., F)."""
     if scale is None:
         return packed.to(dtype)
     return (packed.unflatten(-1, (scale.shape[-1], -1)).float() * scale[..., None]).flatten(-2).to(dtype)
 
 
 def keys(rows: Dataset) -> list[bytes]:
-    """What each row is known by: a hash of its tokens and its mask, whatever file it came from."""
+    """Return the key of each row: a hash of its tokens and its loss mask, independent of the file it came from."""
     import numpy as np
 
     def parts(column: Any, dtype: type) -> Iterator[bytes]:
@@ -87,17 +90,17 @@ def keys(rows: Dataset) -> list[bytes]:
 def write_shard(
     path: Path, names: Sequence[bytes], tensors: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
 ) -> Shard:
-    """Write one shard, whole or not at all.
+    """Write one shard atomically.
 
     Args:
-        path: Its file.
-        names: Keys of its rows.
-        tensors: Of each row ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,) and ``hidden`` (S, F * D).
-        layers: The F layers side by side in ``hidden``.
-        dtype: Number format of the states.
+        path: File to write.
+        names: Keys of the rows.
+        tensors: For each row ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,) and ``hidden`` (S, F * D).
+        layers: The F layers that ``hidden`` holds side by side.
+        dtype: Dtype to store the hidden states in.
 
     Raises:
-        ValueError: States do not fit the number format, or the disk takes no more.
+        ValueError: Hidden states do not fit the dtype, or the file cannot be written.
     """
     columns: dict[str, list[Tensor]] = {}
     lengths = []
@@ -122,12 +125,12 @@ def write_shard(
         new.touch()
         mode = new.stat().st_mode
         save_file(data, new)
-        new.chmod(mode)  # safetensors makes files that only their owner reads
+        new.chmod(mode)  # safetensors creates files that only their owner can read
         shard = Shard(path.name, len(lengths), sum(lengths), new.stat().st_size, checksum(new))
         os.replace(new, path)
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path} cannot be written ({error}): make room and run again, what is written stays"
+            f"{path} cannot be written ({error}): free some space and run again, finished shards are kept"
         ) from error
     finally:
         new.unlink(missing_ok=True)
@@ -135,7 +138,7 @@ def write_shard(
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 22):

@@ -1,17 +1,18 @@
-"""The feature store: what a frozen base says about conversations, in safetensors shards beside a manifest."""
+"""Reads a feature store: the hidden states and labels of a frozen base, in safetensors shards beside a manifest."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
 
 from data.feature_store.shards import Shard, StoreDtype, keys
 
@@ -20,31 +21,31 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LAST = -1  # the normed last state, which the head reads
+LAST = -1  # the layer number of the normed last hidden state, which the LM head reads
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What manifest.json holds: all that the states depend on, and the shards that are written.
+    """The content of manifest.json: everything the hidden states depend on, and the shards that are written.
 
     Args:
         base: Folder or hub id of the base.
-        base_dtype: Number format it ran in.
-        base_hash: Of its numbers and of samples of its weights.
-        tokenizer: `tokenizer_hash` of its tokenizer.
+        base_dtype: Dtype the base ran in.
+        base_hash: Hash of the base's shape and of samples of its weights.
+        tokenizer: `tokenizer_hash` of the base's tokenizer.
         template: `short_hash` of the text of the chat template.
-        template_name: The template as it was asked for.
-        max_length: Longest conversation in tokens.
-        layers: Stored layers; 0 is the embedding, -1 the normed last state.
-        hidden_size: D.
-        dtype: Number format of the states.
+        template_name: Name of the chat template.
+        max_length: Largest number of tokens per conversation.
+        layers: The stored layers; 0 is the embedding, -1 the normed last hidden state.
+        hidden_size: Hidden size D of the base.
+        dtype: Dtype of the stored hidden states.
         rows: Hash of the keys of all rows, in the order of the shards.
-        num_rows: Conversations.
-        num_tokens: Tokens of all rows.
-        shard_bytes: Size a shard is planned for.
-        files: Name, size and time of the files that were read, for the reader; a row is known by its own key.
-        shards: Those written so far, by number.
-        is_complete: Whether all are.
+        num_rows: Number of conversations.
+        num_tokens: Number of tokens of all conversations.
+        shard_bytes: Planned size of a shard.
+        files: Name, size and time of the files that were read, for information only: rows are found by key.
+        shards: The shards written so far, in order.
+        is_complete: Whether all shards are written.
     """
 
     base: str
@@ -66,14 +67,18 @@ class Manifest:
     is_complete: bool = False
 
     def save(self, folder: Path) -> None:
-        """Write manifest.json, whole or not at all."""
+        """Write manifest.json atomically."""
         new = folder / f"{MANIFEST}.new"
         new.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         os.replace(new, folder / MANIFEST)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read manifest.json; ValueError says what is wrong with it."""
+        """Read manifest.json.
+
+        Raises:
+            ValueError: The file is missing or damaged.
+        """
         path = folder / MANIFEST
         if not path.is_file():
             raise ValueError(f"no feature store at {folder}: {MANIFEST} is missing; write one with `drafters features`")
@@ -82,24 +87,24 @@ class Manifest:
             if (version := values.pop("format")) != FORMAT:
                 raise ValueError(f"format {version}, not {FORMAT}")
             shards = tuple(Shard(**shard) for shard in values["shards"])
-            found = cls(
+            manifest = cls(
                 **values | {"layers": tuple(values["layers"]), "files": tuple(values["files"]), "shards": shards}
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a manifest of a feature store ({error}); write the store anew") from error
-        if found.dtype not in get_args(StoreDtype):
-            raise ValueError(f"{path} names the number format {found.dtype!r}; write the store anew")
-        return found
+            raise ValueError(f"{path} is not a manifest of a feature store ({error}); write the store again") from error
+        if manifest.dtype not in get_args(StoreDtype):
+            raise ValueError(f"{path} names an unknown dtype, {manifest.dtype!r}; write the store again")
+        return manifest
 
 
 class FeatureStore:
-    """A finished store, read row by row through memory maps.
+    """A finished feature store, read row by row through memory maps.
 
     Args:
-        folder: Where `drafters features` wrote it.
+        folder: The folder that `drafters features` wrote.
 
     Raises:
-        ValueError: It is missing, unfinished or damaged; the message says which file.
+        ValueError: The store is missing, unfinished or damaged. The message names the file.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -112,32 +117,45 @@ class FeatureStore:
             if not path.is_file() or path.stat().st_size != shard.num_bytes:
                 problem = "is not of the size in the manifest" if path.is_file() else "is missing"
                 raise ValueError(f"{path} {problem}: run the store's `drafters features` command again")
-        self.layers = self.manifest.layers  # to be read as `hidden`; a trainer chooses those its drafter needs
+        self.layers = self.manifest.layers  # the layers to read as `hidden`; a trainer selects those its drafter reads
 
     def check(self, tokenizer: str, template: str, template_name: str, max_length: int) -> None:
-        """Raise ValueError where conversations were tokenised in another way than the store's."""
-        ours = self.manifest
-        if tokenizer != ours.tokenizer:
+        """Check that conversations were tokenised in the same way as those of the store.
+
+        Args:
+            tokenizer: `tokenizer_hash` of the tokenizer.
+            template: `short_hash` of the text of the chat template.
+            template_name: Name of the chat template.
+            max_length: Largest number of tokens per conversation.
+
+        Raises:
+            ValueError: The store was written with another setting. The message names it.
+        """
+        stored = self.manifest
+        if tokenizer != stored.tokenizer:
             raise ValueError(
-                f"the feature store {self.folder} was written by {ours.base}, and this base has another tokenizer: "
-                f"pass --model.base {ours.base}, or write a store of this base with `drafters features`"
+                f"the feature store {self.folder} was written by {stored.base}, and this base has another tokenizer: "
+                f"pass --model.base {stored.base}, or write a store of this base with `drafters features`"
             )
-        if template != ours.template:
+        if template != stored.template:
             raise ValueError(
-                f"the feature store {self.folder} was written with the template {ours.template_name}, whose text "
-                f"is not that of {template_name}: pass --data.template {ours.template_name}, or write another store"
+                f"the feature store {self.folder} was written with the template {stored.template_name}, whose text "
+                f"is not that of {template_name}: pass --data.template {stored.template_name}, or write another store"
             )
-        if max_length != ours.max_length:
+        if max_length != stored.max_length:
             raise ValueError(
-                f"the feature store {self.folder} was written with max_length {ours.max_length}, not {max_length}: "
-                f"pass --data.max_length {ours.max_length}, or write another store"
+                f"the feature store {self.folder} was written with max_length {stored.max_length}, not {max_length}: "
+                f"pass --data.max_length {stored.max_length}, or write another store"
             )
 
     def find(self, rows: Dataset) -> list[tuple[int, int, int]]:
-        """Where each row stands: the number of its shard, and its first and last + 1 token there.
+        """Find rows in the store.
+
+        Returns:
+            For each row the number of its shard, its first token there, and the token after its last.
 
         Raises:
-            ValueError: Some are not in the store.
+            ValueError: Some rows are not in the store.
         """
         places: dict[bytes, tuple[int, int, int]] = {}
         for number, shard in enumerate(self.manifest.shards):
@@ -145,23 +163,28 @@ class FeatureStore:
                 starts, names = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
             if len(names) != shard.num_rows:
                 raise ValueError(
-                    f"{self.folder / shard.file} is another file than the manifest's: write the store anew"
+                    f"{self.folder / shard.file} is not the file that the manifest describes: write the store again"
                 )
             for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
                 places[name.tobytes()] = (number, start, end)
-        found = [places.get(key) for key in keys(rows)]
-        if missing := found.count(None):
+        row_keys = keys(rows)
+        if missing := [row for row, key in enumerate(row_keys) if key not in places]:
             raise ValueError(
-                f"{missing} of {len(found)} conversations are not in the feature store {self.folder}, the first is "
-                f"{rows[found.index(None)]['id']}: it was written from other files, or with another limit"
+                f"{len(missing)} of {len(row_keys)} conversations are not in the feature store {self.folder}, the "
+                f"first is {rows[missing[0]]['id']}: it was written from other files, or with another limit"
             )
-        return found
+        return [places[key] for key in row_keys]
 
     def read(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
-        """A row: ``input_ids``, ``loss_mask``, ``labels`` (S,), and the states in the store's number format.
+        """Read one row, with its hidden states in the dtype of the store.
 
-        They are ``hidden`` (S, F * D) of `layers` and, where it is stored and not among them, ``last`` (S, D); in int8
-        ``hidden_scale`` (S, F) and ``last_scale`` (S, 1) too.
+        Args:
+            place: Where the row is, as `find` returns it.
+
+        Returns:
+            ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), the states of `layers`. If the
+            normed last hidden state is stored but not among `layers`, it is ``last`` (S, D). An int8 store adds the
+            scales ``hidden_scale`` (S, F) and ``last_scale`` (S, 1).
         """
         number, start, end = place
         with self._open(number) as opened:
@@ -187,8 +210,8 @@ class FeatureStore:
 
 
 @dataclass(frozen=True)
-class StoredRows:
-    """A data set whose rows come with the base's states: for a DataLoader, in the order of ``places``."""
+class StoredRows(TorchDataset[dict[str, Tensor]]):
+    """A map-style data set of the rows of a feature store, in the order of ``places``."""
 
     store: FeatureStore
     places: Sequence[tuple[int, int, int]]
@@ -200,8 +223,8 @@ class StoredRows:
         return self.store.read(self.places[row])
 
 
-def differing(ours: Manifest, theirs: Manifest) -> list[str]:
-    """Names of what two stores were asked for differently; files, shards and the base's folder do not count."""
-    blank = {"base": "", "files": (), "shards": (), "is_complete": False, "template_name": ""}
-    ours, theirs = (asdict(replace(manifest, **blank)) for manifest in (ours, theirs))
-    return [name for name in ours if ours[name] != theirs[name]]
+def differing(left: Manifest, right: Manifest) -> list[str]:
+    """Return the names of the settings in which two stores differ; names, files and shards are not settings."""
+    ignored = {"base", "files", "shards", "is_complete", "template_name"}
+    names = [entry.name for entry in fields(Manifest) if entry.name not in ignored]
+    return [name for name in names if getattr(left, name) != getattr(right, name)]

@@ -1,4 +1,4 @@
-"""A small tokenizer of the project's own, and the real files where they stand beside the project."""
+"""A small tokenizer, and the real files in the folder `shared` beside the checkout, if there is one."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def tokenizer_folder(tokenizer, tmp_path_factory):
 def llama_tokenizer():
     folder = SHARED / "data" / "tokenizer"
     if not folder.is_dir():
-        pytest.skip("the real LLaMA tokenizer does not stand beside the project")
+        pytest.skip("the real LLaMA tokenizer is not in the folder `shared` beside the checkout")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder))

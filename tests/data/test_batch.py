@@ -19,7 +19,7 @@ def test_rows_are_padded_on_the_right():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_row_comes_once_an_epoch_over_all_ranks(world_size):
+def test_every_row_occurs_once_per_epoch_over_all_ranks(world_size):
     ranks = [BucketSampler(LENGTHS, 4, rank=rank, world_size=world_size) for rank in range(world_size)]
     batches = [list(sampler) for sampler in ranks]
     assert {len(each) for each in batches} == {len(ranks[0])}
@@ -62,7 +62,7 @@ def test_batches_hold_rows_of_similar_length():
     assert padding(BucketSampler(LENGTHS, 4)) < padding(in_file_order) / 5
 
 
-def test_start_skips_batches_of_one_epoch_only():
+def test_start_skips_batches_of_the_next_iteration_only():
     sampler = BucketSampler(LENGTHS, 4)
     whole = list(sampler)
     sampler.start = 10
@@ -80,7 +80,7 @@ SETS = {
 
 
 def sharded(lengths, world_size, epoch=0, **arguments):
-    """The sampler of each rank, and its batches in an epoch."""
+    """Return the sampler of each rank, and the batches of each rank in one epoch."""
     samplers = [BucketSampler(lengths, rank=rank, world_size=world_size, **arguments) for rank in range(world_size)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -91,24 +91,24 @@ def sharded(lengths, world_size, epoch=0, **arguments):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("spare", [1, 1.7, 16])  # the budget over the longest row
 @pytest.mark.parametrize("batch_size", [1, 4, 1000])
-def test_a_token_budget_is_kept_and_every_row_comes_once_an_epoch(name, world_size, spare, batch_size):
+def test_no_batch_exceeds_the_token_budget_and_every_row_occurs_once_per_epoch(name, world_size, spare, batch_size):
     lengths = SETS[name]
     max_tokens = int(spare * max(lengths))
     arguments = {"batch_size": batch_size, "max_tokens": max_tokens, "seed": 3}
     for epoch in range(3):
         samplers, batches = sharded(lengths, world_size, epoch, **arguments)
-        assert {len(each) for each in batches} == {len(samplers[0])}, "as many batches as announced, on every rank"
+        assert {len(each) for each in batches} == {len(samplers[0])}, "every rank has as many batches as len() says"
         seen = Counter(row for each in batches for batch in each for row in batch)
         assert set(seen) == set(range(len(lengths)))
-        assert seen.total() - len(lengths) == -len(lengths) % world_size, "only the wrap comes twice"
+        assert seen.total() - len(lengths) == -len(lengths) % world_size, "only the rows that pad the order occur twice"
         for step in zip(*batches, strict=True):
-            assert len({len(batch) for batch in step}) == 1, "ranks weigh the same in a step"
+            assert len({len(batch) for batch in step}) == 1, "all ranks have equally many rows in a step"
             for batch in step:
                 assert len(batch) <= batch_size
                 assert len(batch) * max(lengths[row] for row in batch) <= max_tokens
 
 
-def test_a_budgets_number_of_batches_is_that_of_every_epoch_and_each_has_its_own_batches():
+def test_every_epoch_under_a_budget_has_the_same_number_of_different_batches():
     sampler = BucketSampler(SETS["skewed"], 1000, max_tokens=4096)
     epochs = []
     for epoch in range(6):
@@ -116,19 +116,19 @@ def test_a_budgets_number_of_batches_is_that_of_every_epoch_and_each_has_its_own
         epochs.append(list(sampler))
     assert {len(batches) for batches in epochs} == {len(sampler)}
     as_sets = [{frozenset(batch) for batch in batches} for batches in epochs]
-    assert len(as_sets[0] & as_sets[1]) < len(sampler) / 2, "rows meet others in every epoch"
+    assert len(as_sets[0] & as_sets[1]) < len(sampler) / 2, "batches have other rows in every epoch"
     firsts = [max(SETS["skewed"][row] for row in batches[0]) for batches in epochs]
-    assert len(set(firsts)) > 3, "short and long batches come mixed"
+    assert len(set(firsts)) > 3, "batches of short and of long rows are mixed"
 
 
-def test_a_budget_wastes_little():
+def test_batches_under_a_budget_hold_little_padding():
     lengths = [int(2 ** random.Random(n).uniform(5, 11)) for n in range(2000)]
     sampler = BucketSampler(lengths, 1000, max_tokens=8192)
     assert sampler.padding_share() < 0.06
     assert len(sampler) < 1.15 * sum(lengths) / 8192, "batches are nearly full"
 
 
-def test_an_order_under_a_budget_depends_on_seed_and_epoch_only_or_on_nothing():
+def test_the_order_under_a_budget_depends_on_seed_and_epoch_only_if_it_is_shuffled():
     def order(seed, epoch, is_shuffled=True):
         sampler = BucketSampler(LENGTHS, 50, seed=seed, is_shuffled=is_shuffled, max_tokens=400)
         sampler.set_epoch(epoch)
@@ -144,7 +144,7 @@ def test_an_order_under_a_budget_depends_on_seed_and_epoch_only_or_on_nothing():
 @pytest.mark.parametrize("start", [0, 1, 13, 28])
 @pytest.mark.parametrize("max_tokens", [None, 400])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_resumed_epoch_goes_on_where_it_was_left(start, max_tokens, rank):
+def test_a_resumed_epoch_continues_where_it_stopped(start, max_tokens, rank):
     def make():
         sampler = BucketSampler(LENGTHS, 4, seed=1, rank=rank, world_size=2, max_tokens=max_tokens)
         sampler.set_epoch(2)
@@ -153,12 +153,12 @@ def test_a_resumed_epoch_goes_on_where_it_was_left(start, max_tokens, rank):
     resumed, whole = make(), list(make())
     resumed.start = start
     assert list(resumed) == whole[start:]
-    assert list(resumed) == whole, "the next epoch is whole"
+    assert list(resumed) == whole, "the next iteration is complete"
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("max_tokens", [None, 400])
-def test_the_share_of_padding_is_what_the_collated_batches_hold(world_size, max_tokens):
+def test_padding_share_is_that_of_the_collated_batches(world_size, max_tokens):
     samplers, batches = sharded(LENGTHS, world_size, batch_size=4, max_tokens=max_tokens)
     held = [
         collate([{"input_ids": [1] * LENGTHS[n], "loss_mask": [1] * LENGTHS[n]} for n in batch], 0)
@@ -179,5 +179,5 @@ def test_a_budget_below_the_longest_row_or_an_empty_batch_is_refused():
         BucketSampler(LENGTHS, 0)
 
 
-def test_lightning_finds_set_epoch_where_it_looks():
+def test_the_sampler_has_the_set_epoch_that_lightning_calls():
     assert BucketSampler(LENGTHS, 4).sampler.set_epoch

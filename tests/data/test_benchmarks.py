@@ -46,7 +46,7 @@ def test_mt_bench_keeps_its_ids_and_turns(write):
     assert questions[0] == Question(82, "writing", ("Ask 1", "Again"), None)
 
 
-def test_gsm8k_ids_are_places_in_the_file_and_the_prompt_is_the_question_alone(write):
+def test_gsm8k_ids_are_line_numbers_and_the_prompt_is_the_plain_question(write):
     assert load("gsm8k", write(GSM8K), offset=2) == [
         Question(2, "math", ("What is 2 + 1?",), "#### 3"),
         Question(3, "math", ("What is 3 + 1?",), "#### 4"),
@@ -91,18 +91,18 @@ def test_a_malformed_file_is_named_with_its_line(write, name, rows, reason):
         load(name, write(rows))
 
 
-def test_an_offset_past_the_end_selects_nothing_and_says_so(write):
+def test_an_offset_past_the_end_is_refused(write):
     with pytest.raises(ValueError, match="gsm8k has 4, offset is 9"):
         load("gsm8k", write(GSM8K), offset=9)
 
 
 @pytest.mark.parametrize(("offset", "limit"), [(-1, None), (-1, 2), (0, 0), (0, -1)])
-def test_a_part_that_is_no_part_is_refused(write, offset, limit):
+def test_an_offset_or_limit_out_of_range_is_refused(write, offset, limit):
     with pytest.raises(ValueError, match=f"at least 0 and limit at least 1, not {offset} and {limit}"):
         load("gsm8k", write(GSM8K), offset, limit)
 
 
-def test_a_file_in_another_encoding_is_named(tmp_path):
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
     file = tmp_path / "latin.jsonl"
     file.write_bytes('{"question": "Grüße", "answer": ""}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
@@ -120,7 +120,7 @@ ON_THE_HUB = [name for name, benchmark in BENCHMARKS.items() if benchmark.hub]
 
 
 @pytest.mark.parametrize("name", ON_THE_HUB)
-def test_without_the_hub_the_user_hears_what_to_download(name, monkeypatch):
+def test_without_the_hub_the_error_says_what_to_download(name, monkeypatch):
     def unreachable(*arguments, **options):
         raise ConnectionError("no network")
 
@@ -129,13 +129,13 @@ def test_without_the_hub_the_user_hears_what_to_download(name, monkeypatch):
         load(name)
 
 
-def test_the_hubs_form_of_mt_bench_is_read(monkeypatch):
+def test_the_columns_of_mt_bench_on_the_hub_are_read(monkeypatch):
     row = {"prompt": ["a", "b"], "category": "math", "prompt_id": 7, "reference": []}
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: [row])
     assert load("mt_bench") == [Question(7, "math", ("a", "b"), None)]
 
 
-def test_what_has_no_copy_on_the_hub_says_what_to_download():
+def test_a_benchmark_without_a_copy_on_the_hub_says_what_to_download():
     with pytest.raises(ValueError, match=r"spec_bench has no copy on the hub; download .*question\.jsonl"):
         load("spec_bench")
 
@@ -170,7 +170,7 @@ def test_the_columns_of_the_hub_are_read(monkeypatch, name, rows, expected):
     assert expected.turns[0].rstrip() in question.turns[0]
 
 
-def test_the_examples_of_a_prompt_come_from_the_train_part_on_the_hub(monkeypatch):
+def test_few_shot_examples_come_from_the_train_split_on_the_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: NEWS[:1] if split == "train[:1]" else NEWS[1:])
     question = load("cnn_dm:shot")[0]
     assert question.turns == (
@@ -178,12 +178,12 @@ def test_the_examples_of_a_prompt_come_from_the_train_part_on_the_hub(monkeypatc
     )
 
 
-def test_humaneval_keeps_what_judges_the_answer(write):
+def test_humaneval_questions_hold_the_tests_that_judge_the_answer(write):
     first = load("humaneval", write(HUMANEVAL))[1]
     assert first.checks == Checks(HUMANEVAL[1]["prompt"], "add1", f"{HUMANEVAL[1]['test']}\ncheck(add1)\n")
 
 
-def test_mbpp_asks_its_test_part_and_its_validation_part(write):
+def test_mbpp_asks_the_questions_of_its_test_or_validation_split(write):
     file = write(MBPP)
     assert [question.question_id for question in load("mbpp", file)] == [11, 510]
     assert [question.question_id for question in load("mbpp_validation", file)] == [511, 600]
@@ -203,7 +203,7 @@ def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
     ]
 
 
-def test_a_summary_is_read_from_the_forms_of_public_copies(write):
+def test_summaries_are_read_from_every_public_format(write):
     row = {"query": "a whole prompt", "docs": ["The article."], "result": {"text": "1####The summary."}}
     whole = {
         "article": "###\nArticle: Some news.\n\nSummarize the above article in 1 sentence.\n",
@@ -229,7 +229,7 @@ def test_parallel_text_files_are_paired_line_by_line(tmp_path):
         load("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
 
 
-def test_a_gzip_file_is_read_and_a_cut_one_is_named(tmp_path, write):
+def test_a_gzip_file_is_read_and_a_truncated_one_is_named(tmp_path, write):
     data = gzip.compress(Path(write(GSM8K)).read_bytes())
     (tmp_path / "a.gz").write_bytes(data)
     assert len(load("gsm8k", str(tmp_path / "a.gz"))) == 4
@@ -238,7 +238,7 @@ def test_a_gzip_file_is_read_and_a_cut_one_is_named(tmp_path, write):
         load("gsm8k", str(tmp_path / "a.gz"))
 
 
-def test_a_style_with_examples_takes_them_from_the_second_file(write):
+def test_a_few_shot_style_reads_its_examples_from_the_second_file(write):
     train = [{"question": f"Q{n}", "answer": f"A{n} #### {n}"} for n in range(9)]
     files = f"{write(GSM8K)},{write(train, 'train.jsonl')}"
     question = load("gsm8k:shots", files, offset=3)[0]
@@ -248,7 +248,7 @@ def test_a_style_with_examples_takes_them_from_the_second_file(write):
     )  # nine were there, eight are shown
 
 
-def test_mbpp_shows_examples_of_its_own_prompt_part(write):
+def test_mbpp_examples_come_from_its_prompt_split(write):
     question = load("mbpp:shots", write(MBPP))[0]
     assert question.turns[0].count("[DONE]") == 3 and question.turns[0].count("expert Python programmer") == 4
     assert "Return 3." in question.turns[0] and "Return 10." not in question.turns[0]
@@ -258,8 +258,8 @@ def test_mbpp_shows_examples_of_its_own_prompt_part(write):
 @pytest.mark.parametrize(
     ("name", "files", "reason"),
     [
-        ("gsm8k:shots", "{0}", r"gsm8k:shots shows examples of the train part: pass --questions .*,TRAIN_FILE"),
-        ("gsm8k:shots", "{0},{0}", "shows 8 examples, but 4 were found"),
+        ("gsm8k:shots", "{0}", r"gsm8k:shots shows examples of the train split: pass --questions .*,TRAIN_FILE"),
+        ("gsm8k:shots", "{0},{0}", "shows 8 examples, but the files hold only 4"),
         ("gsm8k", "{0},{0}", "2 files are too many or too few for gsm8k"),
         ("wmt16", "{0},{0},{0}", "3 files are too many or too few for wmt16"),
         ("gsm8k:five", "{0}", "gsm8k has no prompt style 'five'; choose one of: plain, ctc, shots"),
@@ -272,12 +272,12 @@ def test_files_and_styles_that_do_not_fit_are_refused(write, name, files, reason
         load(name, files.format(write(GSM8K)))
 
 
-def test_a_file_whose_name_holds_a_comma_is_one_file(write):
+def test_a_file_name_may_contain_a_comma(write):
     assert len(load("gsm8k", write(GSM8K, "a,b.jsonl"))) == 4
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_style_asks_all_of_the_question_and_says_what_it_is(name, write):
+def test_every_style_has_a_description_and_its_prompt_holds_the_whole_question(name, write):
     rows = {"mt_bench": MT_BENCH, "spec_bench": MT_BENCH, "gsm8k": GSM8K, "humaneval": HUMANEVAL, "cnn_dm": NEWS}
     rows |= {"mbpp": MBPP, "mbpp_validation": MBPP, "xsum": XSUM, "wmt16": PAIRS, "embedded": MT_BENCH}
     benchmark = BENCHMARKS[name]
@@ -291,7 +291,7 @@ def test_every_style_asks_all_of_the_question_and_says_what_it_is(name, write):
         assert style.about and (not style.stops or style.is_raw)
 
 
-def test_an_answer_may_be_as_long_as_in_the_papers():
+def test_length_limits_are_those_of_the_papers():
     caps = {name: length_cap(name) for name in ("humaneval", "mbpp", "gsm8k:ctc", "cnn_dm", "wmt16:ouroboros")}
     assert list(caps.values()) == [512, 512, 256, 128, 64]  # Ouroboros, section 4.1
 

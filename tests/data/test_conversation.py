@@ -29,7 +29,7 @@ def unmarked(template: str) -> str:
 
 
 def fastchat_add_colon_two(messages, system=SYSTEM, seps=(" ", "</s>")):
-    """FastChat's SeparatorStyle.ADD_COLON_TWO, written again from its rule."""
+    """Render messages by the rule of FastChat's SeparatorStyle.ADD_COLON_TWO."""
     text = system + seps[0]
     for n, (role, message) in enumerate(messages):
         text += f"{role.upper()}: {message}{seps[n % 2]}" if message is not None else f"{role.upper()}:"
@@ -37,7 +37,7 @@ def fastchat_add_colon_two(messages, system=SYSTEM, seps=(" ", "</s>")):
 
 
 def llama2_official(messages, system=None):
-    """Meta's rule: the system text goes into the first user turn; every pair has its own BOS and EOS."""
+    """Render messages by Meta's rule: the system text is in the first user turn, every pair has its own BOS and EOS."""
     texts = [message for _, message in messages]
     if system:
         texts[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{texts[0]}"
@@ -51,7 +51,7 @@ def rendered(tokenizer, template, messages, **options):
 
 
 def spans(ids, mask):
-    """Return the runs of masked tokens."""
+    """Return the runs of tokens inside the loss mask."""
     runs, previous = [], 0
     for token, seen in zip(ids, mask, strict=True):
         if seen:
@@ -60,7 +60,7 @@ def spans(ids, mask):
     return runs
 
 
-def test_vicuna_is_fastchats_string(tokenizer):
+def test_the_vicuna_template_renders_fastchats_prompt(tokenizer):
     assert rendered(tokenizer, "vicuna_v1.1", CHAT.messages) == "<s>" + fastchat_add_colon_two(CHAT.messages)
     prompt = (*CHAT.messages[:3], ("assistant", None))
     assert rendered(
@@ -68,12 +68,12 @@ def test_vicuna_is_fastchats_string(tokenizer):
     ) == "<s>" + fastchat_add_colon_two(prompt)
 
 
-def test_vicuna_takes_a_system_message(tokenizer):
+def test_the_vicuna_template_renders_a_system_message(tokenizer):
     expected = "<s>" + fastchat_add_colon_two(CHAT.messages, system="Be brief.")
     assert rendered(tokenizer, "vicuna_v1.1", (("system", "Be brief."), *CHAT.messages)) == expected
 
 
-def test_llama2_is_metas_string(tokenizer):
+def test_the_llama2_template_renders_metas_prompt(tokenizer):
     assert rendered(tokenizer, "llama2_chat", CHAT.messages) == llama2_official(CHAT.messages)
     with_system = (("system", "Be brief."), *CHAT.messages)
     assert rendered(tokenizer, "llama2_chat", with_system) == llama2_official(CHAT.messages, system="Be brief.")
@@ -100,12 +100,12 @@ def test_a_mask_shifted_by_one_would_be_noticed(tokenizer, template):
 
 
 @pytest.mark.parametrize("template", list(TEMPLATES))
-def test_prefix_differences_find_the_mask_that_generation_marks_give(tokenizer, template, monkeypatch):
+def test_a_template_without_generation_marks_gives_the_same_mask(tokenizer, template, monkeypatch):
     monkeypatch.setitem(TEMPLATES, "unmarked", unmarked(TEMPLATES[template]))
     assert encode(CHAT, tokenizer, "unmarked", None) == encode(CHAT, tokenizer, template, None)
 
 
-def test_what_a_template_writes_after_eos_is_not_the_assistants(tokenizer, monkeypatch):
+def test_text_that_a_template_adds_after_eos_is_outside_the_mask(tokenizer, monkeypatch):
     monkeypatch.setitem(TEMPLATES, "chatml", CHATML)
     ids, mask = encode(CHAT, tokenizer, "chatml", None)
     assert [tokenizer.decode(run) for run in spans(ids, mask)] == ["Eight.\n\nInsects have 6.</s>", " 16 in total</s>"]
@@ -135,7 +135,7 @@ def test_a_prompt_is_a_prefix_of_the_conversation_with_its_answer(tokenizer, tem
         assert all(mask[len(prompt) :]) and not mask[len(prompt) - 1]
 
 
-def test_bos_comes_once(tokenizer, llama_tokenizer):
+def test_a_conversation_has_one_bos(tokenizer, llama_tokenizer):
     for each in (tokenizer, llama_tokenizer):
         assert encode(CHAT, each, "vicuna_v1.1", None)[0].count(each.bos_token_id) == 1
         assert encode_prompt(CHAT.messages[:1], each, "llama2_chat").count(each.bos_token_id) == 1
@@ -178,17 +178,17 @@ def test_the_answers_are_shown_green_and_the_text_is_whole(tokenizer):
     assert green == [" Eight.\n\nInsects have 6.</s>", "  16 in total</s>"]
 
 
-def said(*turns):
+def record_of(*turns):
     return {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        said(("human", "a"), ("gpt", "b")),
-        said(("user", "a"), ("chatgpt", "b")),
+        record_of(("human", "a"), ("gpt", "b")),
+        record_of(("user", "a"), ("chatgpt", "b")),
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        said(("gpt", "left over"), ("human", "a"), ("bard", "b")),
+        record_of(("gpt", "left over"), ("human", "a"), ("bard", "b")),
     ],
 )
 def test_both_forms_of_records_are_read(record):
@@ -196,7 +196,7 @@ def test_both_forms_of_records_are_read(record):
 
 
 def test_id_and_system_message_are_kept():
-    record = {"id": "x_0", **said(("system", "s"), ("gpt", "left over"), ("human", "a"), ("gpt", "b"))}
+    record = {"id": "x_0", **record_of(("system", "s"), ("gpt", "left over"), ("human", "a"), ("gpt", "b"))}
     assert parse(record, 5) == Conversation("x_0", (("system", "s"), ("user", "a"), ("assistant", "b")))
 
 
@@ -206,14 +206,14 @@ def test_id_and_system_message_are_kept():
         ("text", "not a JSON object"),
         ({"conversations": []}, "no turns"),
         ({"text": "a"}, "no turns"),
-        (said(("human", "a"), ("alien", "b")), "unknown speaker 'alien'"),
-        (said(("human", "a"), ("gpt", " ")), "an assistant turn is empty"),
-        (said(("human", "a"), ("gpt", None)), "a turn has no text"),
-        (said(("human", "a"), ("gpt", "\ud83d")), "not valid Unicode"),
-        (said(("human", "a"), ("human", "b"), ("gpt", "c")), "do not alternate"),
-        (said(("human", "a"), ("system", "b"), ("gpt", "c")), "do not alternate"),
-        (said(("human", "a")), "no assistant turn"),
-        (said(("gpt", "a")), "no assistant turn"),
+        (record_of(("human", "a"), ("alien", "b")), "unknown speaker 'alien'"),
+        (record_of(("human", "a"), ("gpt", " ")), "an assistant turn is empty"),
+        (record_of(("human", "a"), ("gpt", None)), "a turn has no text"),
+        (record_of(("human", "a"), ("gpt", "\ud83d")), "not valid Unicode"),
+        (record_of(("human", "a"), ("human", "b"), ("gpt", "c")), "do not alternate"),
+        (record_of(("human", "a"), ("system", "b"), ("gpt", "c")), "do not alternate"),
+        (record_of(("human", "a")), "no assistant turn"),
+        (record_of(("gpt", "a")), "no assistant turn"),
         ({"conversations": ["a"]}, "a turn is not a JSON object"),
     ],
 )

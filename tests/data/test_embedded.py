@@ -36,7 +36,7 @@ def test_every_record_is_a_conversation_mostly_of_two_turns():
     assert lengths[2] > len(RECORDS) / 2
 
 
-def test_answers_have_real_length():
+def test_answers_have_between_25_and_150_words():
     lengths = sorted(len(answer.split()) for answer in ANSWERS)
     assert 40 <= lengths[len(lengths) // 2] <= 150
     assert lengths[0] > 25 and lengths[-1] < 150
@@ -76,7 +76,7 @@ def test_alphabetical_lists_are_sorted():
     assert listed and all(items == sorted(items) for items in listed)
 
 
-def test_no_sentence_has_an_unfilled_place():
+def test_every_placeholder_of_the_templates_is_filled():
     assert not [answer for answer in ANSWERS if re.search(r"\{\w*\}", answer)]
 
 
@@ -90,13 +90,13 @@ def test_questions_are_balanced_two_turn_and_never_trained_on():
 
 
 @pytest.mark.parametrize("seed", [1, 2024])
-def test_no_training_seed_asks_a_held_out_question(seed):
+def test_held_out_questions_occur_under_no_training_seed(seed):
     asked = {record["conversations"][0]["value"] for record in embedded.conversations(1500, seed)}
     assert not asked & {row["turns"][0] for row in embedded.questions(100, seed)}
 
 
-def test_more_questions_than_the_templates_hold_are_refused():
-    with pytest.raises(ValueError, match="no 200 different held-out questions"):
+def test_more_questions_than_the_templates_give_are_refused():
+    with pytest.raises(ValueError, match=r"only \d+ different held-out questions, not 200"):
         embedded.questions(200)
 
 
@@ -112,11 +112,11 @@ def test_decoding_undoes_encoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_digits_are_split(tokenizer):
+def test_the_tokenizer_splits_numbers_into_digits(tokenizer):
     assert tokenizer.tokenize("1024") == ["1", "0", "2", "4"]
 
 
-def test_training_the_tokenizer_twice_gives_the_same(tokenizer):
+def test_training_the_tokenizer_is_deterministic(tokenizer):
     again = embedded.train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert again.chat_template == tokenizer.chat_template

@@ -1,4 +1,4 @@
-"""Malformed input: each is counted and named while every good record is kept, or refused in one line; none crashes."""
+"""Malformed input: a broken record is counted and named, a broken file is refused in one line, nothing crashes."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import torch
 from pyarrow import parquet
 
 from data import sources
-from data.conversation import DraftedTokens, encode, parse
+from data.conversation import RecordedTokens, encode, parse
 from data.feature_store.shards import pack, write_shard
 from data.feature_store.store import FeatureStore, Manifest
 from data.sharegpt import Dropped, load, tokenise
@@ -22,8 +22,8 @@ LINES = [json.dumps(record).encode() for record in GOOD]
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-def turns(*said):
-    return json.dumps({"conversations": said}).encode()
+def turns(*messages):
+    return json.dumps({"conversations": messages}).encode()
 
 
 COUNTED = {
@@ -36,7 +36,10 @@ COUNTED = {
     "UTF-16": (LINES[0].decode().encode("utf-16"), "not UTF-8"),
     "NUL bytes": (b"\x00" * 64, "invalid JSON (Expecting value)"),
     "a NUL byte in a text": (LINES[0].replace(b"Hi", b"H\x00"), "invalid JSON (Invalid control character at)"),
-    "a giant line": (turns({"from": "human", "value": "x" * sources.MOST_BYTES}, GPT), "a line of more than 16 MiB"),
+    "a giant line": (
+        turns({"from": "human", "value": "x" * sources.MAX_LINE_BYTES}, GPT),
+        "a line of more than 16 MiB",
+    ),
     "deep nesting": (DEEP, "invalid JSON (nested too deeply)"),
     "deep nesting in a record": (b'{"conversations": ' + DEEP + b"}", "invalid JSON (nested too deeply)"),
     "a number of 5000 digits": (b'{"id": ' + b"7" * 5000 + b"}", "invalid JSON (a number of thousands of digits)"),
@@ -46,8 +49,11 @@ COUNTED = {
     "null": (b"null", "not a JSON object"),
     "a list of records": (b"[" + LINES[0] + b"]", "not a JSON object"),
     "nested lists": (b'{"conversations": [[["human", "Hi"]]]}', "a turn is not a JSON object"),
-    "a key twice in a record": (b'{"conversations": [], "conversations": []}', "the key 'conversations' stands twice"),
-    "a key twice in a turn": (b'{"messages": [{"from": "human", "value": "", "from": "gpt"}]}', "the key 'from' stand"),
+    "a key twice in a record": (b'{"conversations": [], "conversations": []}', "the key 'conversations' occurs twice"),
+    "a key twice in a turn": (
+        b'{"messages": [{"from": "human", "value": "", "from": "gpt"}]}',
+        "the key 'from' occurs",
+    ),
     "wrong keys": (b'{"text": "Hi"}', "no turns"),
     "no turns": (turns(), "no turns"),
     "turns that are a text": (b'{"conversations": "Hi"}', "no turns"),
@@ -89,7 +95,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_broken_line_is_named_and_all_good_ones_are_kept(tmp_path, name):
+def test_a_broken_line_is_named_and_the_others_are_read(tmp_path, name):
     line, reason = COUNTED[name]
     file = tmp_path / "mixed.jsonl"
     file.write_bytes(b"\n".join([LINES[0], line, LINES[1], LINES[2]]))
@@ -101,7 +107,7 @@ def test_a_broken_line_is_named_and_all_good_ones_are_kept(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_broken_record_of_a_list_is_named_or_the_whole_file_refused(tmp_path, name):
+def test_a_broken_record_of_a_list_is_named_or_the_file_is_refused(tmp_path, name):
     line, reason = COUNTED[name]
     file = tmp_path / "mixed.json"
     file.write_bytes(b"[" + b",\n".join([LINES[0], line, LINES[1], LINES[2]]) + b"]")
@@ -126,13 +132,13 @@ ODD = {
     "a NUL character, escaped": b"\n".join([LINES[0].replace(b"Hi", rb"H\u0000i"), *LINES[1:]]),
     "separators of Unicode": b"\n".join([LINES[0].replace(b"Hi", "a\u2028b\x85c".encode()), *LINES[1:]]),
     "a whole surrogate pair": b"\n".join([LINES[0].replace(b"Hi", rb"\ud83d\ude00"), *LINES[1:]]),
-    "a key twice where nobody reads": b"\n".join([LINES[0][:-1] + b', "meta": {"a": 1, "a": 2}}', *LINES[1:]]),
+    "a repeated key that is not read": b"\n".join([LINES[0][:-1] + b', "meta": {"a": 1, "a": 2}}', *LINES[1:]]),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json"])
-def test_what_is_odd_but_right_is_read(tmp_path, tokenizer, name, kind):
+def test_unusual_but_valid_records_are_read(tmp_path, tokenizer, name, kind):
     text = ODD[name]
     if kind == "json":
         mark = text[:3] if text.startswith(b"\xef") else b""
@@ -165,7 +171,7 @@ REFUSED = {
     ),
     "deep.json": (DEEP, "deep.json: invalid JSON (nested too deeply)"),
     "digits.json": (b"[" + b"7" * 5000 + b"]", "digits.json: invalid JSON (a number of thousands of digits)"),
-    "twice.json": (b'{"data": [], "data": []}', "twice.json: the key 'data' stands twice in one object"),
+    "twice.json": (b'{"data": [], "data": []}', "twice.json: the key 'data' occurs twice in one object"),
     "lists.json": (b'{"a": [], "b": []}', "lists.json: expected a list of conversations"),
     "text.json": (b'"Hi"', "text.json: expected a list of conversations"),
     "false.jsonl.gz": (LINES[0], "false.jsonl.gz: cannot be read from line 1 on (Not a gzipped file"),
@@ -184,9 +190,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_broken_file_is_refused_in_one_line(tmp_path, name):
-    content, said = REFUSED[name]
+    content, message = REFUSED[name]
     (tmp_path / name).write_bytes(content)
-    assert said in refusal(tmp_path / name)
+    assert message in refusal(tmp_path / name)
 
 
 def refusal(source):
@@ -196,7 +202,7 @@ def refusal(source):
     return str(error.value)
 
 
-def test_links_are_followed_and_what_is_no_file_is_refused(tmp_path):
+def test_links_are_followed_and_other_things_than_files_are_refused(tmp_path):
     (tmp_path / "real.jsonl").write_bytes(b"\n".join(LINES))
     (tmp_path / "link.jsonl").symlink_to("real.jsonl")
     (tmp_path / "dangling.jsonl").symlink_to("gone.jsonl")
@@ -204,8 +210,8 @@ def test_links_are_followed_and_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert len(load([str(tmp_path / "link.jsonl")])[0]) == 3
-    assert "a link to gone.jsonl, where no file is" in refusal(tmp_path / "dangling.jsonl")
-    assert "a link to circle.jsonl, where no file is" in refusal(tmp_path / "circle.jsonl")
+    assert "a broken link to gone.jsonl" in refusal(tmp_path / "dangling.jsonl")
+    assert "a broken link to circle.jsonl" in refusal(tmp_path / "circle.jsonl")
     assert "a folder; give the files in it" in refusal(tmp_path / "folder.jsonl")
     assert "not a regular file" in refusal(tmp_path / "pipe.jsonl")
     assert "no such file" in refusal(tmp_path / "nowhere.jsonl")
@@ -215,14 +221,14 @@ def test_links_are_followed_and_what_is_no_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
-def test_a_cut_parquet_file_is_refused(tmp_path, share):
+def test_a_truncated_parquet_file_is_refused(tmp_path, share):
     parquet.write_table(TABLE, tmp_path / "cut.parquet")
     content = (tmp_path / "cut.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(content[: int(share * len(content))])
     assert "cut.parquet: cannot be read as parquet" in refusal(tmp_path / "cut.parquet")
 
 
-def test_a_damaged_page_of_a_parquet_file_is_refused(tmp_path):
+def test_a_parquet_file_with_a_damaged_page_is_refused(tmp_path):
     parquet.write_table(TABLE, tmp_path / "damaged.parquet", write_page_checksum=False)
     content = bytearray((tmp_path / "damaged.parquet").read_bytes())
     content[10:200] = b"\xff" * 190
@@ -237,7 +243,7 @@ def test_parquet_with_other_columns_is_refused_with_their_names(tmp_path):
     )
 
 
-def test_broken_rows_of_parquet_are_named_and_the_good_ones_kept(tmp_path):
+def test_broken_rows_of_a_parquet_file_are_named_and_the_others_are_read(tmp_path):
     broken = [
         {"id": "null", "conversations": None},
         {"id": "mute", "conversations": [HUMAN]},
@@ -261,21 +267,21 @@ def test_broken_utf8_in_parquet_is_named(tmp_path):
 def test_tokens_of_another_tokenizer_or_template_are_named_or_refused(tokenizer, tmp_path):
     good, foreign = parse(GOOD[0], 1), parse(GOOD[1], 2)
     foreign = type(foreign)(
-        foreign.id, foreign.messages, DraftedTokens(array("i", [1]), array("b", [1]), "other", "other")
+        foreign.id, foreign.messages, RecordedTokens(array("i", [1]), array("b", [1]), "other", "other")
     )
     assert tokenise([good, foreign], tokenizer, "vicuna_v1.1", 99, str(tmp_path))["id"] == ["good-0"]
-    with pytest.raises(ValueError, match="its tokens were written with another tokenizer: take that one, or remove"):
+    with pytest.raises(ValueError, match="its tokens were written with another tokenizer: use that one, or remove"):
         tokenise([foreign], tokenizer, "vicuna_v1.1", 99, str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_features_that_are_not_finite_are_refused(dtype, value):
+def test_hidden_states_that_are_not_finite_are_refused(dtype, value):
     with pytest.raises(ValueError, match="hidden states are not finite"):
         pack(torch.tensor([[0.0, value]]), dtype)
 
 
-def test_a_cut_or_missing_shard_of_features_is_refused(tmp_path):
+def test_a_truncated_or_missing_shard_of_a_feature_store_is_refused(tmp_path):
     ids = torch.tensor([5, 6])
     row = {"id": "a", "input_ids": ids, "loss_mask": ids > 5, "labels": ids, "hidden": torch.zeros(2, 4)}
     shard = write_shard(tmp_path / "shard.safetensors", [b"k" * 16], [row], (-1,), "float32")
@@ -293,7 +299,7 @@ def test_a_cut_or_missing_shard_of_features_is_refused(tmp_path):
         FeatureStore(tmp_path)
 
 
-def test_what_was_dropped_is_told_briefly_however_much_it_was():
+def test_the_summary_of_dropped_records_is_short_however_many_they_are():
     dropped = Dropped()
     for number in range(5000):
         dropped.add(f"unknown speaker 'nobody-{number}'", f"record {number}")

@@ -11,7 +11,7 @@ from data.module import ShareGPTData, planned, split
 from data.sharegpt import Statistics
 from data.tokenizer import load_tokenizer
 
-SAID = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
+CONVERSATION = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def make(tokenizer_folder, tmp_path_factory):
 
 
 class Recorder(L.LightningModule):
-    """Notes the batches it is trained on."""
+    """Records the batches it is trained on."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def fit(data, folder, resume=None, **options):
     return recorder.seen
 
 
-def test_a_resumed_run_sees_the_batches_the_uninterrupted_one_would_have_seen(make, tmp_path):
+def test_a_resumed_run_trains_on_the_batches_of_an_uninterrupted_run(make, tmp_path):
     whole = fit(make(), tmp_path)
     assert len(whole) == 24  # 32 conversations, batches of 4, three epochs
     assert sorted(map(str, whole[:8])) != sorted(map(str, whole[8:16]))  # each epoch has an order of its own
@@ -68,41 +68,44 @@ def test_a_resumed_run_sees_the_batches_the_uninterrupted_one_would_have_seen(ma
         assert fit(make(), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt") == whole[step:]
 
 
-def test_reading_ahead_does_not_count_as_trained_on(make, tmp_path):
+def test_prefetched_batches_do_not_count_as_trained_on(make, tmp_path):
     whole = fit(make(num_workers=1), tmp_path, limit_val_batches=0)
     resumed = fit(make(), tmp_path / "again", resume=tmp_path / "step=13.ckpt", limit_val_batches=0)
     assert resumed == whole[13:]
 
 
 @pytest.mark.parametrize("step", [5, 11, 26])
-def test_a_run_under_a_token_budget_resumes_as_exactly(make, tmp_path, step):
+def test_a_run_under_a_token_budget_resumes_exactly(make, tmp_path, step):
     options = {"batch_size": 100, "max_tokens": 700}
     whole = fit(make(**options), tmp_path, limit_val_batches=0)
     assert len(whole) % 3 == 0 and all(len(ids) * len(ids[0]) <= 700 for ids in whole)
-    assert len({len(ids) for ids in whole}) > 1, "more of the short, fewer of the long"
+    assert len({len(ids) for ids in whole}) > 1, "batches of short rows have more rows"
     resumed = fit(make(**options), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt", limit_val_batches=0)
     assert resumed == whole[step:]
 
 
-def test_a_training_tells_its_data_its_batches_and_its_steps_before_it_starts(make, tmp_path, caplog):
+def test_training_logs_its_data_batches_and_steps_before_it_starts(make, tmp_path, caplog):
     broken = {"conversations": [{"from": "human", "value": "Hi"}]}
-    (tmp_path / "mute.jsonl").write_text(json.dumps(broken) + "\n" + json.dumps(SAID) + "\n")
+    (tmp_path / "mute.jsonl").write_text(json.dumps(broken) + "\n" + json.dumps(CONVERSATION) + "\n")
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         data = make(["embedded:40", str(tmp_path / "mute.jsonl")])
         seen = fit(data, tmp_path, accumulate_grad_batches=2, limit_train_batches=0.5)
-    told = "\n".join(caplog.messages)
-    assert "dropped 1 records (1 x no assistant turn after a user turn), for example\n  mute.jsonl line 1: no " in told
-    assert f"training: {Statistics.of(data.train_set)}" in told and "training: 33 conversations, " in told
-    assert "validation: 8 conversations, " in told
+    logged = "\n".join(caplog.messages)
+    assert (
+        "dropped 1 records (1 x no assistant turn after a user turn), for example\n  mute.jsonl line 1: no " in logged
+    )
+    assert f"training: {Statistics.of(data.train_set)}" in logged and "training: 33 conversations, " in logged
+    assert "validation: 8 conversations, " in logged
     assert len(seen) == 3 * 4  # of the 9 batches of an epoch half is trained on, two a step
     assert (tmp_path / "step=6.ckpt").is_file() and not (tmp_path / "step=7.ckpt").exists()
     assert (
-        "training: 9 batches an epoch and device, " in told and "% of their tokens padding; 6 steps, 2 an epoch" in told
+        "training: 9 batches an epoch and device, " in logged
+        and "% of their tokens padding; 6 steps, 2 an epoch" in logged
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"max_epochs": 3}, "; 48 steps, 16 an epoch"),
         ({"max_epochs": 3, "max_steps": 20}, "; 20 steps, 16 an epoch"),
@@ -111,9 +114,9 @@ def test_a_training_tells_its_data_its_batches_and_its_steps_before_it_starts(ma
         ({"max_epochs": 3, "accumulate_grad_batches": 5, "limit_train_batches": 11}, "; 9 steps, 3 an epoch"),
     ],
 )
-def test_the_number_of_steps_is_told_where_it_is_known(options, said):
+def test_the_number_of_steps_is_logged_if_it_is_known(options, expected):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
-    assert planned(BucketSampler([1] * 63, 4), trainer).endswith(said)
+    assert planned(BucketSampler([1] * 63, 4), trainer).endswith(expected)
 
 
 def test_held_out_conversations_are_not_trained_on(make):
@@ -128,14 +131,14 @@ def test_held_out_conversations_are_not_trained_on(make):
     ]
 
 
-def test_validation_files_take_the_place_of_the_held_out(make):
+def test_validation_files_replace_the_held_out_conversations(make):
     data = make(val_files=["embedded:6:5"])
     data.setup("fit")
     assert len(data.train_set) == 40
     assert set(data.val_set["id"]) == {f"embedded-5-{n}" for n in range(6)}
 
 
-def test_no_validation_is_an_empty_list(make):
+def test_without_validation_conversations_there_are_no_validation_batches(make):
     data = make(val_size=0)
     data.setup("fit")
     assert data.val_dataloader() == [] and len(data.train_set) == 40
@@ -151,13 +154,13 @@ def test_the_split_depends_on_the_seed_and_keeps_the_order():
         split(conversations, 20, seed=1)
 
 
-def test_a_missing_tokenizer_gives_one_line(tmp_path):
+def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"no base at .*nowhere: pass a folder") as error:
         load_tokenizer(str(tmp_path / "nowhere"))
     assert "\n" not in str(error.value)
 
 
-def test_padding_is_the_tokenizers(make):
+def test_batches_are_padded_with_the_tokenizers_padding_token(make):
     data = make()
     data.setup("fit")
     batch = next(iter(data.train_dataloader()))

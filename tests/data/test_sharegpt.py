@@ -36,13 +36,13 @@ def write(tmp_path):
         ("lines.jsonl.gz", json.dumps(GOOD) + "\n" + json.dumps(GOOD)),
     ],
 )
-def test_all_kinds_of_files_are_read(write, name, text):
+def test_every_kind_of_file_is_read(write, name, text):
     conversations, dropped = load([write(name, text)])
     assert [conversation.id for conversation in conversations] == ["good", "good"]
     assert dropped.total == 0
 
 
-def test_the_embedded_corpus_is_a_file_name():
+def test_the_embedded_corpus_is_read_by_name():
     assert [c.id for c in load(["embedded:3:9"])[0]] == ["embedded-9-0", "embedded-9-1", "embedded-9-2"]
     assert load(["embedded:5"])[0] == load(["embedded:9:0"], limit=5)[0]
     with pytest.raises(ValueError, match="embedded:COUNT"):
@@ -73,18 +73,18 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: next(reversed(form)))
 @pytest.mark.parametrize("kind", ["json", "jsonl", "parquet"])
-def test_every_form_is_read_from_every_kind_of_file(tmp_path, form, kind):
-    file, said = tmp_path / f"talk.{kind}", [form | {"id": "a", "score": 1.5}, form | {"id": "b", "score": None}]
+def test_every_record_format_is_read_from_every_kind_of_file(tmp_path, form, kind):
+    file, message = tmp_path / f"talk.{kind}", [form | {"id": "a", "score": 1.5}, form | {"id": "b", "score": None}]
     if kind == "parquet":
-        parquet.write_table(pa.Table.from_pylist(said), file)
+        parquet.write_table(pa.Table.from_pylist(message), file)
     else:
-        file.write_text(json.dumps(said) if kind == "json" else "\n".join(map(json.dumps, said)))
+        file.write_text(json.dumps(message) if kind == "json" else "\n".join(map(json.dumps, message)))
     conversations, dropped = load([str(file)])
     assert [conversation.id for conversation in conversations] == ["a", "b"] and not dropped.total
     assert {conversation.messages for conversation in conversations} == {(("user", "Hi"), ("assistant", "Hello!"))}
 
 
-def test_rows_of_different_forms_in_one_parquet_file_are_told_apart_by_what_is_not_null(tmp_path):
+def test_a_parquet_file_may_mix_record_formats_with_null_columns(tmp_path):
     turns = [message for form in FORMS[:2] for messages in form.values() for message in messages]
     every_key = {key for form in FORMS for key in form} | {"input_ids", "id"}
     both = [{"conversations": turns[:2]}, {"conversations": turns[2:]}, *FORMS[2:]]
@@ -96,23 +96,23 @@ def test_rows_of_different_forms_in_one_parquet_file_are_told_apart_by_what_is_n
     assert {conversation.messages for conversation in conversations} == {(("user", "Hi"), ("assistant", "Hello!"))}
 
 
-def test_several_files_of_several_kinds_are_one_set(write, tmp_path):
+def test_files_of_different_kinds_are_read_as_one_set(write, tmp_path):
     parquet.write_table(pa.Table.from_pylist([GOOD] * 600), tmp_path / "many.parquet")
     files = [write("a.json", json.dumps([GOOD])), str(tmp_path / "many.parquet"), write("b.jsonl.gz", json.dumps(GOOD))]
     assert len(load([*files, "embedded:3"])[0]) == 1 + 600 + 1 + 3
     assert len(load([*files, "embedded:3"], limit=500)[0]) == 500
 
 
-def test_lines_are_read_one_by_one(tmp_path):
+def test_json_lines_are_read_one_at_a_time(tmp_path):
     file = tmp_path / "long.jsonl"
     file.write_text("\n".join([json.dumps(GOOD)] * 3) + "\n" + "x" * 1000)
-    found = sources.records(str(file))
+    found = sources.read_records(str(file))
     assert next(found)[0] == "line 1"
     file.write_bytes(b"")  # what is read ahead is a buffer, not the file
     assert len(list(found)) == 3
 
 
-def test_a_set_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
     from datasets import config
 
     written = tmp_path / "talk.jsonl"
@@ -126,11 +126,11 @@ def test_a_set_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
         conversations, dropped = load([source])
         assert [conversation.id for conversation in conversations] == ["good", "good"]
         assert dropped.total == 1 and dropped.examples[0].endswith(" record 2: no assistant turn after a user turn")
-    with pytest.raises(ValueError, match=r'cannot be had from the hub \(Unknown split "test"'):
+    with pytest.raises(ValueError, match=r'cannot be loaded from the hub \(Unknown split "test"'):
         load(["hub:someone/talk:test"])
 
 
-def test_a_file_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+def test_a_file_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -143,11 +143,11 @@ def test_a_file_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
-        ("hub:someone/nothing", "hub:someone/nothing: cannot be had from the hub (Couldn't reach"),
-        ("hub:someone/nothing:test", "cannot be had from the hub"),
-        ("hub:someone/nothing/a.json", "hub:someone/nothing/a.json: cannot be had from the hub"),
+        ("hub:someone/nothing", "hub:someone/nothing: cannot be loaded from the hub (Couldn't reach"),
+        ("hub:someone/nothing:test", "cannot be loaded from the hub"),
+        ("hub:someone/nothing/a.json", "hub:someone/nothing/a.json: cannot be loaded from the hub"),
         ("hub:", "expected hub:OWNER/NAME"),
         ("hub:talk", "expected hub:OWNER/NAME"),
         ("hub:someone/", "expected hub:OWNER/NAME"),
@@ -156,13 +156,13 @@ def test_a_file_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
         ("hub:someone/talk/a.json:train", "expected hub:OWNER/NAME"),
     ],
 )
-def test_what_the_hub_does_not_give_is_refused_in_one_line(source, said):
+def test_a_source_missing_on_the_hub_is_refused_in_one_line(source, message):
     with pytest.raises(ValueError) as error:
         load([source])
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_rows_hold_what_encode_gives(tokenizer, tmp_path):
+def test_rows_hold_the_tokens_and_the_mask_of_encode(tokenizer, tmp_path):
     conversations, _ = load(["embedded:6"])
     rows = tokenise(conversations, tokenizer, "vicuna_v1.1", 200, str(tmp_path))
     assert {name: str(rows.features[name].feature.dtype) for name in ("input_ids", "loss_mask")} == {
@@ -174,21 +174,21 @@ def test_rows_hold_what_encode_gives(tokenizer, tmp_path):
         assert row["id"] == conversation.id
 
 
-def test_the_second_call_reads_the_cache_and_a_change_does_not(tokenizer, tmp_path, monkeypatch):
+def test_a_second_call_reads_the_cache_and_a_changed_one_does_not(tokenizer, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(sharegpt, "encode", lambda *arguments: calls.append(1) or encode(*arguments))
     conversations, _ = load(["embedded:4"])
 
-    def num_calls(template="vicuna_v1.1", max_length=300, said=conversations, tokenizer=tokenizer):
+    def num_calls(template="vicuna_v1.1", max_length=300, message=conversations, tokenizer=tokenizer):
         calls.clear()
-        tokenise(said, tokenizer, template, max_length, str(tmp_path))
+        tokenise(message, tokenizer, template, max_length, str(tmp_path))
         return len(calls)
 
     assert num_calls() == 4
     assert num_calls() == 0
     assert num_calls(template="llama2_chat") == 4
     assert num_calls(max_length=301) == 4
-    assert num_calls(said=conversations[:3]) == 3
+    assert num_calls(message=conversations[:3]) == 3
     monkeypatch.setitem(TEMPLATES, "vicuna_v1.1", TEMPLATES["vicuna_v1.1"].replace("curious", "careful"))
     assert num_calls() == 4
     monkeypatch.setattr(sharegpt, "FORMAT_VERSION", -1)
@@ -196,13 +196,13 @@ def test_the_second_call_reads_the_cache_and_a_change_does_not(tokenizer, tmp_pa
     assert not list(tmp_path.glob("writing-*"))
 
 
-def test_the_cache_folder_may_be_named_by_the_environment(tokenizer, tmp_path, monkeypatch):
+def test_the_cache_folder_can_be_set_in_the_environment(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTERS_CACHE", str(tmp_path / "cache"))
     tokenise(load(["embedded:2"])[0], tokenizer, "tokenizer", 300)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_conversations_without_a_seen_token_are_left_out_and_none_left_is_an_error(tokenizer, tmp_path):
+def test_conversations_with_an_empty_loss_mask_are_left_out_and_an_empty_set_is_refused(tokenizer, tmp_path):
     conversations, _ = load(["embedded:30"])
     first_seen = [encode(c, tokenizer, "vicuna_v1.1", None)[1].index(1) for c in conversations]
     longest = sorted(first_seen)[10]
@@ -212,7 +212,7 @@ def test_conversations_without_a_seen_token_are_left_out_and_none_left_is_an_err
         tokenise(conversations, tokenizer, "vicuna_v1.1", 10, str(tmp_path))
 
 
-def test_tokenising_is_silent_where_nobody_watches(tokenizer, tmp_path, capfd):
+def test_tokenising_prints_nothing_outside_a_terminal(tokenizer, tmp_path, capfd):
     tokenise(load(["embedded:5"])[0], tokenizer, "tokenizer", 300, str(tmp_path))
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
@@ -229,7 +229,7 @@ def test_statistics_count_the_tokens(tokenizer, tmp_path):
 
 
 @pytest.mark.skipif(not SAMPLE.is_file(), reason="the ShareGPT sample does not stand beside the project")
-def test_real_sharegpt_is_read_and_every_answer_is_found(llama_tokenizer, tmp_path):
+def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, tmp_path):
     conversations, dropped = load([str(SAMPLE)])
     assert len(conversations) + dropped.total == 50 and len(conversations) >= 45
     ends = 0

@@ -1,4 +1,4 @@
-"""Documents read from text files and records."""
+"""Documents are read from text files and from records of JSON."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ MESSAGES = [{"role": "user", "content": "w6"}, {"role": "assistant", "content": 
         ({"id": 1, "history": [{"user": "w3", "bot": "w4"}, {"user": "w5", "bot": "w6"}]}, ["w3", "w4", "w5", "w6"]),
     ],
 )
-def test_a_record_gives_its_parts(tmp_path, record, texts):
+def test_the_documents_of_a_record_are_its_parts(tmp_path, record, texts):
     lines = records(tmp_path / "a.jsonl", record, record)
     listed = write(tmp_path / "b.json", json.dumps([record], indent=1))
     with gzip.open(tmp_path / "c.jsonl.gz", "wt", encoding="utf-8") as stream:
@@ -53,7 +53,7 @@ def test_blank_lines_separate_the_documents_of_a_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "line 2: invalid JSON"),
         ("[1]", "line 2: not a JSON object"),
@@ -67,18 +67,18 @@ def test_blank_lines_separate_the_documents_of_a_text(tmp_path):
         ('{"text": "\\ud800"}', "line 2: not valid Unicode"),
     ],
 )
-def test_a_bad_record_is_refused_with_its_file_and_line(tmp_path, line, said):
+def test_a_broken_record_is_refused_with_its_file_and_line(tmp_path, line, message):
     file = write(tmp_path / "a.jsonl", '{"text": "w3"}', line, '{"text": "w3"}')
     with pytest.raises(ValueError) as caught:
         list(read_texts([file]))
-    assert str(caught.value).startswith(f"{file} {said}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{file} {message}") and "\n" not in str(caught.value)
 
 
-def test_bad_files_are_refused_by_name(tmp_path):
+def test_broken_files_are_refused_by_name(tmp_path):
     latin, cut = tmp_path / "a.txt", tmp_path / "a.jsonl.gz"
     latin.write_bytes(b"w3\nGr\xfc\xdfe\n")
     cut.write_bytes(gzip.compress(b'{"text": "w3"}\n' * 99)[:-9])
-    for file, said in [
+    for file, message in [
         (str(latin), "line 2: not UTF-8"),
         (str(cut), "cannot be read after line"),
         (write(tmp_path / "a.json", '{"text": "w3"}'), "expected a list of records"),
@@ -86,6 +86,6 @@ def test_bad_files_are_refused_by_name(tmp_path):
         (write(tmp_path / "c.json", '[{"text": "w3"}, {}]'), "record 2: no text"),
         (str(tmp_path), "no text file at"),
     ]:
-        with pytest.raises(ValueError, match=said) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             list(read_texts([file]))
         assert file in str(caught.value)

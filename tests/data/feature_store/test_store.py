@@ -29,7 +29,7 @@ def make_data(tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture
 def written(make_data, tmp_path):
-    """Random states of 12 conversations in three shards, in each number format: the folder, and what was written."""
+    """Write random states of 12 conversations in three shards; return the folder and what was written."""
 
     def write(dtype="float32", layers=LAYERS, **changes):
         data = make_data(val_size=0)
@@ -81,7 +81,7 @@ def written(make_data, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_read_is_what_was_written_but_for_rounding(written, make_data, dtype):
+def test_the_store_reads_what_was_written_up_to_rounding(written, make_data, dtype):
     folder, texts = written(dtype)
     data = make_data(features=str(folder), val_size=3)
     data.setup("fit")
@@ -100,7 +100,7 @@ def test_what_is_read_is_what_was_written_but_for_rounding(written, make_data, d
             assert (error <= exact * steps[dtype]).all()
 
 
-def test_a_subset_of_the_layers_is_read_in_the_order_asked_for(written):
+def test_a_subset_of_the_layers_is_read_in_the_requested_order(written):
     folder, texts = written()
     store = FeatureStore(folder)
     parts = dict(zip(LAYERS, texts[7]["hidden"].chunk(3, -1), strict=True))
@@ -114,14 +114,14 @@ def test_a_subset_of_the_layers_is_read_in_the_order_asked_for(written):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_store_takes_the_bytes_that_were_announced(written, dtype):
+def test_a_store_has_the_predicted_size(written, dtype):
     folder, texts = written(dtype)
     tokens = sum(len(text["input_ids"]) for text in texts)
     expected = tokens * bytes_per_token(len(LAYERS), WIDTH, dtype) + len(texts) * BYTES_PER_ROW
     assert 0 <= sum(path.stat().st_size for path in folder.glob("*.safetensors")) - expected < 3 * 2000  # headers
 
 
-def test_int8_keeps_zeros_and_every_tokens_largest_value():
+def test_int8_preserves_zeros_and_the_largest_value_of_every_token():
     states = torch.tensor([[0.0, 0.0, 0.0], [1e4, -3.0, 5.0], [1e-6, 2e-6, -4e-6]])
     packed, scale = pack(states, "int8")
     read = unpack(packed, scale[:, None], torch.float32)
@@ -129,7 +129,7 @@ def test_int8_keeps_zeros_and_every_tokens_largest_value():
     assert torch.allclose(read[1, 0], states[1, 0]) and torch.allclose(read[2, 2], states[2, 2])
 
 
-def test_states_that_the_number_format_cannot_hold_are_refused():
+def test_hidden_states_out_of_the_range_of_the_dtype_are_refused():
     with pytest.raises(ValueError, match=r"hidden states reach 7e\+04, beyond float16: pass --dtype bfloat16"):
         pack(torch.tensor([[7e4]]), "float16")
     for dtype in DTYPES:
@@ -137,7 +137,7 @@ def test_states_that_the_number_format_cannot_hold_are_refused():
             pack(torch.tensor([[float("nan"), 1.0]]), dtype)
 
 
-def test_batches_are_those_of_a_training_without_a_store_and_carry_states(written, make_data):
+def test_batches_equal_those_without_a_store_and_hold_the_hidden_states(written, make_data):
     folder, texts = written()
     ids = [text["id"] for text in texts]
     plain, stored = make_data(), make_data(features=str(folder))
@@ -160,7 +160,7 @@ def test_batches_are_those_of_a_training_without_a_store_and_carry_states(writte
     assert "hidden" not in next(iter(stored.val_dataloader())), "validation runs the base"
 
 
-def test_other_processes_read_the_same(written, make_data):
+def test_worker_processes_read_the_same_rows(written, make_data):
     folder, _ = written("int8")
     batches = []
     for num_workers in (0, 2):
@@ -172,7 +172,7 @@ def test_other_processes_read_the_same(written, make_data):
     assert deepcopy(data.store).layers == LAYERS, "a process that is spawned takes such a copy"
 
 
-def test_rows_are_known_by_tokens_and_mask(make_data):
+def test_row_keys_depend_on_tokens_and_mask_only(make_data):
     data = make_data(val_size=0)
     data.setup("fit")
     rows = data.train_set
@@ -183,7 +183,7 @@ def test_rows_are_known_by_tokens_and_mask(make_data):
     assert not set(keys(turned)) & set(names)
 
 
-def test_collate_leaves_what_it_knew_as_it_was():
+def test_collating_rows_without_stored_states_is_unchanged():
     batch = collate([{"input_ids": [5, 6], "loss_mask": [0, 1]}], pad_id=0)
     assert batch.keys() == {"input_ids", "loss_mask", "lengths"}
 
@@ -196,7 +196,7 @@ def refusal(make_data, folder, **arguments):
     return str(error.value)
 
 
-def test_each_mismatch_has_its_own_line(written, make_data):
+def test_each_mismatch_with_the_store_has_its_own_message(written, make_data):
     folder, _ = written()
     assert "is not that of llama2_chat: pass --data.template tokenizer" in refusal(
         make_data, folder, template="llama2_chat"
@@ -206,19 +206,19 @@ def test_each_mismatch_has_its_own_line(written, make_data):
     assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
     manifest = Manifest.read(folder)
     replace(manifest, tokenizer="0").save(folder)
-    said = refusal(make_data, folder)
-    assert "was written by a-base, and this base has another tokenizer: pass --model.base a-base, or write" in said
+    message = refusal(make_data, folder)
+    assert "was written by a-base, and this base has another tokenizer: pass --model.base a-base, or write" in message
     replace(manifest, is_complete=False).save(folder)
     assert "is not finished" in refusal(make_data, folder)
 
 
-def test_validation_alone_does_not_need_the_store(make_data, tmp_path):
+def test_validation_does_not_open_the_store(make_data, tmp_path):
     data = make_data(features=str(tmp_path / "gone"))
     data.setup("validate")
     assert data.store is None and next(iter(data.val_dataloader()))["input_ids"].numel()
 
 
-def test_damage_is_named(written, make_data, tmp_path):
+def test_a_damaged_store_is_refused_with_the_name_of_the_file(written, make_data, tmp_path):
     folder, _ = written()
     assert "no feature store at" in refusal(make_data, tmp_path / "nowhere")
     second = folder / "shard-00001.safetensors"
@@ -234,10 +234,10 @@ def test_damage_is_named(written, make_data, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     for broken in ("{", "[]", "{}", json.dumps(manifest | {"format": 99}), json.dumps(manifest | {"dtype": "int3"})):
         (folder / "manifest.json").write_text(broken)
-        assert "write the store anew" in refusal(make_data, folder)
+        assert "write the store again" in refusal(make_data, folder)
 
 
-def test_a_shard_that_cannot_be_written_leaves_nothing_behind(written, tmp_path):
+def test_a_shard_that_cannot_be_written_leaves_no_file_behind(written, tmp_path):
     _, texts = written()
     (tmp_path / "full").mkdir()
     texts[1]["hidden"][3, 2] = float("inf")
@@ -246,7 +246,7 @@ def test_a_shard_that_cannot_be_written_leaves_nothing_behind(written, tmp_path)
     assert not any((tmp_path / "full").iterdir())
 
 
-def test_stores_differ_in_what_the_states_depend_on(written):
+def test_differing_names_the_settings_that_the_hidden_states_depend_on(written):
     manifest = Manifest.read(written()[0])
     same = replace(manifest, base="elsewhere", files=({"name": "x"},), shards=(), is_complete=False)
     assert differing(manifest, same) == []

@@ -190,7 +190,7 @@ def test_tokens_of_another_tokenizer_or_template_are_refused(written, llama_like
     conversations = load([str(written)])[0]
     with pytest.raises(ValueError, match="written with another tokenizer"):
         encode(conversations[0], llama_like, "tokenizer")
-    with pytest.raises(ValueError, match=r"takes none of the conversations: .*written with another chat template"):
+    with pytest.raises(ValueError, match=r"refuses every conversation: .*written with another chat template"):
         tokenise(conversations, tiny_base.tokenizer, "llama2_chat", 512, str(tmp_path))
 
 
@@ -224,13 +224,13 @@ def test_records_with_broken_token_columns_are_counted_and_named(written, tmp_pa
 def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base, tmp_path):
     conversation = load([str(written)])[0][0]
     changed = deepcopy(conversation)
-    changed.written.loss_mask[-1] = 0
+    changed.recorded.loss_mask[-1] = 0
     masks = [
         tokenise([each], tiny_base.tokenizer, "tokenizer", 512, str(tmp_path))[0]["loss_mask"]
         for each in (conversation, changed)
     ]
     assert masks[0] != masks[1]
-    assert masked_text(conversation.written.input_ids.tolist(), masks[0], tiny_base.tokenizer).plain
+    assert masked_text(conversation.recorded.input_ids.tolist(), masks[0], tiny_base.tokenizer).plain
 
 
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])

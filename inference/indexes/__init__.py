@@ -1,4 +1,4 @@
-"""``drafters corpus`` and ``drafters datastore``: n-gram counts and suffix arrays built from text files.
+"""``drafters corpus`` and ``drafters datastore``: build n-gram counts and suffix arrays from text files.
 
 May import `engine` and `runs`.
 """

@@ -15,27 +15,28 @@ from inference.engine.base import tokenizer_hash
 from inference.indexes.documents import encoded, progress
 from inference.runs.outputs import folder_above, new_file
 
-GRAM, LONGEST_KEY = 4, 4  # Self-Draft's
-BORDER = -1  # stands between texts: no n-gram crosses it
-CHUNK = 1 << 26  # n-grams sorted at a time
-BLOCK = 1 << 22  # positions looked at at a time
+NUM_FOLLOWING, MAX_CONTEXT = 4, 4  # tokens after a context, and tokens of a context, as in Self-Draft
+BORDER = -1  # separates documents; no n-gram contains it
+CHUNK = 1 << 26  # n-grams that are sorted at a time
+BLOCK = 1 << 22  # positions that are read at a time
 
 
 def corpus(
     out: str, tokenizer: str, files: list[str], min_count: int = 6, top: int = 20, overwrite: bool = False
 ) -> None:
-    """Count which four tokens follow each one to four tokens in a text, for the drafters self_draft and corpus.
+    """Count which four tokens follow each sequence of one to four tokens, for the drafters self_draft and corpus.
 
-    A text in .jsonl or .json is one document by its field `text`; of questions and answers, and of conversations, each
-    part is one. In other files blank lines separate documents. No n-gram crosses a document's end.
+    A record of a .jsonl or .json file is one document if it has a field `text`; of questions with answers and of
+    conversations, each part is a document. In other files, blank lines separate documents. No n-gram crosses the end of
+    a document.
 
     Args:
         out: File to write.
         tokenizer: Folder or hub id of the base, or of its tokenizer.
-        files: Text files, or records as .jsonl or .json; .gz is read as well; may be repeated.
-        min_count: N-grams that occur less often are left out.
-        top: N-grams kept for each context.
-        overwrite: Replace a file that is already there.
+        files: Text files, or records as .jsonl or .json, also compressed as .gz. May be repeated.
+        min_count: Leave out n-grams that occur less often.
+        top: Maximum number of n-grams for each context.
+        overwrite: Replace an existing file.
     """
     if min_count < 1 or top < 1:
         raise ValueError(f"min_count and top must be at least 1, not {min_count} and {top}")
@@ -43,20 +44,20 @@ def corpus(
     text_paths(files)
     loaded = load_tokenizer(tokenizer)
     with (
-        progress(files, "count", LONGEST_KEY + GRAM) as (read, counted),
+        progress(files, "count", MAX_CONTEXT + NUM_FOLLOWING) as (advance, complete),
         tempfile.TemporaryDirectory(dir=folder_above(path), prefix=".corpus-") as folder,
     ):
         num_tokens = 0
         with Path(folder, "tokens").open("wb") as stream:
-            for ids in encoded(files, loaded, read):
+            for ids in encoded(files, loaded, advance):
                 np.array([*ids, BORDER], dtype=np.int32).tofile(stream)
                 num_tokens += len(ids)
         tokens = np.memmap(Path(folder, "tokens"), np.int32, "r")
-        arrays = count(tokens, min_count, top, folder, counted)
+        arrays = count(tokens, min_count, top, folder, complete)
         del tokens
     if not len(arrays[0]):
         raise ValueError(
-            f"no {1 + GRAM} tokens in a row occur {min_count} times in {num_tokens} tokens: "
+            f"no {1 + NUM_FOLLOWING} tokens in a row occur {min_count} times in {num_tokens} tokens: "
             "give more text, or a smaller --min-count"
         )
     sources = tuple(Path(file).name for file in files)
@@ -69,21 +70,22 @@ def count(
     min_count: int = 6,
     top: int = 20,
     folder: str | None = None,
-    counted: Callable[[int], object] = lambda length: None,
+    complete: Callable[[int], object] = lambda length: None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays of a `CorpusTable`: which n-grams follow each context at least ``min_count`` times.
+    """Return the arrays of a `CorpusTable`: the n-grams that follow each context at least ``min_count`` times.
 
     Args:
-        tokens: (S,) int32 texts, with `BORDER` between them.
-        min_count: N-grams that occur less often are left out.
-        top: N-grams kept for each context; of equally frequent ones those of smaller token ids.
-        folder: Where a temporary file of the size of ``tokens`` may lie.
-        counted: Told each of the eight lengths once its n-grams are counted.
+        tokens: (S,) int32, the documents with `BORDER` between them.
+        min_count: Leave out n-grams that occur less often.
+        top: Maximum number of n-grams for each context; of equally frequent ones, those with smaller token ids.
+        folder: Folder for a temporary file of the size of ``tokens``.
+        complete: Called with each of the eight lengths when its n-grams are counted.
     """
-    keys, sizes, grams = np.empty(0, np.int64), [np.zeros(1, np.int64)], [np.empty((0, GRAM), np.int32)]
+    keys, sizes = np.empty(0, np.int64), [np.zeros(1, np.int64)]
+    grams = [np.empty((0, NUM_FOLLOWING), np.int32)]
     for rows, counts in _frequent(tokens, min_count, folder):
-        counted(rows.shape[1])
-        width = rows.shape[1] - GRAM  # of the context
+        complete(rows.shape[1])
+        width = rows.shape[1] - NUM_FOLLOWING  # of the context
         if width < 1:
             continue
         nodes = np.zeros(len(rows), np.int64)
@@ -91,44 +93,48 @@ def count(
             nodes = 1 + keys.searchsorted(nodes << 32 | rows[:, column])
         codes = nodes << 32 | rows[:, 0]
         order = np.lexsort((-counts, codes))
-        found, first, number = np.unique(codes[order], return_index=True, return_counts=True)
-        rank = np.arange(len(rows)) - np.repeat(first, number)
-        keys = np.concatenate([keys, found])
-        sizes.append(np.minimum(number, top))
+        contexts, first, num_grams = np.unique(codes[order], return_index=True, return_counts=True)
+        rank = np.arange(len(rows)) - np.repeat(first, num_grams)
+        keys = np.concatenate([keys, contexts])
+        sizes.append(np.minimum(num_grams, top))
         grams.append(rows[order][rank < top, width:])
     return keys, np.concatenate(sizes).cumsum(), np.concatenate(grams)
 
 
 def _frequent(tokens: np.ndarray, min_count: int, folder: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The frequent n-grams of each length n = 1, 2, ..., 8: (F, n) in ascending order, and how often they occur (F,).
+    """Yield the frequent n-grams of each length n = 1, 2, ..., 8: (F, n) in ascending order, and their counts (F,).
 
-    An n-gram is numbered among its length's frequent ones and the next length is coded as number << 32 | token: only
-    what is frequent goes on. Besides these, memory holds `CHUNK` codes at a time.
+    An n-gram can only be frequent if its first n - 1 tokens are. So the frequent n-grams of a length are numbered, and
+    an n-gram of the next length is coded as number << 32 | token. Besides these, memory holds `CHUNK` codes at a time.
     """
     rows, counts = np.empty((1, 0), np.int32), np.array([len(tokens)])
     with tempfile.TemporaryFile(dir=folder) as file:
-        numbers = np.memmap(file, np.int32, "w+", shape=tokens.shape)  # of the n-gram that starts at each position
-        for length in range(LONGEST_KEY + GRAM):
-            found = [_tally(numbers, tokens, length, *span, min_count) for span in _spans(counts)]
-            codes = np.concatenate([np.empty(0, np.int64), *(codes for codes, _ in found)])
-            counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in found)])
+        # The number of the frequent n-gram that starts at each position, BORDER if there is none.
+        numbers = np.memmap(file, np.int32, "w+", shape=tokens.shape)
+        for length in range(MAX_CONTEXT + NUM_FOLLOWING):
+            parts = [_count_codes(numbers, tokens, length, *span, min_count) for span in _spans(counts)]
+            codes = np.concatenate([np.empty(0, np.int64), *(codes for codes, _ in parts)])
+            counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in parts)])
             for start, coded in _codes(numbers, tokens, length):
                 place = codes.searchsorted(coded).clip(max=max(0, len(codes) - 1))
-                known = codes[place] == coded if len(codes) else np.zeros(len(coded), bool)
-                numbers[start : start + len(coded)] = np.where(known, place, BORDER)
+                is_frequent = codes[place] == coded if len(codes) else np.zeros(len(coded), bool)
+                numbers[start : start + len(coded)] = np.where(is_frequent, place, BORDER)
             rows = np.concatenate([rows[codes >> 32], (codes & 0xFFFFFFFF).astype(np.int32)[:, None]], axis=1)
             yield rows, counts
 
 
 def _codes(numbers: np.ndarray, tokens: np.ndarray, length: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Codes of the n-grams of ``length`` + 1 tokens, block by block; negative where there is none."""
+    """Yield the codes of the n-grams of ``length`` + 1 tokens block by block, each with the block's first position.
+
+    A code is negative where no frequent n-gram of ``length`` tokens starts.
+    """
     for start in range(0, len(tokens) - length, BLOCK):
         end = min(start + BLOCK, len(tokens) - length)
         yield start, numbers[start:end].astype(np.int64) << 32 | tokens[start + length : end + length]
 
 
 def _spans(counts: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of numbers that occur `CHUNK` times together at most, or are one."""
+    """Yield half-open ranges of numbers that together occur at most `CHUNK` times; a range has at least one number."""
     ends, first = counts.cumsum(), 0
     while first < len(counts):
         before = ends[first] - counts[first]
@@ -137,25 +143,27 @@ def _spans(counts: np.ndarray) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _tally(
+def _count_codes(
     numbers: np.ndarray, tokens: np.ndarray, length: int, first: int, last: int, min_count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The codes of n-grams that begin with numbers in [first, last) and occur ``min_count`` times, and how often."""
+    """Return the codes with numbers in [first, last) that occur at least ``min_count`` times, and their counts."""
     codes = counts = np.empty(0, np.int64)
-    held, size = [], 0
+    pending: list[np.ndarray] = []
+    size = 0
     for _, coded in _codes(numbers, tokens, length):
-        held.append(coded[(coded >= first << 32) & (coded < last << 32)])
-        size += len(held[-1])
+        pending.append(coded[(coded >= first << 32) & (coded < last << 32)])
+        size += len(pending[-1])
         if size >= CHUNK:
-            codes, counts = _merged(codes, counts, held)
-            held, size = [], 0
-    codes, counts = _merged(codes, counts, held)
+            codes, counts = _merged(codes, counts, pending)
+            pending, size = [], 0
+    codes, counts = _merged(codes, counts, pending)
     return codes[counts >= min_count], counts[counts >= min_count]
 
 
-def _merged(codes: np.ndarray, counts: np.ndarray, held: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    new, number = np.unique(np.concatenate([np.empty(0, np.int64), *held]), return_counts=True)
+def _merged(codes: np.ndarray, counts: np.ndarray, pending: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Add the pending codes to the counts of the codes so far."""
+    new, new_counts = np.unique(np.concatenate([np.empty(0, np.int64), *pending]), return_counts=True)
     if not len(codes):
-        return new, number
+        return new, new_counts
     both, place = np.unique(np.concatenate([codes, new]), return_inverse=True)
-    return both, np.bincount(place, np.concatenate([counts, number]), len(both)).astype(np.int64)
+    return both, np.bincount(place, np.concatenate([counts, new_counts]), len(both)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""``drafters datastore``: sort a large text into the suffix array that the drafter rest looks things up in."""
+"""``drafters datastore``: build the suffix array of a large text, in which the drafter rest looks up its drafts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from inference.runs.outputs import new_file
 
 
 def datastore(out: str, tokenizer: str, files: list[str], depth: int = 32, overwrite: bool = False) -> None:
-    """Sort the tokens of text files into a datastore, for the drafter rest.
+    """Sort the tokens of text files into a datastore for the drafter rest.
 
-    A text in .jsonl or .json is one document by its field `text`; of questions and answers, and of conversations, each
-    part is one. In other files blank lines separate documents. No match and no draft crosses a document's end. The file
-    takes 14 bytes a token (16 with more than 65,535 ids), the work about 45 bytes of memory.
+    A record of a .jsonl or .json file is one document if it has a field `text`; of questions with answers and of
+    conversations, each part is a document. In other files, blank lines separate documents. No match and no draft
+    crosses the end of a document. The file takes 14 bytes per token (16 with more than 65,535 token ids), and building
+    it takes about 45 bytes of memory per token.
 
     Args:
         out: File to write.
         tokenizer: Folder or hub id of the base, or of its tokenizer.
-        files: Text files, or records as .jsonl or .json; .gz is read as well; may be repeated.
-        depth: Tokens the text is sorted by; bounds what rest looks up and continues with, together.
-        overwrite: Replace a file that is already there.
+        files: Text files, or records as .jsonl or .json, also compressed as .gz. May be repeated.
+        depth: Number of tokens by which the text is sorted; the longest match and draft of rest together.
+        overwrite: Replace an existing file.
     """
     if depth < 2:
         raise ValueError(f"depth must be at least 2, not {depth}")
@@ -32,7 +33,7 @@ def datastore(out: str, tokenizer: str, files: list[str], depth: int = 32, overw
     text_paths(files)
     loaded = load_tokenizer(tokenizer)
     sources = tuple(Path(file).name for file in files)
-    with progress(files, "sort", depth) as (read, sorted_by):
-        store = SuffixArray.build(encoded(files, loaded, read), depth, tokenizer_hash(loaded), sources, sorted_by)
+    with progress(files, "sort", depth) as (advance, complete):
+        store = SuffixArray.build(encoded(files, loaded, advance), depth, tokenizer_hash(loaded), sources, complete)
     store.save(path)
     print(f"wrote {out}: {len(store.suffixes)} tokens in {store.num_documents} documents")

@@ -1,66 +1,75 @@
-"""Plain text as token ids, for ``drafters corpus`` and ``drafters datastore``, with bars for how far they are."""
+"""Text files as token ids for ``drafters corpus`` and ``drafters datastore``, with progress bars."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from data.texts import read_texts, text_paths
+from inference.runs.progress import progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH = 1 << 20  # characters encoded at a time
+BATCH_CHARACTERS = 1 << 20  # encoded at a time
 
 
 @contextmanager
 def progress(
-    files: list[str], work: str, total: int
+    files: list[str], title: str, total: int
 ) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
-    """Bars for reading files and for the work that follows.
+    """Show a bar for reading the files and one for the work that follows.
 
     Yields:
-        What is told how many more characters were read, and what is told how much of ``total`` is done.
+        A function to call with the number of characters just read, and one to call with the part of ``total`` that is
+        complete.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     size = sum(path.stat().st_size for path in text_paths(files))
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
-        reading, working = bars.add_task("read", total=size), bars.add_task(work, total=total)
+    with progress_bars("percent") as bars:
+        reading, working = bars.add_task("read", total=size), bars.add_task(title, total=total)
 
-        def done(amount: int) -> None:
-            bars.update(reading, completed=size)  # there are more bytes than characters, in .gz fewer
+        def advance_reading(num_characters: int) -> None:
+            bars.advance(reading, num_characters)
+
+        def complete_work(amount: int) -> None:
+            # Characters and bytes differ in number, above all in .gz files, so the first bar is filled here.
+            bars.update(reading, completed=size)
             bars.update(working, completed=amount)
 
-        yield lambda characters: bars.advance(reading, characters), done
+        yield advance_reading, complete_work
 
 
-def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, read: Callable[[int], object]) -> Iterator[list[int]]:
-    """The token ids of each document, without special tokens; ``read`` is told of the characters.
+def encoded(
+    files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Callable[[int], object]
+) -> Iterator[list[int]]:
+    """Yield the token ids of each document, without special tokens.
+
+    Args:
+        files: Text files, as for `read_texts`.
+        tokenizer: Tokenizer of the base.
+        advance: Called with the number of characters of each batch.
 
     Raises:
-        ValueError: There is no text in the files, or `read_texts` refuses one.
+        ValueError: The files contain no text, or `read_texts` rejects one.
     """
-    nothing = True
+    is_empty = True
     for batch in _batches(files):
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            nothing &= not ids
+            is_empty &= not ids
             yield ids
-        read(sum(map(len, batch)))
-    if nothing:
+        advance(sum(map(len, batch)))
+    if is_empty:
         raise ValueError(f"there is no text in {', '.join(files)}")
 
 
 def _batches(files: list[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
+    batch: list[str] = []
+    size = 0
     for text in read_texts(files):
         batch.append(text)
         size += len(text)
-        if size >= BATCH:
+        if size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -133,7 +133,7 @@ def test_batches_change_nothing(monkeypatch, tokenizer, tmp_path):
     lines = [f"w{3 + i % 9} w{3 + i % 4} w5 w6 w7 w8" for i in range(200)]
     file = write(tmp_path / "a.jsonl", *(json.dumps({"text": line}) for line in lines))
     run(tmp_path / "one", tokenizer, file)
-    monkeypatch.setattr(documents, "BATCH", 50)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 50)
     run(tmp_path / "two", tokenizer, file)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 

@@ -80,16 +80,16 @@ def test_a_store_of_another_tokenizer_or_of_too_little_depth_is_refused(base, tm
         catalogue.make("rest", Runner(base))
 
 
-def test_batches_change_nothing(monkeypatch, tokenizer, tmp_path):
+def test_the_batch_size_does_not_change_the_store(monkeypatch, tokenizer, tmp_path):
     rows = [{"text": f"w{3 + i % 9} w{3 + i % 4} w5 w6"} for i in range(60)]
     file = records(tmp_path / "a.jsonl", *rows)
     run(tmp_path / "one", tokenizer, file)
-    monkeypatch.setattr(documents, "BATCH", 50)
+    monkeypatch.setattr(documents, "BATCH_CHARACTERS", 50)
     run(tmp_path / "two", tokenizer, file)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-def test_what_cannot_be_built_is_refused_in_one_line(tokenizer, tmp_path, capsys):
+def test_a_store_that_cannot_be_built_is_refused_in_one_line(tokenizer, tmp_path, capsys):
     good, out = write(tmp_path / "a.txt", "w3 w4 w5"), tmp_path / "store"
     assert "no text file at nowhere.txt" in refusal(capsys, out, tokenizer, "nowhere.txt")
     assert "there is no text in" in refusal(capsys, out, tokenizer, write(tmp_path / "empty.txt", "", " "))

@@ -1,4 +1,4 @@
-"""What the commands that read plain text share."""
+"""Reading and encoding text files, with progress bars."""
 
 import os
 import stat
@@ -23,7 +23,7 @@ def tokenizer(toy_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 @pytest.mark.parametrize("command", ["corpus", "datastore"])
-def test_what_is_made_follows_the_umask_and_so_does_what_replaces_it(command, mask, tokenizer, text, tmp_path):
+def test_new_and_replaced_files_follow_the_umask(command, mask, tokenizer, text, tmp_path):
     arguments = [command, str(tmp_path / "new" / "out"), "--tokenizer", tokenizer, "--files", text]
     before = os.umask(mask)
     try:
@@ -35,18 +35,18 @@ def test_what_is_made_follows_the_umask_and_so_does_what_replaces_it(command, ma
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
 
 
-def test_all_characters_of_all_documents_are_told_of(toy_tokenizer, text, monkeypatch):
-    monkeypatch.setattr("inference.indexes.documents.BATCH", 40)
-    told = []
-    found = list(encoded([text, text], toy_tokenizer, told.append))
+def test_the_characters_of_all_documents_are_reported(toy_tokenizer, text, monkeypatch):
+    monkeypatch.setattr("inference.indexes.documents.BATCH_CHARACTERS", 40)
+    reported = []
+    found = list(encoded([text, text], toy_tokenizer, reported.append))
     assert found == [[3, 4, 5, 6, 7]] * 18
-    assert told == [45] * 6  # three paragraphs of fifteen characters, where two do not fill a batch
+    assert reported == [45] * 6  # three paragraphs of fifteen characters, where two do not fill a batch
 
 
-def test_the_first_bar_is_full_once_the_work_begins(text, capsys, monkeypatch):
+def test_the_bar_for_reading_is_full_once_the_work_begins(text, capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress([text], "sort", 4) as (read, done):
-        read(10)
-        done(2)
+    with progress([text], "sort", 4) as (advance, complete):
+        advance(10)
+        complete(2)
     shown = capsys.readouterr().err
     assert "100%" in shown and "50%" in shown

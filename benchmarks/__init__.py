@@ -1,1 +1,15 @@
-"""Measurements behind docs/results; each module is run as ``python -m benchmarks.NAME``."""
+"""Measurements behind the pages in docs/results; run one as ``python -m benchmarks.NAME``, with ``--help`` for options.
+
+Each module feeds a page:
+
+- docs/results/speed.md: `against_transformers` (speed next to transformers' ``generate``), `drafter_overhead` (time of
+  propose and observe), `step_cost_by_nodes` (time of a step by the size of the draft tree)
+- docs/results/learned.md: `all_drafters` (training and decoding of all drafters), `learned_drafters` (learned drafters
+  by number of nodes and kind of tree)
+- docs/results/ctc.md: `learned_drafters`, `ctc_paper_table2` (Table 2 of the CTC paper), `loss_memory` (memory and time
+  of the losses), `tree_building` (time to build a draft tree)
+- docs/results/training.md: `training_step` (time and memory of a training step)
+
+The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation
+of several arms), `training_speed`, `frame_trees` and `learned_drafter_plots`.
+"""

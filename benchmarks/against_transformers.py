@@ -1,4 +1,4 @@
-"""Our loop against `generate` of transformers, the same text from both: vanilla, prompt lookup, a draft model."""
+"""Speed of our loop and of transformers' ``generate`` for the same texts: plain, prompt lookup, draft model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Measured, in_turn, main, num_millions, random_llama, show, spread
+from benchmarks.harness import ResultTable, alternate, main, num_millions, random_llama, show, spread
 from data import benchmarks
 from drafters import Drafter, DraftModel, NoDrafter, PromptLookup
 from inference.api.prompts import encode_messages
@@ -28,8 +28,15 @@ Decode = Callable[[list[int]], tuple[list[int], list[StepCost]]]  # prompt -> ne
 
 
 @dataclass
-class Arm:
-    """One way to decode, and what its runs took: seconds by repeat, tokens by prompt."""
+class TimedDecoder:
+    """One way of decoding, with its times and texts.
+
+    Args:
+        decode: Continues a prompt.
+        seconds: Seconds over all prompts, for each repeat.
+        texts: The tokens written, by prompt.
+        steps: The steps of our loop, by prompt.
+    """
 
     decode: Decode
     seconds: list[float]
@@ -37,23 +44,27 @@ class Arm:
     steps: dict[int, list[StepCost]] = field(default_factory=dict)
 
     def run(self, repeat: int, index: int, prompt: list[int], device: torch.device) -> None:
+        """Decode a prompt and add its time to that of the repeat."""
         _wait(device)
         started = time.perf_counter()
         tokens, steps = self.decode(prompt)
         _wait(device)
         self.seconds[repeat] += time.perf_counter() - started
-        assert self.texts.setdefault(index, tokens) == tokens, "the same run gives the same text"
+        assert self.texts.setdefault(index, tokens) == tokens, "repeats write the same text"
         self.steps[index] = steps
 
     def tokens_per_second(self) -> list[float]:
-        """One number a repeat, over all prompts, prefill included."""
+        """Return the tokens per second over all prompts for each repeat, prefill included."""
         num_tokens = sum(map(len, self.texts.values()))
         return [num_tokens / seconds for seconds in self.seconds]
 
     def acceptance_length(self) -> float:
-        """Tokens per base forward, without the prefill."""
+        """Return the tokens per base forward, without the prefill."""
         steps = [step for steps in self.steps.values() for step in steps[1:]]
         return sum(step.emitted for step in steps) / max(1, len(steps))
+
+
+Arms = dict[tuple[str, str], TimedDecoder]  # by pair and side
 
 
 def against_transformers(
@@ -71,56 +82,54 @@ def against_transformers(
     threads: int = 0,
     out: str | None = None,
 ) -> None:
-    """Tokens per second of our loop and of transformers' generate, for the same greedy texts.
+    """Compare the tokens per second of our loop and of transformers' generate, for the same greedy texts.
 
     Args:
-        base: Folder of a trained base; it answers questions of the embedded corpus.
-        draft: Folder of its draft model; without it the base's own first 2 layers draft.
-        models: base, and random LLaMAs by shape, with a random draft model of 2 layers.
-        dtypes: Number formats.
-        device: auto takes the GPU where there is one.
-        max_new_tokens: Tokens of a text at most.
-        num_prompts: Prompts.
-        repeats: Runs of every arm over all prompts, after one to warm up.
-        max_ngram: Longest n-gram that prompt lookup matches, on both sides.
-        num_lookup: Tokens that prompt lookup drafts, on both sides.
-        num_draft: Tokens that the draft model drafts, on both sides.
-        threads: Of torch; 0 leaves them as they are.
-        out: Markdown file for the tables.
+        base: Folder of a trained base, which answers questions of the embedded corpus.
+        draft: Folder of its draft model; by default, the first 2 layers of the base.
+        models: base for the trained base, or shapes of random LLaMAs with a random draft model of 2 layers.
+        dtypes: Dtypes of the weights.
+        device: Device to run on; auto uses the GPU if there is one.
+        max_new_tokens: Maximum number of tokens of a text.
+        num_prompts: Number of prompts.
+        repeats: Timed runs of every arm over all prompts, after one warm-up run.
+        max_ngram: Length of the longest n-gram that prompt lookup matches, on both sides.
+        num_lookup: Number of tokens that prompt lookup drafts, on both sides.
+        num_draft: Number of tokens that the draft model drafts, on both sides.
+        threads: Number of torch threads; 0 keeps the default.
+        out: Markdown file to write the tables to.
     """
     if min(num_prompts, repeats, max_new_tokens) < 1:
         raise ValueError("num_prompts, repeats and max_new_tokens must be at least 1")
     if threads:
         torch.set_num_threads(threads)
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     tables = []
     for name in models:
         for dtype in dtypes:
             if name == "base":
-                loaded = load_base(base, dtype, place)
-                drafting = load_base(draft, dtype, place) if draft else _first_layers(loaded)
+                loaded = load_base(base, dtype, torch_device)
+                drafting = load_base(draft, dtype, torch_device) if draft else _first_layers(loaded)
                 prompts = _questions(loaded, num_prompts)
             else:
-                loaded = random_llama(name, 32000, dtype, place)
+                loaded = random_llama(name, 32000, dtype, torch_device)
                 drafting = _random_draft(loaded, dtype)
                 prompts = _repetitive(num_prompts, 32000)
             for prompt in prompts:
                 check_prompt(loaded, prompt, max_new_tokens)
             arms = _arms(loaded, drafting, max_new_tokens, (max_ngram, num_lookup, num_draft), repeats)
             title = f"{loaded.name}, {dtype}"
-            _measure(arms, prompts, repeats, title, place)
+            _measure(arms, prompts, repeats, title, torch_device)
             tables.append(_table(title, arms, loaded, drafting, prompts, dtype))
             tables[-1].notes += _settings(max_new_tokens, num_prompts, repeats, max_ngram, num_lookup, num_draft)
-    show(tables, place, out)
+    show(tables, torch_device, out)
 
 
-def _arms(
-    base: Base, draft: Base, max_new_tokens: int, sizes: tuple[int, int, int], repeats: int
-) -> dict[tuple[str, str], Arm]:
-    """Three pairs. Every arm has its model's cache for itself and makes what it needs anew for each text."""
+def _arms(base: Base, draft: Base, max_new_tokens: int, sizes: tuple[int, int, int], repeats: int) -> Arms:
+    """Return the arms of the three pairs; each arm has its own KV cache and starts each text from scratch."""
     max_ngram, num_lookup, num_draft = sizes
     eos = _eos(base)
-    made: dict[str, Drafter] = {
+    drafters: dict[str, Drafter] = {
         "vanilla": NoDrafter(),
         "prompt lookup": PromptLookup(max_ngram, num_lookup),
         "draft model": DraftModel(DraftModelSession(Runner(draft)), num_draft),
@@ -128,15 +137,15 @@ def _arms(
     config = draft.model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_draft, "constant"
     config.assistant_confidence_threshold = 0.0
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "vanilla": {},
         "prompt lookup": {"prompt_lookup_num_tokens": num_lookup, "max_matching_ngram_size": max_ngram},
         "draft model": {"assistant_model": draft.model},
     }
     arms = {}
     for pair in PAIRS:
-        arms[pair, OURS] = Arm(_ours(base, made[pair], max_new_tokens, eos), [0.0] * repeats)
-        arms[pair, THEIRS] = Arm(_theirs(base, options[pair], max_new_tokens, eos), [0.0] * repeats)
+        arms[pair, OURS] = TimedDecoder(_ours(base, drafters[pair], max_new_tokens, eos), [0.0] * repeats)
+        arms[pair, THEIRS] = TimedDecoder(_theirs(base, options[pair], max_new_tokens, eos), [0.0] * repeats)
     return arms
 
 
@@ -150,7 +159,7 @@ def _ours(base: Base, drafter: Drafter, max_new_tokens: int, eos: frozenset[int]
     return decode
 
 
-def _theirs(base: Base, options: dict, max_new_tokens: int, eos: frozenset[int]) -> Decode:
+def _theirs(base: Base, options: dict[str, Any], max_new_tokens: int, eos: frozenset[int]) -> Decode:
     def decode(prompt: list[int]) -> tuple[list[int], list[StepCost]]:
         ids = torch.tensor([prompt], device=base.model.device)
         written = base.model.generate(
@@ -170,16 +179,16 @@ def _theirs(base: Base, options: dict, max_new_tokens: int, eos: frozenset[int])
     return decode
 
 
-def _measure(arms: dict, prompts: list[list[int]], repeats: int, title: str, device: torch.device) -> None:
+def _measure(arms: Arms, prompts: list[list[int]], repeats: int, title: str, device: torch.device) -> None:
     for arm in arms.values():
         arm.decode(prompts[0])
-    for repeat, index, key in in_turn(list(arms), len(prompts), repeats, title):
+    for repeat, index, key in alternate(list(arms), len(prompts), repeats, title):
         arms[key].run(repeat, index, prompts[index], device)
 
 
-def _table(title: str, arms: dict, base: Base, draft: Base, prompts: list[list[int]], dtype: str) -> Measured:
+def _table(title: str, arms: Arms, base: Base, draft: Base, prompts: list[list[int]], dtype: str) -> ResultTable:
     headings = ["arm", "ours", "theirs", "ratio", "range", "noise", "accepted", "same"]
-    table = Measured(f"{title} ({num_millions(base)}; draft model {draft.name}, {num_millions(draft)})", headings)
+    table = ResultTable(f"{title} ({num_millions(base)}; draft model {draft.name}, {num_millions(draft)})", headings)
     reference = arms["vanilla", THEIRS].texts
     gaps = []
     for pair in PAIRS:
@@ -203,25 +212,36 @@ def _table(title: str, arms: dict, base: Base, draft: Base, prompts: list[list[i
         )
     if gaps:
         near = f"near-ties of {dtype}; logit gap there at most {max(gaps):.3g}"
-        table.notes.append(f"{len(gaps)} texts part from plain generate's at {near}.")
+        table.notes.append(f"{len(gaps)} texts diverge from those of plain generate at {near}.")
     loops = sum(len(set(text[-32:])) <= 8 for text in reference.values())
-    degenerate = "" if base.tokenizer else "; a random base's text is degenerate, which favours lookups on both sides"
+    degenerate = "; the text of a random base is degenerate, which favours lookups on both sides"
+    if base.tokenizer:
+        degenerate = ""
     table.notes.append(f"{loops} of {len(reference)} texts end in a loop of at most 8 words{degenerate}.")
     return table
 
 
-def _gaps(base: Base, prompts: list, wanted: dict, got: dict, arm: str, dtype: str) -> list[float]:
-    """Logit gaps where texts part from transformers' plain greedy ones.
+def _gaps(
+    base: Base,
+    prompts: list[list[int]],
+    expected: dict[int, list[int]],
+    actual: dict[int, list[int]],
+    arm: str,
+    dtype: str,
+) -> list[float]:
+    """Return the logit gaps where texts diverge from transformers' plain greedy texts.
 
     Raises:
-        ValueError: They part in float32, or by more than the rounding of a shorter format explains.
+        ValueError: Texts diverge in float32, or by more than the rounding of a shorter dtype explains.
     """
     gaps = []
-    for index in [index for index in wanted if wanted[index] != got[index]]:
-        found = first_divergence(base, index, prompts[index], wanted[index], got[index])
-        if dtype == "float32" or abs(found.logit_gap) > 0.25:
-            raise ValueError(f"{arm}: another text than plain generate's: {found}; the comparison would be unfair")
-        gaps.append(abs(found.logit_gap))
+    for index in [index for index in expected if expected[index] != actual[index]]:
+        divergence = first_divergence(base, index, prompts[index], expected[index], actual[index])
+        if dtype == "float32" or abs(divergence.logit_gap) > 0.25:
+            raise ValueError(
+                f"{arm}: another text than that of plain generate: {divergence}; the comparison would be unfair"
+            )
+        gaps.append(abs(divergence.logit_gap))
     return gaps
 
 
@@ -231,9 +251,9 @@ def _settings(
     return [
         "ours, theirs: tokens per second, medians over repeats, prefill included; theirs is transformers' generate. "
         "ratio = median (and range) of the repeats' ratios; noise = (largest - smallest) / median of their repeats; "
-        "accepted = our acceptance length, prefill excluded; same = texts alike on both sides.",
-        f"{num_prompts} prompts, at most {max_new_tokens} new tokens, {repeats} repeats after one run to warm up; arms "
-        "in turn on each prompt, another one first each time. End-of-sequence tokens end a text on both sides; random "
+        "accepted = our acceptance length, prefill excluded; same = texts that are equal on both sides.",
+        f"{num_prompts} prompts, at most {max_new_tokens} new tokens, {repeats} repeats after a warm-up run; the arms "
+        "alternate on each prompt, starting with another one each time. EOS tokens end a text on both sides; random "
         "bases have none.",
         f"Prompt lookup: n-grams up to {max_ngram}, {num_lookup} tokens. Draft model: {num_draft} tokens a step, "
         "constant, no confidence threshold. The same on both sides. generate: do_sample=False, its own default cache.",
@@ -245,7 +265,7 @@ def _eos(base: Base) -> frozenset[int]:
 
 
 def _first_layers(base: Base, num_layers: int = 2) -> Base:
-    """The base cut short: the nearest thing to a draft model where none is given."""
+    """Return the first layers of the base as a draft model, for bases without one."""
     model = copy.deepcopy(base.model)
     model.base_model.layers = model.base_model.layers[:num_layers]
     model.config.num_hidden_layers = num_layers
@@ -257,12 +277,12 @@ def _random_draft(base: Base, dtype: str) -> Base:
 
 
 def _questions(base: Base, count: int) -> list[list[int]]:
-    asked = benchmarks.load("embedded", None, 0, count)
-    return [encode_messages(base, [("user", question.turns[0])], "tokenizer") for question in asked]
+    questions = benchmarks.load("embedded", None, 0, count)
+    return [encode_messages(base, [("user", question.turns[0])], "tokenizer") for question in questions]
 
 
 def _repetitive(count: int, vocab: int) -> list[list[int]]:
-    """Random phrases said again in another order, so that lookups hit."""
+    """Return prompts of random phrases that are repeated in another order, so that lookups find matches."""
     rng = np.random.default_rng(0)
     prompts = []
     for _ in range(count):

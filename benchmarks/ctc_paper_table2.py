@@ -1,22 +1,22 @@
-"""The CTC paper's Table 2 (section 4.3): what the draft module gains, and what the CTC transform does, apart.
+"""The CTC paper's Table 2 (section 4.3): the effects of the draft module and of the CTC transform, separately.
 
-Rows are draft modules: linear heads + cross-entropy (Medusa), transformer + CTC, and the one the paper lacks,
-transformer + cross-entropy (Block). Columns are two ways of reading what the module gives, the law of each frame:
+Rows are draft modules: linear heads + cross-entropy (Medusa), transformer + CTC, and transformer + cross-entropy
+(Block), which the paper lacks. Columns are two ways to read the distributions of the frames that a module predicts:
 
-- plain tree verify: frame u is the u-th next token, and the most probable combinations are the tree. A CTC module's
-  frames hold blanks too. The paper leaves them in the tree, where no base ever writes one: a blank and all below it
-  are nodes spent for nothing (``blanks kept``). The milder reading gives the blank's share to the tokens of its frame
-  (``blanks dropped``). Repeated frames stay wrong in both.
-- CTC verify: on every path of the tree repeats are merged, then blanks dropped, and paths that spell one text become
-  one. Without a blank that takes out every repeat, those of the text too: "0 0" cannot be drafted any more. What it can
-  win is a path of which two frames guessed one and the same token.
+- plain tree verify: frame u is the u-th next token, and the most probable combinations form the tree. The frames of a
+  CTC module also contain blanks. The paper leaves them in the tree, although the base never writes a blank, so a blank
+  and all nodes below it are wasted (``blanks kept``). A milder reading gives the blank's probability to the tokens of
+  its frame (``blanks dropped``). In both, repeated frames remain errors.
+- CTC verify: on every path of the tree, repeats are merged, then blanks dropped, and paths with the same text become
+  one. For a module without a blank, this also removes the repeats of the text itself: "0 0" can no longer be drafted.
+  It gains where two frames of a path predict the same token.
 
-The budget is counted before the transform, as in the paper, whose removed nodes stay in the batch; what is fed after it
-is shown. The last row of a CTC module, exact prefix search, spends the budget on texts from the start.
+Nodes are counted before the transform, as in the paper, whose removed nodes stay in the batch; the table also shows how
+many nodes are left. The last row of a CTC module, exact prefix search, spends the budget on texts from the start.
 
-The original code verifies with the positions of before the transform, and is not lossless. Here both ways end in a tree
-of texts: no blank, distinct siblings, a node's depth its place in the text. So one engine verifies them all alike, and
-emits what the base alone would.
+The original code verifies with the positions from before the transform and is not lossless. Here, all ways produce a
+tree of texts: without blanks, with distinct siblings, and with each node's depth as its position in the text. So the
+same engine verifies them all, and emits the text of plain decoding.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.experiment import Answer, Common, decoded_answers, train
+from benchmarks.experiment import GreedyAnswer, SharedSettings, decoded_answers, train
 from benchmarks.frame_trees import WAYS, Build, frames_at
-from benchmarks.harness import Measured, main, show
+from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS
 from drafters import CTC, Block, Medusa, checkpoint
 from drafters.atomic_write import atomic_write
@@ -45,31 +45,39 @@ MODULES = {
     "CTC": "transformer + CTC",
 }
 NOTES = [
-    "plain: frame u is token u, the most probable combinations are the tree. blanks kept: blanks are nodes of it, as "
-    "in the paper; the base never writes one, so they and what is below them count in the budget and are not fed. "
-    "blanks dropped: a blank's share goes to the tokens of its frame.",
-    "CTC: on every path of the plain tree repeats are merged, then blanks dropped, and equal texts are one path; for "
-    "transformer + CTC this is the paper's method. Without a blank no repeat of the text itself can be drafted.",
+    "plain: frame u is token u, and the most probable combinations form the tree. blanks kept: blanks are nodes, as in "
+    "the paper; the base never writes one, so they and the nodes below them count in the budget and are not fed. "
+    "blanks dropped: a blank's probability goes to the tokens of its frame.",
+    "CTC: on every path of the plain tree, repeats are merged, then blanks dropped, and equal texts become one path; "
+    "for transformer + CTC this is the paper's method. Without a blank, no repeat of the text itself can be drafted.",
     "prefix: exact prefix search, which spends the budget on texts from the start; the paper has no such row.",
-    "Nodes are counted before the transform, as in the paper, whose removed nodes stay in the batch; fed are those "
-    "that are left. Each budget is simulated apart. All trees are of texts (no blank, distinct siblings, depth is the "
-    "place in the text), so one engine verifies them alike and emits what the base alone would.",
+    "Nodes are counted before the transform, as in the paper, whose removed nodes stay in the batch; fed counts the "
+    "nodes that are left. Each budget is simulated separately. All trees are trees of texts (no blank, distinct "
+    "siblings, depth is the position in the text), so the same engine verifies them and emits the text of plain "
+    "decoding.",
     "The paper (Vicuna-7B, MT-Bench, its own count of tokens a step): linear layers + cross-entropy 2.58 plain, 2.38 "
     "with CTC verify; transformer + CTC 3.02 plain, 3.56 with CTC verify.",
 ]
 
 
 def measure(
-    drafter: Medusa | Block | CTC, base: Base, answers: Sequence[Answer], ways: dict[str, Build], budgets: Sequence[int]
+    drafter: Medusa | Block | CTC,
+    base: Base,
+    answers: Sequence[GreedyAnswer],
+    ways: dict[str, Build],
+    budgets: Sequence[int],
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Decode the base's own answers, each way and budget apart: what a transform leaves of a smaller tree is no
-    beginning of what it leaves of a larger one. The frames are computed once.
+    """Simulate decoding of the base's own answers for every way of building the tree and every budget.
+
+    The budgets are simulated separately because the transform of a smaller tree is not a part of the transform of a
+    larger one. The frames are computed once.
 
     Returns:
-        By way and budget the acceptance length (tokens a base forward, bonus included) over all answers and over
-        those that end by an end-of-sequence token, and the draft tokens fed a step.
+        By way and budget: the acceptance length (tokens per base forward, including the bonus token) over all answers,
+        and over those that end with an EOS token, and the number of draft tokens per step.
     """
-    sums = {(way, budget): np.zeros((3, 2)) for way in ways for budget in budgets}  # emitted, steps, fed; all, ended
+    # For each way and budget: (emitted, steps, fed) x (all answers, answers ended by EOS).
+    sums = {(way, budget): np.zeros((3, 2)) for way in ways for budget in budgets}
     for answer in answers:
         tokens, start = answer.tokens.to(base.model.device), answer.start
         end = len(tokens)
@@ -86,15 +94,17 @@ def measure(
                 gained = min(len(tree.follow(text[root + 1 :])) + 1, end - 1 - root)
                 counts += np.outer((gained, 1, len(tree)), (1, answer.ended))
                 root += gained
-    found: dict[str, dict[str, dict[str, float]]] = {way: {} for way in ways}
+    results: dict[str, dict[str, dict[str, float]]] = {way: {} for way in ways}
     for (way, budget), ((emitted, emitted_ended), (steps, steps_ended), (fed, _)) in sums.items():
         length, ended = emitted / max(1, steps), emitted_ended / max(1, steps_ended)
-        found[way][str(budget)] = {"length": length, "ended": ended, "fed": fed / max(1, steps)}
-    return found
+        results[way][str(budget)] = {"length": length, "ended": ended, "fed": fed / max(1, steps)}
+    return results
 
 
-def measured(folder: Path, base: Base, answers: Sequence[Answer], budgets: Sequence[int]) -> dict[str, Any]:
-    """`measure` an exported drafter in all ways that fit it; kept in ``table2.json`` beside it."""
+def measure_exported(
+    folder: Path, base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
+) -> dict[str, Any]:
+    """`measure` an exported drafter in all ways that fit it; the results are stored in ``table2.json`` next to it."""
     path = folder.parent / "table2.json"
     texts = json.dumps([[answer.tokens.tolist(), answer.start] for answer in answers])
     key = json.dumps([list(budgets), hashlib.sha256(texts.encode()).hexdigest()])
@@ -125,39 +135,39 @@ def table2(
     threads: int = 0,
     table: str | None = None,
 ) -> None:
-    """The CTC paper's Table 2: draft modules, with and without the CTC transform, on the base's own greedy answers.
+    """The CTC paper's Table 2: draft modules with and without the CTC transform, on the base's own greedy answers.
 
-    What is done already is kept, arms that benchmarks/learned_drafters.py trained in the same folder too.
+    Results that exist already are kept, also drafters that benchmarks.learned_drafters trained in the same folder.
 
     Args:
         base: Folder or hub id of the base.
-        files: Training text, best the base's own: drafters regenerate.
-        questions: JSONL file of the questions whose answers are decoded.
-        out: Folder for the trained drafters and their figures.
-        benchmark: Form of the questions: gsm8k, mt_bench or embedded.
-        offset: Skip so many questions.
-        limit: Questions at most.
-        max_new_tokens: Longest answer.
-        arms: Of benchmarks/learned_drafters.py, of those without a Markov bias: Medusa, Block and CTC.
-        seeds: Of weights, anchors and order.
-        budgets: Draft nodes, counted before the transform.
+        files: Training text, best the base's own text, from `drafters regenerate`.
+        questions: JSONL file with the questions whose answers are decoded.
+        out: Folder for the trained drafters and their results.
+        benchmark: Format of the questions: gsm8k, mt_bench or embedded.
+        offset: Number of questions to skip at the beginning.
+        limit: Maximum number of questions.
+        max_new_tokens: Maximum number of tokens of an answer.
+        arms: Arms of benchmarks.learned_drafters, from Medusa, Block and CTC without a Markov bias.
+        seeds: Seeds of the weights, the anchors and the order of the text.
+        budgets: Numbers of draft nodes, counted before the transform.
         steps: Training steps of each arm.
-        features: Feature store of the training text: drafters features.
-        threads: Of torch; 0 leaves them as they are.
-        table: Markdown file for the table.
+        features: Feature store of the training text, from `drafters features`.
+        threads: Number of torch threads; 0 keeps the default.
+        table: Markdown file to write the table to.
     """
     fitting = [name for name, arm in ARMS.items() if arm.drafter in WAYS and not arm.arguments.get("markov_rank")]
     if unfit := [name for name in arms if name not in fitting]:
-        raise ValueError(f"arms {', '.join(unfit)} have no place in this table: use some of {', '.join(fitting)}")
+        raise ValueError(f"arms {', '.join(unfit)} do not fit into this table: use some of {', '.join(fitting)}")
     if not arms or not seeds or not budgets or min(budgets) < 1:
         raise ValueError("arms, seeds and budgets must not be empty, and budgets at least 1")
     if threads:
         torch.set_num_threads(threads)
-    common, folder = Common(base, files, steps, features=features), Path(out)
+    common, folder = SharedSettings(base, files, steps, features=features), Path(out)
     trained = {name: [train(ARMS[name], seed, common, folder) for seed in seeds] for name in arms}
     frozen = load_base(base)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
-    found = {name: [measured(exported, frozen, answers, budgets) for exported in trained[name]] for name in arms}
+    results = {name: [measure_exported(each, frozen, answers, budgets) for each in trained[name]] for name in arms}
     notes = [
         f"Base {base}; {len(answers)} answers of at most {max_new_tokens} tokens, simulated on the base's own greedy "
         f"text, prefill not counted; {steps} steps of {common.batch_size} conversations, seeds "
@@ -165,23 +175,24 @@ def table2(
         f"{repeats(answers):.2%} of the answers' tokens repeat the token before them.",
         *NOTES,
     ]
-    show([rows(found, budgets, notes)], torch.device("cpu"), table)
+    show([result_table(results, budgets, notes)], torch.device("cpu"), table)
 
 
-def repeats(answers: Sequence[Answer]) -> float:
-    """The share of the answers' tokens that repeat the token before: what no merged path can draft."""
+def repeats(answers: Sequence[GreedyAnswer]) -> float:
+    """Return the share of the answers' tokens that repeat the token before, which no merged path can draft."""
     written = [answer.tokens[answer.start - 1 :] for answer in answers]
     return sum(int((text[1:] == text[:-1]).sum()) for text in written) / max(1, sum(len(text) - 1 for text in written))
 
 
-def rows(found: dict[str, list[dict[str, Any]]], budgets: Sequence[int], notes: list[str]) -> Measured:
-    """The table: acceptance length of every module and way, by budget, and against the first way of its module."""
+def result_table(results: dict[str, list[dict[str, Any]]], budgets: Sequence[int], notes: list[str]) -> ResultTable:
+    """Return the acceptance length of every module and way by budget, also relative to the module's first way."""
     largest = str(max(budgets))
     headings = ["arm", "draft module", "verify"]
     for budget in budgets:
         headings += [f"{budget} nodes", f"fed, {budget}"]
-    result = Measured("Acceptance length by draft module and verify", [*headings, f"to plain, {largest}"], notes=notes)
-    for name, runs in found.items():
+    headings.append(f"to plain, {largest}")
+    table = ResultTable("Acceptance length by draft module and verify", headings, notes=notes)
+    for name, runs in results.items():
         first = mean(run[next(iter(run))][largest]["length"] for run in runs)
         for way in runs[0]:
             cells = []
@@ -190,8 +201,8 @@ def rows(found: dict[str, list[dict[str, Any]]], budgets: Sequence[int], notes: 
                 cells.append(f"{mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})")
                 cells.append(f"{mean(run[way][budget]['fed'] for run in runs):.1f}")
             last = mean(run[way][largest]["length"] for run in runs)
-            result.rows.append([name, MODULES[ARMS[name].drafter], way, *cells, f"{last / first:.3f}"])
-    return result
+            table.rows.append([name, MODULES[ARMS[name].drafter], way, *cells, f"{last / first:.3f}"])
+    return table
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Microseconds that drafters spend a step beside the base: propose and observe, at several lengths of the text."""
+"""Microseconds per step that drafters spend in propose and observe, at several lengths of the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.harness import Measured, in_turn, main, percentile, show, spread
+from benchmarks.harness import ResultTable, alternate, main, percentile, show, spread
 from data import sharegpt
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
@@ -21,34 +21,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROPOSE, OBSERVE = PHASES.index("propose"), PHASES.index("observe")
-NUM_FOLLOWERS = 16  # ranked words that a row shows
-WITH_MODEL = {"self_speculative"}  # drafts with layers of the base
+NUM_FOLLOWERS = 16  # tokens with a score above 0 in the logits of a node
+WITH_MODEL = {"self_speculative"}  # drafters that run layers of the base
 
 
-class WrittenBase:
-    """What a drafter or a session asks of a base that only recites."""
+class RecitingBase:
+    """The attributes of a base that drafters and sessions read."""
 
-    name = "a written text"
+    name = "a fixed text"
 
     def __init__(self, context_length: int, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self.context_length, self.tokenizer = context_length, tokenizer
 
 
-class WrittenRunner:
-    """A runner without a model: it recites one text, at a cost that does not grow with it.
+class RecitingRunner:
+    """A runner without a model that recites one text, at a cost that does not grow with the text.
 
-    A row on the text's own path shows the text's next token; below it, and off the path, stand the words that follow
-    the fed one most often in the text, so that what drafters learn from rows is as plausible as from a base.
+    On the path of the text, the most probable token is the text's next one. The other probable tokens, and all of them
+    off that path, are those that most often follow the fed token in the text, so that drafters learn from logits as
+    plausible as a base's.
 
     Args:
-        text: Tokens; the prompt is its beginning.
+        text: Token ids; a prompt is a beginning of the text.
         vocab_size: V.
-        tokenizer: What made the text, for drafters that hold a file of it.
+        tokenizer: Tokenizer of the text, for drafters whose files record it.
     """
 
     def __init__(self, text: list[int], vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.text, self.vocab_size, self.context_length = text, vocab_size, len(text)
-        self.base = WrittenBase(len(text), tokenizer)
+        self.base = RecitingBase(len(text), tokenizer)
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self._followers = _followers(text, vocab_size)
         self._scores = torch.arange(NUM_FOLLOWERS, 0, -1).float()
@@ -81,7 +82,10 @@ class WrittenRunner:
 
 
 def _followers(text: list[int], vocab_size: int) -> torch.Tensor:
-    """(V, NUM_FOLLOWERS) words that follow each word in the text, the most frequent first, then the most frequent."""
+    """Return (V, NUM_FOLLOWERS) tokens: those that follow each token in the text, the most frequent first.
+
+    Tokens with fewer followers are filled up with the most frequent tokens of the text.
+    """
     pairs = torch.tensor(text[:-1]) * vocab_size + torch.tensor(text[1:])
     pairs, counts = pairs.unique(return_counts=True)
     common = torch.bincount(torch.tensor(text), minlength=vocab_size).argsort(descending=True)[: 2 * NUM_FOLLOWERS]
@@ -97,7 +101,14 @@ def _followers(text: list[int], vocab_size: int) -> torch.Tensor:
 
 @dataclass
 class Costs:
-    """What one drafter took at one length; one entry a repeat, in microseconds a step, but for ``begin``, in all."""
+    """The times of one drafter at one length.
+
+    Args:
+        begin: Microseconds for reading the prompt, by repeat.
+        propose, observe: Microseconds of each step, by repeat.
+        emitted: Tokens emitted in all steps.
+        fed: Tokens fed to the base in all steps.
+    """
 
     begin: list[float] = field(default_factory=list)
     propose: list[list[float]] = field(default_factory=list)
@@ -106,7 +117,7 @@ class Costs:
     fed: int = 0
 
     def means(self) -> list[float]:
-        """Propose and observe together."""
+        """Return the mean time of propose and observe together for each repeat."""
         return [mean(propose) + mean(observe) for propose, observe in zip(self.propose, self.observe, strict=True)]
 
 
@@ -119,40 +130,41 @@ def drafter_overhead(
     tokenizer: str = "checkpoints/tiny-chat",
     out: str | None = None,
 ) -> None:
-    """Time of propose and observe of table drafters in the real loop, on a base without a model that recites a text.
+    """Measure propose and observe in the real loop, with a base that has no model and recites a text.
 
     Args:
-        drafter: As in `drafters eval`, for example "[anpd,'corpus=FILE']"; without it all that can do without model
-            and file.
-        lengths: Tokens of the text before the first step measured.
-        steps: Steps measured a repeat.
-        repeats: Runs of every drafter at every length, after one of a few steps to warm up.
-        data: Conversations that make the text: a ShareGPT file, or embedded:COUNT:SEED.
+        drafter: Drafters as in `drafters eval`, for example "[anpd,'corpus=FILE']"; by default all drafters that need
+            neither a model nor a file.
+        lengths: Numbers of tokens before the first measured step.
+        steps: Measured steps per repeat.
+        repeats: Runs of every drafter at every length, after a short warm-up run.
+        data: Conversations that form the text: a ShareGPT file, or embedded:COUNT:SEED.
         tokenizer: Folder of the tokenizer.
-        out: Markdown file for the tables.
+        out: Markdown file to write the tables to.
     """
     if min(steps, repeats, *lengths) < 2:
         raise ValueError("steps, repeats and lengths must be at least 2")
-    writer = load_tokenizer(tokenizer)
-    text = _text(data, writer, max(lengths) + 16 * steps)
-    runner = WrittenRunner(text, len(writer), writer)
+    loaded = load_tokenizer(tokenizer)
+    text = _text(data, loaded, max(lengths) + 16 * steps)
+    runner = RecitingRunner(text, len(loaded), loaded)
     specs = catalogue.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
     sessions = {name: Session(runner, catalogue.make(spec, runner)) for name, spec in specs.items()}
-    found = {(name, length): Costs() for name in sessions for length in lengths}
+    costs = {(name, length): Costs() for name in sessions for length in lengths}
     for session in sessions.values():
         _run(session, text, min(lengths), 8, Costs())
-    for _, item, name in in_turn(list(sessions), len(lengths), repeats, "drafters"):
-        _run(sessions[name], text, lengths[item], steps, found[name, lengths[item]])
-    table = Measured("Microseconds a step beside the base", HEADINGS, [_row(*key, found[key]) for key in found])
-    growth = Measured("Mean of propose and observe by length of the text", ["drafter", *map(str, lengths)])
+    for _, item, name in alternate(list(sessions), len(lengths), repeats, "drafters"):
+        _run(sessions[name], text, lengths[item], steps, costs[name, lengths[item]])
+    table = ResultTable("Microseconds per step besides the base", HEADINGS, [_row(*key, costs[key]) for key in costs])
+    growth = ResultTable("Mean of propose and observe by length of the text", ["drafter", *map(str, lengths)])
     for name in sessions:
-        growth.rows.append([name, *(f"{median(found[name, length].means()):.1f}" for length in lengths)])
+        growth.rows.append([name, *(f"{median(costs[name, length].means()):.1f}" for length in lengths)])
     table.notes += [
-        f"{steps} steps after a prompt of so many tokens of {data} (tokenizer {tokenizer}); {repeats} repeats, "
-        "drafters in turn, another one first each time, each with empty tables. Medians of the repeats' means; p99 "
-        "over all steps; noise = (largest - smallest) / median of the repeats' means; begin = reading the prompt, ms.",
-        "propose holds the check of the tree against the limits: none shows what that and the clock take. No model "
-        "runs between, so caches are warmer than in real decoding.",
+        f"{steps} steps after a prompt of the given number of tokens of {data} (tokenizer {tokenizer}); {repeats} "
+        "repeats; the drafters alternate, starting with another one each time, each with empty tables. Medians of the "
+        "repeats' means; p99 over all steps; noise = (largest - smallest) / median of the repeats' means; begin = "
+        "reading the prompt, ms.",
+        "propose includes the check of the tree against the limits: the drafter none shows what that and the clock "
+        "take. No model runs in between, so the processor's caches are warmer than in real decoding.",
     ]
     show([table, growth], torch.device("cpu"), out)
 
@@ -176,12 +188,12 @@ def _row(name: str, length: int, costs: Costs) -> list[str]:
 
 
 def _run(session: Session, text: list[int], length: int, num_steps: int, costs: Costs) -> None:
-    """Go on from the first ``length`` tokens; assert that the loop writes the very text."""
+    """Decode after the first ``length`` tokens, and check that the loop writes the text."""
     session.drafter.reset()
     started = clock()
     session.begin(text[:length])
     costs.begin.append(1e6 * (clock() - started))
-    session.step(len(text))  # the prefill, which is no step like the others
+    session.step(len(text))  # the prefill, which is not measured
     taken: list[StepCost] = []
     while len(taken) < num_steps and len(session.seq) < len(text):
         taken.append(session.step(len(text))[1])
@@ -194,17 +206,17 @@ def _run(session: Session, text: list[int], length: int, num_steps: int, costs: 
 
 
 def offered() -> list[str]:
-    """The drafters that can do without a model and a file; of prompt lookup both rules."""
+    """Return the drafters that need neither a model nor a file, with both rules of prompt lookup."""
     free = [name for name, kind in catalogue.TRAINING_FREE.items() if not kind.named or kind.optional]
     specs = [name for name in free if name not in WITH_MODEL]
     return [*specs, "prompt_lookup:partial=false"]
 
 
 def _text(data: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[int]:
-    """Tokens of conversations one after the other.
+    """Return the tokens of conversations, joined to one text.
 
     Raises:
-        ValueError: They are too few.
+        ValueError: The conversations have too few tokens.
     """
     text: list[int] = []
     for conversation in sharegpt.load([data])[0]:

@@ -1,4 +1,4 @@
-"""Drafters trained side by side: one arm a drafter, the same base, text, steps and seeds for all, resumable."""
+"""Train several drafters with the same base, text, steps and seeds, and simulate their decoding; resumable."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Arm:
-    """A drafter to be trained, and how.
+    """One arm of an experiment: a drafter and the settings of its training.
 
     Args:
-        name: It goes by in tables and folders.
-        drafter: Its class in `drafters`.
-        arguments: Of its constructor.
-        model: Arguments of the training module that differ from the common ones, as its learning rate.
+        name: Name in tables and folders.
+        drafter: Name of the drafter's class in `drafters`.
+        arguments: Arguments of its constructor.
+        model: Arguments of the training module that differ from the common ones, such as the learning rate.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Common:
-    """What all arms share.
+class SharedSettings:
+    """The settings that all arms share.
 
     Args:
         base: Folder or hub id of the base.
         files: Training text.
-        steps: Training steps.
-        batch_size: Conversations a step.
-        max_length: Longest conversation in tokens.
-        features: Feature store of the training text, or None to run the base in training.
-        learning_rate: Peak rate of AdamW, a cosine to zero after 30 steps of warm-up.
+        steps: Number of training steps.
+        batch_size: Conversations per step.
+        max_length: Maximum length of a conversation in tokens.
+        features: Feature store of the training text, or None to run the base during training.
+        learning_rate: Peak learning rate of AdamW, with 30 steps of warm-up and a cosine decay to zero.
     """
 
     base: str
@@ -71,7 +71,7 @@ class Common:
     learning_rate: float = 2e-3
 
     def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
-        """The YAML that trains an arm."""
+        """Return the configuration that trains an arm, as `lightning fit` reads it."""
         data = {"files": list(self.files), "val_size": 0, "max_length": self.max_length, "batch_size": self.batch_size}
         return {
             "seed_everything": seed,
@@ -108,14 +108,14 @@ class Common:
         }
 
 
-def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
-    """Train an arm as ``lightning fit`` does and export it; what is done already is kept.
+def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
+    """Train an arm as ``lightning fit`` does and export it, unless that has been done already.
 
     Returns:
-        The exported drafter's folder; beside it ``config.yaml``, ``log/metrics.csv`` and ``training.json``.
+        The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``.
 
     Raises:
-        ValueError: The folder holds an arm that was trained otherwise, or the training failed.
+        ValueError: The folder holds an arm that was trained with other settings, or the training failed.
         SystemExit: A signal stopped the training.
     """
     folder = out / arm.name / f"seed{seed}"
@@ -133,7 +133,7 @@ def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
         try:
             lightning_cli.run(arguments, command=f"lightning {' '.join(arguments)}")
         except SystemExit as stopped:
-            if stopped.code in EXIT_CODES.values():  # by a signal, which ends all of this program
+            if stopped.code in EXIT_CODES.values():  # a signal, which ends the whole program
                 print(f"the training in {folder} was stopped: run the same command again", file=sys.__stderr__)
                 raise
             if stopped.code:
@@ -147,52 +147,58 @@ def train(arm: Arm, seed: int, common: Common, out: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A greedy answer of the base: ``tokens`` (S,), of which those from ``start`` on are its own."""
+class GreedyAnswer:
+    """A prompt with the base's greedy answer.
+
+    Args:
+        tokens: (S,) token ids of the prompt and the answer.
+        start: Index of the answer's first token.
+        ended: Whether an EOS token ended the answer, not the length limit.
+    """
 
     tokens: Tensor
     start: int
-    ended: bool  # by an end-of-sequence token, not by the length cap
+    ended: bool
 
 
-def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: int, kept: Path) -> list[Answer]:
-    """What the base writes alone after each prompt; ``kept`` is a file that holds it for the next time."""
+def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: int, cache: Path) -> list[GreedyAnswer]:
+    """Return the base's greedy answer to each prompt; the file ``cache`` stores them for the next call."""
     key = hashlib.sha256(json.dumps([base_hash(base), prompts, max_new_tokens]).encode()).hexdigest()
-    known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    known = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
     if known.get("key") != key:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        found: dict[int, list[int]] = {}
+        answers: dict[int, list[int]] = {}
         for first in range(0, len(order), 32):
             indices = order[first : first + 32]
             written = greedy_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
-            found |= zip(indices, written, strict=True)
-        known = {"key": key, "answers": [found[index] for index in range(len(prompts))]}
-        with atomic_write(kept) as new:
+            answers |= zip(indices, written, strict=True)
+        known = {"key": key, "answers": [answers[index] for index in range(len(prompts))]}
+        with atomic_write(cache) as new:
             new.write_text(json.dumps(known), encoding="utf-8")
     return [
-        Answer(torch.tensor([*prompt, *answer]), len(prompt), answer[-1] in base.eos)
+        GreedyAnswer(torch.tensor([*prompt, *answer]), len(prompt), answer[-1] in base.eos)
         for prompt, answer in zip(prompts, known["answers"], strict=True)
     ]
 
 
 def decoded_answers(
     base: Base, benchmark: str, questions: str, offset: int, limit: int | None, max_new_tokens: int, folder: Path
-) -> list[Answer]:
-    """`own_answers` to the first turns of a benchmark's questions, kept in a folder."""
-    asked = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
-    prompts = [encode_question(base, question, [("user", question.turns[0])], "tokenizer") for question in asked]
+) -> list[GreedyAnswer]:
+    """Return `own_answers` to the first turns of a benchmark's questions, stored in a folder."""
+    chosen = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
+    prompts = [encode_question(base, question, [("user", question.turns[0])], "tokenizer") for question in chosen]
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Simulated decoding of one drafter over many answers, for several node budgets.
+class Simulation:
+    """Results of simulated decoding of one drafter over many answers, for several numbers of nodes.
 
     Args:
-        length: By budget, acceptance length over all answers (tokens a base forward, bonus included).
-        ended: The same over answers that end by an end-of-sequence token.
-        fed: By budget, draft tokens fed a step.
-        by_depth: At the largest budget, share of steps that accept at least 1, 2, ... draft tokens.
+        length: Acceptance length over all answers (tokens per base forward, including the bonus token), by budget.
+        ended: The same over the answers that end with an EOS token.
+        fed: Draft tokens per step, by budget.
+        by_depth: Share of steps that accept at least 1, 2, ... draft tokens, at the largest budget.
     """
 
     length: dict[str, float]
@@ -202,12 +208,14 @@ class Simulated:
 
 
 @torch.inference_mode()
-def simulate(drafter: LearnedDrafter, base: Base, answers: Sequence[Answer], budgets: Sequence[int]) -> Simulated:
-    """Decode the base's own answers with every budget at once.
+def simulate(
+    drafter: LearnedDrafter, base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
+) -> Simulation:
+    """Simulate decoding of the base's own answers with all budgets at once.
 
-    Trees come most probable node first, so the tree of a smaller budget is the beginning of that of the largest: a
-    node counts for all budgets above its place. The CTC paper's tree spends its budget on frames: below the largest
-    budget it is cut to as many nodes as are fed, more than so many frames would give.
+    Nodes are sorted by probability, so the tree of a smaller budget is the beginning of the largest tree, and a node
+    counts for every budget above its index. The CTC paper's tree spends its budget on frames. Below the largest budget
+    it is cut to as many nodes as are fed, which is more than that number of frames would give.
     """
     emitted, steps, fed = ({budget: [0, 0] for budget in budgets} for _ in range(3))
     depths: list[int] = []
@@ -235,7 +243,7 @@ def simulate(drafter: LearnedDrafter, base: Base, answers: Sequence[Answer], bud
                 root += gained
     ratio = lambda kind, part: {str(b): part[b][kind] / max(1, steps[b][kind]) for b in budgets}  # noqa: E731
     deepest = max(depths, default=0)
-    return Simulated(
+    return Simulation(
         length=ratio(0, emitted),
         ended=ratio(1, emitted),
         fed=ratio(0, fed),
@@ -243,15 +251,20 @@ def simulate(drafter: LearnedDrafter, base: Base, answers: Sequence[Answer], bud
     )
 
 
-def simulated(
-    folder: Path, variant: str, overrides: dict[str, Any], base: Base, answers: Sequence[Answer], budgets: Sequence[int]
+def simulate_exported(
+    folder: Path,
+    variant: str,
+    overrides: dict[str, Any],
+    base: Base,
+    answers: Sequence[GreedyAnswer],
+    budgets: Sequence[int],
 ) -> dict[str, Any]:
-    """`simulate` an exported drafter with other arguments of decoding; kept in ``simulated.json`` beside it."""
+    """`simulate` an exported drafter with other arguments; ``simulated.json`` next to it stores the results."""
     path = folder.parent / "simulated.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     key = json.dumps([variant, overrides, list(budgets), len(answers)])
-    of = hashlib.sha256(json.dumps([answer.tokens.tolist() for answer in answers]).encode()).hexdigest()[:16]
-    if known.get(key, {"answers": None}).get("answers", of) != of:  # older files do not say which answers
+    digest = hashlib.sha256(json.dumps([answer.tokens.tolist() for answer in answers]).encode()).hexdigest()[:16]
+    if known.get(key, {"answers": None}).get("answers", digest) != digest:  # older files do not record the answers
         config = checkpoint.read_config(folder)
         arguments = config.init_args | overrides
         drafter, _ = checkpoint.load(
@@ -259,7 +272,7 @@ def simulated(
         )
         drafter.to(base.model.device)
         result = vars(simulate(drafter, base, answers, budgets))
-        known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters()), "answers": of}
+        known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters()), "answers": digest}
         with atomic_write(path) as new:
             new.write_text(json.dumps(known, indent=1), encoding="utf-8")
     return known[key]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: runs in turn on one machine, spreads, random bases, tables with their origin."""
+"""Shared by the benchmarks: alternating runs, statistics, random bases, and tables that record how they were made."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from typing import get_type_hints
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from drafters.atomic_write import atomic_write
 from inference.engine.base import Base
+from inference.runs.progress import progress_bars
 
 # hidden size, intermediate size, layers, heads, key-value heads
 SHAPES = {
@@ -32,14 +33,14 @@ SHAPES = {
 
 
 @dataclass
-class Measured:
-    """One table of results.
+class ResultTable:
+    """A table of results.
 
     Args:
         title: What was measured.
-        headings: One a column; the first column names the arm.
-        rows: Cells as they are shown.
-        notes: What was set and what to keep in mind.
+        headings: A heading for each column; the first column names the arm.
+        rows: The cells as text.
+        notes: The settings, and what a reader should know about the numbers.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Measured:
     notes: list[str] = field(default_factory=list)
 
     def for_terminal(self) -> Table:
+        """Return the table for printing with rich."""
         table = Table(*self.headings, title=self.title, title_justify="left", caption_justify="left")
         for index, column in enumerate(table.columns):
             column.justify, column.no_wrap = ("right" if index else "left"), True
@@ -56,18 +58,19 @@ class Measured:
         return table
 
     def markdown(self) -> str:
+        """Return the title, the table and the notes as Markdown."""
         lines = [self.headings, ["---", *["---:"] * (len(self.headings) - 1)], *self.rows]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         return "\n\n".join([f"## {self.title}", table, "\n".join(f"- {note}" for note in self.notes)])
 
 
-def in_turn(arms: Sequence[str], num_items: int, repeats: int, title: str) -> Iterator[tuple[int, int, str]]:
-    """(repeat, item, arm) in the order to run: all arms on an item one after the other, each time another one first.
+def alternate(arms: Sequence[str], num_items: int, repeats: int, title: str) -> Iterator[tuple[int, int, str]]:
+    """Yield (repeat, item, arm) in the order of the runs, and show a progress bar on a terminal.
 
-    So a machine that grows slower meets every arm alike. Shows a progress bar on a terminal.
+    On each item, all arms run one after the other, starting with another arm each time. So a machine that slows down
+    affects all arms alike.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+    with progress_bars(transient=True) as progress:
         task = progress.add_task(title, total=len(arms) * num_items * repeats)
         for repeat, item in product(range(repeats), range(num_items)):
             first = (repeat + item) % len(arms)
@@ -77,20 +80,20 @@ def in_turn(arms: Sequence[str], num_items: int, repeats: int, title: str) -> It
 
 
 def spread(values: Sequence[float]) -> float:
-    """(largest - smallest) / median: how far repeats of one thing lie apart, the noise of the machine."""
+    """Return (largest - smallest) / median of repeated measurements, which shows the noise of the machine."""
     return (max(values) - min(values)) / median(values)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed (nearest rank)."""
+    """Return the percentile of the values by the nearest-rank method, for example the median for ``share`` 0.5."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:
-    """A LLaMA of random weights, made where it is to run; it has no tokenizer and no end-of-sequence token.
+    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token.
 
     Raises:
-        ValueError: There is no such shape.
+        ValueError: The shape is unknown.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.initialization import no_init_weights
@@ -115,16 +118,17 @@ def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, conte
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
-    return Base(f"random {shape} LLaMA", model.eval().requires_grad_(False), None)
+    # Benchmarks feed token ids to a random base; everywhere else, a base has a tokenizer.
+    return Base(f"random {shape} LLaMA", model.eval().requires_grad_(False), None)  # type: ignore[arg-type]
 
 
 def num_millions(base: Base) -> str:
-    """Its parameters, in millions."""
+    """Return the number of parameters in millions, as text."""
     return f"{sum(weight.numel() for weight in base.model.parameters()) / 1e6:.1f} M"
 
 
 def origin(device: torch.device) -> dict[str, str]:
-    """Command, machine, date and versions: what a table needs to be made again."""
+    """Return the command, machine, date and versions with which a table was made."""
     import transformers
 
     processor = platform.processor() or platform.machine()
@@ -143,8 +147,8 @@ def origin(device: torch.device) -> dict[str, str]:
     }
 
 
-def show(tables: Sequence[Measured], device: torch.device, out: str | None) -> None:
-    """Print the tables; with ``out``, write them as Markdown with their origin too."""
+def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -> None:
+    """Print the tables; if ``out`` is given, also write them there as Markdown, with their origin."""
     about, console = origin(device), Console(width=None if sys.stdout.isatty() else 120)
     for table in tables:
         console.print(table.for_terminal())
@@ -155,14 +159,12 @@ def show(tables: Sequence[Measured], device: torch.device, out: str | None) -> N
     if out:
         head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
         text = "\n\n".join([head, *(table.markdown() for table in tables)])
-        draft = Path(f"{out}.part")
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(out)
+        with atomic_write(out) as new:
+            new.write_text(text + "\n", encoding="utf-8")
 
 
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
-    """Run a benchmark with the arguments of the command line; ``--max-new-tokens`` is max_new_tokens."""
+    """Run a benchmark with the arguments of the command line, where ``--max-new-tokens`` stands for max_new_tokens."""
     from jsonargparse import auto_cli
 
     given = sys.argv[1:] if argv is None else argv

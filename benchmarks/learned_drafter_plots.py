@@ -1,4 +1,4 @@
-"""Plots of drafters trained side by side: acceptance by node budget and by depth, blank share over training."""
+"""Plots of learned drafters: acceptance by number of nodes and by depth, and the blank share during training."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from matplotlib.figure import Figure
 
 from inference.reporting.plots import FADED, PALETTE
 
-Found = dict[tuple[str, str], list[dict[str, Any]]]  # by arm and tree, a result for each seed
+Results = dict[tuple[str, str], list[dict[str, Any]]]  # by arm and tree, a result for each seed
+Colours = dict[tuple[str, str], str]
 
 
-def plot(found: Found, folder: Path) -> list[Path]:
-    """Write the plots as PNG and return where they are."""
+def plot(results: Results, folder: Path) -> list[Path]:
+    """Write the plots as PNG files and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    colours = dict(zip(found, cycle(PALETTE + FADED), strict=False))
+    colours = dict(zip(results, cycle(PALETTE + FADED), strict=False))
     plots = {"budget": by_budget, "depth": by_depth, "blank_share": blank_share}
     written = []
-    for name, drawn in plots.items():
+    for name, draw in plots.items():
         figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         axes.grid(color="#d8dce2", linewidth=0.6)
-        drawn(axes, found, colours)
+        draw(axes, results, colours)
         if not axes.get_lines():
             continue
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -37,9 +38,9 @@ def plot(found: Found, folder: Path) -> list[Path]:
     return written
 
 
-def by_budget(axes: Axes, found: Found, colours: dict) -> None:
-    """Acceptance length by draft nodes; a line is the mean over seeds, its shade the smallest to the largest."""
-    for (name, tree), runs in found.items():
+def by_budget(axes: Axes, results: Results, colours: Colours) -> None:
+    """Plot acceptance length by number of nodes; lines are means over seeds, shaded from smallest to largest."""
+    for (name, tree), runs in results.items():
         budgets = [int(budget) for budget in runs[0]["length"]]
         lengths = [[run["length"][str(budget)] for run in runs] for budget in budgets]
         colour = colours[name, tree]
@@ -51,13 +52,13 @@ def by_budget(axes: Axes, found: Found, colours: dict) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [str(budget) for budget in budgets])
-    axes.set_xlabel("draft nodes a step")
+    axes.set_xlabel("draft nodes per step")
     axes.set_ylabel("acceptance length")
 
 
-def by_depth(axes: Axes, found: Found, colours: dict) -> None:
-    """Share of steps that accept at least d draft tokens at the largest budget."""
-    for (name, tree), runs in found.items():
+def by_depth(axes: Axes, results: Results, colours: Colours) -> None:
+    """Plot the share of steps that accept at least d draft tokens, at the largest number of nodes."""
+    for (name, tree), runs in results.items():
         deepest = min(len(run["by_depth"]) for run in runs)
         depths = list(range(1, deepest + 1))
         shares = [mean(run["by_depth"][depth - 1] for run in runs) for depth in depths]
@@ -67,26 +68,26 @@ def by_depth(axes: Axes, found: Found, colours: dict) -> None:
     axes.set_ylabel("share of steps")
 
 
-def blank_share(axes: Axes, found: Found, colours: dict) -> None:
-    """Mean probability of the blank over training, of the first seed of each arm that has a blank."""
-    shown = set()
-    for (name, tree), runs in found.items():
+def blank_share(axes: Axes, results: Results, colours: Colours) -> None:
+    """Plot the mean probability of the blank during training, for the first seed of each arm with a blank."""
+    plotted = set()
+    for (name, tree), runs in results.items():
         steps, shares = logged(Path(runs[0]["folder"]) / "log" / "metrics.csv", "train/blank_share")
-        if steps and name not in shown:
+        if steps and name not in plotted:
             axes.plot(steps, shares, color=colours[name, tree], label=name, linewidth=1.2)
-            shown.add(name)
+            plotted.add(name)
     axes.set_xlabel("training step")
     axes.set_ylabel("blank share")
     axes.set_ylim(bottom=0)
 
 
 def logged(path: Path, column: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a column of Lightning's metrics.csv; both empty where it has none."""
+    """Return the steps and values of a column of Lightning's metrics.csv, both empty if there is no such column."""
     with path.open(encoding="utf-8") as file:
         rows = [(int(row["step"]), float(row[column])) for row in csv.DictReader(file) if row.get(column)]
     return [step for step, _ in rows], [value for _, value in rows]
 
 
 def label(name: str, tree: str) -> str:
-    """What a line is called."""
+    """Return the legend of a line."""
     return f"{name}, {tree}"

@@ -1,4 +1,4 @@
-"""The learned drafters side by side: trained on the same text, decoded on the same answers, for several seeds."""
+"""Learned drafters trained on the same text and compared on the same answers, for several seeds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.experiment import BUDGETS, Answer, Arm, Common, decoded_answers, simulated, train
-from benchmarks.harness import Measured, main, show
+from benchmarks.experiment import BUDGETS, Arm, GreedyAnswer, SharedSettings, decoded_answers, simulate_exported, train
+from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafter_plots import plot
 from inference.engine.base import Base, load_base
 
-TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}  # the CTC drafter's, with cross-entropy
+# The trunk of the CTC drafter, for cross-entropy.
+TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}
 FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
 DEEP = {"num_layers": 3, "hidden_layers": [2, 4, -1]}
 ARMS = {
@@ -81,14 +82,14 @@ GROUPS = {
 
 
 def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
-    """The ways an arm's draft can become a tree: by name, arguments of decoding."""
+    """Return the ways to build a tree from an arm's draft: by name, arguments of the drafter."""
     trees = TREES.get(arm.drafter, {"dynamic": {}})
-    if arm.arguments.get("markov_rank"):  # the paper's tree knows no bias
+    if arm.arguments.get("markov_rank"):  # the paper's tree does not support the bias
         trees = {name: arguments for name, arguments in trees.items() if name != "paper"}
     return {name: arguments | {"num_nodes": BUDGETS[-1]} for name, arguments in trees.items()}
 
 
-def learned(
+def learned_drafters(
     base: str,
     files: list[str],
     questions: str,
@@ -108,28 +109,28 @@ def learned(
     table: str | None = None,
     figures: str | None = None,
 ) -> None:
-    """Train drafters side by side and simulate decoding on the base's own greedy answers, by node budget and tree.
+    """Train drafters and simulate decoding on the base's own greedy answers, by number of nodes and kind of tree.
 
-    What is done already is kept, so the same command goes on after a stop, and adds arms or seeds later.
+    Results that exist already are kept: repeat the command to continue an interrupted run, or to add arms or seeds.
 
     Args:
         base: Folder or hub id of the base.
-        files: Training text, best the base's own: drafters regenerate.
-        questions: JSONL file of the questions whose answers are decoded.
-        out: Folder for the trained drafters and their figures.
-        benchmark: Form of the questions: gsm8k, mt_bench or embedded.
-        offset: Skip so many questions.
-        limit: Questions at most.
-        max_new_tokens: Longest answer.
-        group: Arms to train: drafters, layers, anchors or options.
-        arms: Arms by name instead.
-        seeds: Of weights, anchors and order.
+        files: Training text, best the base's own text, from `drafters regenerate`.
+        questions: JSONL file with the questions whose answers are decoded.
+        out: Folder for the trained drafters and their results.
+        benchmark: Format of the questions: gsm8k, mt_bench or embedded.
+        offset: Number of questions to skip at the beginning.
+        limit: Maximum number of questions.
+        max_new_tokens: Maximum number of tokens of an answer.
+        group: Group of arms to train: drafters, layers, anchors or options.
+        arms: Names of single arms to train instead of a group.
+        seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.
-        features: Feature store of the training text: drafters features.
-        baseline: Arm that others are divided by.
+        features: Feature store of the training text, from `drafters features`.
+        baseline: Arm that the other arms are compared with.
         only_train: Stop before the simulation.
-        threads: Of torch; 0 leaves them as they are.
-        table: Markdown file for the tables.
+        threads: Number of torch threads; 0 keeps the default.
+        table: Markdown file to write the table to.
         figures: Folder for the plots.
     """
     names = arms or GROUPS.get(group, [])
@@ -137,57 +138,68 @@ def learned(
         raise ValueError(f"unknown arms {unknown or group}: known are {', '.join(ARMS)}; groups {', '.join(GROUPS)}")
     if threads:
         torch.set_num_threads(threads)
-    common, folder = Common(base, files, steps, features=features), Path(out)
+    common, folder = SharedSettings(base, files, steps, features=features), Path(out)
     trained = {(name, seed): train(ARMS[name], seed, common, folder) for seed in seeds for name in names}
     if only_train:
         return
     frozen = load_base(base)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
-    found = all_simulated(trained, frozen, answers)
+    results = simulate_all(trained, frozen, answers)
     ended = sum(answer.ended for answer in answers)
     notes = [
         f"Base {base}; {len(answers)} answers of at most {max_new_tokens} tokens, {ended} ended by EOS; simulated on "
         f"the base's own greedy text, prefill not counted. {steps} steps of {common.batch_size} conversations, "
         f"{common.learning_rate:g} peak learning rate, seeds {', '.join(map(str, seeds))}.",
-        "Mean over seeds, and in brackets the smallest and the largest.",
+        "Means over the seeds, with the smallest and the largest in brackets.",
     ]
-    show([lengths(found, baseline, notes)], torch.device("cpu"), table)
+    show([acceptance_table(results, baseline, notes)], torch.device("cpu"), table)
     if figures:
-        plot(found, Path(figures))
+        plot(results, Path(figures))
 
 
-def all_simulated(
-    trained: dict[tuple[str, int], Path], frozen: Base, answers: Sequence[Answer]
+def simulate_all(
+    trained: dict[tuple[str, int], Path], frozen: Base, answers: Sequence[GreedyAnswer]
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """`simulated` of exported drafters, by name and seed, with every tree they have: by name and tree, a run a seed."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Simulate exported drafters with every kind of tree.
+
+    Args:
+        trained: Folders of the drafters, by name and seed.
+        frozen: The base.
+        answers: The base's own answers.
+
+    Returns:
+        By name and kind of tree, a result for each seed.
+    """
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for (name, seed), exported in trained.items():
         for tree, arguments in trees_of(ARMS[name]).items():
-            result = simulated(exported, tree, arguments, frozen, answers, BUDGETS)
-            found.setdefault((name, tree), []).append(result | {"folder": exported.parent})
+            result = simulate_exported(exported, tree, arguments, frozen, answers, BUDGETS)
+            results.setdefault((name, tree), []).append(result | {"folder": exported.parent})
             print(f"{name} seed {seed} {tree}: {result['length']}", flush=True)
-    return found
+    return results
 
 
-def lengths(found: dict[tuple[str, str], list[dict[str, Any]]], baseline: str, notes: list[str]) -> Measured:
-    """Acceptance length of every arm and tree by node budget."""
-    shown = (4, 16, 64)
+def acceptance_table(
+    results: dict[tuple[str, str], list[dict[str, Any]]], baseline: str, notes: list[str]
+) -> ResultTable:
+    """Return the acceptance length of every arm and kind of tree by number of nodes."""
+    budgets = (4, 16, 64)
     headings = [
         "drafter",
         "tree",
         "parameters",
-        *(f"{b} nodes" for b in shown),
+        *(f"{b} nodes" for b in budgets),
         "ended by EOS, 64",
         "fed, 64",
         "to baseline, 64",
     ]
-    measured = Measured("Acceptance length by draft nodes", headings, notes=notes)
-    at_baseline = [runs for (name, _), runs in found.items() if name == baseline]
+    table = ResultTable("Acceptance length by draft nodes", headings, notes=notes)
+    at_baseline = [runs for (name, _), runs in results.items() if name == baseline]
     reference = mean(run["length"]["64"] for run in at_baseline[0]) if at_baseline else None
-    for (name, tree), runs in found.items():
-        cells = [[run["length"][str(budget)] for run in runs] for budget in shown]
+    for (name, tree), runs in results.items():
+        cells = [[run["length"][str(budget)] for run in runs] for budget in budgets]
         last = mean(cells[-1])
-        measured.rows.append(
+        table.rows.append(
             [
                 name,
                 tree,
@@ -198,8 +210,8 @@ def lengths(found: dict[tuple[str, str], list[dict[str, Any]]], baseline: str, n
                 f"{last / reference:.3f}" if reference else "",
             ]
         )
-    return measured
+    return table
 
 
 if __name__ == "__main__":
-    main(learned)
+    main(learned_drafters)

@@ -1,4 +1,4 @@
-"""Peak memory and seconds of a CTC loss and its gradient, beside the plain route over the whole logits."""
+"""Peak memory and time of the CTC losses and their gradients, compared with F.ctc_loss on the full logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import Measured, in_turn, main, show, spread
+from benchmarks.harness import ResultTable, alternate, main, show, spread
 from drafters.learned.ctc.loss import ctc_loss
 from drafters.learned.layers.markov import Markov
 from drafters.learned.losses.chunks import MAX_BYTES
@@ -27,23 +27,25 @@ ARMS = PLAIN, CTC, PREFIX, MARKOV, CROSS
 
 
 class Anchors:
-    """Random frames with labels that often repeat, and a random head.
+    """Random frames, labels with many repeats, and a random LM head.
 
     Args:
         sizes: A, T, U, D, V.
-        dtype: Of the head; the frames and the blank are float32, as trained weights are.
-        device: Where all of it stands.
+        dtype: Dtype of the head; the frames and the blank are float32, like trained weights.
+        device: Device of all tensors.
+        max_bytes: Memory of one chunk of the loss.
+        rank: Rank of the Markov bias.
     """
 
     def __init__(self, sizes: tuple[int, ...], dtype: Dtype, device: torch.device, max_bytes: int, rank: int) -> None:
         num_anchors, num_frames, num_labels, width, num_tokens = sizes
         generator = torch.Generator(device).manual_seed(0)
-        here = {"generator": generator, "device": device}
-        self.frames = torch.randn(num_anchors, num_frames, width, **here).requires_grad_()
+        shape = num_anchors, num_frames, width
+        self.frames = torch.randn(shape, generator=generator, device=device).requires_grad_()
         self.head = torch.empty(num_tokens, width, dtype=getattr(torch, dtype), device=device)
         self.head.normal_(0, width**-0.5, generator=generator)
-        self.labels = torch.randint(num_tokens, (num_anchors, num_labels), **here)
-        repeats = torch.rand(num_anchors, num_labels - 1, **here) < 0.1
+        self.labels = torch.randint(num_tokens, (num_anchors, num_labels), generator=generator, device=device)
+        repeats = torch.rand((num_anchors, num_labels - 1), generator=generator, device=device) < 0.1
         self.labels[:, 1:] = torch.where(repeats, self.labels[:, :-1], self.labels[:, 1:])
         self.roots, self.valid = self.labels[:, -1], torch.ones_like(self.labels, dtype=torch.bool)
         self.blank_row = torch.zeros(width, device=device, requires_grad=True)
@@ -53,13 +55,14 @@ class Anchors:
         self.leaves = [self.frames, self.blank_row, self.blank_bias]
 
     def loss(self, arm: str) -> Tensor:
+        """Return the loss of an arm."""
         anchors = self.frames, self.labels, self.valid, self.roots, self.head
         if arm == PLAIN:
             return self._plain()
         if arm == CROSS:
             return cross_entropy(*anchors, max_bytes=self.max_bytes)[0]
         markov = self.markov if arm == MARKOV else None
-        objective = "ctc" if arm == CTC else "prefix"
+        objective: Literal["ctc", "prefix"] = "ctc" if arm == CTC else "prefix"
         blank = self.blank_row, self.blank_bias
         return ctc_loss(*anchors, *blank, markov, objective, max_bytes=self.max_bytes)[0]
 
@@ -75,34 +78,34 @@ class Anchors:
         costs = F.ctc_loss(log_probs, self.labels, *lengths, blank=len(self.head), reduction="none", zero_infinity=True)
         return costs.mean() / num_labels
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients."""
         for leaf in (*self.leaves, *self.markov.parameters()):
             leaf.grad = None
 
     def step(self, arm: str) -> float:
-        """One loss with its gradient; the value of the loss."""
-        self.forget()
+        """Compute the loss with its gradient, and return the loss."""
+        self.drop_gradients()
         loss = self.loss(arm)
         loss.backward()
         return loss.item()
 
 
 def _resident() -> tuple[int, int]:
-    """Bytes of memory this process has now, and at most so far."""
+    """Return the bytes of memory that this process uses now, and its peak so far."""
     status = Path("/proc/self/status")
-    if not status.exists():  # not Linux: what it has now is taken for the most so far
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
-        return most, most
+    if not status.exists():  # not Linux, where only the peak is known
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
+        return peak, peak
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
     return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
 def extra_bytes(sizes: tuple[int, ...], dtype: Dtype, max_bytes: int, rank: int, arm: str, threads: int) -> int:
-    """Peak of one step on the CPU over what the inputs take. To be called in a process of its own."""
+    """Return the peak memory of one step on the CPU, without its inputs; to be called in a separate process."""
     torch.set_num_threads(threads)
     small = 2, *sizes[1:3], 16, 64
-    Anchors(small, dtype, torch.device("cpu"), max_bytes, rank).step(arm)  # the libraries' own memory
+    Anchors(small, dtype, torch.device("cpu"), max_bytes, rank).step(arm)  # allocates the memory of the libraries
     anchors = Anchors(sizes, dtype, torch.device("cpu"), max_bytes, rank)
     before, _ = _resident()
     anchors.step(arm)
@@ -113,14 +116,14 @@ def _peak(anchors: Anchors, sizes: tuple[int, ...], dtype: Dtype, arm: str) -> i
     device = anchors.head.device
     if device.type == "cuda":
         anchors.step(arm)
-        anchors.forget()
+        anchors.drop_gradients()
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         anchors.step(arm)
         return torch.cuda.max_memory_allocated(device) - before
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
         settings = anchors.max_bytes, anchors.rank, arm, torch.get_num_threads()
-        return alone.submit(extra_bytes, sizes, dtype, *settings).result()
+        return process.submit(extra_bytes, sizes, dtype, *settings).result()
 
 
 def _seconds(anchors: Anchors, arm: str) -> float:
@@ -149,22 +152,22 @@ def loss_memory(
     threads: int = 0,
     out: str | None = None,
 ) -> None:
-    """Peak extra memory and time of the loss and its gradient, ours in chunks and the plain route.
+    """Measure the extra memory and the time of the loss and its gradient, in chunks and on the full logits.
 
     Args:
-        num_anchors: A.
-        num_frames: T.
-        num_labels: U.
-        hidden_size: D; if not given, 128 on the CPU, where larger ones take minutes, 4096 on a GPU.
-        vocab_size: V.
-        rank: Of the Markov bias.
-        max_bytes: Memory of one chunk.
-        dtypes: Number formats of the head.
-        arms: What to measure beside the plain route: ctc, prefix, "prefix, Markov bias", cross-entropy.
-        device: auto takes the GPU where there is one.
-        repeats: Timed steps of every arm, after one to warm up; arms in turn, another one first each time.
-        threads: Of torch; 0 leaves them as they are.
-        out: Markdown file for the tables.
+        num_anchors: Number of anchors A.
+        num_frames: Number of frames T.
+        num_labels: Number of label tokens U.
+        hidden_size: Hidden size D; by default 4096 on a GPU, and 128 on the CPU, where larger sizes take minutes.
+        vocab_size: Vocabulary size V.
+        rank: Rank of the Markov bias.
+        max_bytes: Memory of one chunk in bytes.
+        dtypes: Dtypes of the LM head.
+        arms: What to compare with F.ctc_loss: ctc, prefix, "prefix, Markov bias", cross-entropy.
+        device: Device to run on; auto uses the GPU if there is one.
+        repeats: Timed steps of every arm after a warm-up step; the arms alternate.
+        threads: Number of torch threads; 0 keeps the default.
+        out: Markdown file to write the tables to.
     """
     if min(num_anchors, num_frames, num_labels, vocab_size, rank, repeats) < 1 or num_frames < num_labels:
         raise ValueError("sizes and repeats must be at least 1, and num_frames at least num_labels")
@@ -173,34 +176,34 @@ def loss_memory(
     arms = [arm for arm in ARMS if arm in {PLAIN, *arms}]
     if threads:
         torch.set_num_threads(threads)
-    place = resolve_device(device)
-    width = hidden_size or (4096 if place.type == "cuda" else 128)
+    torch_device = resolve_device(device)
+    width = hidden_size or (4096 if torch_device.type == "cuda" else 128)
     sizes = num_anchors, num_frames, num_labels, width, vocab_size
     tables = []
     for dtype in dtypes:
         title = f"A = {num_anchors}, T = {num_frames}, U = {num_labels}, D = {width}, V = {vocab_size}, head {dtype}"
-        anchors = Anchors(sizes, dtype, place, max_bytes, rank)
+        anchors = Anchors(sizes, dtype, torch_device, max_bytes, rank)
         peaks = {arm: _peak(anchors, sizes, dtype, arm) for arm in arms}
         values = {arm: anchors.step(arm) for arm in arms}  # also the warm-up
         if CTC in arms and abs(values[CTC] - values[PLAIN]) > 1e-3 * abs(values[PLAIN]):
             raise ValueError(f"the losses differ: {values[CTC]} and F.ctc_loss's {values[PLAIN]}")
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-        for _, _, arm in in_turn(arms, 1, repeats, title):
+        for _, _, arm in alternate(arms, 1, repeats, title):
             seconds[arm].append(_seconds(anchors, arm))
         tables.append(_table(title, peaks, seconds, values))
-    tables[-1].notes.append(f"chunks of {max_bytes / 2**20:.0f} MiB, {repeats} repeats, arms in turn. {NOTE}")
-    show(tables, place, out)
+    tables[-1].notes.append(f"chunks of {max_bytes / 2**20:.0f} MiB, {repeats} repeats, arms alternate. {NOTE}")
+    show(tables, torch_device, out)
 
 
 NOTE = (
-    "MB = peak memory of one loss with its gradient, over what stood there before it: of a process of its own on the "
-    "CPU, of torch's allocator on a GPU; s = median; ratios to the plain route, of times repeat by repeat; "
+    "MB = additional peak memory of one loss with its gradient, measured in a separate process on the CPU and by "
+    "torch's allocator on a GPU; s = median; ratios to the plain F.ctc_loss, those of times repeat by repeat; "
     "spread = (slowest - fastest) / median."
 )
 
 
-def _table(title: str, peaks: dict[str, int], seconds: dict[str, list[float]], values: dict[str, float]) -> Measured:
-    table = Measured(title, ["arm", "MB", "of plain", "s", "of plain", "spread", "loss"])
+def _table(title: str, peaks: dict[str, int], seconds: dict[str, list[float]], values: dict[str, float]) -> ResultTable:
+    table = ResultTable(title, ["arm", "MB", "of plain", "s", "of plain", "spread", "loss"])
     for arm, taken in seconds.items():
         ratio = median(mine / plain for mine, plain in zip(taken, seconds[PLAIN], strict=True))
         cells = [arm, f"{peaks[arm] / 1e6:.1f}", f"{peaks[arm] / max(peaks[PLAIN], 1):.3f}", f"{median(taken):.3f}"]

@@ -1,30 +1,30 @@
-"""What a step costs by the number of nodes it feeds, against a vanilla step of the same base and context."""
+"""Time of a decoding step by the number of draft tree nodes, relative to a step without a draft tree."""
 
 from __future__ import annotations
 
 from statistics import median, quantiles
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
 
-from benchmarks.harness import SHAPES, Measured, in_turn, main, num_millions, random_llama, show
+from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
 from drafters import DraftTree, RequiredOutputs
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
 from inference.tuning.step_cost import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
 
 VANILLA = "vanilla"
-ROOM = 1024  # behind the context: at least the largest step
+RESERVE = 1024  # tokens after the context, at least as many as the largest step feeds
 
 
 def chain(num_nodes: int, vocab_size: int) -> DraftTree:
-    """One path of random tokens."""
+    """Return a tree with a single path of random tokens."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, num_nodes).tolist()
     return DraftTree(tokens, range(-1, num_nodes - 1))
 
 
-SHAPES_OF_TREES = {"chain": chain, "bushy": bushy}
+TREES = {"chain": chain, "bushy": bushy}
 
 
 def step_cost(
@@ -39,31 +39,31 @@ def step_cost(
     threads: int = 0,
     out: str | None = None,
 ) -> None:
-    """Time of one base step by nodes fed: forward, the choice of tokens, their copy to the host, and the commit.
+    """Measure a step by the number of nodes: forward, choice of the tokens, copy to the host, and cache update.
 
     Args:
         base: Shape of a random LLaMA (tiny, 100m, 1b, 7b), or folder of a base.
-        dtypes: Number formats.
-        device: auto takes the GPU where there is one.
-        nodes: Nodes fed beside the root.
-        contexts: Tokens cached before the step.
-        repeats: Steps of every arm, after three to warm up; arms in turn, another one first each time.
-        bandwidth: Of the memory, in GB/s; shows what share of a step the reading of the weights alone would take.
-        compile: Try torch.compile on the base; where that fails, the step stays eager and a note says so.
-        threads: Of torch; 0 leaves them as they are.
-        out: Markdown file for the tables.
+        dtypes: Dtypes of the weights.
+        device: Device to run on; auto uses the GPU if there is one.
+        nodes: Numbers of nodes, without the root.
+        contexts: Numbers of cached tokens before the step.
+        repeats: Timed steps of every arm after three warm-up steps; the arms alternate.
+        bandwidth: Memory bandwidth in GB/s; adds the share of a step that reading the weights once would take.
+        compile: Try torch.compile on the base; if that fails, the base stays eager and a note says so.
+        threads: Number of torch threads; 0 keeps the default.
+        out: Markdown file to write the tables to.
     """
     if min(repeats, *nodes, *contexts) < 1 or repeats < 2:
         raise ValueError("nodes and contexts must be at least 1, repeats at least 2")
     if threads:
         torch.set_num_threads(threads)
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     tables = []
     for dtype in dtypes:
         loaded = (
-            random_llama(base, 1024 if base == "tiny" else 32000, dtype, place)
+            random_llama(base, 1024 if base == "tiny" else 32000, dtype, torch_device)
             if base in SHAPES
-            else load_base(base, dtype, place)
+            else load_base(base, dtype, torch_device)
         )
         if max(contexts) + max(nodes) + 1 > loaded.context_length:
             raise ValueError(
@@ -72,66 +72,64 @@ def step_cost(
         runner = Runner(loaded)
         note = _compile(runner, max(contexts)) if compile else "eager"
         for context in contexts:
-            title = f"{loaded.name} ({num_millions(loaded)}), {dtype}, {place.type}, context {context}"
+            title = f"{loaded.name} ({num_millions(loaded)}), {dtype}, {torch_device.type}, context {context}"
             seconds = _measure(runner, nodes, context, repeats, title)
             tables.append(_table(title, seconds, nodes, _weight_seconds(loaded, bandwidth)))
-            tables[-1].notes.append(f"{note}; {repeats} repeats, arms in turn; medians. {NOTE}")
-    show(tables, place, out)
+            tables[-1].notes.append(f"{note}; {repeats} repeats, arms alternate; medians. {NOTE}")
+    show(tables, torch_device, out)
 
 
 NOTE = (
-    "ms = a step that feeds the root and so many nodes, none accepted; ratio = to the vanilla step of the same repeat; "
-    "IQR = middle half of the repeats / median; pays from = accepted nodes a step at which it is no loss; "
-    "weights = share of the step that reading the weights once takes at --bandwidth."
+    "ms = a step that feeds the root and the given number of nodes, none accepted; ratio = to the vanilla step of the "
+    "same repeat; IQR = interquartile range / median; pays from = accepted nodes per step at which the tree breaks "
+    "even; weights = share of the step that reading the weights once takes at --bandwidth."
 )
 
 
 def _compile(runner: Runner, context: int) -> str:
-    """Compile the base behind the head; what the runner then does is said in the answer."""
+    """Compile the layers of the base if possible, and return a note on what the runner uses."""
     eager = runner.model
-    torch._dynamo.config.recompile_limit = 64  # each number of nodes and each context is a shape of its own
+    torch._dynamo.config.recompile_limit = 64  # every number of nodes and every context is a new shape
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    runner.model = torch.compile(eager)
+    runner.model = cast(torch.nn.Module, torch.compile(eager))
     try:
-        prefill(runner, context, ROOM)
+        prefill(runner, context, RESERVE)
         for num_nodes in (1, 2, 3):
             step_seconds(runner, chain(num_nodes, runner.vocab_size), context)
-    except Exception as error:  # torch's compiler raises what it likes
+    except Exception as error:  # the compiler raises many types of errors
         runner.model = eager
         return f"torch.compile failed ({type(error).__name__}), so eager"
     return "torch.compile on the base's layers"
 
 
 def _measure(runner: Runner, nodes: list[int], context: int, repeats: int, title: str) -> dict[str, list[float]]:
-    """Seconds of each repeat, by arm."""
-    trees = {
-        f"{kind} {count}": make(count, runner.vocab_size) for count in nodes for kind, make in SHAPES_OF_TREES.items()
-    }
+    """Return the seconds of each repeat, by arm."""
+    trees = {f"{kind} {count}": make(count, runner.vocab_size) for count in nodes for kind, make in TREES.items()}
     arms = {VANILLA: DraftTree(), **trees}
-    prefill(runner, context, ROOM)
+    prefill(runner, context, RESERVE)
     _same_root(runner, arms, context)
     for tree in arms.values():
         for _ in range(NUM_WARMUP_STEPS):
             step_seconds(runner, tree, context)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for _, _, name in in_turn(list(arms), 1, repeats, title):
+    for _, _, name in alternate(list(arms), 1, repeats, title):
         seconds[name].append(step_seconds(runner, arms[name], context))
     return seconds
 
 
 def _same_root(runner: Runner, arms: dict[str, DraftTree], context: int) -> None:
-    """The nodes do not change what the root says: the trees cost the time of right steps."""
-    alone, tolerance = None, 1e-3 if runner.dtype == torch.float32 else 0.25
+    """Check that the nodes do not change the root's logits, so that the measured steps are correct ones."""
+    expected, tolerance = None, 1e-3 if runner.dtype == torch.float32 else 0.25
     for name, tree in arms.items():
         root = runner.forward([1], tree, RequiredOutputs()).logits[0].float()
         runner.commit([])
         runner.truncate(context)
-        alone = root if alone is None else alone
-        assert (root - alone).abs().max() <= tolerance, f"{name} changes the root's logits"
+        expected = root if expected is None else expected
+        assert (root - expected).abs().max() <= tolerance, f"{name} changes the root's logits"
 
 
-def _table(title: str, seconds: dict[str, list[float]], nodes: list[int], weight_seconds: float | None) -> Measured:
-    table = Measured(title, ["arm", "ms", "ratio", "IQR", "pays from", *(["weights"] if weight_seconds else [])])
+def _table(title: str, seconds: dict[str, list[float]], nodes: list[int], weight_seconds: float | None) -> ResultTable:
+    table = ResultTable(title, ["arm", "ms", "ratio", "IQR", "pays from", *(["weights"] if weight_seconds else [])])
     for name, taken in seconds.items():
         ratio = median(step / vanilla for step, vanilla in zip(taken, seconds[VANILLA], strict=True))
         low, _, high = quantiles(taken, n=4)
@@ -142,7 +140,7 @@ def _table(title: str, seconds: dict[str, list[float]], nodes: list[int], weight
 
 
 def _weight_seconds(base: Base, bandwidth: float | None) -> float | None:
-    """Time to read once what a step reads of the weights: all but an embedding that is not the head too."""
+    """Return the time to read once the weights that a step reads: all but an embedding that is not also the head."""
     if bandwidth is None:
         return None
     embedding, head = base.base_weights.embedding, base.base_weights.head

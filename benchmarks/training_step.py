@@ -1,4 +1,4 @@
-"""What a training step of the CTC drafter costs beside the frozen base's forward alone, and memory by anchors."""
+"""Time of a training step of the CTC drafter relative to the base's forward, and its memory by number of anchors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from multiprocessing import get_context
 from statistics import median
 from time import perf_counter as clock
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from benchmarks.harness import SHAPES, Measured, in_turn, main, num_millions, random_llama, show, spread
+from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show, spread
 from benchmarks.loss_memory import _resident
 from drafters import CTC
 from drafters.protocol import TrainingBatch
@@ -21,25 +21,25 @@ from inference.engine.base import Base, Dtype, resolve_device
 from train.callbacks.estimate import memory, total
 from train.feature_store.base_features import extract_features
 
-# the 7B shape with a sixteenth of its width and of its vocabulary: layers and head weigh in it as they do in 7B
+# The 7B shape with a sixteenth of the width and vocabulary: layers and head have the same shares of the work.
 SHAPES["7b/16"] = (256, 688, 32, 4, 4)
 FORWARD, LABELS, LOSS, STEP = "base: forward", "+ labels", "+ drafter: loss", "+ backward and AdamW = a step"
 ARMS = FORWARD, LABELS, LOSS, STEP
-CARD = 24e9
+GPU_BYTES = 24e9
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is trained, on what.
+class TrainingSetting:
+    """The training that is measured.
 
     Args:
-        shape: Of the base, one of `SHAPES`.
-        vocab_size: V.
-        dtype: Of the base.
-        precision: Of the drafter, whose weights are float32: bf16 computes under autocast.
-        sizes: B and S.
+        shape: Shape of the base, one of `SHAPES`.
+        vocab_size: Vocabulary size V.
+        dtype: Dtype of the base.
+        precision: Precision of the drafter, whose weights are float32; bf16 uses autocast.
+        sizes: Batch size B and length S.
         drafter: Arguments of `drafters.CTC`.
-        threads: Of torch.
+        threads: Number of torch threads.
     """
 
     shape: str
@@ -51,16 +51,16 @@ class Setting:
     threads: int
 
 
-class Step:
-    """One training step on random texts, all of them the assistant's; it can be left early.
+class TrainingStep:
+    """A training step on random texts with a full loss mask; parts of it can be run separately.
 
     Args:
-        setting: What is trained.
-        base: Its base.
-        num_anchors: A of each text.
+        setting: The training.
+        base: The base.
+        num_anchors: Number of anchors A of each text.
     """
 
-    def __init__(self, setting: Setting, base: Base, num_anchors: int) -> None:
+    def __init__(self, setting: TrainingSetting, base: Base, num_anchors: int) -> None:
         device = base.model.device
         torch.manual_seed(0)
         self.base, self.setting = base, setting
@@ -71,10 +71,14 @@ class Step:
 
     @property
     def layers(self) -> tuple[int, ...]:
+        """The layers of the base that the drafter reads."""
         return self.drafter.required_outputs.hidden_layers
 
     def run(self, arm: str) -> float:
-        """Do what an arm names and all before it; a number of it, whose copy to the host waits for the device."""
+        """Run the part of a step that an arm names, and all parts before it.
+
+        The returned number has no meaning; copying it to the host waits for the device.
+        """
         if arm == FORWARD:
             with torch.no_grad():
                 return self.base.hidden_states(self.ids, self.layers)[1][0, 0, 0].item()
@@ -92,6 +96,7 @@ class Step:
         return loss.item()
 
     def seconds(self, arm: str) -> float:
+        """Return the seconds of `run`."""
         started = clock()
         self.run(arm)
         if self.ids.is_cuda:
@@ -99,40 +104,43 @@ class Step:
         return clock() - started
 
     def estimated(self, num_rows: int | None = None) -> float:
-        """Bytes at the worst moment, as `train.callbacks.estimate` prints them."""
-        alone = SimpleNamespace(strategy=None, world_size=1)
+        """Return the peak memory in bytes that `train.callbacks.estimate` predicts."""
+        # The estimate reads these attributes only of a LightningModule and of a Trainer.
+        module = cast(Any, SimpleNamespace(base=self.base, drafter=self.drafter))
+        trainer = cast(Any, SimpleNamespace(strategy=None, world_size=1))
         rows, positions = self.setting.sizes
-        return total(memory(SimpleNamespace(base=self.base, drafter=self.drafter), alone, num_rows or rows, positions))
+        return total(memory(module, trainer, num_rows or rows, positions))
 
-    def most_rows(self, available: float) -> int:
-        """Texts of a batch that fits into some memory, by the estimate; 0 for none."""
+    def max_rows(self, available: float) -> int:
+        """Return the largest batch size that fits into the memory by the estimate, or 0."""
         return bisect_right(range(1, 1024), available, key=self.estimated)
 
 
-def base_of(setting: Setting, device: torch.device) -> Base:
+def base_of(setting: TrainingSetting, device: torch.device) -> Base:
+    """Return a random base of the setting's shape."""
     return random_llama(setting.shape, setting.vocab_size, setting.dtype, device, context=setting.sizes[1])
 
 
-def peak_bytes(setting: Setting, num_anchors: int) -> int:
-    """Peak of some steps on the CPU, weights included. To be called in a process of its own."""
+def peak_bytes(setting: TrainingSetting, num_anchors: int) -> int:
+    """Return the peak memory of some steps on the CPU, including weights; to be called in a separate process."""
     torch.set_num_threads(setting.threads)
-    small = Setting("draft", 64, setting.dtype, setting.precision, (1, 16), setting.drafter, setting.threads)
-    Step(small, base_of(small, torch.device("cpu")), 4).run(STEP)  # the libraries' own memory
+    small = TrainingSetting("draft", 64, setting.dtype, setting.precision, (1, 16), setting.drafter, setting.threads)
+    TrainingStep(small, base_of(small, torch.device("cpu")), 4).run(STEP)  # allocates the memory of the libraries
     before, _ = _resident()
-    step = Step(setting, base_of(setting, torch.device("cpu")), num_anchors)
+    step = TrainingStep(setting, base_of(setting, torch.device("cpu")), num_anchors)
     for _ in range(2):
         step.run(STEP)
     return _resident()[1] - before
 
 
-def _peak(step: Step, num_anchors: int) -> int:
+def _peak(step: TrainingStep, num_anchors: int) -> int:
     device = step.ids.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step.run(STEP)
         return torch.cuda.max_memory_allocated(device)
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-        return alone.submit(peak_bytes, step.setting, num_anchors).result()
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(peak_bytes, step.setting, num_anchors).result()
 
 
 def training(
@@ -151,37 +159,38 @@ def training(
     threads: int = 0,
     out: str | None = None,
 ) -> None:
-    """Time of a drafter's training step beside the base's forward alone; memory and tokens/s by anchors.
+    """Measure the parts of a drafter's training step, and memory and tokens/s by the number of anchors.
 
     Args:
-        anchors: A of each text; the parts of a step are timed for the last.
-        num_frames: T.
-        num_labels: U.
-        num_layers: Of the drafter's trunk.
-        shape: Of the base: 7b on a GPU, on the CPU 7b/16, the same in a sixteenth of the width.
-        vocab_size: V; 32000, for 7b/16 2000.
-        dtype: Of the base.
-        precision: Of the drafter's computations; its weights are float32.
-        batch_size: B.
-        length: S.
-        device: auto takes the GPU where there is one.
-        repeats: Timed runs of every arm, after one to warm up; arms in turn, another one first each time.
-        threads: Of torch; 0 leaves them as they are.
-        out: Markdown file for the tables.
+        anchors: Numbers of anchors A of each text; the parts of a step are timed for the last one.
+        num_frames: Number of frames T.
+        num_labels: Number of label tokens U.
+        num_layers: Number of layers of the drafter's trunk.
+        shape: Shape of the base; by default 7b on a GPU, and 7b/16 on the CPU, which has a sixteenth of the width.
+        vocab_size: Vocabulary size V; by default 32000, and 2000 for 7b/16.
+        dtype: Dtype of the base.
+        precision: Precision of the drafter's computations; its weights are float32.
+        batch_size: Batch size B.
+        length: Length S of the texts.
+        device: Device to run on; auto uses the GPU if there is one.
+        repeats: Timed runs of every arm after a warm-up run; the arms alternate.
+        threads: Number of torch threads; 0 keeps the default.
+        out: Markdown file to write the tables to.
     """
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     if threads:
         torch.set_num_threads(threads)
-    shape = shape or ("7b" if place.type == "cuda" else "7b/16")
+    shape = shape or ("7b" if torch_device.type == "cuda" else "7b/16")
     drafter = {"num_frames": num_frames, "num_labels": num_labels, "num_layers": num_layers, "objective": "ctc"}
     vocab_size = vocab_size or (2000 if shape == "7b/16" else 32000)
     sizes = batch_size, length
-    setting = Setting(shape, vocab_size, dtype, precision, sizes, drafter, torch.get_num_threads())
-    base = base_of(setting, place)
+    setting = TrainingSetting(shape, vocab_size, dtype, precision, sizes, drafter, torch.get_num_threads())
+    base = base_of(setting, torch_device)
     title = f"{shape} ({num_millions(base)}), {dtype}, B = {batch_size}, S = {length}, T = {num_frames}"
-    by_anchors = Measured(f"By anchors: {title}", ["A", "s a step", "tokens/s", "of base", "MB", "estimated", "24 GB"])
+    headings = ["A", "s a step", "tokens/s", "of base", "MB", "estimated", "24 GB"]
+    by_anchors = ResultTable(f"By anchors: {title}", headings)
     for num_anchors in anchors:
-        step = Step(setting, base, num_anchors)
+        step = TrainingStep(setting, base, num_anchors)
         peak, seconds = _peak(step, num_anchors), timed(step, [FORWARD, STEP], repeats, f"A = {num_anchors}")
         middle = median(seconds[STEP])
         by_anchors.rows.append(
@@ -192,37 +201,39 @@ def training(
                 f"{ratio(seconds[STEP], seconds[FORWARD]):.2f}",
                 f"{peak / 1e6:.0f}",
                 f"{step.estimated() / 1e6:.0f}",
-                str(step.most_rows(CARD)),
+                str(step.max_rows(GPU_BYTES)),
             ]
         )
-    parts = Measured(f"Parts of a step, A = {anchors[-1]}: {title}", ["what is done", "s", "of base", "spread"])
+    parts = ResultTable(f"Parts of a step, A = {anchors[-1]}: {title}", ["what is done", "s", "of base", "spread"])
     seconds = timed(step, ARMS, repeats, "parts")
     for arm, taken in seconds.items():
         cells = f"{median(taken):.3f}", f"{ratio(taken, seconds[FORWARD]):.2f}", f"{spread(taken):.0%}"
         parts.rows.append([arm, *cells])
-    parts.notes.append(f"each row with all above it; {repeats} repeats, arms in turn; drafter {num_layers} layers")
+    note = f"each row includes all above it; {repeats} repeats, arms alternate; drafter with {num_layers} layers"
+    parts.notes.append(note)
     by_anchors.notes.append(NOTE)
-    show([parts, by_anchors], place, out)
+    show([parts, by_anchors], torch_device, out)
 
 
 NOTE = (
-    "of base = to the base's forward without its head, repeat by repeat; MB = peak, all weights included, of a process "
-    "of its own on the CPU, of torch's allocator on a GPU; estimated = what the training prints before its first step; "
-    "24 GB = texts of a batch that fit there, by that estimate"
+    "of base = relative to the base's forward without its head, repeat by repeat; MB = peak memory including all "
+    "weights, measured in a separate process on the CPU and by torch's allocator on a GPU; estimated = what the "
+    "training prints before its first step; 24 GB = batch size that fits into 24 GB by that estimate"
 )
 
 
-def timed(step: Step, arms: list[str] | tuple[str, ...], repeats: int, title: str) -> dict[str, list[float]]:
-    """Seconds of each arm, in turn, after one run that warms up."""
+def timed(step: TrainingStep, arms: list[str] | tuple[str, ...], repeats: int, title: str) -> dict[str, list[float]]:
+    """Return the seconds of each arm; the arms alternate after a warm-up run of each."""
     for arm in arms:
         step.run(arm)
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
-    for _, _, arm in in_turn(arms, 1, repeats, title):
+    for _, _, arm in alternate(arms, 1, repeats, title):
         seconds[arm].append(step.seconds(arm))
     return seconds
 
 
 def ratio(mine: list[float], theirs: list[float]) -> float:
+    """Return the median of the ratios, repeat by repeat."""
     return median(a / b for a, b in zip(mine, theirs, strict=True))
 
 

@@ -91,7 +91,8 @@ class Dialogue:
     ) -> None:
         """Add the tokens that the base wrote after ``prompt``, including the EOS token if one ended the answer."""
         is_cut = answer[-1] not in eos
-        decoded = self.tokenizer.decode(answer if is_cut else answer[:-1], skip_special_tokens=True)
+        decoded = self.tokenizer.decode(list(answer if is_cut else answer[:-1]), skip_special_tokens=True)
+        assert isinstance(decoded, str)  # a list only for a batch of answers
         if not decoded.strip():
             return self.stop("the answer is empty", counts)
         row = [*prompt, *answer]

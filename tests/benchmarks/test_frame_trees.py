@@ -1,4 +1,4 @@
-"""One draft read as tokens or as CTC frames: the transform is the collapse of every path, and loses none."""
+"""Draft trees from the frames of one draft: the CTC transform collapses every path and loses none."""
 
 import numpy as np
 import pytest
@@ -14,11 +14,6 @@ BLANK = 23
 THE, CAT, DOG = 4, 5, 6
 
 
-@pytest.fixture(scope="module")
-def trees():
-    return frame_trees
-
-
 def texts(tree):
     """The paths of a tree, which must be distinct and draftable."""
     tree.validate(BLANK)
@@ -27,59 +22,60 @@ def texts(tree):
     return set(paths)
 
 
-def random_frames(trees, seed, num_frames=4, num_tokens=3, num_blanks=1):
+def random_frames(seed, num_frames=4, num_tokens=3, num_blanks=1):
     """All tokens of a small vocabulary are candidates of every frame."""
     distributions = np.random.default_rng(seed).dirichlet(np.full(num_tokens + num_blanks, 0.7), num_frames)
     tokens = np.arange(3, 3 + num_tokens)
-    return trees.Frames(distributions[:, :num_tokens], tokens, distributions[:, -1] if num_blanks else None, BLANK)
+    blank = distributions[:, -1] if num_blanks else np.empty(0)
+    return frame_trees.Frames(distributions[:, :num_tokens], tokens, blank, BLANK)
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("blank", [None, 3])
-def test_the_transform_holds_the_collapse_of_every_path_and_nothing_else(trees, seed, blank):
+def test_the_transform_contains_the_collapse_of_every_path_and_nothing_else(seed, blank):
     draw = np.random.default_rng(seed)
     tree = DraftTree.from_paths(draw.integers(3, 6, (12, 5)).tolist())  # of three symbols: repeats are many
     paths = [torch.tensor(tree.path_tokens(node)) for node in range(len(tree))]
     wanted = {tuple(collapse(path, -1 if blank is None else blank)) for path in paths} - {()}
-    assert texts(trees.collapsed(tree, blank)) == wanted
+    assert texts(frame_trees.collapsed(tree, blank)) == wanted
     assert len(wanted) < len(tree)
 
 
-def test_the_transform_of_the_drawn_example(trees):
+def test_the_transform_of_the_drawn_example():
     tree = DraftTree([THE, THE, CAT, BLANK, THE], [-1, 0, 1, -1, 3])
-    assert trees.collapsed(tree, BLANK) == DraftTree([THE, CAT], [-1, 0])
+    assert frame_trees.collapsed(tree, BLANK) == DraftTree([THE, CAT], [-1, 0])
 
 
-def test_a_blank_between_two_equal_tokens_keeps_both(trees):
-    assert trees.collapsed(DraftTree([THE, BLANK, THE], [-1, 0, 1]), BLANK) == DraftTree([THE, THE], [-1, 0])
-    assert trees.collapsed(DraftTree([THE, THE, THE], [-1, 0, 1])) == DraftTree([THE], [-1])
+def test_a_blank_between_two_equal_tokens_keeps_both():
+    assert frame_trees.collapsed(DraftTree([THE, BLANK, THE], [-1, 0, 1]), BLANK) == DraftTree([THE, THE], [-1, 0])
+    assert frame_trees.collapsed(DraftTree([THE, THE, THE], [-1, 0, 1])) == DraftTree([THE], [-1])
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_nodes", [1, 7, 30])
-def test_the_papers_tree_is_the_transform_of_the_most_probable_frame_sequences(trees, seed, num_nodes):
-    frames = random_frames(trees, seed)
+def test_the_papers_tree_is_the_transform_of_the_most_probable_frame_sequences(seed, num_nodes):
+    frames = random_frames(seed)
     symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, BLANK)
     raw, _ = best_first.search(symbols, ids, num_nodes, 9)
-    assert texts(trees.paper(frames, num_nodes, 9)) == texts(trees.collapsed(raw, BLANK))
+    assert texts(frame_trees.paper(frames, num_nodes, 9)) == texts(frame_trees.collapsed(raw, BLANK))
 
 
-def test_a_kept_blank_is_paid_for_and_a_dropped_one_is_not(trees):
+def test_a_kept_blank_uses_up_budget_and_a_dropped_one_does_not():
     probs, blank = np.array([[0.3, 0.1], [0.2, 0.7]]), np.array([0.6, 0.1])
-    frames = trees.Frames(probs, np.array([CAT, DOG]), blank, BLANK)
+    frames = frame_trees.Frames(probs, np.array([CAT, DOG]), blank, BLANK)
     # ε | ε dog .42 | cat .3 | cat dog .21: the two first are lost
-    assert texts(trees.blanks_kept(frames, 4, 9)) == {(CAT,), (CAT, DOG)}
+    assert texts(frame_trees.blanks_kept(frames, 4, 9)) == {(CAT,), (CAT, DOG)}
     # given a token: cat .75 | cat dog .583 | dog .25 | dog dog .194, before cat cat .167
-    assert texts(trees.blanks_dropped(frames, 4, 9)) == {(CAT,), (CAT, DOG), (DOG,), (DOG, DOG)}
-    certain = trees.Frames(np.array([[0.0, 0.0]]), np.array([CAT, DOG]), np.array([1.0]), BLANK)
-    assert len(trees.blanks_dropped(certain, 4, 9)) == 0, "a frame that is surely blank drafts nothing"
+    assert texts(frame_trees.blanks_dropped(frames, 4, 9)) == {(CAT,), (CAT, DOG), (DOG,), (DOG, DOG)}
+    certain = frame_trees.Frames(np.array([[0.0, 0.0]]), np.array([CAT, DOG]), np.array([1.0]), BLANK)
+    assert len(frame_trees.blanks_dropped(certain, 4, 9)) == 0, "a frame that is surely blank drafts nothing"
 
 
 @pytest.mark.parametrize("kind", ["Medusa", "Block", "CTC"])
-def test_every_way_keeps_the_limits(trees, kind):
+def test_every_tree_keeps_the_limits(kind):
     for seed in range(5):
-        frames = random_frames(trees, seed, num_blanks=int(kind == "CTC"))
-        for build in trees.WAYS[kind].values():
+        frames = random_frames(seed, num_blanks=int(kind == "CTC"))
+        for build in frame_trees.WAYS[kind].values():
             tree = build(frames, 20, 3, {4})
             assert all(len(path) <= 3 and 4 not in path[:-1] for path in texts(tree)) and len(tree) <= 20
 
@@ -93,7 +89,7 @@ def test_every_way_keeps_the_limits(trees, kind):
         (CTC, {"num_frames": 4, "num_labels": 3, "top_k": 3, "tree": "prefix"}, "prefix"),
     ],
 )
-def test_the_trees_that_drafters_have_too_are_theirs(trees, kind, arguments, way):
+def test_trees_that_drafters_build_too_are_the_same(kind, arguments, way):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         drafter = kind(SHAPE, num_nodes=12, **arguments)
@@ -101,7 +97,7 @@ def test_the_trees_that_drafters_have_too_are_theirs(trees, kind, arguments, way
             torch.nn.init.normal_(weight, std=0.3)
         base_weights, hidden = BaseWeights(torch.randn(23, 16), torch.randn(23, 16)), torch.randn(20, 16)
     ids, anchors, limits = torch.arange(20) + 3, torch.tensor([1, 2, 7, 18]), Limits(max_depth=9, eos=frozenset({2}))
-    build = trees.WAYS[kind.__name__][way]
-    ours = [build(frames, 12, 9, {2}) for frames in trees.frames_at(drafter, hidden, ids, anchors, base_weights)]
+    build = frame_trees.WAYS[kind.__name__][way]
+    ours = [build(frames, 12, 9, {2}) for frames in frame_trees.frames_at(drafter, hidden, ids, anchors, base_weights)]
     assert ours == drafter.draft_at(hidden, ids, anchors, base_weights, limits)
     assert len({tuple(tree.tokens) for tree in ours}) > 1

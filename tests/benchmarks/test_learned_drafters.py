@@ -1,0 +1,216 @@
+"""The experiments with learned drafters run in a tiny setting and print complete tables."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import all_drafters, ctc_paper_table2, experiment, learned_drafter_plots, learned_drafters
+from drafters import checkpoint
+from inference.engine.base import load_base
+
+
+def rows(markdown):
+    """Return the cells of every row of every table."""
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in markdown.splitlines() if line[:1] == "|"]
+
+
+@pytest.fixture(scope="module")
+def learned_run(harness, tmp_path_factory, repository):
+    """Two arms trained for ten steps on the shipped base, and the arguments that did it."""
+    folder = tmp_path_factory.mktemp("learned")
+    arguments = {
+        "base": str(repository / "checkpoints" / "tiny-chat"),
+        "files": ["embedded:40"],
+        "questions": "",
+        "out": str(folder),
+        "benchmark": "embedded",
+        "limit": 2,
+        "max_new_tokens": 12,
+        "arms": ["medusa", "ctc"],
+        "seeds": [0],
+        "steps": 10,
+        "table": str(folder / "table.md"),
+        "figures": str(folder / "plots"),
+    }
+    learned_drafters.learned_drafters(**arguments)
+    return folder, arguments
+
+
+def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(learned_run):
+    folder, _ = learned_run
+    headings, _, *arms = rows((folder / "table.md").read_text())
+    assert [arm[:2] for arm in arms] == [["medusa", tree] for tree in ("best-first", "chain")] + [
+        ["ctc", tree] for tree in ("prefix", "paper", "chain")
+    ]
+    assert "64 nodes" in headings and float(arms[0][-1]) == 1.0, "the baseline relative to itself"
+    for arm in arms:
+        lengths = [float(cell.split()[0]) for cell in arm[3:6]]
+        assert lengths == sorted(lengths) and lengths[0] >= 1, "more nodes accept no less"
+    assert {path.name for path in (folder / "plots").iterdir()} == {"budget.png", "depth.png", "blank_share.png"}
+
+
+def test_a_trained_arm_is_not_trained_again_and_other_settings_are_refused(learned_run):
+    folder, arguments = learned_run
+    weights = folder / "medusa" / "seed0" / "drafter" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    learned_drafters.learned_drafters(**arguments)
+    assert weights.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="trained with other settings"):
+        learned_drafters.learned_drafters(**arguments | {"steps": 11})
+    with pytest.raises(ValueError, match="unknown arms"):
+        learned_drafters.learned_drafters(**arguments | {"arms": ["ctcc"]})
+
+
+def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
+    """One tree of 64 nodes gives the same results for a smaller budget as drafting with that many nodes."""
+    folder, arguments = learned_run
+    base = load_base(arguments["base"])
+    prompts = [[1, 5, 9, 11], [1, 7, 8]]
+    answers = experiment.own_answers(base, prompts, 12, folder / "other.json")
+    exported = folder / "ctc" / "seed0" / "drafter"
+    together = experiment.simulate_exported(exported, "prefix", {"num_nodes": 64}, base, answers, (2, 8, 64))
+    for budget in (2, 8, 64):
+        config = checkpoint.read_config(exported)
+        drafter, _ = checkpoint.load(
+            exported,
+            config=checkpoint.DrafterConfig(**vars(config) | {"init_args": config.init_args | {"num_nodes": budget}}),
+        )
+        separate = experiment.simulate(drafter, base, answers, (budget,))
+        assert separate.length[str(budget)] == together["length"][str(budget)]
+        assert separate.fed[str(budget)] == together["fed"][str(budget)]
+
+
+@pytest.fixture(scope="module")
+def table2_run(learned_run):
+    """The table of the same two arms, for which nothing is trained again."""
+    folder, arguments = learned_run
+    kept = {key: value for key, value in arguments.items() if key != "figures"}
+    given = kept | {"table": str(folder / "table2.md"), "budgets": [8, 64]}
+    ctc_paper_table2.table2(**given)
+    return folder, given
+
+
+def test_table2_reads_each_module_as_tokens_and_as_frames(table2_run):
+    folder, _ = table2_run
+    _, _, *table = rows((folder / "table2.md").read_text())
+    linear, ctc = "linear heads + cross-entropy", "transformer + CTC"
+    assert [row[:3] for row in table] == [["medusa", linear, way] for way in ("plain", "CTC")] + [
+        ["ctc", ctc, way] for way in ("plain, blanks kept", "plain, blanks dropped", "CTC", "prefix")
+    ]
+    for _, _, _, small, fed_small, large, fed_large, _ in table:
+        assert 1 <= float(small.split()[0]) <= float(large.split()[0])
+        assert float(fed_small) <= 8 and float(fed_large) <= 64
+    assert [row[-1] for row in table if row[2].startswith("plain")][::2] == ["1.000", "1.000"]
+
+
+def test_table2_has_the_same_acceptance_lengths_as_the_drafters(table2_run, learned_run):
+    """Where a way of reading is a tree of the shipped drafters, two simulations meet."""
+    folder, _ = table2_run
+    for arm, way, tree in (("medusa", "plain", "best-first"), ("ctc", "prefix", "prefix")):
+        seed = folder / arm / "seed0"
+        (found,) = json.loads((seed / "table2.json").read_text()).values()
+        simulated = json.loads((seed / "simulated.json").read_text())
+        (drafted,) = (result for key, result in simulated.items() if key.startswith(f'["{tree}"') and "2, 4" in key)
+        for budget in ("8", "64"):
+            assert found[way][budget]["length"] == drafted["length"][budget]
+            assert found[way][budget]["ended"] == drafted["ended"][budget]
+            assert found[way][budget]["fed"] == drafted["fed"][budget]
+
+
+def test_table2_continues_after_an_interruption_and_names_unsuitable_arms(table2_run):
+    folder, given = table2_run
+    kept = folder / "ctc" / "seed0" / "table2.json"
+    before = kept.stat().st_mtime_ns
+    ctc_paper_table2.table2(**given)
+    assert kept.stat().st_mtime_ns == before
+    with pytest.raises(ValueError, match="arms hydra, ctc_markov do not fit into this table"):
+        ctc_paper_table2.table2(**given | {"arms": ["hydra", "ctc_markov"]})
+    with pytest.raises(ValueError, match="budgets at least 1"):
+        ctc_paper_table2.table2(**given | {"budgets": [0]})
+
+
+def test_table2_counts_the_tokens_that_repeat_the_one_before():
+    answers = [
+        experiment.GreedyAnswer(torch.tensor([3, 3, 4, 4, 4]), 2, True),
+        experiment.GreedyAnswer(torch.tensor([5, 5, 6]), 1, False),
+    ]
+    assert ctc_paper_table2.repeats(answers) == 3 / 5
+
+
+def test_there_can_be_more_lines_than_colours(tmp_path):
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "metrics.csv").write_text("step,train/loss\n1,2.0\n")
+    run = {"length": {"1": 1.5, "2": 1.75}, "by_depth": [0.5, 0.25], "folder": tmp_path}
+    results = {(f"arm {number}", "prefix"): [run] for number in range(30)}
+    assert [path.name for path in learned_drafter_plots.plot(results, tmp_path / "plots")] == [
+        "budget.png",
+        "depth.png",
+    ]
+
+
+def test_other_answers_are_simulated_again(learned_run):
+    """The number of answers is the same, but not their text."""
+    folder, arguments = learned_run
+    base, exported = load_base(arguments["base"]), folder / "medusa" / "seed0" / "drafter"
+    found = []
+    for prompts in ([[1, 5, 9, 11], [1, 7, 8]], [[1, 30, 12], [1, 44, 3, 8]]):
+        answers = experiment.own_answers(base, prompts, 12, folder / "others.json")
+        found.append(experiment.simulate_exported(exported, "chain", {"tree": "chain"}, base, answers, (1, 4)))
+        assert found[-1] == experiment.simulate_exported(exported, "chain", {"tree": "chain"}, base, answers, (1, 4))
+    assert found[0]["answers"] != found[1]["answers"]
+
+
+@pytest.fixture(scope="module")
+def all_run(learned_run, tmp_path_factory, repository):
+    """A complete run with one arm, a few questions and a few tokens."""
+    folder = tmp_path_factory.mktemp("all")
+    problems = [{"question": f"Tell me about the {word}.", "answer": "#### 1"} for word in ("compass", "clock", "map")]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    asked = [{"question_id": n, "category": "all", "turns": [f"Name a {w}.", "Why?"]} for n, w in enumerate("abcd")]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    base = str(repository / "checkpoints" / "tiny-chat")
+    arguments = {
+        "base": base,
+        "train_questions": str(folder / "problems.jsonl"),
+        "gsm8k": str(folder / "problems.jsonl"),
+        "mt_bench": str(folder / "asked.jsonl"),
+        "draft_model": base,
+        "out": str(folder / "run"),
+        "arms": ["medusa"],
+        "live": ["medusa"],
+        "seeds": [0],
+        "steps": 4,
+        "offset": 1,
+        "limit": 2,
+        "live_questions": 2,
+        "max_new_tokens": 8,
+        "budgets": [4, 16],
+        "dtypes": ["float32"],
+        "table": str(folder / "table.md"),
+    }
+    all_drafters.all_drafters(**arguments)
+    return folder, arguments
+
+
+def test_all_drafters_are_trained_simulated_and_decoded(all_run):
+    folder, _ = all_run
+    learned, *live = [row for row in rows((folder / "table.md").read_text()) if row[0] not in ("drafter", "---")]
+    assert learned[0] == "medusa" and len(learned) == 3 + 2 * 2
+    assert len(live) == 2 * (1 + 8 + 2), "on each benchmark vanilla, the training-free, and medusa with each budget"
+    first, *others = live[: len(live) // 2]
+    assert first[:4] == ["none", "1.00", "1.00×", "2/2"] and all(row[3] == "2/2" for row in others)
+    answers = folder / "run" / "live" / "mt_bench-float32" / "answers" / "mt_bench" / "none.jsonl"
+    asked = [json.loads(line)["question_id"] for line in answers.read_text().splitlines()]
+    assert asked == [0, 2], "evenly spaced"
+
+
+def test_all_drafters_continues_after_an_interruption(all_run):
+    folder, arguments = all_run
+    kept = [folder / "run" / "text.jsonl", folder / "run" / "medusa" / "seed0" / "drafter" / "model.safetensors"]
+    kept += [folder / "run" / "live" / "gsm8k-float32" / "results.json", folder / "run" / "store" / "manifest.json"]
+    before = [path.stat().st_mtime_ns for path in kept]
+    (folder / "run" / "live" / "mt_bench-float32" / "results.json").unlink()
+    all_drafters.all_drafters(**arguments)
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert (folder / "run" / "live" / "mt_bench-float32" / "results.json").exists()

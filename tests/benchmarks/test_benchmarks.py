@@ -192,7 +192,7 @@ def test_tree_building_in_small(tmp_path):
 
 
 def test_the_plain_beam_search_finds_our_tree_if_nothing_is_pruned():
-    """All tokens are candidates of every frame and the beam holds every text, so both are exact."""
+    """Every token is a candidate of every frame and the beam holds every text, so both searches are exact."""
     for seed in range(3):
         frames = tree_building.RandomFrames(num_frames=4, top_k=3, vocab_size=3, seed=seed)
         plain, ours = tree_building.prefix_beam(frames, 500), tree_building.BUILDS[tree_building.OURS](frames, 500)

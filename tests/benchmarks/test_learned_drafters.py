@@ -105,7 +105,7 @@ def test_table2_reads_each_module_as_tokens_and_as_frames(table2_run):
 
 
 def test_table2_has_the_same_acceptance_lengths_as_the_drafters(table2_run, learned_run):
-    """Where a way of reading is a tree of the shipped drafters, two simulations meet."""
+    """For trees that the drafters build themselves, two independent simulations agree."""
     folder, _ = table2_run
     for arm, way, tree in (("medusa", "plain", "best-first"), ("ctc", "prefix", "prefix")):
         seed = folder / arm / "seed0"

@@ -1,4 +1,4 @@
-"""``drafters corpus``: counting, reading and refusing."""
+"""``drafters corpus``: counting n-grams, reading files and refusing mistakes."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from train.cli.commands import main
 
 
 def spelled(keys, node):
-    """The context of a node, from the codes alone."""
+    """The context of a node, decoded from the keys."""
     context = []
     while node:
         code = int(keys[node - 1])
@@ -46,7 +46,7 @@ def counted(tokens, min_count, top):
 
 @pytest.mark.parametrize(("chunk", "block"), [(1 << 26, 1 << 22), (50, 4), (1, 1000)])
 @pytest.mark.parametrize(("min_count", "top"), [(1, 20), (2, 3), (6, 20), (40, 20)])
-def test_the_table_is_what_counting_every_window_gives(monkeypatch, tmp_path, chunk, block, min_count, top):
+def test_the_table_equals_counting_every_window(monkeypatch, tmp_path, chunk, block, min_count, top):
     monkeypatch.setattr(module, "CHUNK", chunk)
     monkeypatch.setattr(module, "BLOCK", block)
     rng = random.Random(min_count)
@@ -91,7 +91,7 @@ def refusal(capsys, *args, **more):
     return message
 
 
-def test_the_command_writes_what_the_base_then_drafts(base, tokenizer, tmp_path, capsys):
+def test_a_drafter_accepts_drafts_from_the_written_cache(base, tokenizer, tmp_path, capsys):
     line = "w5 w6 w7 w8 w9 w10 w11"
     out = tmp_path / "new" / "cache"
     run(out, tokenizer, write(tmp_path / "a.txt", *[line] * 9), write(tmp_path / "b.md", line), more=["--top", "2"])
@@ -129,7 +129,7 @@ def test_no_ngram_crosses_a_blank_line_or_the_end_of_a_record(tokenizer, tmp_pat
     assert cache.num_tokens == 2 * 5 + 9 * 6 + 9 * 5
 
 
-def test_batches_change_nothing(monkeypatch, tokenizer, tmp_path):
+def test_the_batch_size_does_not_change_the_cache(monkeypatch, tokenizer, tmp_path):
     lines = [f"w{3 + i % 9} w{3 + i % 4} w5 w6 w7 w8" for i in range(200)]
     file = write(tmp_path / "a.jsonl", *(json.dumps({"text": line}) for line in lines))
     run(tmp_path / "one", tokenizer, file)
@@ -138,7 +138,7 @@ def test_batches_change_nothing(monkeypatch, tokenizer, tmp_path):
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-def test_what_cannot_be_counted_is_refused_in_one_line(tokenizer, tmp_path, capsys):
+def test_a_corpus_that_cannot_be_counted_is_refused_in_one_line(tokenizer, tmp_path, capsys):
     good = write(tmp_path / "a.txt", *["w3 w4 w5 w6 w7"] * 9)
     out = tmp_path / "cache"
     assert "no text file at nowhere.txt" in refusal(capsys, out, tokenizer, "nowhere.txt")
@@ -156,7 +156,7 @@ def test_what_cannot_be_counted_is_refused_in_one_line(tokenizer, tmp_path, caps
     assert not out.exists() and not list(tmp_path.glob(".corpus-*"))
 
 
-def test_a_cache_is_replaced_only_when_asked(tokenizer, tmp_path, capsys):
+def test_a_cache_is_replaced_only_with_overwrite(tokenizer, tmp_path, capsys):
     first, second = (
         write(tmp_path / name, *[line] * 9) for name, line in {"a": "w3 w4 w5 w6 w7", "b": "w8 " * 7}.items()
     )

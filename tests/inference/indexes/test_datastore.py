@@ -1,4 +1,4 @@
-"""``drafters datastore``: building, opening, drafting and refusing."""
+"""``drafters datastore``: building, opening, drafting and refusing mistakes."""
 
 import json
 
@@ -100,7 +100,7 @@ def test_a_store_that_cannot_be_built_is_refused_in_one_line(tokenizer, tmp_path
     assert not out.exists() and not list(tmp_path.glob("*.new"))
 
 
-def test_a_store_is_replaced_only_when_asked_and_an_open_one_stays_whole(tokenizer, tmp_path, capsys):
+def test_a_store_is_replaced_only_with_overwrite_and_an_open_one_stays_intact(tokenizer, tmp_path, capsys):
     first, second = write(tmp_path / "a.txt", "w3 w4 w5"), write(tmp_path / "b.txt", "w6 w7")
     out = tmp_path / "store"
     run(out, tokenizer, first)

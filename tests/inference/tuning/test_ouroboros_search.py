@@ -32,7 +32,7 @@ TRIAL = Trial(tokens=20, seconds=4.0, base_forwards=8, draft_forwards=30, steps=
 
 
 def algorithm_1(time, gammas, windows, betas, window, beta):
-    """The paper's Algorithm 1 line by line: the settings in the order they are timed, and the result."""
+    """The paper's Algorithm 1 line by line; returns the settings in the order they are timed, and the result."""
     timed = []
 
     def clock_time(setting):
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(make_base, tmp_path_factory):
-    """A base on disk, which is its own draft model."""
+    """The folder of a base that is also its own draft model."""
     folder = tmp_path_factory.mktemp("base")
     tokenizer = embedded.train_tokenizer(embedded.conversations(30, seed=7), vocab_size=300)
     make_base(dtype=torch.float32, context=512, vocab=300).model.save_pretrained(folder)

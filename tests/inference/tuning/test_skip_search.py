@@ -32,7 +32,7 @@ def subsets(items):
 
 
 def accepted_by_decoding(base, texts, skips, num_draft, stride):
-    """Of every root along the texts, how much of its real draft the base would accept."""
+    """For every root along the texts, the number of draft tokens that the base accepts in real decoding."""
     accepted = []
     for prompt, answer in texts:
         for root in range(0, len(answer) - num_draft, stride):
@@ -145,7 +145,7 @@ def test_on_a_tiny_base_the_best_of_all_sets_is_found(make_base):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_search_of_a_quarter_of_the_sets_finds_the_best_of_all(seed):
-    """Ten sublayers, worth something alone and more or less in pairs; a quarter of the sets is tried."""
+    """The score of ten sublayers has single and pairwise terms; a quarter of the sets is tried."""
     rng = random.Random(seed)
     single = [rng.gauss(0, 1) for _ in range(10)]
     pair = {frozenset(two): rng.gauss(0, 0.7) for two in combinations(range(10), 2)}
@@ -317,8 +317,8 @@ def test_impossible_numbers_are_refused(asked, tmp_path, wrong):
         run_search(**asked | {"out": str(tmp_path / "x.json")} | wrong)
 
 
-def test_the_drafts_of_a_skipped_base_are_not_those_of_a_whole_one(make_base):
-    """A negative control: were nothing skipped in the probe, every set would look perfect."""
+def test_drafts_with_skipped_layers_differ_from_those_of_the_whole_base(make_base):
+    """A negative control: if the probe skipped nothing, every set would look perfect."""
     base = make_base(layers=3)
     probe = Probe(base, texts_of(base), 3, 3)
     assert probe.survival((), ()) == [1.0] * 3

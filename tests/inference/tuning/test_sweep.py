@@ -120,7 +120,7 @@ def run_sweep(base, drafter, grid, out, limit=5, **questions):
 
 @pytest.fixture(scope="module")
 def tiny(make_base, tmp_path_factory):
-    """Arguments: a base in a folder, and four questions of its words."""
+    """Arguments of a sweep: a base in a folder, and four questions made of its words."""
     folder, base = tmp_path_factory.mktemp("tiny"), make_base(dtype=torch.float32, context=512)
     base.model.save_pretrained(folder / "base")
     base.tokenizer.save_pretrained(folder / "base")
@@ -147,7 +147,7 @@ def untimed(out):
 
 @pytest.fixture(scope="module")
 def whole(tiny, tmp_path_factory):
-    """The folder of a sweep that ran in one go."""
+    """The folder of a sweep that was not interrupted."""
     out = tmp_path_factory.mktemp("whole") / "new"
     run_sweep(drafter="anpd", grid=GRID, out=str(out), **tiny)
     return out

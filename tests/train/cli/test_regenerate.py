@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def exact(tiny_base):
-    """The tiny base in float64, where no two logits are equal up to rounding, and with a second way to end a text, so
-    that some of its answers end."""
+    """The tiny base in float64, where no two logits are equal up to rounding, with more EOS tokens, so that some of
+    its answers end."""
     model = deepcopy(tiny_base.model).double()
     model.generation_config.eos_token_id = [tiny_base.tokenizer.eos_token_id, *range(300, 330)]
     return replace(tiny_base, model=model)
@@ -378,7 +378,7 @@ def test_the_key_is_stored_nowhere(call, chat_server, tiny, tmp_path, monkeypatc
 
 
 def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base):
-    """A template that shows earlier answers in capitals: their tokens are no longer those that were written."""
+    """The template shows earlier answers in capitals, so their tokens are no longer those that were written."""
     vocabulary = deepcopy(tiny_base.tokenizer)
     vocabulary.chat_template = (
         "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{- 'Q' + m['content'] + 'A' -}}"

@@ -19,14 +19,15 @@ from torch import Tensor
 from data.benchmarks import load
 from drafters import checkpoint
 from drafters.atomic_write import atomic_write
-from drafters.protocol import LearnedDrafter, Limits
+from drafters.protocol import LearnedDrafter
 from inference.engine.base import Base, base_hash
 from inference.evaluation.answering import encode_question
 from inference.regeneration.batched import greedy_batch
 from train.callbacks.preemption import EXIT_CODES
-from train.checkpointing.saved import read_checkpoint
+from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.cli import lightning_cli
 from train.export.export import export
+from train.validation.simulate import draft_answer, simulated_steps
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -225,22 +226,16 @@ def simulate(
         if end - start < 2:
             continue
         hidden = base.hidden_states(tokens[None], drafter.required_outputs.hidden_layers)[0][0]
-        anchors = torch.arange(start, end - 1, device=tokens.device)
-        limits = Limits(max_depth=end - start, eos=base.eos)
-        trees = drafter.draft_at(hidden, tokens, anchors, base.base_weights, limits)
+        trees = draft_answer(drafter, hidden, tokens, (start, end), base.base_weights, base.eos)
         text = answer.tokens.tolist()
         for budget in budgets:
-            root = start
-            while root < end - 1:
-                tree = trees[root - start]
-                count = sum(node < budget for node in tree.follow(text[root + 1 :]))
+            for step in simulated_steps(trees, text, (start, end), budget):
                 if budget == budgets[-1]:
-                    depths.append(count)
-                gained = min(count + 1, end - 1 - root)
-                for counter, amount in ((emitted, gained), (steps, 1), (fed, min(len(tree), budget))):
+                    depths.append(step.num_accepted)
+                num_fed = min(len(step.tree), budget)
+                for counter, amount in ((emitted, step.num_emitted), (steps, 1), (fed, num_fed)):
                     counter[budget][0] += amount
                     counter[budget][1] += amount * answer.ended
-                root += gained
     ratio = lambda kind, part: {str(b): part[b][kind] / max(1, steps[b][kind]) for b in budgets}  # noqa: E731
     deepest = max(depths, default=0)
     return Simulation(

@@ -19,7 +19,7 @@ from drafters import CTC
 from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, Dtype, resolve_device
 from train.callbacks.estimate import memory, total
-from train.feature_store.base_features import extract_features
+from train.feature_store.base_features import compute_features
 
 # The 7B shape with a sixteenth of the width and vocabulary: layers and head have the same shares of the work.
 SHAPES["7b/16"] = (256, 688, 32, 4, 4)
@@ -82,7 +82,7 @@ class TrainingStep:
         if arm == FORWARD:
             with torch.no_grad():
                 return self.base.hidden_states(self.ids, self.layers)[1][0, 0, 0].item()
-        hidden, last, labels = extract_features(self.base, self.layers, self.ids)
+        hidden, last, labels = compute_features(self.base, self.layers, self.ids)
         if arm == LABELS:
             return labels[0, 0].item()
         with torch.autocast(self.ids.device.type, torch.bfloat16, enabled=self.setting.precision == "bf16"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from typing import Any
 
@@ -92,7 +93,8 @@ def console_callbacks(callbacks: list[L.Callback], has_progress_bar: bool, has_s
 
 
 def quieten_libraries() -> None:
-    """Hide Lightning's advertisements, and a deprecation warning about how Lightning calls torch."""
+    """Hide Lightning's advertisements, and warnings about deprecated functions that Lightning itself calls."""
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(f"{package}.utilities.rank_zero").addFilter(_is_no_advertisement)

@@ -1,4 +1,4 @@
-"""A run that was killed and resumed is the very run it would have been: the same losses, bit for bit on a CPU."""
+"""Makes a resumed run equal to an uninterrupted one: the same losses, bit for bit on a CPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 
 class ExactResume(L.Callback):
-    """Keys what is drawn at random by the batch, and refuses to go on with other data.
+    """Seeds the random numbers of each batch, and refuses to continue a checkpoint with other data.
 
-    Each batch seeds torch's generators by (seed, rank, epoch, batch), so no state of a generator has to be saved.
-    Batches whose gradients no step has used yet come again, and a validation that was cut short is run from its start.
+    Torch's generators are seeded by (seed, rank, epoch, batch) before each batch, so their state need not be saved.
+    Batches whose gradients no optimizer step has used are repeated, and an interrupted validation starts again.
 
     Args:
-        other_data: Go on although the training text or the batches differ from the checkpoint's.
+        other_data: Continue even if the training text or the batches differ from those of the checkpoint.
     """
 
     def __init__(self, other_data: bool = False) -> None:
@@ -32,25 +32,30 @@ class ExactResume(L.Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed = state["seed"]
 
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.seed is None:  # else the run goes on, and with the seed it had
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.seed is None:  # a resumed run has the seed of its checkpoint
             self.seed = torch.initial_seed()
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        key = (self.seed, trainer.global_rank, trainer.current_epoch, batch_idx)
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.seed is not None, "on_train_start has set the seed"
+        key = self.seed, trainer.global_rank, trainer.current_epoch, batch_idx
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]))
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["data"] = self._data = self._data or what_is_trained_on(trainer)
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["data"] = self._data = self._data or describe_data(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            _go_on_rightly(checkpoint["loops"]["fit_loop"], trainer)
+            correct_resume_position(checkpoint["loops"]["fit_loop"], trainer)
 
-    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING or self.other_data:
             return
-        then = checkpoint.get("data") or {}
-        now = self._data = what_is_trained_on(trainer)
-        changes = [f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]]
+        before = checkpoint.get("data") or {}
+        now = self._data = describe_data(trainer)
+        changes = [
+            f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+        ]
         if changes:
             raise ValueError(
                 f"the checkpoint was trained on other data or batches ({'; '.join(changes)}): go back to them, or "
@@ -58,17 +63,22 @@ class ExactResume(L.Callback):
             )
 
 
-def what_is_trained_on(trainer: L.Trainer) -> dict[str, Any]:
-    """What decides which rows a training step sees, under the names a user knows; {} for another kind of data."""
-    data = trainer.datamodule
+def describe_data(trainer: L.Trainer) -> dict[str, Any]:
+    """Return everything that decides which rows a training step reads, under names that a user knows.
+
+    The result is empty for data modules that are not ours.
+    """
+    data: Any = getattr(trainer, "datamodule", None)
     rows = getattr(data, "train_set", None)
     if rows is None:
         return {}
     digest = hashlib.blake2b(digest_size=8)
     for name in ("input_ids", "loss_mask"):
         for chunk in rows.data.column(name).chunks:
-            digest.update(np.diff(chunk.offsets.to_numpy(zero_copy_only=False)).astype(np.int64))
-            digest.update(np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False)))
+            row_lengths = np.diff(chunk.offsets.to_numpy(zero_copy_only=False)).astype(np.int64)
+            values = np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False))
+            digest.update(memoryview(row_lengths))
+            digest.update(memoryview(values))
     names = [name for name in ("batch_size", "max_tokens", "seed") if name in data.hparams]
     return {
         "the training text": f"{len(rows)} conversations {digest.hexdigest()}",
@@ -78,29 +88,35 @@ def what_is_trained_on(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
-def _go_on_rightly(loops: dict[str, Any], trainer: L.Trainer) -> None:
-    """Correct where Lightning would go on from: after the batches whose step was taken, with the validation they owe.
+# What follows reads and edits Lightning's private loop state, which has no public counterpart. Lightning resumes
+# after the last batch that was read, which loses accumulated gradients and skips a validation that was interrupted.
+# tests/train/callbacks/test_resume.py fails if a new version of Lightning names this state differently.
+
+
+def correct_resume_position(loops: dict[str, Any], trainer: L.Trainer) -> None:
+    """Make Lightning resume after the last batch that an optimizer step has used, with the validation that is due.
 
     Args:
-        loops: The fit loop's state in a checkpoint.
+        loops: State of the fit loop in a checkpoint, edited in place.
+        trainer: The trainer that saves the checkpoint.
     """
-    loop = trainer.fit_loop.epoch_loop
+    loop: Any = trainer.fit_loop.epoch_loop
     batch, validated = loop.batch_progress.current, loop.val_loop.batch_progress
-    is_between = batch.processed == batch.ready
-    waiting = batch.processed % trainer.accumulate_grad_batches
-    if loop._should_accumulate() if is_between else waiting:
-        _take_back(loops, waiting)
+    is_between_batches = batch.processed == batch.ready
+    num_waiting = batch.processed % trainer.accumulate_grad_batches
+    if loop._should_accumulate() if is_between_batches else num_waiting:
+        _repeat_batches(loops, num_waiting)
     elif trainer.validating:
         if not (validated.is_last_batch and validated.current.completed == validated.current.ready):
-            _validate_first(loops)
-    elif trainer.training and is_between and batch.completed < batch.ready:  # in on_train_batch_end
+            _start_with_validation(loops)
+    elif trainer.training and is_between_batches and batch.completed < batch.ready:  # in on_train_batch_end
         is_due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         if is_due:
-            _validate_first(loops)
+            _start_with_validation(loops)
 
 
-def _take_back(loops: dict[str, Any], num_batches: int) -> None:
-    """Let the last batches come again: their gradients were waiting for a step, and no checkpoint holds gradients."""
+def _repeat_batches(loops: dict[str, Any], num_batches: int) -> None:
+    """Repeat the last batches, whose gradients were waiting for a step: no checkpoint holds gradients."""
     trained = loops["epoch_loop.batch_progress"]
     for progress in (trained["total"], trained["current"]):
         progress |= dict.fromkeys(progress, progress["processed"] - num_batches)
@@ -109,11 +125,11 @@ def _take_back(loops: dict[str, Any], num_batches: int) -> None:
         loader["batch"] -= num_batches
 
 
-def _validate_first(loops: dict[str, Any]) -> None:
-    """Let a validation be run from its start before training goes on.
+def _start_with_validation(loops: dict[str, Any]) -> None:
+    """Run a whole validation before training continues.
 
-    The state is that of a run that failed in the first batch of a validation: with any other Lightning leaves the
-    validation out, or takes its first batches for done.
+    The state is that of a run that failed in the first batch of a validation. With any other state, Lightning skips
+    the validation or takes its first batches for done.
     """
     trained, validated = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
     for progress in (trained["total"], trained["current"]):

@@ -1,4 +1,4 @@
-"""Draft trees of one held-out answer, drawn at each validation: what the drafter proposes, what would be accepted."""
+"""Draft trees of one held-out answer, drawn at each validation with what the base would accept."""
 
 from __future__ import annotations
 
@@ -11,61 +11,74 @@ from rich.console import Console, Group
 from rich.text import Text
 from torch import Tensor
 
-from drafters.protocol import BaseWeights, LearnedDrafter, Limits
+from drafters.protocol import LearnedDrafter, Limits
+from drafters.tree import DraftTree
 from inference.engine.base import Base
+from train.modules.drafter_training import DrafterTraining
 from train.validation.simulate import answer_spans
 from train.validation.tree_text import tree_text, word
 
-TAIL = 12  # tokens shown before a root
+NUM_CONTEXT_TOKENS = 12  # shown before a root
 
 
-def roots_of(span: tuple[int, int], num_roots: int) -> list[int]:
-    """At most ``num_roots`` positions spread evenly over an answer, its last token left out: nothing follows that."""
+def choose_roots(span: tuple[int, int], num_roots: int) -> list[int]:
+    """Return at most ``num_roots`` positions spread evenly over an answer, without its last token."""
     start, end = span
     num_roots = min(num_roots, end - 1 - start)
     return [start + place * (end - 1 - start) // num_roots for place in range(num_roots)]
 
 
-def drawings(
+def draw_trees(
     drafter: LearnedDrafter, base: Base, hidden: Tensor, input_ids: Tensor, span: tuple[int, int], num_roots: int
 ) -> list[Text]:
-    """For some roots of one answer the text before, the draft tree, and what a verifier makes of it.
+    """Draw for some roots of an answer the text before, the draft tree, and what the base accepts of it.
 
     Args:
-        hidden: (S, F * D). input_ids: (S,). span: Where the answer stands.
+        drafter: The drafter.
+        base: The base that it drafts for.
+        hidden: (S, F * D) hidden states of the base over the text.
+        input_ids: (S,) the text.
+        span: Half-open range of the answer.
+        num_roots: Number of roots.
     """
-    roots = roots_of(span, num_roots)
+    roots = choose_roots(span, num_roots)
     if not roots:
         return []
-    base_weights: BaseWeights = base.base_weights
     limits = Limits(max_depth=span[1] - span[0], eos=base.eos)
-    trees = drafter.draft_at(hidden, input_ids, torch.tensor(roots, device=input_ids.device), base_weights, limits)
-    tokens, drawn = input_ids.tolist(), []
-    for root, tree in zip(roots, trees, strict=True):
-        path = tree.follow(tokens[root + 1 : span[1]])
-        words = [word(base.tokenizer, token) for token in tree.tokens]
-        before = " ".join(base.tokenizer.decode(tokens[max(0, root - TAIL) : root]).split())
-        follows = tokens[root + 1 + len(path) : span[1]][:1]
-        then = f", then {word(base.tokenizer, follows[0])}" if follows else ""
-        count = f"{len(path)} accepted of {len(tree)}{then}"
-        drawn.append(
-            Text("\n").join(
-                [
-                    Text(f"… {before}", style="dim"),
-                    tree_text(tree, word(base.tokenizer, tokens[root]), words, path),
-                    Text(count, style="italic"),
-                ]
-            )
-        )
-    return drawn
+    anchors = torch.tensor(roots, device=input_ids.device)
+    trees = drafter.draft_at(hidden, input_ids, anchors, base.base_weights, limits)
+    tokens = input_ids.tolist()[: span[1]]
+    return [draw_tree(tree, base, tokens, root) for root, tree in zip(roots, trees, strict=True)]
+
+
+def draw_tree(tree: DraftTree, base: Base, tokens: list[int], root: int) -> Text:
+    """Draw one tree between the text before its root and a line that says what the base accepts.
+
+    Args:
+        tree: The draft tree.
+        base: The base, whose tokenizer makes text of the tokens.
+        tokens: The text up to the end of the answer.
+        root: Position of the root in it.
+    """
+    path = tree.follow(tokens[root + 1 :])
+    context = str(base.tokenizer.decode(tokens[max(0, root - NUM_CONTEXT_TOKENS) : root]))
+    words = [word(base.tokenizer, token) for token in tree.tokens]
+    bonus_token = tokens[root + 1 + len(path) :][:1]
+    then = f", then {word(base.tokenizer, bonus_token[0])}" if bonus_token else ""
+    lines = [
+        Text(f"… {' '.join(context.split())}", style="dim"),
+        tree_text(tree, word(base.tokenizer, tokens[root]), words, path),
+        Text(f"{len(path)} accepted of {len(tree)}{then}", style="italic"),
+    ]
+    return Text("\n").join(lines)
 
 
 class TreeSamples(L.Callback):
-    """Draft trees at some roots of the first held-out answer, written to TensorBoard as text ``val/trees``.
+    """Draft trees at some roots of a held-out answer, written to TensorBoard as the text ``val/trees``.
 
     Args:
-        num_roots: Roots drawn at each validation; 0 draws none.
-        is_printed: Whether they are printed in colour too.
+        num_roots: Number of roots drawn at each validation; 0 draws none.
+        is_printed: Whether the trees are also printed in colour.
     """
 
     def __init__(self, num_roots: int = 4, is_printed: bool = False) -> None:
@@ -82,30 +95,30 @@ class TreeSamples(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        wanted = self.is_printed or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
-        is_first = batch_idx == 0 and self.num_roots and not trainer.sanity_checking
-        if not (wanted and is_first and hasattr(pl_module, "drafter")):
+        is_shown = self.is_printed or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+        is_first = batch_idx == 0 and self.num_roots > 0 and not trainer.sanity_checking
+        if not (is_shown and is_first and isinstance(pl_module, DrafterTraining)):
             return
-        batch = pl_module.answered(batch, batch_idx)
-        spans = [(row, span) for row, mask in enumerate(batch["loss_mask"].tolist()) for span in answer_spans(mask)]
+        texts = pl_module.validation_texts(batch, batch_idx)
+        spans = [(row, span) for row, mask in enumerate(texts["loss_mask"].tolist()) for span in answer_spans(mask)]
         if not spans:
             return
-        row, span = max(spans, key=lambda at: at[1][1] - at[1][0])
-        ids, mask = batch["input_ids"][row], batch["loss_mask"][row]
-        hidden = pl_module.extract_features(ids[None], mask[None]).hidden[
-            0
-        ]  # by every process: the drafter may be shared out
-        drawn = drawings(pl_module.drafter, pl_module.base, hidden, ids, span, self.num_roots)
-        if drawn and trainer.is_global_zero:
-            self._show(trainer, drawn)
+        row, span = max(spans, key=lambda row_and_span: row_and_span[1][1] - row_and_span[1][0])
+        ids, mask = texts["input_ids"][row], texts["loss_mask"][row]
+        # Every process draws, because the weights of the drafter may be sharded; the first one shows the trees.
+        hidden = pl_module.compute_batch(ids[None], mask[None]).hidden[0]
+        drawings = draw_trees(pl_module.drafter, pl_module.base, hidden, ids, span, self.num_roots)
+        if drawings and trainer.is_global_zero:
+            self._show(trainer, drawings)
 
-    def _show(self, trainer: L.Trainer, drawn: list[Text]) -> None:
+    def _show(self, trainer: L.Trainer, drawings: list[Text]) -> None:
         step = trainer.global_step
-        markdown = "\n\n".join("```\n" + drawing.plain.replace("```", "'''") + "\n```" for drawing in drawn)
+        markdown = "\n\n".join("```\n" + drawing.plain.replace("```", "'''") + "\n```" for drawing in drawings)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("val/trees", markdown, step)
         if self.is_printed:
             console = Console()
             console.rule(f"draft trees at step {step}")
-            console.print(Group(*(Text("\n").join([drawing, Text()]) for drawing in drawn)), no_wrap=True, crop=False)
+            texts = [Text("\n").join([drawing, Text()]) for drawing in drawings]
+            console.print(Group(*texts), no_wrap=True, crop=False)

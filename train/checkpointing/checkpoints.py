@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and which one a run goes on from."""
+"""Writes checkpoints atomically, and finds the one that a run continues from."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from drafters.atomic_write import atomic_write
 
 
-class WholeCheckpoints(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, waits until it lies on the disk, and only then lets it take the place.
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint to a temporary file, waits until it is on the disk, and then renames it.
 
-    A run that is killed at any moment leaves the old checkpoint or the new one. What is not a local path goes
-    Lightning's own way.
+    A run that is killed at any moment leaves either the old checkpoint or the new one. Paths that are not local are
+    written by Lightning as usual.
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint.
 
         Raises:
-            ValueError: The disk does not take it; what stood at ``path`` still stands.
+            ValueError: The disk refuses it, for example because it is full; the file at ``path`` is left as it was.
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
         path, buffer = Path(path), io.BytesIO()
-        torch.save(checkpoint, buffer)  # through memory: torch dies where a file refuses its bytes
+        torch.save(checkpoint, buffer)  # to memory first: torch aborts the process if writing to a file fails
         try:
             with atomic_write(path) as new, new.open("wb") as file:
                 file.write(buffer.getbuffer())
@@ -50,7 +48,7 @@ class WholeCheckpoints(TorchCheckpointIO):
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the folder's list of files, the new name among them, lies on the disk."""
+    """Wait until the folder's list of files, which holds the new name, is on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -58,11 +56,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def check_whole(path: Path) -> None:
-    """Read a checkpoint through once.
+def check_complete(path: Path) -> None:
+    """Read a checkpoint once to see that it is complete.
+
+    In a folder, which DeepSpeed writes, only the file that is written last is looked for.
 
     Raises:
-        ValueError: It is cut short or damaged. Of a folder, which DeepSpeed writes, only its last file is looked for.
+        ValueError: The checkpoint is truncated or damaged.
     """
     if path.is_dir():
         if not (path / "latest").is_file():
@@ -77,36 +77,37 @@ def check_whole(path: Path) -> None:
         raise ValueError(f"{path} is not a readable checkpoint ({damaged} is damaged): train or copy it again")
 
 
-def newest_whole(folders: Iterable[str | Path]) -> Path | None:
-    """The checkpoint that ``--ckpt_path last`` means: the newest that can be read and goes on to be trained.
+def newest_complete(folders: Iterable[str | Path]) -> Path | None:
+    """Return the checkpoint that ``--ckpt_path last`` stands for: the newest that is complete and can be continued.
 
-    ``last.ckpt`` is one of them like the others, so that it is no matter if a kill has left it missing, pointing at
-    nothing, or behind. Each checkpoint that is passed over is named on standard error.
+    ``last.ckpt`` is treated like all others, because a killed run may have left it missing, outdated, or as a link to
+    nothing. Each checkpoint that is skipped is named on standard error.
 
     Returns:
-        None where there is no checkpoint at all.
+        The path, or None if there is no checkpoint at all.
 
     Raises:
-        ValueError: There are checkpoints, but none that can be read.
+        ValueError: There are checkpoints, but none of them can be read.
     """
     names = [path for folder in folders for path in Path(folder).glob("*.ckpt")]
     names.sort(key=lambda path: path.stem == "last")
-    found = {path.resolve(): path for path in names if path.exists()}  # of a file with two names, `last`
-    for path in sorted(found.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    # A file with two names keeps `last`, which comes last in the list.
+    unique = {path.resolve(): path for path in names if path.exists()}
+    for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
-            check_whole(path)
+            check_complete(path)
         except ValueError as error:
             print(f"passed over for an older one: {error}", file=sys.stderr)
             continue
         if path.is_dir() or "optimizer_states" in torch.load(path, "cpu", mmap=True, weights_only=True):
             return path
-    if found:
+    if unique:
         folder = names[0].parent
         raise ValueError(f"none of the checkpoints in {folder} can be gone on from: delete them to start anew")
     return None
 
 
 def remove_unfinished(folder: str | Path) -> None:
-    """Delete what a killed run was writing to a checkpoint folder."""
+    """Delete the temporary files that a killed run has left in a checkpoint folder."""
     for path in Path(folder).glob("*.ckpt.*.new"):
         path.unlink(missing_ok=True)

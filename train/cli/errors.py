@@ -1,4 +1,4 @@
-"""How a mistake or Ctrl-C ends a command: one line on standard error, exit code 2 or 130, no traceback."""
+"""Ends a command with one line on standard error, and exit code 2 for a user's mistake or 130 for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ EXIT_CODE_OF_CTRL_C = 130
 
 @contextmanager
 def user_errors(command: str) -> Iterator[None]:
-    """Turn what a user can mend into one line; DRAFTERS_DEBUG=1 shows it all.
+    """Print errors that a user can fix as one line without a traceback; DRAFTERS_DEBUG=1 shows the traceback.
 
-    That is ValueError, files that are missing or not ours to read, a full disk, what Lightning calls a
-    misconfiguration, and Ctrl-C.
+    These are ValueError, files that are missing or cannot be accessed, a full disk, Lightning's misconfigurations,
+    and Ctrl-C. All other errors are raised.
+
+    Args:
+        command: Name of the command, with which the line begins.
     """
     try:
         yield
@@ -24,12 +27,18 @@ def user_errors(command: str) -> Iterator[None]:
         print(f"\n{command}: stopped by Ctrl-C: what is kept in files goes on with the same command", file=sys.stderr)
         sys.exit(EXIT_CODE_OF_CTRL_C)
     except Exception as error:
-        files = FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        is_users = isinstance(error, (ValueError, *files)) or type(error).__name__ == "MisconfigurationException"
-        if os.environ.get("DRAFTERS_DEBUG") == "1" or not (is_users or is_full):
+        if os.environ.get("DRAFTERS_DEBUG") == "1" or not _can_be_fixed_by_the_user(error):
             raise
-        is_barred = isinstance(error, PermissionError) and error.filename
-        said = f"no permission to use {error.filename}: give another place" if is_barred else str(error)
-        print(f"{command}: error: {' '.join(said.split())}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, PermissionError) and error.filename:
+            message = f"no permission to use {error.filename}: give another place"
+        print(f"{command}: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _can_be_fixed_by_the_user(error: Exception) -> bool:
+    files = FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError
+    is_full_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # By name, because importing Lightning takes seconds and most commands do without it.
+    is_misconfiguration = type(error).__name__ == "MisconfigurationException"
+    return isinstance(error, (ValueError, *files)) or is_full_disk or is_misconfiguration

@@ -1,4 +1,4 @@
-"""The LightningCLI behind the ``lightning`` command; imported only when something is to be run."""
+"""The LightningCLI behind the ``lightning`` command, imported only when something is run."""
 
 from __future__ import annotations
 
@@ -20,58 +20,59 @@ from inference.registry.catalogue import LEARNED
 from inference.runs.outputs import folder_above
 from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate
-from train.callbacks.faults import Faults
 from train.callbacks.preemption import Preemption
 from train.callbacks.resume import ExactResume
+from train.callbacks.skip_non_finite_steps import SkipNonFiniteSteps
 from train.callbacks.training_speed import Optimisation, Speed
 from train.callbacks.tree_samples import TreeSamples
-from train.checkpointing.checkpoints import WholeCheckpoints, check_whole, newest_whole, remove_unfinished
+from train.checkpointing.checkpoints import AtomicCheckpointIO, check_complete, newest_complete, remove_unfinished
 from train.cli.wrong_values import in_plain_words
 from train.modules.drafter_training import DrafterTraining
 
 
 class OneLineParser(LightningArgumentParser):
-    """Says a wrong key or value in one line instead of a usage page; half a key is not taken for the whole one."""
+    """Reports a wrong key or value in one line instead of a usage page, and does not accept abbreviated keys."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"allow_abbrev": False})
 
-    def error(self, message: str, *args, **kwargs) -> NoReturn:
+    def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         text = in_plain_words(str(message))
-        text = re.sub(r"^--(?=\w+ takes)", "", text)  # a class's own argument, told without the keys above it
+        text = re.sub(r"^--(?=\w+ takes)", "", text)  # jsonargparse names the argument without the keys above it
         known = [f"drafters.{kind.__name__}" for kind in LEARNED.values()]
-        named = re.search(r"model\.drafter\": .*Got value: (?:Namespace\(class_path=')?(drafters\.\w+)", text)
-        if named and named[1] not in known:
-            text = f"{named[1]} is no drafter to train: give --model.drafter one of {', '.join(known)}"
-        inner = re.findall(
+        class_path = re.search(r"model\.drafter\": .*Got value: (?:Namespace\(class_path=')?(drafters\.\w+)", text)
+        if class_path and class_path[1] not in known:
+            text = f"{class_path[1]} is no drafter to train: give --model.drafter one of {', '.join(known)}"
+        causes = re.findall(
             r"Option '[^']+' is not accepted|No module named '[^']+'|Subcommand '[^']+' does not accept[^.]*\S+", text
         )
-        self.exit(2, f"lightning: error: {inner[-1] if inner else text} (lightning fit --help lists every key)\n")
+        self.exit(2, f"lightning: error: {causes[-1] if causes else text} (lightning fit --help lists every key)\n")
 
 
 class DrafterCLI(LightningCLI):
-    """Fills in what one argument already says.
+    """A LightningCLI that derives what other arguments already determine.
 
-    The data's tokenizer is the base's; checkpoints and TensorBoard go below ``trainer.default_root_dir``.
+    The tokenizer of the data is the base's, and checkpoints and TensorBoard logs go below
+    ``trainer.default_root_dir``.
     """
 
     command: str
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """fit, validate and test; there is nothing here that Lightning's predict would predict."""
+        """Return Lightning's subcommands fit, validate and test; there is no predict for drafters."""
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(ExactResume, "resume")
-        parser.add_lightning_class_args(Faults, "faults")
+        parser.add_lightning_class_args(SkipNonFiniteSteps, "faults")
         parser.add_lightning_class_args(TreeSamples, "trees")
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning lets the hyper-parameters of a checkpoint override the command line; here the command line wins."""
+        """Check the checkpoint. Lightning's method would let its hyper-parameters override the command line."""
         path = Path(self.config[self.config.subcommand].get("ckpt_path") or "")
         if path.is_file():
-            check_whole(path)
+            check_complete(path)
 
     def before_instantiate_classes(self) -> None:
         config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
@@ -88,7 +89,7 @@ class DrafterCLI(LightningCLI):
                 if self.subcommand == "fit" and "://" not in callback.init_args.dirpath:
                     folder_above(Path(callback.init_args.dirpath) / "last.ckpt")
                 self._require_empty(Path(callback.init_args.dirpath), config)
-        if config.get("ckpt_path") == "last" and (path := newest_whole(self.checkpoint_folders)):
+        if config.get("ckpt_path") == "last" and (path := newest_complete(self.checkpoint_folders)):
             config.ckpt_path = str(path)
         if config.trainer.logger in (None, True):
             logger = Namespace(save_dir=run, name="tensorboard", default_hp_metric=False)
@@ -97,7 +98,7 @@ class DrafterCLI(LightningCLI):
             )
 
         if config.get("weights_only") is None and "weights_only" in config:
-            config.weights_only = True  # a checkpoint is data: nothing in it is run
+            config.weights_only = True  # never run code from a checkpoint
 
     def _require_empty(self, folder: Path, config: Namespace) -> None:
         is_new = self.subcommand == "fit" and not config.get("ckpt_path")
@@ -127,16 +128,16 @@ class DrafterCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         self.model.command = self.command
         if type(self.trainer.strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
-            self.trainer.strategy._checkpoint_io = WholeCheckpoints()
+            self.trainer.strategy._checkpoint_io = AtomicCheckpointIO()
         if self.subcommand == "fit" and self.trainer.is_global_zero:
             for folder in self.checkpoint_folders:
                 remove_unfinished(folder)
 
 
 def names_a_class(args: list[str]) -> bool:
-    """Whether a config trains another module than `DrafterTraining`, as configs/base/tiny.yaml does.
+    """Whether a config names the class of its model, as configs/base/tiny.yaml does, instead of `DrafterTraining`.
 
-    Where none does, the module's own keys stand under ``model`` and in --help, and a wrong one is named plainly.
+    If none does, the keys of `DrafterTraining` are directly under ``model``, where --help and errors name them.
     """
     paths = [value for flag, value in pairwise(args) if flag == "--config"]
     paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
@@ -145,7 +146,7 @@ def names_a_class(args: list[str]) -> bool:
 
 
 def read_config(path: str) -> dict:
-    """The keys of a YAML file; ValueError where it holds something else."""
+    """Return the contents of a YAML file, or raise ValueError if it is not a mapping."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -156,22 +157,22 @@ def read_config(path: str) -> dict:
 
 
 def run(args: list[str], command: str) -> None:
-    """Parse and run.
+    """Parse the arguments and run the command.
 
     Args:
-        args: What follows ``lightning``, configs by path.
-        command: The command as the user wrote it.
+        args: Arguments after ``lightning``, with paths of configs.
+        command: The command line as the user wrote it.
     """
     quieten_libraries()
     DrafterCLI.command = command
     sys.argv[1:] = args
-    other = names_a_class(args)
+    has_class = names_a_class(args)
     DrafterCLI(
-        L.LightningModule if other else DrafterTraining,
+        L.LightningModule if has_class else DrafterTraining,
         ShareGPTData,
-        subclass_mode_model=other,
+        subclass_mode_model=has_class,
         trainer_defaults={
-            "use_distributed_sampler": False,  # the batches are shared out by length already
+            "use_distributed_sampler": False,  # the data module distributes batches by length itself
             "callbacks": [Preemption(), Speed(), Optimisation(), Estimate()],
         },
         save_config_kwargs={"overwrite": True},

@@ -58,7 +58,7 @@ def with_found_configs(args: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command; a mistake of the user ends in one line and exit code 2."""
+    """Run the command; a user's mistake ends it with one line and exit code 2."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -74,6 +74,6 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as stopped:
-        if isinstance(stopped.__context__, KeyboardInterrupt):  # before the first step: Lightning makes a 1 of it
+        if isinstance(stopped.__context__, KeyboardInterrupt):  # before the first step, where Lightning exits with 1
             sys.exit(130)
         raise

@@ -1,33 +1,37 @@
-"""What jsonargparse says of a value of the wrong type, said as a user of the command line would."""
+"""Translates jsonargparse's messages about values of a wrong type into the words of the command line."""
 
 from __future__ import annotations
 
 import re
 
-WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
-SAID = re.compile(
-    r'Parser key "(?P<key>[^"]+)": (?P<kinds>(?:Expected a|Does not validate).*?) '
+TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+WRONG_VALUE = re.compile(
+    r'Parser key "(?P<key>[^"]+)": (?P<types>(?:Expected a|Does not validate).*?) '
     r"(?:Given value type: \S+ '\w+'> Given|Got) value: (?P<value>.*)"
 )
-KIND = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\](?= |$|\.))")
+EXPECTED_TYPE = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\](?= |$|\.))")
 
 
 def in_plain_words(message: str) -> str:
-    """The message in plain words where it is of that kind, else as it is; in one line.
+    """Return a message about a wrong value in plain words, and any other message unchanged but on one line.
 
     >>> in_plain_words('Parser key "limit": Expected a <class \\'int\\'>. Got value: one')
     "--limit takes a whole number, not 'one'"
     """
     line = " ".join(message.split())
-    said = SAID.fullmatch(line)
-    kinds = KIND.findall(said["kinds"]) if said else []
-    words = [
-        word
-        for name, choices in kinds
-        if name != "NoneType"
-        for word in (choices.replace("'", "").split(", ") if choices else [WORDS.get(name)])
-    ]
-    if not words or not all(words):
+    wrong_value = WRONG_VALUE.fullmatch(line)
+    if not wrong_value:
         return line
-    *first, last = dict.fromkeys(words)
-    return f"--{said['key']} takes {', '.join(first)}{' or ' if first else ''}{last}, not {said['value']!r}"
+    expected: list[str] = []
+    for type_name, choices in EXPECTED_TYPE.findall(wrong_value["types"]):
+        if choices:
+            expected += choices.replace("'", "").split(", ")
+        elif type_name in TYPE_NAMES:
+            expected.append(TYPE_NAMES[type_name])
+        elif type_name != "NoneType":
+            return line
+    if not expected:
+        return line
+    *first, last = dict.fromkeys(expected)
+    alternatives = f"{', '.join(first)} or {last}" if first else last
+    return f"--{wrong_value['key']} takes {alternatives}, not {wrong_value['value']!r}"

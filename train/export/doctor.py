@@ -1,4 +1,4 @@
-"""``drafters doctor``: whether an exported folder is the drafter that was trained, down to the trees it drafts."""
+"""``drafters doctor``: check that an exported folder is the drafter that was trained, down to the trees it drafts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from drafters import checkpoint
 from inference.engine.base import Base, load_base, resolve_device
-from train.checkpointing.saved import read_checkpoint
+from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.export.examine import (
+    DraftSample,
     Finding,
     examine_acceptance,
     examine_base,
@@ -20,6 +21,8 @@ from train.export.examine import (
     examine_weights,
 )
 from train.export.export import drafter_of
+
+MARKS = {True: ("right", "green"), False: ("WRONG", "bold red"), None: ("-----", "yellow")}
 
 
 def doctor(
@@ -32,20 +35,20 @@ def doctor(
     acceptance: bool = True,
     device: str = "auto",
 ) -> None:
-    """Compare an exported drafter with the checkpoint it was made from; exit code 1 where something is wrong.
+    """Compare an exported drafter with the checkpoint it was made from; exit code 1 if something is wrong.
 
-    Examined are the folder's files, its configuration, each weight, the base, the trees and probabilities it drafts on
-    known text, and whether it reproduces the acceptance length that the checkpoint recorded.
+    The checks cover the folder's files, its configuration, every weight, the base, the trees and probabilities that
+    it drafts on known text, and whether it reproduces the acceptance length that the checkpoint recorded.
 
     Args:
         ckpt: Checkpoint that `lightning fit` wrote.
-        export: Folder that `drafters export` made of it.
-        base: Base to draft for, where it is not found under the name it was trained with.
-        files: Conversations whose text is drafted on; the embedded ones if not given.
-        num_texts: How many of them.
-        num_roots: Roots a text, spread over the assistant's tokens.
-        acceptance: Whether the recorded validation is run again, where its data are found.
-        device: auto takes the GPU where there is one.
+        export: Folder that `drafters export` made from it.
+        base: Folder or hub id of the base, if it is not found under the name it was trained with.
+        files: Conversations on whose text the drafts are compared; the embedded ones if not given.
+        num_texts: Number of conversations.
+        num_roots: Number of roots in each conversation, spread over the assistant's tokens.
+        acceptance: Whether to repeat the recorded validation, if its data are found.
+        device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
     """
     from rich.console import Console
     from rich.text import Text
@@ -57,27 +60,30 @@ def doctor(
         raise ValueError(f"no folder {export}: make it with `drafters export {ckpt} {export}`")
     if num_texts < 1 or num_roots < 1:
         raise ValueError(f"num_texts and num_roots must be at least 1, not {num_texts} and {num_roots}")
-    marks = {True: ("right", "green"), False: ("WRONG", "bold red"), None: ("-----", "yellow")}
-    console, findings = Console(), []
     loaded = load_base(base or saved["base"]["name"], saved["hyper_parameters"]["base_dtype"], resolve_device(device))
-    for finding in examine(saved, Path(export), loaded, files or ["embedded"], num_texts, num_roots, acceptance):
-        findings.append(finding)
-        said = Text.assemble(marks[finding.is_right], f"  {finding.what}: {finding.said}")
-        console.print(said, soft_wrap=True)
-    if any(finding.is_right is False for finding in findings):
+    template = saved.get("datamodule_hyper_parameters", {}).get("template") or "tokenizer"
+    sample = DraftSample(files or ["embedded"], template, num_texts, num_roots)
+    console, has_errors = Console(), False
+    for finding in examine(saved, Path(export), loaded, sample, acceptance):
+        line = Text.assemble(MARKS[finding.is_correct], f"  {finding.subject}: {finding.message}")
+        console.print(line, soft_wrap=True)
+        has_errors |= finding.is_correct is False
+    if has_errors:
         sys.exit(1)
 
 
 def examine(
-    saved: dict[str, Any],
-    folder: Path,
-    base: Base,
-    files: list[str],
-    num_texts: int,
-    num_roots: int,
-    acceptance: bool,
+    saved: dict[str, Any], folder: Path, base: Base, sample: DraftSample, acceptance: bool
 ) -> Iterator[Finding]:
-    """Everything `doctor` looks at, in order; what stands on something wrong is not examined."""
+    """Run all checks in order; a check that depends on a failed one is left out.
+
+    Args:
+        saved: The checkpoint.
+        folder: The exported folder.
+        base: The base.
+        sample: Text on which the drafts are compared.
+        acceptance: Whether the recorded validation is repeated.
+    """
     trained, expected = drafter_of(saved, saved["hyper_parameters"])
     yield examine_files(folder)
     try:
@@ -87,20 +93,19 @@ def examine(
         return
     yield examine_config(config, expected)
     yield examine_weights(folder, {name: weight.cpu() for name, weight in trained.state_dict().items()})
-    fits = examine_base(config, base, saved["base"].get("weights_hash"))
-    yield fits
+    base_finding = examine_base(config, base, saved["base"].get("weights_hash"))
+    yield base_finding
     try:
         exported, _ = checkpoint.load(folder, base.model.dtype)
     except ValueError as error:
         yield Finding("drafts", False, str(error))
         return
-    if not fits.is_right:
+    if not base_finding.is_correct:
         yield Finding("drafts", None, "not compared: it is another base")
         return
     exported.to(base.model.device)
     trained.to(base.model.device, base.model.dtype).eval().requires_grad_(False)
-    data = saved.get("datamodule_hyper_parameters", {})
-    yield examine_drafts(trained, exported, base, files, data.get("template") or "tokenizer", num_texts, num_roots)
+    yield examine_drafts(trained, exported, base, sample)
     if acceptance:
-        exported, _ = checkpoint.load(folder)
-        yield examine_acceptance(saved, exported.to(base.model.device), base)
+        in_stored_dtype, _ = checkpoint.load(folder)
+        yield examine_acceptance(saved, in_stored_dtype.to(base.model.device), base)

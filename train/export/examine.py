@@ -1,9 +1,11 @@
-"""What can be wrong with an exported drafter: its files, configuration, weights, base, drafts, acceptance length."""
+"""The checks of `drafters doctor`: files, configuration, weights, base, drafts and acceptance length."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from inspect import signature
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -11,40 +13,65 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from data.conversation import encode
+from data.module import ShareGPTData
+from data.sharegpt import load
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
 from inference.engine.base import Base, base_hash, check_fit
+from train.feature_store.base_features import compute_features
+from train.modules.metrics import AcceptanceLength
+from train.validation.base_answers import with_own_answers
+from train.validation.simulate import simulate_answers
 
 FILES = {"config.json", "model.safetensors", "README.md"}
-NEAR = 0.02  # share of the recorded acceptance length: training may have run in another precision, on another device
+# Relative difference of acceptance lengths that is accepted: the training may have used another precision or device.
+TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one examination found.
+    """Result of one check.
 
     Args:
-        what: Was examined.
-        is_right: None where it could not be examined.
-        said: One line.
+        subject: What was checked.
+        is_correct: The result, or None if it could not be checked.
+        message: One line that explains the result.
     """
 
-    what: str
-    is_right: bool | None
-    said: str
+    subject: str
+    is_correct: bool | None
+    message: str
+
+
+@dataclass(frozen=True)
+class DraftSample:
+    """The text on which the drafts of two drafters are compared.
+
+    Args:
+        files: Conversations.
+        template: Chat template.
+        num_texts: Number of conversations.
+        num_roots: Number of roots in each of them, spread over the assistant's tokens.
+    """
+
+    files: list[str]
+    template: str
+    num_texts: int
+    num_roots: int
 
 
 def examine_files(folder: Path) -> Finding:
-    """Whether the folder holds what an exported drafter is, and nothing else."""
-    found = {path.name for path in folder.iterdir()}
-    missing, extra = sorted(FILES - found), sorted(found - FILES)
-    said = [f"{name} is missing" for name in missing] + [f"{name} does not belong there" for name in extra]
-    return Finding("files", not said, ", ".join(said) or ", ".join(sorted(FILES)))
+    """Check that the folder holds the files of an exported drafter and no others."""
+    names = {path.name for path in folder.iterdir()}
+    missing, extra = sorted(FILES - names), sorted(names - FILES)
+    wrong = [f"{name} is missing" for name in missing] + [f"{name} does not belong there" for name in extra]
+    return Finding("files", not wrong, ", ".join(wrong) or ", ".join(sorted(FILES)))
 
 
 def examine_config(config: DrafterConfig, expected: DrafterConfig) -> Finding:
-    """Whether config.json says what the checkpoint says of class, arguments and base."""
+    """Check that config.json has the same class, arguments and base as the checkpoint."""
     wrong = [
         f"{name} is {getattr(config, name)!r}, in the checkpoint {getattr(expected, name)!r}"
         for name in ("class_path", "base", "tokenizer_hash")
@@ -60,39 +87,46 @@ def examine_config(config: DrafterConfig, expected: DrafterConfig) -> Finding:
 
 
 def examine_weights(folder: Path, expected: dict[str, torch.Tensor]) -> Finding:
-    """Whether each weight is the checkpoint's, bit for bit; else which one differs the most, and by how much."""
+    """Check that each weight equals the checkpoint's bit for bit; else name the one that differs most."""
     try:
-        found = load_file(folder / "model.safetensors")
+        exported = load_file(folder / "model.safetensors")
     except (SafetensorError, OSError) as error:
         return Finding("weights", False, f"model.safetensors cannot be read ({error}): export the drafter again")
-    wrong = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
-    wrong += [f"{name} does not belong there" for name in sorted(found.keys() - expected.keys())]
-    apart: dict[str, float] = {}
-    for name in sorted(expected.keys() & found.keys()):
-        ours, theirs = found[name], expected[name]
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - exported.keys())]
+    wrong += [f"{name} does not belong there" for name in sorted(exported.keys() - expected.keys())]
+    differences: dict[str, float] = {}
+    for name in sorted(expected.keys() & exported.keys()):
+        ours, theirs = exported[name], expected[name]
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             kinds = (f"{str(w.dtype).removeprefix('torch.')} {tuple(w.shape)}" for w in (ours, theirs))
             wrong.append("{} is {}, in the checkpoint {}".format(name, *kinds))
         elif not torch.equal(ours, theirs):
-            apart[name] = float((ours.double() - theirs.double()).abs().max())
-    if apart:
-        worst = max(apart, key=lambda name: apart[name] if apart[name] == apart[name] else float("inf"))  # NaN is worst
-        others = f" ({len(apart)} of {len(expected)} differ)" if len(apart) > 1 else ""
-        wrong.append(f"{worst} differs by up to {apart[worst]:.3g}{others}")
-    if not wrong and (broken := [name for name, weight in found.items() if not weight.isfinite().all()]):
-        wrong.append(f"{broken[0]} holds numbers that are not finite, in the checkpoint too")
+            differences[name] = float((ours.double() - theirs.double()).abs().max())
+    if differences:
+        worst = max(differences, key=lambda name: float("inf") if isnan(differences[name]) else differences[name])
+        others = f" ({len(differences)} of {len(expected)} differ)" if len(differences) > 1 else ""
+        wrong.append(f"{worst} differs by up to {differences[worst]:.3g}{others}")
+    if not wrong and (not_finite := [name for name, weight in exported.items() if not weight.isfinite().all()]):
+        wrong.append(f"{not_finite[0]} holds numbers that are not finite, in the checkpoint too")
     return Finding("weights", not wrong, "; ".join(wrong) or f"{len(expected)} equal, bit for bit")
 
 
 def examine_base(config: DrafterConfig, base: Base, weights_hash: str | None) -> Finding:
-    """Whether it is the base the drafter was trained for: its vocabulary, its numbers, and its weights, where a hash of
-    them is recorded."""
+    """Check that the drafter was trained for this base.
+
+    Args:
+        config: The drafter's configuration.
+        base: The base.
+        weights_hash: Hash of the weights of the base that it was trained for, or None if it was not recorded.
+    """
     try:
         check_fit(config, base)
     except ValueError as error:
         return Finding("base", False, str(error))
-    wanted, given = asdict(config.base), asdict(base.shape)
-    wrong = [f"{name} is {given[name]}, the drafter's {wanted[name]}" for name in wanted if wanted[name] != given[name]]
+    expected, shape = asdict(config.base), asdict(base.shape)
+    wrong = [
+        f"{name} is {shape[name]}, the drafter's {expected[name]}" for name in expected if expected[name] != shape[name]
+    ]
     if not wrong and weights_hash and weights_hash != base_hash(base):
         wrong = [f"the weights of {base.name} are not those of {config.base_name}, which it was trained for"]
     same = "shape, vocabulary and weights" if weights_hash else "shape and vocabulary"
@@ -100,47 +134,40 @@ def examine_base(config: DrafterConfig, base: Base, weights_hash: str | None) ->
 
 
 @torch.no_grad()
-def examine_drafts(
-    trained: LearnedDrafter,
-    exported: LearnedDrafter,
-    base: Base,
-    files: list[str],
-    template: str,
-    num_texts: int,
-    num_roots: int,
-) -> Finding:
-    """Whether both draft the same trees with the same probabilities, in the base's number format."""
-    from data.conversation import encode
-    from data.sharegpt import load
-
-    num_trees, num_apart, largest, has_probabilities = 0, 0, 0.0, False
-    for conversation in load(files, num_texts)[0]:
-        ids, mask = encode(conversation, base.tokenizer, template, base.context_length)
-        inside = [at for at in range(1, len(ids) - 1) if mask[at]]
-        if not inside:
-            continue
-        roots = [inside[place * len(inside) // num_roots] for place in range(min(num_roots, len(inside)))]
-        text = torch.tensor(ids, device=base.model.device)
+def examine_drafts(trained: LearnedDrafter, exported: LearnedDrafter, base: Base, sample: DraftSample) -> Finding:
+    """Check that both drafters draft the same trees with the same probabilities, in the dtype of the base."""
+    num_trees, num_different, largest, has_probabilities = 0, 0, 0.0, False
+    for text, roots in _texts_with_roots(base, sample):
         hidden = base.hidden_states(text[None], exported.required_outputs.hidden_layers)[0][0]
-        asked = hidden, text, torch.tensor(roots, device=text.device), base.base_weights
-        limits = Limits(max_depth=len(ids), eos=base.eos)
-        for one, other in zip(exported.draft_at(*asked, limits), trained.draft_at(*asked, limits), strict=True):
+        arguments = hidden, text, roots, base.base_weights, Limits(max_depth=len(text), eos=base.eos)
+        for one, other in zip(exported.draft_at(*arguments), trained.draft_at(*arguments), strict=True):
+            difference = probability_difference(one, other)
             num_trees += 1
             has_probabilities |= len(other.probabilities) > 0
-            apart = distance(one, other)
-            num_apart += one != other or apart > 0
-            largest = max(largest, apart)
+            num_different += one != other or difference > 0
+            largest = max(largest, difference)
     if not num_trees:
-        return Finding("drafts", None, f"not compared: no assistant token in {', '.join(files)}")
-    kind = str(base.model.dtype).removeprefix("torch.")
-    if not num_apart:
-        return Finding("drafts", True, f"the same trees at {num_trees} roots, in {kind}")
+        return Finding("drafts", None, f"not compared: no assistant token in {', '.join(sample.files)}")
+    dtype = str(base.model.dtype).removeprefix("torch.")
+    if not num_different:
+        return Finding("drafts", True, f"the same trees at {num_trees} roots, in {dtype}")
     by = f"; probabilities of the nodes they share differ by up to {largest:.3g}" if has_probabilities else ""
-    return Finding("drafts", False, f"other trees at {num_apart} of {num_trees} roots, in {kind}{by}")
+    return Finding("drafts", False, f"other trees at {num_different} of {num_trees} roots, in {dtype}{by}")
 
 
-def distance(one: DraftTree, other: DraftTree) -> float:
-    """Largest difference between the probabilities of nodes that stand in both trees; 0 where they say none."""
+def _texts_with_roots(base: Base, sample: DraftSample) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the tokens (S,) of each text that has an answer, and positions in its answers."""
+    for conversation in load(sample.files, sample.num_texts)[0]:
+        ids, mask = encode(conversation, base.tokenizer, sample.template, base.context_length)
+        positions = [position for position in range(1, len(ids) - 1) if mask[position]]
+        num_roots = min(sample.num_roots, len(positions))
+        if positions:
+            roots = [positions[place * len(positions) // num_roots] for place in range(num_roots)]
+            yield torch.tensor(ids, device=base.model.device), torch.tensor(roots, device=base.model.device)
+
+
+def probability_difference(one: DraftTree, other: DraftTree) -> float:
+    """Return the largest difference between the probabilities of nodes in both trees, or 0 if they have none."""
     sides = [
         {tuple(tree.path_tokens(node)): float(p) for node, p in enumerate(tree.probabilities)} for tree in (one, other)
     ]
@@ -149,39 +176,39 @@ def distance(one: DraftTree, other: DraftTree) -> float:
 
 @torch.no_grad()
 def examine_acceptance(saved: dict[str, Any], drafter: LearnedDrafter, base: Base) -> Finding:
-    """Whether the drafter reproduces the acceptance length of the checkpoint's last validation, on the same answers."""
-    from data.module import ShareGPTData
-    from train.feature_store.base_features import extract_features
-    from train.modules.metrics import AcceptanceLength
-    from train.validation.base_answers import with_own_answers
-    from train.validation.simulate import answer_spans, simulate
-
-    def not_run(reason: str) -> Finding:
-        return Finding("acceptance length", None, f"not measured again: {reason}")
-
+    """Check that the drafter reproduces the acceptance length of the checkpoint's last validation."""
     recorded, arguments = saved.get("measured"), saved["hyper_parameters"]
     if not recorded:
-        return not_run("the checkpoint records none")
+        return _not_measured("the checkpoint records none")
     if recorded["step"] != saved["global_step"]:
-        return not_run(f"the recorded one is of step {recorded['step']}, the checkpoint of step {saved['global_step']}")
-    known = signature(ShareGPTData).parameters
-    given = {name: value for name, value in saved.get("datamodule_hyper_parameters", {}).items() if name in known}
-    data = ShareGPTData(**given | {"tokenizer": base.name, "features": None})
+        return _not_measured(
+            f"the recorded one is of step {recorded['step']}, the checkpoint of step {saved['global_step']}"
+        )
+    options = {
+        name: value
+        for name, value in saved.get("datamodule_hyper_parameters", {}).items()
+        if name in signature(ShareGPTData).parameters
+    }
+    data = ShareGPTData(**options | {"tokenizer": base.name, "features": None})
     try:
         data.setup("validate")
     except ValueError as error:
-        return not_run(str(error))
+        return _not_measured(str(error))
     length = AcceptanceLength()
     for batch in data.val_dataloader():
-        batch = {name: value.to(base.model.device) for name, value in batch.items()}
+        texts = {name: value.to(base.model.device) for name, value in batch.items()}
         if arguments["val_answers"] == "greedy":
-            batch = with_own_answers(base, batch, arguments["max_val_tokens"])
-        ids = batch["input_ids"].to(base.model.device)
-        hidden, _, _ = extract_features(base, drafter.required_outputs.hidden_layers, ids)
-        for states, tokens, mask in zip(hidden, ids, batch["loss_mask"].tolist(), strict=True):
-            for span in answer_spans(mask):
-                length.update(simulate(drafter, states, tokens, span, base.base_weights, base.eos))
-    now, then = float(length.compute()), recorded["acceptance_length"]
-    is_near = abs(now - then) <= NEAR * then
-    hint = "" if is_near else ": was the validation limited, or are the data others?"
-    return Finding("acceptance length", is_near, f"{now:.4f}, recorded {then:.4f} at step {recorded['step']}{hint}")
+            texts = with_own_answers(base, texts, arguments["max_val_tokens"])
+        ids = texts["input_ids"].to(base.model.device)
+        hidden = compute_features(base, drafter.required_outputs.hidden_layers, ids).hidden
+        for emitted in simulate_answers(drafter, base, hidden, ids, texts["loss_mask"]):
+            length.update(emitted)
+    now, before = float(length.compute()), recorded["acceptance_length"]
+    is_close = abs(now - before) <= TOLERANCE * before
+    hint = "" if is_close else ": was the validation limited, or are the data others?"
+    message = f"{now:.4f}, recorded {before:.4f} at step {recorded['step']}{hint}"
+    return Finding("acceptance length", is_close, message)
+
+
+def _not_measured(reason: str) -> Finding:
+    return Finding("acceptance length", None, f"not measured again: {reason}")

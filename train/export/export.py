@@ -1,17 +1,18 @@
-"""``drafters export``: a Lightning checkpoint becomes a folder that decoding loads without Lightning."""
+"""``drafters export``: turn a Lightning checkpoint into a folder that decoding loads without Lightning."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from data.tokenizer import load_tokenizer
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
-from train.checkpointing.saved import read_checkpoint
+from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.export import vllm
 
 Format = Literal["drafters", "vllm"]
@@ -27,27 +28,26 @@ def export(
     mask_token_id: int | None = None,
     max_shard_size: str | None = None,
 ) -> None:
-    """Turn a training checkpoint into a folder: config.json, model.safetensors, README.md.
+    """Turn a training checkpoint into a folder with config.json, model.safetensors and README.md.
 
-    A drafter's folder goes to `drafters eval --drafter ctc=OUT`; that of a pre-trained base is a transformers model.
+    The folder of a drafter is for `drafters eval --drafter ctc=OUT`. The folder of a pre-trained base is an ordinary
+    transformers model.
 
     Args:
-        ckpt: Checkpoint that `lightning fit` wrote, a file or DeepSpeed's folder.
-        out: Folder to make.
-        base: Name the model card gives the base, where it is not the one it was trained with; ``vllm`` reads the
-            embedding of a block drafter's base from there.
-        overwrite: Replace a drafter or base that is already there.
-        format: ``drafters``, which `drafters eval` reads, or ``vllm``: Medusa, or Block as speculators' DSpark.
-        mask_token_id: For a block drafter in vllm's format, a token that no text holds; its embedding is the mask's.
-        max_shard_size: Of a base, the most that one file of weights may hold, such as 16MB; one file if not given.
+        ckpt: Checkpoint that `lightning fit` wrote: a file, or the folder that DeepSpeed writes.
+        out: Folder to write.
+        base: Folder or hub id of the base, if it is not the one of the training. The model card names it, and
+            ``vllm`` reads the embedding for a block drafter from it.
+        overwrite: Replace a drafter or base in this folder.
+        format: ``drafters``, which `drafters eval` reads, or ``vllm``, for Medusa and for Block as speculators' DSpark.
+        mask_token_id: For a block drafter in vLLM's format, a token that never occurs in text; its embedding becomes
+            that of the mask.
+        max_shard_size: For a base, the maximum size of a file of weights, such as 16MB; a single file if not given.
     """
     folder = Path(out)
+    _check_folder(folder, overwrite)
     if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
         raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
-    if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
-        raise ValueError(f"{out} already holds a model: give another folder, or --overwrite to replace it")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise ValueError(f"{out} holds other files, and no drafter or base (config.json): give another folder")
     saved = read_checkpoint(Path(ckpt))
     arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
     if "drafter" in arguments:
@@ -56,7 +56,7 @@ def export(
             vllm.write(folder, drafter, config, mask_token_id)
         else:
             checkpoint.save(folder, drafter, config)
-            card = model_card(config, sum(p.numel() for p in drafter.parameters()))
+            card = model_card(config, sum(weight.numel() for weight in drafter.parameters()))
             (folder / "README.md").write_text(card, encoding="utf-8")
     elif "context_length" in arguments and format == "vllm":
         raise ValueError(f"{ckpt} holds a base, which vLLM reads as a transformers model: leave out --format")
@@ -67,35 +67,32 @@ def export(
     print(f"wrote {folder}")
 
 
-def drafter_of(saved: dict, arguments: dict, base: str | None = None) -> tuple[LearnedDrafter, DrafterConfig]:
-    """The drafter that a checkpoint holds, and the configuration its folder gets.
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
+    if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
+        raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
+
+
+def drafter_of(
+    saved: dict[str, Any], arguments: dict[str, Any], base: str | None = None
+) -> tuple[LearnedDrafter, DrafterConfig]:
+    """Return the drafter of a checkpoint and the configuration of its folder.
 
     Args:
-        saved: As `read_checkpoint` returns it.
+        saved: The checkpoint, as `read_checkpoint` returns it.
         arguments: Its hyper-parameters.
-        base: Name of the base, where it is not the one it was trained with.
+        base: Folder or hub id of the base, if it is not the one of the training.
     """
-    recipe, trained_on = arguments["drafter"], saved["base"]
-    measured = saved.get("measured")
-    data = saved.get("datamodule_hyper_parameters", {})
-    training = {
-        "data": list(data.get("files", [])),
-        "template": data.get("template"),
-        "max_length": data.get("max_length"),
-        "steps": saved["global_step"],
-        "learning_rate": arguments["learning_rate"],
-        "val_answers": arguments["val_answers"],
-        "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
-        "val_step": measured and measured["step"],
-        "command": saved.get("command"),
-    }
+    recipe, trained_for = arguments["drafter"], saved["base"]
     config = DrafterConfig(
         class_path=recipe["class_path"],
         init_args=dict(recipe.get("init_args") or {}),
-        base=BaseShape(**trained_on["shape"]),
-        base_name=base or trained_on["name"],
-        tokenizer_hash=trained_on["tokenizer_hash"],
-        training=training,
+        base=BaseShape(**trained_for["shape"]),
+        base_name=base or trained_for["name"],
+        tokenizer_hash=trained_for["tokenizer_hash"],
+        training=_describe_training(saved, arguments),
     )
     drafter = config.build()
     drafter.load_state_dict(
@@ -108,21 +105,37 @@ def drafter_of(saved: dict, arguments: dict, base: str | None = None) -> tuple[L
     return drafter, config
 
 
-def _export_base(saved: dict, arguments: dict, folder: Path, max_shard_size: str | None) -> None:
-    from data.tokenizer import load_tokenizer
+def _describe_training(saved: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what the exported configuration records about the training."""
+    measured, data = saved.get("measured"), saved.get("datamodule_hyper_parameters", {})
+    return {
+        "data": list(data.get("files", [])),
+        "template": data.get("template"),
+        "max_length": data.get("max_length"),
+        "steps": saved["global_step"],
+        "learning_rate": arguments["learning_rate"],
+        "val_answers": arguments["val_answers"],
+        "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
+        "val_step": measured and measured["step"],
+        "command": saved.get("command"),
+    }
+
+
+def _export_base(saved: dict[str, Any], arguments: dict[str, Any], folder: Path, max_shard_size: str | None) -> None:
     from train.modules.base_training import BaseTraining
 
     module = BaseTraining(**{name: value for name, value in arguments.items() if not name.startswith("_")})
     module.load_state_dict(saved["state_dict"])
-    for old in [path for name in WEIGHTS for path in [folder / name] if path.exists()]:
-        old.unlink()  # of another number of files; transformers itself removes the shards
-    sharded = {"max_shard_size": max_shard_size} if max_shard_size else {}
-    module.model.to(torch.bfloat16).save_pretrained(folder, **sharded)
+    for name in WEIGHTS:
+        # A model with another number of files would leave one of these; transformers removes the shards itself.
+        (folder / name).unlink(missing_ok=True)
+    sharded: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
+    module.model.to(dtype=torch.bfloat16).save_pretrained(folder, **sharded)
     load_tokenizer(arguments["tokenizer"]).save_pretrained(folder)
 
 
 def model_card(config: DrafterConfig, num_parameters: int) -> str:
-    """The README of an exported drafter."""
+    """Return the README of an exported drafter."""
     training, name = config.training, config.class_path.removeprefix("drafters.").lower()
     length = training["val_acceptance_length"]
     decoded = (

@@ -1,4 +1,4 @@
-"""``drafters export --format vllm``: Medusa as vLLM's Medusa, a block drafter as a speculators DSpark checkpoint."""
+"""``drafters export --format vllm``: Medusa for vLLM, and a block drafter as a speculators DSpark checkpoint."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from inference.engine.base import Base, Dtype, check_fit, load_base
 
 
 def write(folder: Path, drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None) -> None:
-    """Write config.json, model.safetensors and README.md as vLLM reads them.
+    """Write config.json, model.safetensors and README.md in the format that vLLM reads.
 
     Args:
-        folder: Folder to make.
-        drafter: With its trained weights.
-        config: Its recipe and base.
-        mask_token_id: Of a block drafter, the token whose embedding becomes that of the masked frames.
+        folder: Folder to write.
+        drafter: The trained drafter.
+        config: Its configuration.
+        mask_token_id: For a block drafter, the token whose embedding becomes that of the masked frames.
 
     Raises:
-        ValueError: vLLM has no method that drafts as this drafter does.
+        ValueError: vLLM has no method that drafts in the same way.
     """
     if type(drafter) is Medusa:
         values, weights = medusa_config(drafter, config), dict(drafter.state_dict())
@@ -52,9 +52,9 @@ def write(folder: Path, drafter: LearnedDrafter, config: DrafterConfig, mask_tok
 
 
 def medusa_config(drafter: Medusa, config: DrafterConfig) -> dict[str, Any]:
-    """The config.json of vLLM's Medusa, whose names of weights are ours too.
+    """Return the config.json of vLLM's Medusa, whose weights have the same names as ours.
 
-    No further key may hold "num" and "heads" or "layers": vLLM would take it for one of these two.
+    No other key may contain "num" together with "heads" or "layers": vLLM would take it for one of these two.
     """
     if not drafter.own_heads:
         raise ValueError("the vllm format of Medusa has an output layer in each head: train with own_heads: true")
@@ -81,16 +81,16 @@ def _block(
     check_block(drafter, config)
     base = load_base(config.base_name, _stored_dtype(config.base_name))
     check_fit(config, base)
-    check_mask_token(mask_token_id, base)
-    return block_config(drafter, config, base, mask_token_id), block_weights(drafter, base, mask_token_id)
+    token = check_mask_token(mask_token_id, base)
+    return block_config(drafter, config, base, token), block_weights(drafter, base, token)
 
 
 def check_block(drafter: Block, config: DrafterConfig) -> None:
-    """Raise ValueError where a block drafter does what DSpark cannot say."""
-    differ = len(drafter.frame_embedding) > 1
-    claims = {"root_everywhere": drafter.root_everywhere, "frames_differ": differ, "causal": drafter.causal}
-    for argument, holds in claims.items():
-        if holds:
+    """Raise ValueError if a block drafter has properties that the DSpark format cannot describe."""
+    has_own_frames = len(drafter.frame_embedding) > 1
+    claims = {"root_everywhere": drafter.root_everywhere, "frames_differ": has_own_frames, "causal": drafter.causal}
+    for argument, is_true in claims.items():
+        if is_true:
             raise ValueError(f"the vllm format has no {argument}: train the block drafter with {argument}: false")
     num_layers = config.base.num_layers
     if not all(0 < layer < num_layers for layer in drafter.required_outputs.hidden_layers):
@@ -101,24 +101,26 @@ def check_block(drafter: Block, config: DrafterConfig) -> None:
         )
 
 
-def check_mask_token(mask_token_id: int | None, base: Base) -> None:
-    """Raise ValueError unless the base writes this token in no text, so that its embedding is free."""
+def check_mask_token(mask_token_id: int | None, base: Base) -> int:
+    """Return the mask token if the base never writes it, so that its embedding is free; else raise ValueError."""
     names = dict(zip(base.tokenizer.all_special_ids, base.tokenizer.all_special_tokens, strict=True))
     free = {token: name for token, name in names.items() if token not in base.eos}
     free |= {token: "unused" for token in range(len(base.tokenizer), base.shape.vocab_size)}
-    if mask_token_id not in free:
-        some = ", ".join(f"{token} ({name})" for token, name in sorted(free.items())[:4])
-        given = "is missing" if mask_token_id is None else f"{mask_token_id} is a token of texts or none at all"
+    if mask_token_id is None or mask_token_id not in free:
+        examples = ", ".join(f"{token} ({name})" for token, name in sorted(free.items())[:4])
+        problem = "is missing" if mask_token_id is None else f"{mask_token_id} is a token of texts or none at all"
         raise ValueError(
-            f"--mask-token-id {given}: masked frames take the embedding of a token that {base.name} never writes, "
-            f"such as {some or 'none of this tokenizer'}"
+            f"--mask-token-id {problem}: masked frames take the embedding of a token that {base.name} never writes, "
+            f"such as {examples or 'none of this tokenizer'}"
         )
+    return mask_token_id
 
 
 def block_config(drafter: Block, config: DrafterConfig, base: Base, mask_token_id: int) -> dict[str, Any]:
-    """The config.json of speculators' DSpark.
+    """Return the config.json of speculators' DSpark.
 
-    Not ``dflash``, whose frame 0 repeats the root in vLLM; ours guesses (``sample_from_anchor``), as DSpark's does.
+    The format is not ``dflash``, in which vLLM's frame 0 repeats the root. Frame 0 of our block drafter predicts the
+    next token, as DSpark's does with ``sample_from_anchor``.
     """
     shape, num_layers = config.base, len(drafter.trunk.layers)
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.num_frames, "verifier_accept_k": 1}
@@ -155,11 +157,11 @@ def block_config(drafter: Block, config: DrafterConfig, base: Base, mask_token_i
         "draft_vocab_size": shape.vocab_size,
         "target_hidden_size": shape.hidden_size,
         "block_size": drafter.num_frames,
-        # Speculators' ids count as ours do: i is what layer i gives out and layer i + 1 reads.
+        # Speculators counts layers as we do: i is the output of layer i, which layer i + 1 reads.
         "aux_hidden_state_layer_ids": list(drafter.required_outputs.hidden_layers),
         "mask_token_id": mask_token_id,
         "sample_from_anchor": True,
-        "sliding_window_non_causal": True,  # no layer slides, but vLLM takes false to mean that all layers are causal
+        "sliding_window_non_causal": True,  # no layer slides, but for vLLM false means that all layers are causal
         "markov_rank": drafter.markov.left.shape[1] if drafter.markov else 1,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
@@ -169,26 +171,28 @@ def block_config(drafter: Block, config: DrafterConfig, base: Base, mask_token_i
 
 
 def block_weights(drafter: Block, base: Base, mask_token_id: int) -> dict[str, Tensor]:
-    """The trunk under its own names, the base's embedding with the mask in it, and the Markov bias.
+    """Return the weights of the trunk, the base's embedding with the mask's in it, and the Markov bias.
 
-    vLLM's DSpark always adds a bias: where the drafter has none, it is one of rank 1 and zero. The head is the base's.
+    vLLM's DSpark always adds a bias: a drafter without one gets a zero bias of rank 1. The LM head is the base's.
     """
     trunk = drafter.trunk.state_dict()
     embedding = base.base_weights.embedding.detach().clone()
     embedding[mask_token_id] = drafter.frame_embedding.detach()[0].to(embedding)
-    none = torch.zeros(drafter.vocab_size, 1)
-    left, right = (drafter.markov.left, drafter.markov.right) if drafter.markov else (none, none)
+    zero = torch.zeros(drafter.vocab_size, 1)
+    left, right = (drafter.markov.left, drafter.markov.right) if drafter.markov else (zero, zero)
     markov = {"markov_head.markov_w1.weight": left, "markov_head.markov_w2.weight": right}
     return {**trunk, "embed_tokens.weight": embedding, **markov}
 
 
 def _stored_dtype(name: str) -> Dtype:
-    """The number format a base is stored in, so that a large one is not widened for its embedding alone."""
+    """Return the dtype that a base is stored in, so that a large one is not widened just to read its embedding."""
     from transformers import AutoConfig
 
-    load_tokenizer(name)  # its errors say what to do where there is no base of that name
-    stored = str(AutoConfig.from_pretrained(find_base(name)).dtype).removeprefix("torch.")
-    return stored if stored in ("bfloat16", "float16") else "float32"
+    load_tokenizer(name)  # its errors say what to do if there is no base of this name
+    stored = AutoConfig.from_pretrained(find_base(name)).dtype
+    if stored in (torch.bfloat16, "bfloat16"):
+        return "bfloat16"
+    return "float16" if stored in (torch.float16, "float16") else "float32"
 
 
 # ---- model card

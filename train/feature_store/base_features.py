@@ -1,8 +1,9 @@
-"""What the frozen base says about texts: asked in process, or read from a feature store."""
+"""The base's outputs that drafters train on: computed by the base in process, or read from a feature store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,44 +14,58 @@ from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, base_hash
 
 
-@torch.no_grad()
-def extract_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One forward of the base over texts (B, S), in its own number format whatever the trainer's.
-
-    Returns:
-        ``hidden`` (B, S, F * D), ``last`` (B, S, D), and ``labels`` (B, S), its own next token at each position.
-    """
-    with torch.autocast(input_ids.device.type, enabled=False):  # what the base says when it decodes, it says here
-        hidden, last = base.hidden_states(input_ids, layers)
-        head = base.base_weights.head
-        labels = torch.stack([(row @ head.T).argmax(-1) for row in last])  # one sequence's logits at a time
-    return hidden, last, labels
-
-
-def stored_features(
-    batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype, step: int = 0
-) -> TrainingBatch:
-    """What a batch from a feature store holds, as `extract_features` would give it.
+class BaseFeatures(NamedTuple):
+    """Outputs of the base over texts (B, S).
 
     Args:
-        batch: Of `data.batch.collate`, with stored states of ``layers`` side by side.
+        hidden: (B, S, F * D) hidden states of the chosen layers, side by side.
+        last_hidden: (B, S, D) normed last hidden states, which the LM head reads.
+        labels: (B, S) the base's most probable next token at each position.
+    """
+
+    hidden: Tensor
+    last_hidden: Tensor
+    labels: Tensor
+
+
+@torch.no_grad()
+def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> BaseFeatures:
+    """Run one forward pass of the base over texts (B, S).
+
+    Autocast is switched off: the base's outputs are the same as in decoding, whatever precision the trainer uses.
+    """
+    with torch.autocast(input_ids.device.type, enabled=False):
+        hidden, last_hidden = base.hidden_states(input_ids, layers)
+        head = base.base_weights.head
+        # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
+        labels = torch.stack([(states @ head.T).argmax(-1) for states in last_hidden])
+    return BaseFeatures(hidden, last_hidden, labels)
+
+
+def read_features(
+    batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype, step: int = 0
+) -> TrainingBatch:
+    """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
+
+    Args:
+        batch: A batch made by `data.batch.collate`, with the stored states of ``layers`` side by side.
         layers: The drafter's hidden layers.
-        dtype: Number format of the base.
+        dtype: Dtype of the base.
         step: Optimizer steps taken before this batch.
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
-    given = hidden, batch["input_ids"], batch["labels"], batch["loss_mask"]
+    other = batch["input_ids"], batch["labels"], batch["loss_mask"], step
     if LAST in layers:
-        last = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST), :]
+        last_hidden = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST), :]
     elif "last" in batch:
-        last = unpack(batch["last"], batch.get("last_scale"), dtype)
+        last_hidden = unpack(batch["last"], batch.get("last_scale"), dtype)
     else:
-        return BatchWithoutLastHidden(*given, step)
-    return TrainingBatch(given[0], last, *given[1:], step)
+        return BatchWithoutLastHidden(hidden, *other)
+    return TrainingBatch(hidden, last_hidden, *other)
 
 
 class BatchWithoutLastHidden(TrainingBatch):
-    """A batch from a store that does not hold the base's last states, which few losses read."""
+    """A batch of a store that does not hold the base's last hidden states, which only few losses read."""
 
     def __init__(self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor, step: int) -> None:
         values = {"hidden": hidden, "input_ids": input_ids, "labels": labels, "loss_mask": loss_mask}
@@ -58,39 +73,39 @@ class BatchWithoutLastHidden(TrainingBatch):
             object.__setattr__(self, name, value)  # the class is frozen
 
     @property
-    def last(self) -> Tensor:
+    def last(self) -> Tensor:  # type: ignore[override]
         raise ValueError(
             "this drafter's loss reads the base's last states, which the feature store does not hold: "
             "write it with `drafters features --with-last`"
         )
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> None:
-    """Let a store hand out the layers a drafter needs.
+    """Make a store return the hidden layers that a drafter needs.
 
     Raises:
-        ValueError: It was written by another base, in another number format, or without some of the layers.
+        ValueError: The store was written by another base or with another dtype, or lacks some of the layers.
     """
-    written, dtype = store.manifest, name_of(base.model.dtype)
-    if dtype != written.base_dtype:
+    manifest, dtype = store.manifest, dtype_name(base.model.dtype)
+    if dtype != manifest.base_dtype:
         raise ValueError(
-            f"the feature store {store.folder} was written by a base in {written.base_dtype}, not in {dtype}: "
-            f"pass --model.base_dtype {written.base_dtype}, or write another store"
+            f"the feature store {store.folder} was written by a base in {manifest.base_dtype}, not in {dtype}: "
+            f"pass --model.base_dtype {manifest.base_dtype}, or write another store"
         )
-    if base_hash(base) != written.base_hash:
+    if base_hash(base) != manifest.base_hash:
         raise ValueError(
-            f"the feature store {store.folder} was written by {written.base}, whose weights are not those of "
+            f"the feature store {store.folder} was written by {manifest.base}, whose weights are not those of "
             f"{base.name}: pass the base it was written by, or write another store"
         )
-    if not set(layers) <= set(written.layers):
-        has, wants = (",".join(map(str, names)) for names in (written.layers, layers))
+    if not set(layers) <= set(manifest.layers):
+        stored, needed = (",".join(map(str, each)) for each in (manifest.layers, layers))
         raise ValueError(
-            f"the feature store {store.folder} holds the layers {has}, but the drafter needs {wants}: "
-            f"write one with --layers {wants}"
+            f"the feature store {store.folder} holds the layers {stored}, but the drafter needs {needed}: "
+            f"write one with --layers {needed}"
         )
     store.layers = tuple(layers)

@@ -1,22 +1,31 @@
-"""``drafters features``: the base's hidden states of conversations, written once for many trainings."""
+"""``drafters features``: write the base's hidden states of conversations once, for many trainings."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from data.conversation import resolve_template
-from data.feature_store.shards import BYTES_PER_ROW, Shard, StoreDtype, bytes_per_token, checksum, keys
-from data.feature_store.store import LAST, MANIFEST, Manifest, differing
-from data.sharegpt import Statistics, lengths, load, tokenise
+from data.feature_store.shards import BYTES_PER_ROW, StoreDtype, bytes_per_token
+from data.feature_store.store import MANIFEST, Manifest
+from data.sharegpt import Statistics, load, tokenise
 from data.tokenizer import short_hash, tokenizer_hash
-from inference.engine.base import Dtype, base_hash, load_base, resolve_device
+from inference.engine.base import Base, Dtype, base_hash, load_base, resolve_device
 from inference.runs.outputs import folder_above
-from train.feature_store.base_features import name_of
-from train.feature_store.writer import estimated_seconds, shard_name, write
+from train.feature_store.base_features import dtype_name
+from train.feature_store.plan import (
+    Plan,
+    Texts,
+    divide_into_shards,
+    find_written_shards,
+    parse_layers,
+    require_space,
+)
+from train.feature_store.writer import StoreWriter
 
 
 def features(
@@ -38,158 +47,113 @@ def features(
 ) -> None:
     """Write the base's hidden states and labels of conversations, for lightning fit --data.features OUT.
 
-    Size and time are printed before the writing begins; a run that was stopped goes on with its first missing shard.
+    The size of the store and the time to write it are printed first. A run that was interrupted continues with its
+    first missing shard.
 
     Args:
         base: Folder or hub id of the base.
-        files: ShareGPT files, or embedded: as data.files of the training.
-        out: Folder of the store; a store of the same data that was not finished there is gone on with.
-        template: As data.template of the training.
-        max_length: As data.max_length of the training.
-        limit: Read at most this many conversations.
-        cache_dir: Folder of the tokenised data.
-        layers: Base layers to store, as -1,2,5; 0 is the embedding and -1 the normed last state.
-        with_last: Store layer -1 too: losses that distil the base's law read it.
-        dtype: Number format of the states; int8 keeps a scale for each token and layer.
-        base_dtype: Number format the base runs in, as model.base_dtype of the training.
-        device: cpu, cuda or auto.
-        batch_size: Conversations the base reads at a time.
-        shard_megabytes: Size of a shard.
-        verify: Compare the checksums of shards that are there already.
+        files: ShareGPT files or embedded, the same as data.files of the training.
+        out: Folder of the store; an unfinished store of the same data in this folder is continued.
+        template: Chat template, the same as data.template of the training.
+        max_length: Maximum number of tokens of a conversation, the same as data.max_length of the training.
+        limit: Maximum number of conversations to read; all if not given.
+        cache_dir: Folder of the cache of tokenised conversations.
+        layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state.
+        with_last: Store layer -1 too, which losses that distil the base's distribution read.
+        dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
+        base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
+        device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
+        batch_size: Conversations per forward pass of the base.
+        shard_megabytes: Size of a shard in megabytes.
+        verify: Compare the checksums of shards that an earlier run has written, not just their sizes.
     """
     folder = Path(out).expanduser()
     folder_above(folder / MANIFEST)
     if batch_size < 1 or shard_megabytes <= 0:
         raise ValueError(f"batch_size and shard_megabytes must be positive, not {batch_size} and {shard_megabytes}")
-    shard_bytes = int(shard_megabytes * 2**20)
     loaded = load_base(base, base_dtype, resolve_device(device))
-    if max_length > loaded.context_length:
-        raise ValueError(
-            f"max_length is {max_length}, but the context of {base} ends at {loaded.context_length}: "
-            f"pass --max-length {loaded.context_length} or less"
-        )
-    chosen = chosen_layers(layers, with_last, loaded.shape.num_layers)
-    conversations, dropped = load(files, limit)
-    if dropped.total:
-        print(dropped)
-    rows = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
-    print(Statistics.of(rows))
-    names, sizes = keys(rows), lengths(rows)
-    per_token = bytes_per_token(len(chosen), loaded.shape.hidden_size, dtype)
-    shards = planned(names, [size * per_token + BYTES_PER_ROW for size in sizes], shard_bytes)
-    order = [row for shard in shards for row in shard]
+    _check_context(loaded, max_length)
     manifest = Manifest(
         base=base,
         base_hash=base_hash(loaded),
-        base_dtype=name_of(loaded.model.dtype),
+        base_dtype=dtype_name(loaded.model.dtype),
         tokenizer=tokenizer_hash(loaded.tokenizer),
         template=short_hash(resolve_template(template, loaded.tokenizer)),
         template_name=template,
         max_length=max_length,
-        layers=chosen,
+        layers=parse_layers(layers, with_last, loaded.shape.num_layers),
         hidden_size=loaded.shape.hidden_size,
         dtype=dtype,
-        rows=hashlib.sha256(b"".join(names[row] for row in order)).hexdigest(),
-        num_rows=len(order),
-        num_tokens=sum(sizes[row] for row in order),
-        shard_bytes=shard_bytes,
-        files=tuple(described(file) for file in files),
+        rows="",
+        num_rows=0,
+        num_tokens=0,
+        shard_bytes=int(shard_megabytes * 2**20),
+        files=tuple(_describe(file) for file in files),
     )
-    there = written_before(folder, manifest, verify)
-    missing = {number: shard for number, shard in enumerate(shards) if shard_name(number) not in there}
-    todo = [row for shard in missing.values() for row in shard]
-    num_tokens = sum(sizes[row] for row in todo)
-    print(f"{len(there)} of {len(shards)} shards are there already" if there else f"a new store in {folder}")
-    if missing:
-        num_bytes = num_tokens * per_token + len(todo) * BYTES_PER_ROW
-        require_room(folder, num_bytes)
-        folder.mkdir(parents=True, exist_ok=True)
-        seconds = estimated_seconds(loaded, rows, todo, sizes, manifest, batch_size, folder)
-        print(
-            f"to be written: {human(num_bytes)} in {len(missing)} shards of {len(todo):,} conversations, "
-            f"{num_tokens:,} tokens, layers {','.join(map(str, chosen))} in {dtype}; "
-            f"it will take about {timedelta(seconds=round(seconds))}",
-            flush=True,
+    texts = _read_texts(loaded, files, limit, manifest, cache_dir)
+    plan = _plan(folder, manifest, texts, verify)
+    writer = StoreWriter(loaded, texts, plan, batch_size)
+    _prepare(plan, texts, writer)
+    writer.write_missing_shards()
+    num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"wrote {folder}: {decimal(num_bytes)} in {len(plan.shards)} shards")
+
+
+def _check_context(base: Base, max_length: int) -> None:
+    if max_length > base.context_length:
+        raise ValueError(
+            f"max_length is {max_length}, but the context of {base.name} ends at {base.context_length}: "
+            f"pass --max-length {base.context_length} or less"
         )
-    write(loaded, rows, names, missing, manifest, there, batch_size, folder)
-    print(f"wrote {folder}: {human(sum(path.stat().st_size for path in folder.iterdir()))} in {len(shards)} shards")
 
 
-def chosen_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ...]:
-    """The layers to store, from ``-1,2,5``; ValueError where the base has no such layer."""
-    try:
-        chosen = [int(layer) for layer in layers.split(",")]
-    except ValueError:
-        raise ValueError(f"layers is {layers!r}: give numbers with commas between them, as -1,2,5") from None
-    if with_last and LAST not in chosen:
-        chosen.append(LAST)
-    wrong = [layer for layer in chosen if not LAST <= layer <= num_layers or chosen.count(layer) > 1]
-    if wrong:
-        raise ValueError(f"layer {wrong[0]} is not there or given twice: the base has -1, 0, ..., {num_layers}")
-    return tuple(chosen)
-
-
-def planned(names: Sequence[bytes], row_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
-    """Which rows each shard holds, the longest first: it is the same for every run. Equal rows are stored once."""
-    first = {name: row for row, name in reversed(list(enumerate(names)))}
-    shards: list[list[int]] = []
-    size = shard_bytes
-    for row in sorted(first.values(), key=lambda row: (-row_bytes[row], row)):
-        if not shards or size + row_bytes[row] > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(row)
-        size += row_bytes[row]
-    return shards
-
-
-def described(file: str) -> dict[str, object]:
-    """What the manifest says of a file that was read."""
+def _describe(file: str) -> dict[str, object]:
+    """Return what the manifest says about an input file."""
     path = Path(file).expanduser()
     if not path.is_file():
-        return {"name": file}  # embedded: it is in its name
+        return {"name": file}  # embedded conversations, which their name determines
     return {"name": file, "bytes": path.stat().st_size, "modified": round(path.stat().st_mtime, 3)}
 
 
-def written_before(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Shard]:
-    """The whole shards of an earlier run, by file name.
-
-    Raises:
-        ValueError: The folder holds another store, or something else.
-    """
-    if not (folder / MANIFEST).exists():
-        if folder.is_dir() and any(not path.name.endswith(".new") for path in folder.iterdir()):
-            raise ValueError(f"{folder} holds other files: give another --out")
-        return {}
-    earlier = Manifest.read(folder)
-    if changed := differing(manifest, earlier):
-        what, theirs, ours = changed[0], getattr(earlier, changed[0]), getattr(manifest, changed[0])
-        what = {"rows": "set of conversations", "base_hash": "base"}.get(what, what)
-        raise ValueError(f"{folder} holds a store of another {what} ({theirs}, not {ours}): give another --out")
-    return {shard.file: shard for shard in earlier.shards if is_whole(folder / shard.file, shard, verify)}
+def _read_texts(base: Base, files: list[str], limit: int | None, manifest: Manifest, cache_dir: str | None) -> Texts:
+    """Read and tokenise the conversations, and print how many there are."""
+    conversations, dropped = load(files, limit)
+    if dropped.total:
+        print(dropped)
+    rows = tokenise(conversations, base.tokenizer, manifest.template_name, manifest.max_length, cache_dir)
+    print(Statistics.of(rows))
+    return Texts.of(rows)
 
 
-def is_whole(path: Path, shard: Shard, verify: bool) -> bool:
-    """Whether a shard is there as it was written; by its size, or by its checksum."""
-    if not path.is_file() or path.stat().st_size != shard.num_bytes:
-        return False
-    return not verify or checksum(path) == shard.sha256
+def _plan(folder: Path, manifest: Manifest, texts: Texts, verify: bool) -> Plan:
+    """Divide the conversations into shards, and find those that an earlier run has written."""
+    per_token = bytes_per_token(len(manifest.layers), manifest.hidden_size, manifest.dtype)
+    row_bytes = [length * per_token + BYTES_PER_ROW for length in texts.lengths]
+    shards = divide_into_shards(texts.keys, row_bytes, manifest.shard_bytes)
+    stored_rows = [row for shard in shards for row in shard]
+    manifest = replace(
+        manifest,
+        rows=hashlib.sha256(b"".join(texts.keys[row] for row in stored_rows)).hexdigest(),
+        num_rows=len(stored_rows),
+        num_tokens=texts.num_tokens(stored_rows),
+    )
+    return Plan(folder, manifest, shards, find_written_shards(folder, manifest, verify))
 
 
-def require_room(folder: Path, num_bytes: int) -> None:
-    """Raise ValueError where the disk has not as many bytes left."""
-    free = shutil.disk_usage(folder_above(folder / MANIFEST)).free
-    if num_bytes > free:
-        raise ValueError(
-            f"the store needs {human(num_bytes)} and {folder} has {human(free)} left: "
-            "make room, or pass --dtype int8, fewer --layers or --limit"
-        )
-
-
-def human(num_bytes: float) -> str:
-    """1.5 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
+def _prepare(plan: Plan, texts: Texts, writer: StoreWriter) -> None:
+    """Print what is going to be written and how long it takes, after checking that it fits on the disk."""
+    if plan.written:
+        print(f"{len(plan.written)} of {len(plan.shards)} shards are there already")
+    else:
+        print(f"a new store in {plan.folder}")
+    if not (rows := plan.missing_rows):
+        return
+    num_bytes = plan.num_bytes(rows, texts)
+    require_space(plan.folder, num_bytes)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    print(
+        f"to be written: {decimal(num_bytes)} in {len(plan.missing)} shards of {len(rows):,} conversations, "
+        f"{texts.num_tokens(rows):,} tokens, layers {','.join(map(str, plan.manifest.layers))} in "
+        f"{plan.manifest.dtype}; it will take about {timedelta(seconds=round(writer.estimate_seconds()))}",
+        flush=True,
+    )

@@ -1,9 +1,10 @@
-"""Pre-training of a small LLaMA base, so that the project can be tried without downloading one."""
+"""BaseTraining: the LightningModule that pre-trains a small LLaMA base, so that none has to be downloaded."""
 
 from __future__ import annotations
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from data.tokenizer import load_tokenizer
@@ -11,19 +12,19 @@ from train.modules.optimizer import adamw
 
 
 class BaseTraining(L.LightningModule):
-    """Train a small `LlamaForCausalLM` from nothing on conversations, the loss on assistant tokens weighted higher.
+    """Train a small `LlamaForCausalLM` from scratch on conversations, with a higher loss weight on assistant tokens.
 
     Args:
-        tokenizer: Folder of the tokenizer; it gives the vocabulary.
-        hidden_size: Width D.
-        num_layers: Decoder layers.
-        num_heads: Attention heads.
-        intermediate_size: Width of the feed-forward layer.
-        context_length: Positions the base is said to hold.
-        prompt_weight: Weight of the loss on tokens that are not the assistant's.
-        learning_rate: Peak of the schedule.
-        weight_decay: Of matrices.
-        warmup_steps: Steps of linear warm-up; a cosine to zero follows.
+        tokenizer: Folder of the tokenizer, which determines the vocabulary.
+        hidden_size: Width D of the hidden states.
+        num_layers: Number of decoder layers.
+        num_heads: Number of attention heads.
+        intermediate_size: Width of the feed-forward layers.
+        context_length: Maximum number of positions of the base.
+        prompt_weight: Loss weight of tokens that are not the assistant's, which weigh 1.
+        learning_rate: Peak learning rate of AdamW.
+        weight_decay: Weight decay of matrices; other parameters have none.
+        warmup_steps: Steps of linear warm-up, followed by a cosine decay to zero.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class BaseTraining(L.LightningModule):
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.model(batch["input_ids"]).logits[:, :-1].float()
         targets = batch["input_ids"][:, 1:]
-        real = torch.arange(1, batch["input_ids"].shape[1], device=targets.device) < batch["lengths"][:, None]
-        weights = torch.where(batch["loss_mask"][:, 1:], 1.0, self.prompt_weight) * real
+        is_token = torch.arange(1, batch["input_ids"].shape[1], device=targets.device) < batch["lengths"][:, None]
+        weights = torch.where(batch["loss_mask"][:, 1:], 1.0, self.prompt_weight) * is_token
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         return (losses * weights).sum() / weights.sum()
 
@@ -76,5 +77,5 @@ class BaseTraining(L.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val/loss", self._loss(batch), prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         return adamw(self, self.learning_rate, self.weight_decay, self.warmup_steps, "cosine")

@@ -1,4 +1,4 @@
-"""What losses are divided by where one optimizer step is shared out over processes and batches."""
+"""The number that losses are divided by when an optimizer step spans several processes and batches."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ from drafters.protocol import at_least_one
 
 
 class SharedDivisor:
-    """Makes an optimizer step that of one big batch, however unequally its anchors fall to processes and batches.
+    """Scales the loss so that gradient accumulation over uneven batches equals one large batch.
 
-    The mean of the processes' means is not the mean over all anchors: where one process has few, each of its anchors
-    would count for more. So a loss is divided by the mean count of all processes, and their gradients' mean is the
-    right one. Where gradients are accumulated over several batches, each batch weighs as much as it has anchors; what
-    the sum is to be divided by is known at the last of them. A loss of several terms with counts of their own, as
-    Medusa's heads, weighs its batches by the first count.
+    The mean of the processes' means is not the mean over all anchors: a process with few anchors would give each of
+    them more weight. Every loss is therefore divided by the mean number of anchors per process, so that the mean of
+    the processes' gradients is the gradient of one large batch. When gradients are accumulated over several batches,
+    each batch is weighted by its number of anchors, and the gradients are divided by the total after the last batch.
+    If a loss has several terms with different counts, like Medusa's heads, the first count gives the weight.
 
     Args:
         add_up: Sums a tensor over all processes.
-        num_processes: How many there are.
+        num_processes: Number of processes.
     """
 
     def __init__(self, add_up: Callable[[Tensor], Tensor], num_processes: int) -> None:
         self.add_up, self.num_processes = add_up, num_processes
-        self._count: Tensor | None = None  # of this batch in all processes, by the loss's first term
-        self._first = self._sum = torch.ones(())  # the same of the step's first batch, and of its batches so far
-        self._is_first = True
+        self._count: Tensor | None = None  # of the current batch, over all processes, for the first term of the loss
+        self._first_count = self._total_count = torch.ones(())  # of the step's first batch, and of its batches so far
+        self._is_first_batch = True
 
     def __call__(self, count: Tensor) -> Tensor:
-        """Of a process's count of terms, the mean over the processes: of all of them one at least."""
+        """Return the mean over the processes of a process's number of terms, at least one term in total."""
         total = at_least_one(self.add_up(count.float()))
         if self._count is None:
             self._count = total
         return total / self.num_processes
 
     def begin(self) -> None:
-        """The next count is the first of a batch."""
+        """Start a new batch."""
         self._count = None
 
-    def weighed(self, loss: Tensor) -> Tensor:
-        """The loss of one of the batches that a step accumulates, weighed against its first batch."""
-        if self._is_first:
-            self._first, self._sum, self._is_first = self._count, torch.zeros_like(self._count), False
-        self._sum = self._sum + self._count
-        return loss * (self._count / self._first)
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Weight the loss of one accumulated batch relative to the first batch of the step."""
+        assert self._count is not None, "the loss asks for its divisor before it is weighted"
+        if self._is_first_batch:
+            self._first_count, self._total_count = self._count, torch.zeros_like(self._count)
+            self._is_first_batch = False
+        self._total_count = self._total_count + self._count
+        return loss * (self._count / self._first_count)
 
-    def correct(self, parameters: Iterable[nn.Parameter], with_divisor: int) -> None:
-        """Make of accumulated gradients of weighed losses those of the mean over all terms.
+    def correct(self, parameters: Iterable[nn.Parameter], loss_divisor: int) -> None:
+        """Turn the accumulated gradients of weighted losses into gradients of the mean over all terms.
 
         Args:
-            divided_by: What the trainer has divided each loss by.
+            parameters: Parameters whose gradients are scaled in place.
+            loss_divisor: What the trainer divided each loss by: the number of accumulated batches.
         """
-        factor, self._is_first = with_divisor * self._first / self._sum, True
+        factor, self._is_first_batch = loss_divisor * self._first_count / self._total_count, True
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

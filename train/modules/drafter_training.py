@@ -1,4 +1,4 @@
-"""DrafterTraining: one LightningModule that trains every learned drafter on a frozen base."""
+"""DrafterTraining: the LightningModule that trains every learned drafter on a frozen base."""
 
 from __future__ import annotations
 
@@ -9,41 +9,51 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.engine.base import Base, Dtype, base_hash, load_base, shape_of, tokenizer_hash
-from train.feature_store.base_features import choose_layers, extract_features, stored_features
+from train.feature_store.base_features import choose_layers, compute_features, read_features
 from train.modules.divisor import SharedDivisor
 from train.modules.metrics import AcceptanceLength, DepthAcceptance, conditional
-from train.modules.optimizer import Schedule, adamw
-from train.modules.strategies import FSDP2, is_deepspeed, recompute
+from train.modules.optimizer import Schedule, adamw, is_accumulating
+from train.modules.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed
 from train.validation.base_answers import Answers, with_own_answers
-from train.validation.simulate import answer_spans, simulate
+from train.validation.simulate import simulate_answers
 
-DEPTHS = 8
+MAX_DEPTH = 8  # deepest draft position that validation logs
 
 
 class DrafterTraining(L.LightningModule):
     """Train a learned drafter on the hidden states and distilled labels of a frozen base.
 
-    The base runs in process and stays outside the checkpoint. Labels are its argmax at every position of the text
-    (CTC-drafter, equations 3 to 5). Validation simulates decoding and logs the acceptance length.
+    The base runs in the same process and is not part of the checkpoint. The labels are its most probable token at
+    every position of the text (CTC-drafter, equations 3 to 5). Validation simulates decoding and logs the acceptance
+    length.
 
     Args:
         base: Folder or hub id of the frozen base.
         drafter: The drafter to train: class_path and init_args.
-        base_dtype: Number format the base runs in.
-        learning_rate: Peak learning rate of AdamW; the paper's is 3e-5.
-        weight_decay: Of matrices.
-        warmup_steps: Steps of linear warm-up.
-        schedule: ``constant`` after the warm-up, or a ``cosine`` to zero at the last step.
-        val_answers: What validation decodes: the base's own ``greedy`` answers to the held-out prompts, which makes
-            the simulation exact, or the held-out ``text`` as it is, which needs no generation.
-        max_val_tokens: Longest answer the base gives in validation.
-        activation_checkpointing: Keep only the inputs of the drafter's trunk layers, and compute the rest again in the
-            backward pass: less memory, more time.
+        base_dtype: Dtype that the base runs in.
+        learning_rate: Peak learning rate of AdamW; the CTC-drafter paper uses 3e-5.
+        weight_decay: Weight decay of matrices; other parameters have none.
+        warmup_steps: Steps of linear warm-up of the learning rate.
+        schedule: Learning rate after the warm-up: ``constant``, or ``cosine`` decay to zero at the last step.
+        val_answers: Text that validation decodes: the base's own ``greedy`` answers to the held-out prompts, which
+            makes the simulation exact, or the held-out ``text`` itself, which needs no generation.
+        max_val_tokens: Maximum number of tokens of an answer that the base generates for validation.
+        activation_checkpointing: Keep only the inputs of the drafter's trunk layers and compute the rest again in the
+            backward pass, which takes less memory and more time.
     """
+
+    base: Base
+    drafter: LearnedDrafter
+    divisor: SharedDivisor
+    # The command line that trains, for the model card.
+    command: str | None = None
+    # Step and acceptance length of the last validation.
+    measured: dict[str, float] | None = None
 
     def __init__(
         self,
@@ -66,101 +76,100 @@ class DrafterTraining(L.LightningModule):
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.val_answers, self.max_val_tokens = val_answers, max_val_tokens
-        with torch.random.fork_rng(devices=[]):  # loading weights must not move the generator that shuffles and samples
+        # Loading the weights must not move the random generator that shuffles and samples.
+        with torch.random.fork_rng(devices=[]):
+            # An ordinary attribute would put the base into the module's parameters and checkpoints.
             self.__dict__["base"] = load_base(base, base_dtype)
         self.drafter = drafter(self.base.shape)
-        self.drafter.initialise(self.base.base_weights)  # a checkpoint that is resumed or validated is loaded over it
+        self.drafter.initialise(self.base.base_weights)  # when resuming or validating, the checkpoint replaces this
         if activation_checkpointing:
-            recompute(self.drafter)
-        self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(DEPTHS)
-        self._own_answers: dict[int, dict[str, Tensor]] = {}
-        self._base_hash = ""  # found out at the first checkpoint
-
-    base: Base
-    command: str | None = None  # the command line that trains, for the model card
-    measured: dict[str, float] | None = None  # acceptance length of the last validation, and its step
+            enable_activation_checkpointing(self.drafter)
+        self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(MAX_DEPTH)
+        self._generated_batches: dict[int, dict[str, Tensor]] = {}
+        self._base_hash = ""  # computed for the first checkpoint
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FSDP2):
             self.trainer.strategy.shard(self.drafter)
 
     def setup(self, stage: str) -> None:
-        self.base.model.to(self.trainer.strategy.root_device)  # the strategy moves this module only after setup
-        read_with = getattr(self.trainer.datamodule, "tokenizer_object", None)
-        if read_with is not None and tokenizer_hash(read_with) != tokenizer_hash(self.base.tokenizer):
+        # The strategy moves this module only after setup. (transformers' `to` is wrapped in a way that hides its type.)
+        self.base.model.to(self.trainer.strategy.root_device)  # type: ignore[arg-type]
+        data: Any = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer_object", None)
+        if tokenizer is not None and tokenizer_hash(tokenizer) != tokenizer_hash(self.base.tokenizer):
             raise ValueError(
-                f"the tokenizer of the data ({self.trainer.datamodule.hparams.tokenizer}) is not that of the base "
+                f"the tokenizer of the data ({data.hparams.tokenizer}) is not that of the base "
                 f"{self.base.name}: leave --data.tokenizer away"
             )
-        longest = getattr(getattr(self.trainer.datamodule, "hparams", None), "max_length", 0)
-        if longest > self.base.context_length:
+        max_length = getattr(getattr(data, "hparams", None), "max_length", 0)
+        if max_length > self.base.context_length:
             raise ValueError(
-                f"data.max_length is {longest}, but the context of {self.base.name} ends at "
+                f"data.max_length is {max_length}, but the context of {self.base.name} ends at "
                 f"{self.base.context_length}: pass --data.max_length {self.base.context_length} or less"
             )
-        if store := getattr(self.trainer.datamodule, "store", None):
+        if store := getattr(data, "store", None):
             choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
 
-    def extract_features(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
-        """What the base says about texts (B, S)."""
-        hidden, last, labels = extract_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids)
+    def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
+        """Run the base over texts (B, S)."""
+        hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids)
         return TrainingBatch(hidden, last, input_ids, labels, loss_mask, step)
 
-    def seen(self, batch: dict[str, Tensor]) -> TrainingBatch:
-        """What the base says about a batch: read from it where it comes from a feature store."""
+    def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
+        """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""
         if "hidden" in batch:
-            return stored_features(
-                batch, self.drafter.required_outputs.hidden_layers, self.base.model.dtype, self.global_step
-            )
-        return self.extract_features(batch["input_ids"], batch["loss_mask"], self.global_step)
+            layers = self.drafter.required_outputs.hidden_layers
+            return read_features(batch, layers, self.base.model.dtype, self.global_step)
+        return self.compute_batch(batch["input_ids"], batch["loss_mask"], self.global_step)
 
     def on_fit_start(self) -> None:
         self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.divisor.begin()
-        batch = self.seen(batch).with_divisor(self.divisor)
-        loss, seen = self.drafter.loss(batch, self.base.base_weights)
+        loss, metrics = self.drafter.loss(self.training_batch(batch).with_divisor(self.divisor), self.base.base_weights)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
-        self.log_dict({f"train/{name}": value for name, value in seen.items()}, sync_dist=True)
-        return self.divisor.weighed(loss) if self._weighs_batches else loss
+        self.log_dict({f"train/{name}": value for name, value in metrics.items()}, sync_dist=True)
+        return self.divisor.weighted(loss) if self._weights_batches else loss
 
     @property
-    def _weighs_batches(self) -> bool:
-        return self.trainer.accumulate_grad_batches > 1 and not is_deepspeed(self.trainer)  # it keeps its gradients
+    def _weights_batches(self) -> bool:
+        # DeepSpeed gives no access to its gradients, which the last batch of a step has to correct.
+        return self.trainer.accumulate_grad_batches > 1 and not is_deepspeed(self.trainer)
 
     def on_after_backward(self) -> None:
-        if self._weighs_batches and not self.trainer.fit_loop._should_accumulate():
+        if self._weights_batches and not is_accumulating(self.trainer):
             self.divisor.correct(self.drafter.parameters(), self.trainer.accumulate_grad_batches)
 
-    def answered(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The texts that validation decodes: a held-out batch, or the base's own answers to its prompts."""
+    def validation_texts(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the texts that validation decodes: a held-out batch, or the base's own answers to its prompts."""
         if self.val_answers == "text":
             return batch
-        if batch_idx not in self._own_answers:
-            self._own_answers[batch_idx] = with_own_answers(self.base, batch, self.max_val_tokens)
-        return {name: value.to(self.device) for name, value in self._own_answers[batch_idx].items()}
+        if batch_idx not in self._generated_batches:
+            self._generated_batches[batch_idx] = with_own_answers(self.base, batch, self.max_val_tokens)
+        return {name: value.to(self.device) for name, value in self._generated_batches[batch_idx].items()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        batch = self.answered(batch, batch_idx)
-        seen = self.extract_features(batch["input_ids"], batch["loss_mask"])
-        loss, _ = self.drafter.loss(seen, self.base.base_weights)
-        self.log("val/loss", loss, batch_size=len(seen.labels), sync_dist=True)
-        for states, tokens, mask in zip(seen.hidden, seen.input_ids, seen.loss_mask.tolist(), strict=True):
-            for span in answer_spans(mask):
-                emitted = simulate(self.drafter, states, tokens, span, self.base.base_weights, self.base.eos)
-                self.acceptance_length.update(emitted)
-                self.depth_acceptance.update([count - 1 for count in emitted])
+        texts = self.validation_texts(batch, batch_idx)
+        outputs = self.compute_batch(texts["input_ids"], texts["loss_mask"])
+        loss, _ = self.drafter.loss(outputs, self.base.base_weights)
+        self.log("val/loss", loss, batch_size=len(outputs.labels), sync_dist=True)
+        for emitted in simulate_answers(self.drafter, self.base, outputs.hidden, outputs.input_ids, outputs.loss_mask):
+            self.acceptance_length.update(emitted)
+            self.depth_acceptance.update([count - 1 for count in emitted])
 
     def on_validation_epoch_end(self) -> None:
         length = self.acceptance_length.compute()
         if not self.trainer.sanity_checking:
             self.measured = {"step": self.global_step, "acceptance_length": float(length)}
-        # metrics are the same on all processes: to say so keeps Lightning from warning of each
+        # The metrics are the same on all processes already; sync_dist keeps Lightning from warning about each.
         self.log("val/acceptance_length", length, prog_bar=True, sync_dist=True)
-        shares, by_depth = self.depth_acceptance.compute().tolist(), {}
-        for depth, (share, given) in enumerate(zip(shares, conditional(shares), strict=True), start=1):
-            by_depth |= {f"val/accepted_{depth}_or_more": share, f"val/accepted_{depth}_given_{depth - 1}": given}
+        shares = self.depth_acceptance.compute().tolist()
+        by_depth: dict[str, float] = {}
+        for depth, (share, conditional_share) in enumerate(zip(shares, conditional(shares), strict=True), start=1):
+            by_depth[f"val/accepted_{depth}_or_more"] = share
+            by_depth[f"val/accepted_{depth}_given_{depth - 1}"] = conditional_share
         self.log_dict(by_depth, sync_dist=True)
         self.acceptance_length.reset()
         self.depth_acceptance.reset()
@@ -192,7 +201,7 @@ class DrafterTraining(L.LightningModule):
                 f"the checkpoint was trained on other weights than those of {self.base.name}: give model.base and "
                 "model.base_dtype as they were"
             )
-        weights = checkpoint.get("state_dict", self.state_dict())  # a strategy that shards has loaded them already
+        weights = checkpoint.get("state_dict", self.state_dict())  # a sharding strategy has loaded them already
         ours, theirs = ({n: w.shape for n, w in state.items()} for state in (self.state_dict(), weights))
         if differing := sorted(dict(ours.items() ^ theirs.items())):
             raise ValueError(
@@ -200,5 +209,5 @@ class DrafterTraining(L.LightningModule):
                 "pass the config it was trained with"
             )
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         return adamw(self, self.learning_rate, self.weight_decay, self.warmup_steps, self.schedule)

@@ -1,4 +1,4 @@
-"""The optimizer and schedule that every module here trains with."""
+"""The optimizer and learning rate schedule of all training modules."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ from typing import Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
 Schedule = Literal["constant", "cosine"]
 
 
-def adamw(module: L.LightningModule, learning_rate: float, weight_decay: float, warmup_steps: int, schedule: Schedule):
-    """AdamW with decay on matrices only, linear warm-up, then a constant rate or a cosine to zero at the last step."""
+def adamw(
+    module: L.LightningModule, learning_rate: float, weight_decay: float, warmup_steps: int, schedule: Schedule
+) -> OptimizerLRSchedulerConfig:
+    """AdamW with a linear warm-up, then a constant learning rate or a cosine decay to zero at the last step.
+
+    Weight decay is applied to matrices only, not to biases, norms and other vectors.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    others = [parameter for parameter in trained if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
-    steps = max(1, int(module.trainer.estimated_stepping_batches))
+    num_steps = max(1, int(module.trainer.estimated_stepping_batches))
 
     def factor(step: int) -> float:
-        warm = min(1.0, (step + 1) / max(1, warmup_steps))
-        progress = min(1.0, step / steps)
-        return warm * (0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0)
+        warm_up = min(1.0, (step + 1) / max(1, warmup_steps))
+        progress = min(1.0, step / num_steps)
+        return warm_up * (0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0)
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def is_accumulating(trainer: L.Trainer) -> bool:
+    """Whether the gradients of the running batch are only accumulated, so that no optimizer step follows it."""
+    return trainer.fit_loop._should_accumulate()

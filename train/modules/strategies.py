@@ -1,4 +1,4 @@
-"""How a drafter is shared out over processes, the base being whole in each, and what it computes again."""
+"""Sharding of the drafter over processes, and activation checkpointing. The base is whole in every process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from drafters.protocol import LearnedDrafter
 
 
 class FSDP2(ModelParallelStrategy):
-    """Each process keeps a share of the drafter's weights, gradients and optimizer states (``fully_shard``).
+    """Shard the drafter's weights, gradients and optimizer states over the processes with ``fully_shard``.
 
-    The drafter is one unit: its weights are gathered once a step, for losses and drafts read them in many places
-    outside of ``forward``. A checkpoint is one ordinary file.
+    The drafter is a single unit, whose weights are gathered once per step, because the loss and the drafting methods
+    read them in many places outside of ``forward``. Checkpoints are ordinary single files.
 
     Args:
-        process_group_backend: nccl or gloo; left away, what the device wants.
-        timeout: Seconds a process waits for the others.
+        process_group_backend: nccl or gloo. By default, the one that suits the device.
+        timeout: Seconds that a process waits for the others before it gives up.
     """
 
     def __init__(self, process_group_backend: str | None = None, timeout: int = 1800) -> None:
@@ -32,27 +32,29 @@ class FSDP2(ModelParallelStrategy):
         )
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes  # Lightning's ``auto`` is the nodes alone
+        # Lightning's "auto" would be the number of nodes, without the processes on each of them.
+        self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
     def shard(self, drafter: LearnedDrafter) -> None:
-        """Share a drafter out; once, though every ``fit`` and ``validate`` asks."""
+        """Shard a drafter, unless an earlier ``fit`` or ``validate`` has done it already."""
         if not isinstance(drafter, FSDPModule):
+            assert self.device_mesh is not None, "the process group is set up before the model"
             fully_shard(drafter, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
             for method in ("loss", "draft_at"):
                 register_fsdp_forward_method(drafter, method)
 
 
 def is_deepspeed(trainer: L.Trainer) -> bool:
-    """Whether DeepSpeed trains, which hands out no gradients."""
+    """Whether the strategy is DeepSpeed, which does not give access to the gradients."""
     return isinstance(trainer.strategy, DeepSpeedStrategy)
 
 
-def recompute(drafter: LearnedDrafter) -> None:
-    """Let the layers of a drafter's trunk be computed again in the backward pass.
+def enable_activation_checkpointing(drafter: LearnedDrafter) -> None:
+    """Recompute the layers of the drafter's trunk in the backward pass instead of storing their activations.
 
     Raises:
-        ValueError: It has no trunk.
+        ValueError: The drafter has no trunk.
     """
     trunks = [module for module in drafter.modules() if isinstance(module, Trunk)]
     if not trunks:

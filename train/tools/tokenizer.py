@@ -1,4 +1,4 @@
-"""``drafters tokenizer``: a small byte-level BPE vocabulary for a base of one's own."""
+"""``drafters tokenizer``: train a small byte-level BPE tokenizer for a base of your own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def tokenizer(
 
     Args:
         out: Folder to write.
-        count: Conversations of the embedded corpus to train on.
-        seed: Of the embedded corpus.
-        vocab_size: Tokens, special ones and 256 bytes included: at least 259.
-        files: Conversations to train on in place of the embedded ones, as for a training.
+        count: Number of conversations of the embedded corpus to train on.
+        seed: Seed of the embedded corpus.
+        vocab_size: Size of the vocabulary, including 256 bytes and three special tokens: at least 259.
+        files: Conversations to train on instead of the embedded ones, as data.files of a training.
     """
     if (Path(out) / "tokenizer.json").exists():
         raise ValueError(f"{out} already holds a tokenizer: give another folder")
@@ -29,9 +29,9 @@ def tokenizer(
         print(dropped)
     speakers = {"user": "human", "assistant": "gpt"}
     records = (
-        {"conversations": [{"from": speakers[role], "value": text} for role, text in one.messages if role in speakers]}
-        for one in conversations
+        {"conversations": [{"from": speakers[role], "value": text} for role, text in each.messages if role in speakers]}
+        for each in conversations
     )
-    made = embedded.train_tokenizer(records, vocab_size)
-    made.save_pretrained(out)
-    print(f"wrote {out}: {len(made)} tokens of {len(conversations):,} conversations")
+    trained = embedded.train_tokenizer(records, vocab_size)
+    trained.save_pretrained(out)
+    print(f"wrote {out}: {len(trained)} tokens of {len(conversations):,} conversations")

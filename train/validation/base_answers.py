@@ -1,4 +1,4 @@
-"""The base's own greedy answers to held-out prompts, so that validation decodes what it would really write."""
+"""The base's own greedy answers to held-out prompts, so that validation decodes what the base would really write."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Answers = Literal["greedy", "text"]
 
 @torch.no_grad()
 def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> dict[str, Tensor]:
-    """Replace what follows each first prompt by the base's greedy answer.
+    """Replace everything after the first prompt of each conversation by the base's greedy answer.
 
     Args:
+        base: The base that answers.
         batch: ``input_ids`` (B, S) and ``loss_mask`` (B, S).
-        max_tokens: Longest answer.
+        max_tokens: Maximum number of tokens of an answer.
 
     Returns:
-        The same keys on the host, right-padded anew; prompts without an answer are left out.
+        The same keys on the CPU, padded on the right. Conversations without an answer are left out.
 
     Raises:
         ValueError: A prompt fills the base's context.
@@ -35,23 +36,23 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
     width = max(map(len, prompts))
     pad = base.tokenizer.pad_token_id or 0
     padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=pad) for prompt in prompts])
-    real = torch.stack([torch.arange(width, device=padded.device) >= width - len(prompt) for prompt in prompts])
-    room = min(max_tokens, base.context_length - width)
-    if room < 1:
+    is_token = torch.stack([torch.arange(width, device=padded.device) >= width - len(prompt) for prompt in prompts])
+    max_new_tokens = min(max_tokens, base.context_length - width)
+    if max_new_tokens < 1:
         raise ValueError(
             f"a held-out prompt has {width} tokens and the context of {base.name} ends at {base.context_length}: "
             "lower data.max_length, or set model.val_answers to text"
         )
     with torch.autocast(padded.device.type, enabled=False):
-        written = base.greedy(padded, real.long(), room)
-    rows, masks = [], []
-    for prompt, answer in zip(prompts, written, strict=True):
-        ends = [int(at) for token in base.eos for at in (answer == token).nonzero()]
+        answers = base.greedy(padded, is_token.long(), max_new_tokens)
+    texts, masks = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ends = [int(position) for token in base.eos for position in (answer == token).nonzero()]
         answer = answer[: min(ends) + 1] if ends else answer
-        rows.append(torch.cat([prompt, answer]).cpu())
-        masks.append(torch.arange(len(rows[-1])) >= len(prompt))
+        texts.append(torch.cat([prompt, answer]).cpu())
+        masks.append(torch.arange(len(texts[-1])) >= len(prompt))
     return {
-        "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad),
+        "input_ids": torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad),
         "loss_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_value=False),
-        "lengths": torch.tensor([len(row) for row in rows]),
+        "lengths": torch.tensor([len(text) for text in texts]),
     }

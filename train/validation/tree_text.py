@@ -1,4 +1,4 @@
-"""A draft tree as text: drawn from the root to the right, the accepted path in green, the rest grey."""
+"""A draft tree drawn as text, from the root to the right, with the accepted path in green and the rest in grey."""
 
 from __future__ import annotations
 
@@ -16,52 +16,54 @@ ACCEPTED, REJECTED = "bold green", "bright_black"
 
 
 def tree_text(tree: DraftTree, root: str, words: Sequence[str], path: Collection[int], num_nodes: int = 16) -> Text:
-    """Draw a tree; beside each token stands the probability of its path, where the drafter says one.
+    """Draw a tree; if the drafter gives probabilities, each token is followed by the probability of its path.
 
         the ─┬─ cat 0.61 ✓ ─── sat 0.40
              └─ dog 0.22
 
     Args:
-        tree: What was proposed.
-        root: The root, as it is to be read.
-        words: One for each node.
-        path: Accepted nodes, from the root down; they carry a tick, for where there are no colours.
-        num_nodes: Nodes drawn, the first of the tree; accepted ones are drawn besides. How many are left out is said.
+        tree: The draft tree.
+        root: Text of the root token.
+        words: Text of each node's token.
+        path: Accepted nodes, from the root down. A tick marks them where there are no colours.
+        num_nodes: Number of nodes to draw, the first of the tree; accepted nodes are always drawn. A last line says
+            how many nodes are left out.
     """
     children: dict[int, list[int]] = {}
-    shown = [node for node in range(len(tree)) if node < num_nodes or node in path]
-    for node in shown:
+    drawn_nodes = [node for node in range(len(tree)) if node < num_nodes or node in path]
+    for node in drawn_nodes:
         children.setdefault(tree.parents[node], []).append(node)
 
     def label(node: int) -> Text:
         if node == ROOT:
             return Text(root, style="bold")
-        known = node < len(tree.probabilities)
-        text = words[node] + (f" {tree.probabilities[node]:.2f}" if known else "") + (" ✓" if node in path else "")
+        has_probability = node < len(tree.probabilities)
+        probability = f" {tree.probabilities[node]:.2f}" if has_probability else ""
+        text = words[node] + probability + (" ✓" if node in path else "")
         return Text(text, style=ACCEPTED if node in path else REJECTED)
 
-    drawn: dict[int, list[Text]] = {}  # the lines of the tree below each node, itself included
-    for node in [*reversed(shown), ROOT]:  # children come after their parents
-        name, below = label(node), children.get(node, [])
+    lines_below: dict[int, list[Text]] = {}  # of each node, its own line included
+    for node in [*reversed(drawn_nodes), ROOT]:  # children come after their parents
+        name, own_children = label(node), children.get(node, [])
         lines = [name]
-        for number, child in enumerate(below):
-            is_last = number == len(below) - 1
-            for row, line in enumerate(drawn.pop(child)):
+        for number, child in enumerate(own_children):
+            is_last = number == len(own_children) - 1
+            for row, line in enumerate(lines_below.pop(child)):
                 if row == 0 and number == 0:
                     lines[0] = Text.assemble(name, " ─── " if is_last else " ─┬─ ", line)
                     continue
                 joint = ("  └─ " if is_last else "  ├─ ") if row == 0 else "     " if is_last else "  │  "
                 lines.append(Text.assemble(" " * name.cell_len + joint, line))
-        drawn[node] = lines
-    if len(shown) < len(tree):
-        drawn[ROOT].append(Text(f"and {len(tree) - len(shown)} nodes more", style=REJECTED))
-    return Text("\n").join(drawn[ROOT])
+        lines_below[node] = lines
+    if len(drawn_nodes) < len(tree):
+        lines_below[ROOT].append(Text(f"and {len(tree) - len(drawn_nodes)} nodes more", style=REJECTED))
+    return Text("\n").join(lines_below[ROOT])
 
 
 def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token as it is to be read in a drawing: on one line, ``▁`` where it begins with a space."""
-    piece = tokenizer.convert_ids_to_tokens(token) or ""
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    """Return a token's text for a drawing: on one line, with ``▁`` for a space and ``?`` for what cannot be printed."""
+    piece = str(tokenizer.convert_ids_to_tokens(token) or "")
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
     text = ("▁" if piece.startswith(("Ġ", "▁")) else "") + text.removeprefix(" ")
-    shown = "".join({"\n": "⏎", "\t": "⇥", " ": "▁"}.get(sign, sign) for sign in text)
-    return "".join(sign if sign.isprintable() else "?" for sign in shown) or piece or "?"
+    visible = "".join({"\n": "⏎", "\t": "⇥", " ": "▁"}.get(sign, sign) for sign in text)
+    return "".join(sign if sign.isprintable() else "?" for sign in visible) or piece or "?"

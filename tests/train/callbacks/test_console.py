@@ -8,7 +8,7 @@ def test_a_training_shows_whole_metric_names_and_the_number_of_trained_parameter
     outcome = call(lightning_command.main, "fit", "--config", config)
     assert outcome.code == 0, outcome.err
     assert "val/acceptance_length: " in outcome.out and "train/loss: " in outcome.out and "v_num" not in outcome.out
-    assert "Epoch 0" in outcome.out and "/-2" not in outcome.out
+    assert "Epoch 1 " in outcome.out and "/-2" not in outcome.out
     assert "parameters of CTC; the base" in outcome.out and "FLOPs" not in outcome.out
     assert "Tip" not in outcome.err and "LeafSpec" not in outcome.err
 

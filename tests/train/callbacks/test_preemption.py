@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.checkpointing.saved import read_checkpoint
+from train.checkpointing.checkpoint_reader import read_checkpoint
 
 ROOT = Path(__file__).parents[3]
 

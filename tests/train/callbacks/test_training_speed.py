@@ -16,10 +16,9 @@ from drafters.learned.losses import anchors
 from drafters.protocol import Limits
 from train.callbacks import training_speed
 from train.callbacks.training_speed import Optimisation, Speed, num_anchors
-from train.callbacks.tree_samples import drawings, roots_of
+from train.callbacks.tree_samples import choose_roots, draw_trees
 from train.cli import lightning_command
 from train.modules.metrics import conditional
-from train.validation.simulate import accepted
 from train.validation.tree_text import tree_text, word
 
 SEEN = {
@@ -199,12 +198,12 @@ def test_drawings_show_the_text_the_tree_and_what_is_accepted(tiny_base):
     drafter = CTC(tiny_base.shape, num_frames=4, num_labels=3, num_nodes=200, top_k=40).eval()
     text = torch.randint(3, 400, (40,), generator=torch.Generator().manual_seed(0))
     hidden = tiny_base.hidden_states(text[None], (-1,))[0][0]
-    roots = roots_of((10, 40), 6)
-    assert roots == [10, 14, 19, 24, 29, 34] and roots_of((10, 12), 6) == [10] and roots_of((10, 11), 6) == []
-    drawn = drawings(drafter, tiny_base, hidden, text, (10, 40), 6)
+    roots = choose_roots((10, 40), 6)
+    assert roots == [10, 14, 19, 24, 29, 34] and choose_roots((10, 12), 6) == [10] and choose_roots((10, 11), 6) == []
+    drawn = draw_trees(drafter, tiny_base, hidden, text, (10, 40), 6)
     limits = Limits(max_depth=30, eos=tiny_base.eos)
     trees = drafter.draft_at(hidden, text, torch.tensor(roots), tiny_base.base_weights, limits)
-    counts = [accepted(tree, text[root + 1 :].tolist()) for root, tree in zip(roots, trees, strict=True)]
+    counts = [len(tree.follow(text[root + 1 :].tolist())) for root, tree in zip(roots, trees, strict=True)]
     assert sum(counts) > 0
     for drawing, root, count in zip(drawn, roots, counts, strict=True):
         lines = drawing.plain.splitlines()

@@ -8,14 +8,14 @@ import shutil
 import pytest
 import torch
 
-from train.checkpointing.checkpoints import WholeCheckpoints, check_whole, newest_whole, remove_unfinished
+from train.checkpointing.checkpoints import AtomicCheckpointIO, check_complete, newest_complete, remove_unfinished
 from train.cli import lightning_command
 
 
 def save(folder, name, step, age=0.0, **others):
     """A checkpoint of some bytes, so many seconds old."""
     path = folder / f"{name}.ckpt"
-    WholeCheckpoints().save_checkpoint({"step": step, "optimizer_states": [], "w": torch.zeros(1000), **others}, path)
+    AtomicCheckpointIO().save_checkpoint({"step": step, "optimizer_states": [], "w": torch.zeros(1000), **others}, path)
     os.utime(path, (1e9 - age, 1e9 - age))
     return path
 
@@ -41,15 +41,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_
 
 
 def test_the_newest_checkpoint_is_the_last_whatever_its_name(tmp_path):
-    assert newest_whole([tmp_path]) is None
+    assert newest_complete([tmp_path]) is None
     old, new = save(tmp_path, "last", 4, age=9), save(tmp_path, "step=8", 8)
-    assert newest_whole([tmp_path]) == new
+    assert newest_complete([tmp_path]) == new
     old.unlink()
     old.symlink_to(new.name)
-    assert newest_whole([tmp_path]) == old, "of one file the name that stays"
+    assert newest_complete([tmp_path]) == old, "of one file the name that stays"
     old.unlink()
     old.symlink_to("step=4.ckpt")
-    assert newest_whole([tmp_path]) == new, "a link to a file that was deleted is no loss"
+    assert newest_complete([tmp_path]) == new, "a link to a file that was deleted is no loss"
 
 
 @pytest.mark.parametrize("damage", ["cut", "a byte", "text", "empty"])
@@ -59,31 +59,31 @@ def test_a_damaged_checkpoint_is_passed_over_by_last_and_refused_by_name(tmp_pat
     content[len(content) // 2] ^= 1
     damaged = {"cut": bytes(content[: len(content) // 2]), "a byte": bytes(content), "text": b"no zip", "empty": b""}
     broken.write_bytes(damaged[damage])
-    assert newest_whole([tmp_path]) == whole
+    assert newest_complete([tmp_path]) == whole
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("passed over for an older one: ") and "step=8.ckpt is not a readable checkpoint" in line
     with pytest.raises(ValueError, match=r"step=8.ckpt is not a readable checkpoint .*train or copy it again"):
-        check_whole(broken)
+        check_complete(broken)
 
 
 def test_a_folder_that_deepspeed_did_not_finish_is_passed_over(tmp_path, capsys):
     (tmp_path / "step=8.ckpt" / "checkpoint").mkdir(parents=True)
     whole = save(tmp_path, "step=4", 4, age=9)
-    assert newest_whole([tmp_path]) == whole
+    assert newest_complete([tmp_path]) == whole
     assert "step=8.ckpt is not a readable checkpoint (no file latest" in capsys.readouterr().err
     (tmp_path / "step=8.ckpt" / "latest").write_text("checkpoint")
-    assert newest_whole([tmp_path]) == tmp_path / "step=8.ckpt"
+    assert newest_complete([tmp_path]) == tmp_path / "step=8.ckpt"
 
 
 def test_without_any_whole_checkpoint_a_run_does_not_begin_anew_unasked(tmp_path):
     cut(save(tmp_path, "last", 4))
     with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be gone on from"):
-        newest_whole([tmp_path])
+        newest_complete([tmp_path])
 
 
 def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
     full, _ = save(tmp_path, "last", 4, age=9), torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
-    assert newest_whole([tmp_path]) == full
+    assert newest_complete([tmp_path]) == full
 
 
 def test_only_what_a_kill_left_unfinished_is_removed(tmp_path):

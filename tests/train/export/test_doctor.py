@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters import CTC, DraftTree
 from train.cli import commands, lightning_command
-from train.export.examine import distance
+from train.export.examine import probability_difference
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +123,12 @@ def test_an_acceptance_length_of_another_step_is_not_compared(call, best, tmp_pa
     assert outcome.code == 1 and rows(outcome)["acceptance length"][0] == "WRONG"
 
 
-def test_the_distance_of_two_trees_is_over_the_paths_both_hold():
+def test_probabilities_of_two_trees_are_compared_on_the_paths_of_both():
     one = DraftTree([5, 6, 7], [-1, 0, -1], probabilities=[0.5, 0.25, 0.125])
     other = DraftTree([7, 5, 6], [-1, -1, 1], probabilities=[0.25, 0.5, 0.5])
-    assert distance(one, other) == 0.25
-    assert distance(one, DraftTree([8], [-1], probabilities=[0.5])) == 0.0
-    assert distance(one, DraftTree([5], [-1])) == 0.0
+    assert probability_difference(one, other) == 0.25
+    assert probability_difference(one, DraftTree([8], [-1], probabilities=[0.5])) == 0.0
+    assert probability_difference(one, DraftTree([5], [-1])) == 0.0
 
 
 def test_a_draft_tree_carries_the_probabilities_of_its_paths_through_pruning(tiny_base):

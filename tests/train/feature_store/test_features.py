@@ -11,7 +11,7 @@ from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3
 from inference.engine.base import base_hash, load_base
 from train.cli import commands, lightning_command
-from train.feature_store.features import chosen_layers, planned, require_room
+from train.feature_store.plan import divide_into_shards, parse_layers, require_space
 from train.modules.drafter_training import DrafterTraining
 
 DATA = {"files": ["embedded:24"], "max_length": 400}
@@ -223,20 +223,20 @@ def test_wrong_requests_end_in_one_line(call, tiny, tmp_path):
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
     free = shutil.disk_usage(tmp_path).free
-    require_room(tmp_path / "store", free // 2)
+    require_space(tmp_path / "store", free // 2)
     with pytest.raises(ValueError, match=r"the store needs .* left: make room"):
-        require_room(tmp_path / "store", free * 2)
+        require_space(tmp_path / "store", free * 2)
     assert not any(tmp_path.iterdir())
 
 
 def test_with_last_adds_the_last_state_once():
-    assert chosen_layers("1,0", True, 2) == (1, 0, -1)
-    assert chosen_layers("-1,2", True, 2) == (-1, 2)
+    assert parse_layers("1,0", True, 2) == (1, 0, -1)
+    assert parse_layers("-1,2", True, 2) == (-1, 2)
 
 
 def test_shards_hold_each_row_once_the_longest_first():
     names = [bytes([value]) for value in (0, 1, 2, 1, 3, 4)]
-    assert planned(names, [5, 9, 5, 9, 1, 30], 15) == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
+    assert divide_into_shards(names, [5, 9, 5, 9, 1, 30], 15) == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
 
 
 def test_a_base_is_known_by_its_weights(tiny, make_tiny, tmp_path):

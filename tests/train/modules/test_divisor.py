@@ -55,7 +55,7 @@ def gradients(module):
 
 
 def loss_and_gradients(module, batch, divisor=None):
-    seen = module.extract_features(batch["input_ids"], batch["loss_mask"])
+    seen = module.compute_batch(batch["input_ids"], batch["loss_mask"])
     module.zero_grad()
     loss, _ = module.drafter.loss(seen.with_divisor(divisor) if divisor else seen, module.base.base_weights)
     loss.backward()

@@ -105,7 +105,7 @@ def test_a_checkpoint_knows_its_base_its_command_and_its_acceptance_length(train
 @pytest.mark.parametrize("layers", [(-1,), (0, 1, 2)])
 def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, layers):
     module = DrafterTraining(str(tiny), partial(CTC, hidden_layers=layers, **SMALL))
-    seen = module.extract_features(own_text["input_ids"], own_text["loss_mask"])
+    seen = module.compute_batch(own_text["input_ids"], own_text["loss_mask"])
     hidden, labels = seen.hidden, seen.labels
     with torch.no_grad():
         plain = module.base.model(own_text["input_ids"], output_hidden_states=True)
@@ -117,7 +117,7 @@ def test_labels_are_the_argmax_of_the_base_at_every_position(tiny, own_text, lay
 def test_the_first_label_of_an_anchor_is_what_the_base_predicts_after_the_anchor(tiny, own_text):
     module = make(tiny)
     ids = torch.randint(3, 400, (2, 20), generator=torch.Generator().manual_seed(0))
-    labels = module.extract_features(ids, torch.ones_like(ids, dtype=torch.bool)).labels
+    labels = module.compute_batch(ids, torch.ones_like(ids, dtype=torch.bool)).labels
     mask = torch.ones_like(ids, dtype=torch.bool)
     anchors = torch.tensor([[4, 9, 15], [1, 10, 17]])
     targets, valid = following(labels, mask, anchors, num_labels=3)
@@ -134,6 +134,6 @@ def test_the_first_label_of_an_anchor_is_what_the_base_predicts_after_the_anchor
 
 
 def test_labels_of_the_bases_own_greedy_text_are_the_text_itself(tiny, own_text):
-    labels = make(tiny).extract_features(own_text["input_ids"], own_text["loss_mask"]).labels
+    labels = make(tiny).compute_batch(own_text["input_ids"], own_text["loss_mask"]).labels
     inside = own_text["loss_mask"][:, 1:]
     assert torch.equal(labels[:, :-1][inside], own_text["input_ids"][:, 1:][inside])

@@ -113,7 +113,7 @@ def test_activations_computed_again_give_the_same_gradients_and_keep_less(tiny):
     for recomputed in (False, True):
         torch.manual_seed(0)
         module = DrafterTraining(str(tiny), drafter, activation_checkpointing=recomputed)
-        found.append(kept_for_backward(module, module.extract_features(ids, torch.ones_like(ids, dtype=torch.bool))))
+        found.append(kept_for_backward(module, module.compute_batch(ids, torch.ones_like(ids, dtype=torch.bool))))
     (everything, expected), (little, gradients) = found
     assert little < everything / 2
     torch.testing.assert_close(gradients, expected)

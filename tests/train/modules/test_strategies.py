@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from train.checkpointing.saved import from_runs, from_slices, read_checkpoint
+from train.checkpointing.checkpoint_reader import join_slices, read_checkpoint, split_rows
 from train.cli import commands, lightning_command
 
 ROOT = Path(__file__).parents[3]
@@ -140,9 +140,9 @@ def test_weights_are_found_in_the_rows_and_slices_that_processes_share():
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3.0) + 10, "c": torch.tensor([20.0])}
     nothing = torch.zeros(1)
     runs = [torch.cat([weights["a"].flatten(), nothing, weights["b"], nothing]), torch.cat([weights["c"], nothing])]
-    torch.testing.assert_close(from_runs(runs, groups, [[1, 0], [0]]), weights)
+    torch.testing.assert_close(split_rows(runs, groups, [[1, 0], [0]]), weights)
     halves = [torch.cat([w.flatten(), nothing[: w.numel() % 2]]).chunk(2) for w in weights.values()]
-    torch.testing.assert_close(from_slices([torch.cat(row) for row in zip(*halves, strict=True)], groups), weights)
+    torch.testing.assert_close(join_slices([torch.cat(row) for row in zip(*halves, strict=True)], groups), weights)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

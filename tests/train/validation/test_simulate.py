@@ -10,7 +10,7 @@ from inference.engine.base import load_base
 from inference.engine.runner import Runner
 from inference.engine.session import Session
 from train.validation.base_answers import with_own_answers
-from train.validation.simulate import accepted, answer_spans, simulate
+from train.validation.simulate import answer_spans, simulate
 
 FRAMES = 6
 
@@ -185,9 +185,9 @@ def test_the_trees_at_an_anchor_are_those_the_session_proposes(base, drafters, p
 
 def test_a_verifier_accepts_the_longest_drafted_prefix_of_the_text():
     tree = DraftTree.from_paths([[5, 6, 7], [5, 8], [9]])
-    assert accepted(tree, [5, 8, 7]) == 2
-    assert accepted(tree, [5, 6, 7, 1]) == 3
-    assert accepted(tree, [6]) == accepted(tree, []) == accepted(DraftTree(), [5]) == 0
+    assert len(tree.follow([5, 8, 7])) == 2
+    assert len(tree.follow([5, 6, 7, 1])) == 3
+    assert tree.follow([6]) == tree.follow([]) == DraftTree().follow([5]) == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from train.callbacks.faults import Faults
+from train.callbacks.skip_non_finite_steps import SkipNonFiniteSteps
 
 NAN, INF = float("nan"), float("inf")
 
@@ -45,7 +45,7 @@ def fit(module, faults, masks=None, num_batches=6, others=(), **trainer):
 
 @pytest.mark.parametrize("factor", [NAN, INF, -INF])
 def test_a_loss_that_is_not_finite_changes_neither_weights_nor_optimizer(factor):
-    module, faults = Line({(2, 0): factor, (3, 0): factor}), Faults()
+    module, faults = Line({(2, 0): factor, (3, 0): factor}), SkipNonFiniteSteps()
     trainer = fit(module, faults)
     weights, steps = zip(*module.seen, strict=True)
     assert steps == (1, 2, 2, 2, 3, 4)
@@ -56,20 +56,20 @@ def test_a_loss_that_is_not_finite_changes_neither_weights_nor_optimizer(factor)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
-    module, faults = Line({}, {1: NAN}), Faults()
+    module, faults = Line({}, {1: NAN}), SkipNonFiniteSteps()
     fit(module, faults)
     assert faults.skipped_steps == 1 and module.line.weight.isfinite().all()
 
 
 def test_with_nothing_to_skip_the_weights_are_the_same_bit_for_bit():
     module, plain = Line({}), Line({})
-    fit(module, Faults(), accumulate_grad_batches=2, gradient_clip_val=0.5)
+    fit(module, SkipNonFiniteSteps(), accumulate_grad_batches=2, gradient_clip_val=0.5)
     fit(plain, L.Callback(), accumulate_grad_batches=2, gradient_clip_val=0.5)
     assert all(torch.equal(one[0], other[0]) for one, other in zip(module.seen, plain.seen, strict=True))
 
 
 def test_one_bad_batch_skips_the_whole_accumulated_step():
-    module, faults = Line({(0, 0): NAN}), Faults()
+    module, faults = Line({(0, 0): NAN}), SkipNonFiniteSteps()
     fit(module, faults, accumulate_grad_batches=2)
     assert [step for _, step in module.seen] == [0, 0, 0, 1, 1, 2]
     assert faults.skipped_steps == 1
@@ -78,10 +78,10 @@ def test_one_bad_batch_skips_the_whole_accumulated_step():
 def test_too_many_skipped_steps_in_a_row_end_the_run_and_say_what_to_lower():
     bad = {(batch, 0): NAN for batch in range(1, 5)}
     with pytest.raises(ValueError, match=r"3 steps in a row, up to step 4, had a loss .* lower model.learning_rate"):
-        fit(Line(bad), Faults(max_skipped=2))
-    fit(Line(bad), Faults(max_skipped=4))
+        fit(Line(bad), SkipNonFiniteSteps(max_skipped=2))
+    fit(Line(bad), SkipNonFiniteSteps(max_skipped=4))
     with pytest.raises(ValueError, match=r"faults.max_skipped must be at least 0, not -1"):
-        Faults(max_skipped=-1)
+        SkipNonFiniteSteps(max_skipped=-1)
 
 
 class Told(L.Callback):
@@ -98,7 +98,7 @@ class Told(L.Callback):
 def test_all_processes_skip_the_step_that_one_of_them_cannot_take():
     module = Line({(2, 1): NAN})
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
-    trainer = fit(module, Faults(), strategy=strategy, devices=2, others=[Told()])
+    trainer = fit(module, SkipNonFiniteSteps(), strategy=strategy, devices=2, others=[Told()])
     assert trainer.callback_metrics["train/skipped_steps"] == 1
 
 
@@ -114,14 +114,14 @@ def test_batches_without_anchors_are_counted():
         mask(1),
         mask(0, 3),
     ]  # nothing stands before position 0 to draft from
-    faults = Faults()
+    faults = SkipNonFiniteSteps()
     trainer = fit(Line({}), faults, masks)
     assert faults.empty_batches == 3
     assert trainer.callback_metrics["train/empty_batches"] == 3
 
 
 def test_counts_go_on_with_a_resumed_run():
-    before, after = Faults(), Faults(max_skipped=1)
+    before, after = SkipNonFiniteSteps(), SkipNonFiniteSteps(max_skipped=1)
     fit(Line({(5, 0): NAN}), before)
     after.load_state_dict(before.state_dict())
     with pytest.raises(ValueError, match="2 steps in a row, up to step 1,"):

@@ -26,6 +26,7 @@ from train.callbacks.skip_non_finite_steps import SkipNonFiniteSteps
 from train.callbacks.training_speed import Optimisation, Speed
 from train.callbacks.tree_samples import TreeSamples
 from train.checkpointing.checkpoints import AtomicCheckpointIO, check_complete, newest_complete, remove_unfinished
+from train.cli import class_paths
 from train.cli.wrong_values import in_plain_words
 from train.modules.drafter_training import DrafterTraining
 
@@ -164,8 +165,9 @@ def run(args: list[str], command: str) -> None:
         command: The command line as the user wrote it.
     """
     quieten_libraries()
+    class_paths.in_configs()
     DrafterCLI.command = command
-    sys.argv[1:] = args
+    sys.argv[1:] = class_paths.in_arguments(args)
     has_class = names_a_class(args)
     DrafterCLI(
         L.LightningModule if has_class else DrafterTraining,

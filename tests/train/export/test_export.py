@@ -90,7 +90,7 @@ def test_an_exported_base_is_a_transformers_model_with_the_trained_weights(call,
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 64, "context_length": 256}
     values = {
         "model": {
-            "class_path": "train.modules.base_training.BaseTraining",
+            "class_path": "train.BaseTraining",
             "init_args": {"tokenizer": str(tiny)} | sizes,
         },
         "data": {"files": ["embedded:16"], "val_size": 4, "max_length": 96, "batch_size": 4},

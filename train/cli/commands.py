@@ -1,76 +1,108 @@
-"""The ``drafters`` command: every subcommand is a typed function; its docstring is the help."""
+"""The ``drafters`` command. Every subcommand is a typed function, and its docstring is the help."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
+
+from train.cli import lightning_command
+
+
+class Command(NamedTuple):
+    """A subcommand: a typed function whose docstring is the help.
+
+    Args:
+        module: Module of the function.
+        function: Name of the function.
+        summary: Line in the list of commands.
+        positional: Options that may be given by position; a list takes all arguments that are left.
+    """
+
+    module: str
+    function: str
+    summary: str
+    positional: tuple[str, ...] = ()
+
 
 COMMANDS = {
-    "eval": (
+    "eval": Command(
         "inference.evaluation.evaluate",
         "evaluate",
         "measure drafters side by side on the benchmarks of the papers or our own",
     ),
-    "sweep": ("inference.tuning.sweep", "sweep", "measure a drafter over a grid of its arguments, with heat maps"),
-    "chat": ("inference.chat.command", "chat", "talk to a base in the terminal and watch its drafter"),
-    "report": (
+    "sweep": Command(
+        "inference.tuning.sweep", "sweep", "measure a drafter over a grid of its arguments, with heat maps"
+    ),
+    "chat": Command("inference.chat.command", "chat", "talk to a base in the terminal and watch its drafter"),
+    "report": Command(
         "inference.reporting.report",
         "report",
         "make one page of several evaluations, or recount recorded answers by every convention",
+        ("folders",),
     ),
-    "replay": (
+    "replay": Command(
         "inference.replay.replay",
         "replay",
         "measure n-gram drafters exactly on recorded answers, without a base",
     ),
-    "verify": ("inference.evaluation.verify", "verify", "show that a drafter changes no token of what the base writes"),
-    "regenerate": (
+    "verify": Command(
+        "inference.evaluation.verify", "verify", "show that a drafter changes no token of what the base writes"
+    ),
+    "regenerate": Command(
         "inference.regeneration.regenerate",
         "regenerate",
         "let the base answer the prompts of a data set itself, to train on its own text",
     ),
-    "export": ("train.export.export", "export", "turn a training checkpoint into a drafter folder"),
-    "doctor": ("train.export.doctor", "doctor", "compare an exported drafter with the checkpoint it was made from"),
-    "show-mask": ("train.tools.show_mask", "show_mask", "print conversations with their loss mask in colour"),
-    "features": (
+    "export": Command(
+        "train.export.export", "export", "turn a training checkpoint into a drafter folder", ("ckpt", "out")
+    ),
+    "doctor": Command(
+        "train.export.doctor",
+        "doctor",
+        "compare an exported drafter with the checkpoint it was made from",
+        ("ckpt", "export"),
+    ),
+    "show-mask": Command("train.tools.show_mask", "show_mask", "print conversations with their loss mask in colour"),
+    "features": Command(
         "train.feature_store.features",
         "features",
         "write the base's hidden states of conversations for training",
     ),
-    "tokenizer": ("train.tools.tokenizer", "tokenizer", "train a small tokenizer on conversations"),
-    "corpus": (
+    "tokenizer": Command("train.tools.tokenizer", "tokenizer", "train a small tokenizer on conversations", ("out",)),
+    "corpus": Command(
         "inference.indexes.corpus",
         "corpus",
         "count the n-grams of text files into a corpus cache for self_draft, joint and corpus",
+        ("out",),
     ),
-    "datastore": ("inference.indexes.datastore", "datastore", "sort text files into the datastore of the drafter rest"),
-    "ouroboros-search": (
+    "datastore": Command(
+        "inference.indexes.datastore",
+        "datastore",
+        "sort text files into the datastore of the drafter rest",
+        ("out",),
+    ),
+    "ouroboros-search": Command(
         "inference.tuning.ouroboros_search",
         "ouroboros_search",
         "search the hyper-parameters of ouroboros",
     ),
-    "step-cost": (
+    "step-cost": Command(
         "inference.tuning.step_cost",
         "step_cost",
         "measure what a step of the base costs by the nodes it feeds",
     ),
-    "tree-search": ("train.tools.tree_search", "tree_search", "make Medusa's static tree by its heads' accuracies"),
-    "skip-search": (
+    "tree-search": Command(
+        "train.tools.tree_search", "tree_search", "make Medusa's static tree by its heads' accuracies"
+    ),
+    "skip-search": Command(
         "inference.tuning.skip_search",
         "skip_search",
         "search what self_speculative lets the base leave out",
     ),
 }
-POSITIONAL = {
-    "report": ["folders"],
-    "export": ["ckpt", "out"],
-    "doctor": ["ckpt", "export"],
-    "tokenizer": ["out"],
-    "corpus": ["out"],
-    "datastore": ["out"],
-}
+TRAIN = "train a drafter: the same as lightning fit"
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 
 {rows}
@@ -79,50 +111,61 @@ drafters COMMAND --help explains each. Training: lightning --help
 """
 
 
-def normalised(
-    args: list[str], repeated: set[str], positional: list[str], flags: Collection[str] = frozenset()
+def normalise(
+    args: list[str], repeated: set[str], positional: Sequence[str], flags: Collection[str] = frozenset()
 ) -> list[str]:
-    """``--max-new-tokens`` for max_new_tokens, ``--drafter a --drafter b`` for a list, ``CKPT OUT`` by position, where
-    the last may be repeated, ``--overwrite`` for ``--overwrite true``.
+    """Bring arguments into the form ``--key=value``, or ``--key+=value`` for an option that may be repeated.
+
+    Hyphens in names become underscores, a flag without a value becomes ``true``, and arguments without a name get the
+    next positional one. The last positional option may be repeated.
+
+    Args:
+        args: Arguments as the user wrote them.
+        repeated: Names of options that may be repeated.
+        positional: Names of positional options.
+        flags: Names of boolean options.
 
     Raises:
-        ValueError: A second value stands behind an option that takes one at a time.
+        ValueError: A second value follows an option that takes one value at a time.
     """
     result: list[str] = []
-    before = ""  # the repeated option whose value was read last
-    places = iter(positional)
-    left = list(args)
-    while left:
-        arg = left.pop(0)
+    previous = ""  # the repeated option that the argument before belongs to
+    names = iter(positional)
+    remaining = list(args)
+    while remaining:
+        arg = remaining.pop(0)
         if arg in ("-h", "--help"):
             return ["--help"]
         if not arg.startswith("--"):
-            name = next(places, next((last for last in positional[-1:] if last in repeated), None))
-            if not name and before:
-                raise ValueError(f"--{before} takes one value at a time: write --{before} again before {arg}")
+            name = next(names, next((last for last in positional[-1:] if last in repeated), None))
+            if not name and previous:
+                raise ValueError(f"--{previous} takes one value at a time: write --{previous} again before {arg}")
             result += [f"--{name}+={arg}" if name in repeated else f"--{name}={arg}"] if name else [arg]
             continue
         key, equals, value = arg.partition("=")
         key = key.replace("-", "_").replace("__", "--", 1)
         name = key.removeprefix("--")
         if not equals:
-            if name in flags and (not left or left[0].lower() not in ("true", "false")):
+            if name in flags and (not remaining or remaining[0].lower() not in ("true", "false")):
                 value = "true"
-            elif left:
-                value = left.pop(0)
+            elif remaining:
+                value = remaining.pop(0)
             else:
                 return [*result, key]
         result.append(f"{key}+={value}" if name in repeated else f"{key}={value}")
-        before = name if name in repeated else ""
+        previous = name if name in repeated else ""
     return result
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a subcommand; a mistake of the user ends in one line and exit code 2."""
+    """Run a subcommand; a user's mistake ends it with one line and exit code 2."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help", "help"):
-        rows = "\n".join(f"  {name:<16} {line}" for name, (_, _, line) in COMMANDS.items())
-        print(HELP.format(rows=rows), end="")
+        summaries = {"train": TRAIN} | {name: command.summary for name, command in COMMANDS.items()}
+        print(HELP.format(rows="\n".join(f"  {name:<16} {text}" for name, text in summaries.items())), end="")
+        return
+    if args[0] == "train":
+        lightning_command.main(["fit", *args[1:]])
         return
     from train.cli.errors import user_errors
 
@@ -132,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def option_groups(function: Callable[..., None]) -> dict[str, type]:
-    """The parameters of a command that are dataclasses of shared options, such as ``model: ModelOptions``."""
+    """Return the parameters of a command that are dataclasses of shared options, such as ``model: ModelOptions``."""
     from dataclasses import is_dataclass
     from typing import get_type_hints
 
@@ -140,7 +183,7 @@ def option_groups(function: Callable[..., None]) -> dict[str, type]:
 
 
 def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
-    """Return the function of a subcommand and its arguments, which ``args`` gives as its signature names them.
+    """Return the function of a subcommand, and its arguments as the command line gives them.
 
     A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
 
@@ -154,9 +197,8 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
     from train.cli.wrong_values import in_plain_words
 
     if command not in COMMANDS:
-        raise ValueError(f"unknown command {command!r}: known are {', '.join(COMMANDS)}")
-    module, name, _ = COMMANDS[command]
-    function = getattr(import_module(module), name)
+        raise ValueError(f"unknown command {command!r}: known are {', '.join(['train', *COMMANDS])}")
+    function = getattr(import_module(COMMANDS[command].module), COMMANDS[command].function)
     groups = option_groups(function)
     hints = {name: hint for name, hint in get_type_hints(function).items() if name not in groups}
     for group in groups.values():
@@ -169,8 +211,8 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
         parser.add_class_arguments(group, as_group=False)
     parser.add_function_arguments(function, skip=set(groups), as_group=False)
     try:
-        values = parser.parse_args(normalised(args, repeated, POSITIONAL.get(command, []), flags))
-    except Exception as error:  # argparse, jsonargparse and type errors alike are the user's arguments
+        values = vars(parser.parse_args(normalise(args, repeated, COMMANDS[command].positional, flags)))
+    except Exception as error:  # errors of argparse, jsonargparse and types are all about the user's arguments
         raise ValueError(
             f"{command}: {in_plain_words(str(error))} (drafters {command} --help lists the arguments)"
         ) from error

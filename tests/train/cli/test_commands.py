@@ -1,17 +1,28 @@
 import json
 
 import pytest
+import torch
 
 from train.cli import commands
-from train.cli.commands import normalised
+from train.cli.commands import normalise
 
 
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]])
 def test_bare_and_help_list_every_command(call, args):
     outcome = call(commands.main, *args)
     assert (outcome.code, outcome.err) == (0, "")
-    for name, (_, _, line) in commands.COMMANDS.items():
-        assert any(row.split() == [name, *line.split()] for row in outcome.out.splitlines())
+    for name, text in {"train": commands.TRAIN, **{n: c.summary for n, c in commands.COMMANDS.items()}}.items():
+        assert any(row.split() == [name, *text.split()] for row in outcome.out.splitlines())
+
+
+def test_drafters_train_is_the_same_as_lightning_fit(call, write_recipe, tmp_path):
+    config = write_recipe(tmp_path, max_steps=1, limit_val_batches=0)
+    outcome = call(commands.main, "train", "--config", config)
+    assert outcome.code == 0, outcome.err
+    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 1 and checkpoint["command"] == f"lightning fit --config {config}"
+    wrong = call(commands.main, "train", "--config", "cct.yaml")
+    assert "no config 'cct.yaml'" in wrong.one_line_error("lightning")
 
 
 def test_the_list_of_commands_comes_without_torch(fresh_python):
@@ -25,8 +36,8 @@ def test_every_command_explains_each_of_its_arguments(call, name):
     from importlib import import_module
     from inspect import signature
 
-    module, function, _ = commands.COMMANDS[name]
-    function = getattr(import_module(module), function)
+    command = commands.COMMANDS[name]
+    function = getattr(import_module(command.module), command.function)
     outcome = call(commands.main, name, "--help")
     assert outcome.code == 0 and outcome.err == ""
     said = " ".join(outcome.out.split())
@@ -58,11 +69,11 @@ def test_every_command_explains_each_of_its_arguments(call, name):
     ],
 )
 def test_arguments_are_brought_into_one_form(args, expected):
-    assert normalised(args, {"drafter"}, ["ckpt", "out"], {"overwrite"}) == expected
+    assert normalise(args, {"drafter"}, ["ckpt", "out"], {"overwrite"}) == expected
 
 
 def test_the_last_positional_argument_may_be_a_list():
-    assert normalised(["a", "b", "--out", "c"], {"folders"}, ["folders"]) == ["--folders+=a", "--folders+=b", "--out=c"]
+    assert normalise(["a", "b", "--out", "c"], {"folders"}, ["folders"]) == ["--folders+=a", "--folders+=b", "--out=c"]
 
 
 QUICK = ("--benchmark", "embedded", "--limit", 2)

@@ -1,9 +1,10 @@
-"""Answers to questions, drafter by drafter in turn, so that all meet the same machine."""
+"""Decodes questions with several drafters in turn, so that all drafters meet the same machine."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,12 +15,25 @@ from inference.engine.session import Session
 from inference.results.records import Answer, Turn
 from inference.runs.timing import CoreClock
 
-Place = tuple[int, str]  # a question's place among those asked, and a drafter
-WARM_UP = 16  # tokens
+Slot = tuple[int, str]  # the index of a question, and the name of a drafter
+WARM_UP_TOKENS = 16
 
 
-def answer(session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int) -> Answer:
-    """Decode all turns of a question; the base reads its own earlier answers."""
+def answer_question(
+    session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int
+) -> Answer:
+    """Decode all turns of a question; each prompt contains the base's own earlier answers.
+
+    A later turn that no longer fits into the base's context ends the answer early.
+
+    Args:
+        session: Decodes with one drafter.
+        name: The drafter's name.
+        question: The question.
+        base: The base.
+        template: Chat template.
+        max_new_tokens: Maximum number of tokens of a turn.
+    """
     messages: list[tuple[str, str]] = []
     turns, ended = [], []
     on_gpu = base.model.device.type == "cuda"
@@ -30,70 +44,76 @@ def answer(session: Session, name: str, question: Question, base: Base, template
         messages.append(("user", text))
         prompt = encode_question(base, question, messages, template)
         if len(prompt) >= base.context_length and turns:
-            break  # a later turn that no longer fits: `drafters eval` says how many were left out
+            break
         result = session.run(prompt, max_new_tokens, base.eos)
         ended.append(bool(result.tokens) and result.tokens[-1] in base.eos)
-        written = base.tokenizer.decode(result.tokens, skip_special_tokens=True).strip()
-        turns.append(Turn(written, result.tokens, len(prompt), result.steps, result.seconds))
-        messages.append(("assistant", written))
+        answer = base.tokenizer.decode(result.tokens, skip_special_tokens=True).strip()
+        turns.append(Turn(answer, result.tokens, len(prompt), result.steps, result.seconds))
+        messages.append(("assistant", answer))
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
     return Answer(question.question_id, question.category, name, turns, ended, peak, clock.share())
 
 
-def order(names: list[str], num_questions: int, repeat: int = 0) -> list[Place]:
-    """Question by question all drafters, each time beginning with the next one."""
-    places = []
-    for place in range(num_questions):
-        turn = (place + repeat) % len(names)
-        places += [(place, name) for name in names[turn:] + names[:turn]]
-    return places
+def decoding_order(names: Sequence[str], num_questions: int, repeat: int = 0) -> list[Slot]:
+    """All drafters on the first question, then on the second, and so on; each time another drafter comes first.
+
+    Args:
+        names: Names of the drafters.
+        num_questions: Number of questions.
+        repeat: Number of times that all questions were decoded before.
+    """
+    slots: list[Slot] = []
+    for index in range(num_questions):
+        first = (index + repeat) % len(names)
+        slots += [(index, name) for name in [*names[first:], *names[:first]]]
+    return slots
 
 
-def answers(
+def answer_questions(
     base: Base,
     sessions: dict[str, Session],
     questions: list[Question],
     template: str,
     max_new_tokens: int,
-    done: Mapping[Place, Answer] | None = None,
+    done: Mapping[Slot, Answer] | None = None,
     repeat: int = 0,
 ) -> Iterator[Answer]:
-    """Answer every question with every drafter in `order`.
+    """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
 
-    Each drafter is warmed up on the first question, and what it remembers across texts begins with the first answer. An
-    answer that is done is not given again; only a drafter that remembers decodes it once more, to know what it knew.
+    Each drafter is warmed up on the first question and then reset. A drafter that remembers earlier texts decodes the
+    answers that are done once more, as they decide what it drafts for the answers that are missing.
 
     Args:
         base: The base.
-        sessions: By drafter.
-        questions: What is asked.
+        sessions: A session for each drafter, by the drafter's name.
+        questions: The questions.
         template: Chat template.
-        max_new_tokens: Tokens of a turn at most.
-        done: What was answered before.
-        repeat: How often all this was done before.
+        max_new_tokens: Maximum number of tokens of a turn.
+        done: The answers of an interrupted run.
+        repeat: Number of times that all questions were decoded before.
     """
     done = done or {}
-    places = order(list(sessions), len(questions), repeat)
-    unfinished = dict.fromkeys(name for place, name in places if (place, name) not in done)
+    slots = decoding_order(list(sessions), len(questions), repeat)
+    unfinished = dict.fromkeys(name for index, name in slots if (index, name) not in done)
     for name in unfinished:
-        answer(sessions[name], name, questions[0], base, template, min(WARM_UP, max_new_tokens))
+        answer_question(sessions[name], name, questions[0], base, template, min(WARM_UP_TOKENS, max_new_tokens))
         sessions[name].drafter.reset()
-    for place, name in places:
-        known = done.get((place, name))
-        if known and not (name in unfinished and sessions[name].drafter.remembers):
+    for index, name in slots:
+        before = done.get((index, name))
+        if before and not (name in unfinished and sessions[name].drafter.remembers):
             continue
-        found = answer(sessions[name], name, questions[place], base, template, max_new_tokens)
-        if not known:
-            yield found
-        elif outcome(found) != outcome(known):
+        answer = answer_question(sessions[name], name, questions[index], base, template, max_new_tokens)
+        if not before:
+            yield answer
+        elif without_times(answer) != without_times(before):
             warnings.warn(
-                f"{name} does not decode question {found.question_id} as it did before the stop: this device does not "
-                "repeat itself, so what follows may differ from a run without a stop",
+                f"{name} decodes question {answer.question_id} differently than before the interruption: decoding is "
+                "not deterministic on this device, so the results may differ from those of an uninterrupted run",
                 stacklevel=2,
             )
 
 
-def outcome(answer: Answer) -> list:
-    """What two decodings of a question have in common where nothing but their time differs."""
+def without_times(answer: Answer) -> list[Any]:
+    """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic."""
     steps = [[(step.emitted, step.accepted, step.fed, step.draft_forwards) for step in t.steps] for t in answer.turns]
     return [[turn.token_ids for turn in answer.turns], steps]

@@ -1,33 +1,45 @@
-"""``drafters verify``: does a drafter change a single token of what the base writes alone?"""
+"""``drafters verify``: check that drafters do not change a single token of what the base writes alone."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from data import benchmarks
 from drafters.protocol import NoDrafter
-from inference.api.prompts import select_questions
-from inference.engine.base import Base, Dtype, load_base, resolve_device
+from inference.engine.base import Base
+from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, Sampler, make_sampler
+from inference.engine.sampling import Greedy, Sampler
 from inference.engine.session import Session, check_prompt
+from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
+from inference.runs.progress import progress_bars
+
+MAX_SHOWN_DIVERGENCES = 3  # of each drafter
+
+
+@dataclass(frozen=True)
+class PromptOptions(QuestionOptions):
+    """The prompts that are decoded: the first turns of a benchmark's questions."""
+
+    limit: int | None = 20
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two texts part.
+    """The first difference between two answers to the same prompt.
 
     Args:
         prompt: Index of the prompt.
-        position: First differing token of the answer.
-        base_token: What the base alone writes there.
-        drafted_token: What was written with the drafter.
-        logit_gap: Base's logit of its own token less that of the other.
+        position: Position of the first token that differs, in the answer.
+        base_token: The token that the base writes there alone.
+        drafted_token: The token that was written with the drafter.
+        logit_gap: The base's logit of its own token minus that of the other.
     """
 
     prompt: int
@@ -37,120 +49,139 @@ class Divergence:
     logit_gap: float
 
 
-def alone(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
-    """What the base writes without a drafter.
+@dataclass(frozen=True)
+class Comparison:
+    """What decoding some prompts with a drafter gave, compared with the base alone.
 
-    Greedily by transformers' own `generate`, independent of this project's engine; sampled by the engine itself, as
-    only it draws by position.
+    Args:
+        num_identical: Number of prompts with identical answers.
+        acceptance_length: Acceptance length over all prompts.
+        divergences: The first difference of each other prompt.
+    """
+
+    num_identical: int
+    acceptance_length: float
+    divergences: list[Divergence]
+
+
+def alone(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
+    """Return the tokens that the base writes without a drafter.
+
+    Greedy tokens come from transformers' own `generate`, which shares no code with this project's engine; sampled ones
+    from the engine, as only its draws depend on nothing but the seed and the position.
+
+    Args:
+        base: The base.
+        prompt: Token ids of the prompt.
+        max_new_tokens: Maximum number of tokens to write.
+        sampler: How the next token is chosen.
+
+    Raises:
+        ValueError: The prompt is empty or too long, or `max_new_tokens` is less than 1.
     """
     check_prompt(base, prompt, max_new_tokens)
     if not isinstance(sampler, Greedy):
         return Session(Runner(base), NoDrafter(), sampler).run(prompt, max_new_tokens, base.eos).tokens
     ids = torch.tensor([prompt], device=base.model.device)
-    room = min(max_new_tokens, base.context_length - len(prompt))
-    return base.greedy(ids, torch.ones_like(ids), room)[0].tolist()
+    num_tokens = min(max_new_tokens, base.context_length - len(prompt))
+    return base.greedy(ids, torch.ones_like(ids), num_tokens)[0].tolist()
 
 
 @torch.inference_mode()
 def first_divergence(base: Base, index: int, prompt: list[int], expected: list[int], got: list[int]) -> Divergence:
-    """Look at the first differing position with one plain forward of the common text."""
+    """Describe the first difference of two answers, with the logits of one plain forward over their common beginning.
+
+    Args:
+        base: The base.
+        index: Index of the prompt.
+        prompt: Token ids of the prompt.
+        expected: The tokens that the base writes alone.
+        got: The tokens that were written with a drafter; they differ somewhere.
+    """
     pairs = zip([*expected, -1], [*got, -1], strict=False)
-    position = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
+    position = next(i for i, (own, drafted) in enumerate(pairs) if own != drafted)
     ids = torch.tensor([[*prompt, *expected[:position]]], device=base.model.device)
     logits = base.model(ids).logits[0, -1].float()
-    tokens = [text[position] if position < len(text) else min(base.eos, default=0) for text in (expected, got)]
-    return Divergence(index, position, *tokens, (logits[tokens[0]] - logits[tokens[1]]).item())
+    own, drafted = (text[position] if position < len(text) else min(base.eos, default=0) for text in (expected, got))
+    return Divergence(index, position, own, drafted, (logits[own] - logits[drafted]).item())
 
 
 def compare(
-    session: Session, prompts: list[list[int]], expected: list[list[int]], max_new_tokens: int
-) -> tuple[int, float, list[Divergence]]:
-    """Decode every prompt with a drafter and compare: identical texts, acceptance length, divergences."""
+    session: Session, prompts: Sequence[list[int]], expected: Sequence[list[int]], max_new_tokens: int
+) -> Comparison:
+    """Decode every prompt with a drafter and compare the tokens with those of the base alone.
+
+    Args:
+        session: Decodes with the drafter.
+        prompts: Token ids of N prompts.
+        expected: The tokens that the base writes alone, for each of the N prompts.
+        max_new_tokens: Maximum number of tokens of an answer.
+    """
     base = session.runner.base
-    tokens = steps = 0
+    num_tokens = num_steps = 0
     divergences = []
     for index, (prompt, wanted) in enumerate(zip(prompts, expected, strict=True)):
         result = session.run(prompt, max_new_tokens, base.eos)
-        tokens, steps = tokens + sum(s.emitted for s in result.steps[1:]), steps + len(result.steps) - 1
+        num_tokens += sum(step.emitted for step in result.steps[1:])  # the first step is the prefill
+        num_steps += len(result.steps) - 1
         if result.tokens != wanted:
             divergences.append(first_divergence(base, index, prompt, wanted, result.tokens))
-    return len(prompts) - len(divergences), tokens / max(1, steps), divergences
+    return Comparison(len(prompts) - len(divergences), num_tokens / max(1, num_steps), divergences)
 
 
-def verify(
-    base: str,
-    drafter: list[str],
-    benchmark: str = "embedded",
-    questions: str | None = None,
-    limit: int = 20,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    template: str = "tokenizer",
-    dtype: Dtype = "float32",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-) -> None:
-    """Decode prompts with and without each drafter and compare token by token.
+def verify(model: ModelOptions, selection: PromptOptions, sampling: SamplingOptions, drafter: list[str]) -> None:
+    """Decode prompts with and without each drafter, and compare the answers token by token.
 
-    Greedy text is compared with transformers' own generate; sampled text with our vanilla decoding under the same
-    seed. Exit code 1 where a float32 text differs; in bfloat16 near-ties may flip, and the logit gap says how near.
+    Greedy answers are compared with transformers' own generate, sampled ones with this project's decoding without a
+    drafter under the same seed. The exit code is 1 if a float32 answer differs. In bfloat16, tokens with almost equal
+    logits may be exchanged; the logit gap shows how close they were.
 
     Args:
-        base: Folder or hub id of the base.
-        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; a wrong name lists all; may be
-            repeated.
-        benchmark: Whose first turns are the prompts: one that `drafters eval` knows.
-        questions: File of the benchmark, where it is not to come from the hub.
-        limit: Prompts at most; those that do not fit into the base's context are left out and not counted.
-        max_new_tokens: Tokens of an answer at most.
-        temperature: 0 decodes greedily, above it samples.
-        top_k: Sampling keeps the k most probable tokens; 0 keeps all.
-        top_p: Sampling keeps the most probable tokens up to this probability.
-        seed: Of the sampling.
-        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
-        dtype: Number format of base and drafter.
-        device: auto takes the GPU where there is one.
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all of
+            them. May be repeated.
     """
-    from rich.console import Console
-    from rich.progress import track
-    from rich.table import Table
-
-    benchmarks.check_selection(0, limit)
-    chosen = benchmarks.load(benchmark, questions)
-    loaded = load_base(base, dtype, resolve_device(device))
-    picks = make_sampler(temperature, top_k, top_p, seed)
-    asked = select_questions(loaded, benchmark, chosen, template, max_new_tokens, limit)
-    prompts = asked.prompts
-    runner = Runner(loaded)
-    sessions = [(spec, Session(runner, catalogue.make(spec, runner), picks)) for spec in drafter]
-    expected = [alone(loaded, prompt, max_new_tokens, picks) for prompt in prompts]
+    questions = selection.load()
+    base = model.load()
+    sampler = sampling.sampler()
+    selected = selection.select(base, questions)
+    prompts, max_new_tokens = selected.prompts, selection.max_new_tokens
+    runner = Runner(base)
+    sessions = {spec: Session(runner, catalogue.make(spec, runner), sampler) for spec in drafter}
+    expected = [alone(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = Console()
-    how = f"temperature {temperature}, seed {seed}" if temperature > 0 else "greedy"
-    console.print(f"{base} · {dtype} · {how} · {len(prompts)} prompts", markup=False)
-    for line in asked.notes():
+    decoding = f"temperature {sampling.temperature}, seed {sampling.seed}" if sampling.temperature > 0 else "greedy"
+    console.print(f"{model.base} · {model.dtype} · {decoding} · {len(prompts)} prompts", markup=False)
+    for line in selected.notes():
         console.print(f"left out: {line}", markup=False, highlight=False)
-    table = Table()
-    for column in ("drafter", "identical texts", "acceptance length"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    lines, differing = [], 0
-    silent = not sys.stderr.isatty()
-    for spec, session in track(sessions, "verify", console=Console(stderr=True), transient=True, disable=silent):
-        identical, length, divergences = compare(session, prompts, expected, max_new_tokens)
-        differing += len(divergences)
-        colour = "green" if identical == len(prompts) else "red"
-        table.add_row(catalogue.label(spec), f"[{colour}]{identical}/{len(prompts)}[/]", f"{length:.2f}")
-        for found in divergences[:3]:
-            words = [repr(loaded.tokenizer.decode([token])) for token in (found.base_token, found.drafted_token)]
-            lines.append(
-                f"{catalogue.label(spec)}: prompt {found.prompt} differs from token {found.position} on: the base "
-                f"writes {words[0]}, with the drafter {words[1]}; logit gap {found.logit_gap:.3g}"
-            )
-    console.print(table)
-    for line in lines:
-        console.print(line, style="red", markup=False)
-    if not differing:
-        console.print("Nothing is lost: every text is the base's own, token for token.", style="green")
-    elif dtype == "float32":
+    with progress_bars(transient=True) as bars:
+        comparisons = {
+            spec: compare(session, prompts, expected, max_new_tokens)
+            for spec, session in bars.track(sessions.items(), description="verify")
+        }
+    console.print(_table(comparisons, len(prompts)))
+    for spec, comparison in comparisons.items():
+        for divergence in comparison.divergences[:MAX_SHOWN_DIVERGENCES]:
+            console.print(_describe(divergence, catalogue.label(spec), base), style="red", markup=False)
+    if not any(comparison.divergences for comparison in comparisons.values()):
+        console.print("Nothing is lost: every answer is the base's own, token for token.", style="green")
+    elif model.dtype == "float32":
         sys.exit(1)
+
+
+def _table(comparisons: dict[str, Comparison], num_prompts: int) -> Table:
+    table = Table()
+    for column in ("drafter", "identical answers", "acceptance length"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for spec, comparison in comparisons.items():
+        colour = "red" if comparison.divergences else "green"
+        identical = f"[{colour}]{comparison.num_identical}/{num_prompts}[/]"
+        table.add_row(catalogue.label(spec), identical, f"{comparison.acceptance_length:.2f}")
+    return table
+
+
+def _describe(divergence: Divergence, drafter: str, base: Base) -> str:
+    own, drafted = (repr(base.tokenizer.decode([token])) for token in (divergence.base_token, divergence.drafted_token))
+    return (
+        f"{drafter}: prompt {divergence.prompt} differs from token {divergence.position} on: the base writes {own}, "
+        f"with the drafter {drafted}; logit gap {divergence.logit_gap:.3g}"
+    )

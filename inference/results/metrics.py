@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, as pure functions over recorded answers."""
+"""Metrics of an evaluation, as pure functions of the recorded answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference.engine.session import PHASES, StepCost
 from inference.results import intervals
 from inference.results.records import Answer, Turn
 
-# Fields of `Summary` and `CategorySummary` that differ from run to run; all others are the same on the same machine.
+# Fields of `Summary` and `CategorySummary` that contain times or memory; all others are the same in every run.
 MEASURED = {
     *("seconds", "tokens_per_second", "speedup", "speedup_interval", "speedup_median", "noise"),
     *("phase_seconds", "peak_bytes"),
@@ -23,7 +23,7 @@ Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and t
 
 @dataclass(frozen=True)
 class CategorySummary:
-    """One drafter on the questions of one category; fields as in `Summary`, ``identical`` as a share."""
+    """One drafter on the questions of one category, with the fields of `Summary`; ``identical`` is a share."""
 
     questions: int
     acceptance_length: float | None
@@ -34,41 +34,42 @@ class CategorySummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """One drafter beside the baseline on the same questions, with the same length cap. A ratio of nothing is None.
+    """One drafter compared with the baseline on the same questions with the same length cap.
 
-    Intervals are 95 % ones of `statistics.interval`, when the questions are resampled.
+    A ratio whose denominator is zero is None. Intervals are 95 % confidence intervals of `intervals.interval`, obtained
+    by resampling the questions.
 
     Args:
         drafter: Name of the drafter.
-        baseline: Name of the drafter it is compared with.
-        questions: Questions answered.
-        identical: Questions whose every turn has the baseline's tokens.
+        baseline: Name of the drafter that it is compared with.
+        questions: Number of questions answered.
+        identical: Number of questions with the baseline's tokens in every turn.
         first_divergence: Question id, turn and token position (from zero) of the first difference.
-        tokens: Tokens of all answers.
+        tokens: Number of tokens of all answers.
         seconds: Wall time of all answers.
-        acceptance_length: Emitted tokens / base forwards, prefill excluded, micro average.
-        acceptance_interval: Its interval.
-        acceptance_length_with_prefill: Emitted tokens / base forwards, the prefill and what it emits counted; decoding
-            efficiency in the Self-Draft paper, block efficiency in Ouroboros' (Definition C.1), which calls it the
+        acceptance_length: Emitted tokens / base forwards, prefill excluded, over all questions (micro average).
+        acceptance_interval: Interval of the acceptance length.
+        acceptance_length_with_prefill: Emitted tokens / base forwards, counting the prefill and the token it emits. The
+            Self-Draft paper calls it decoding efficiency; Ouroboros (Definition C.1) calls it block efficiency, the
             speed-up if drafting took no time.
-        acceptance_length_mean: Mean over questions of the one without prefill.
-        acceptance_mean_interval: Its interval.
-        acceptance_length_ended: Its micro average over the turns that ended with an end-of-sequence token.
-        fed_per_step: Mean number of tokens fed to the base, prefill excluded.
-        scratch_per_step: Those of them that were fed only to be looked at.
-        draft_forwards_per_step: Forwards of a draft module or model, prefill excluded.
+        acceptance_length_mean: Mean over questions of the acceptance length of each, prefill excluded.
+        acceptance_mean_interval: Interval of that mean.
+        acceptance_length_ended: Acceptance length over the turns that ended with an end-of-sequence token.
+        fed_per_step: Mean number of tokens fed to the base per step, prefill excluded.
+        scratch_per_step: Mean number of scratch tokens among them, which cannot be accepted.
+        draft_forwards_per_step: Mean number of forwards of a draft module or model per step, prefill excluded.
         draft_hit_ratio: Accepted / fed draft tokens, prefill excluded (ANPD's alpha, section 4.5).
         tokens_per_second: Tokens / seconds, prefill included.
-        speedup: The baseline's seconds per token / ours, all questions together, prefill included.
-        speedup_interval: Its interval.
-        speedup_median: Median of the same over questions.
-        noise: What another run's speed-up may differ by, as a relative standard deviation: see `noise`.
-        acceptance_by_depth: Share of steps that accept at least 1, 2, ... draft tokens, prefill excluded.
-        phase_seconds: Seconds by phase (CTC paper, Figure 3), prefill excluded; then ``prefill`` and ``other``, so that
-            they add up.
-        peak_bytes: GPU memory allocated at most, the base and every drafter of the run included; None on a CPU.
-        by_category: The same in short for each category.
-        quality: What `quality.score` makes of the answers, in percent.
+        speedup: The baseline's seconds per token / the drafter's, over all questions, prefill included.
+        speedup_interval: Interval of the speed-up.
+        speedup_median: Median over questions of the speed-up of each.
+        noise: Relative standard deviation that the speed-up would have over several runs: see `noise`.
+        acceptance_by_depth: Share of the steps that accept at least 1, 2, ... draft tokens, prefill excluded.
+        phase_seconds: Seconds by phase (CTC paper, Figure 3), prefill excluded, followed by ``prefill`` and ``other``;
+            together they are all seconds.
+        peak_bytes: Peak of allocated GPU memory, including the base and all drafters of the run; None on a CPU.
+        by_category: The most important metrics for each category.
+        quality: Task quality in percent, as `quality.score` measures it.
     """
 
     drafter: str
@@ -109,9 +110,9 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     """Compare one drafter's answers with the baseline's answers to the same questions.
 
     Args:
-        answers: One to each question; of several, the one of `middle` time.
-        baseline: The same of the baseline.
-        repeats: Every time both answered all the questions, where they did so more than once.
+        answers: One answer to each question; of several repeats, the `median_answers`.
+        baseline: The baseline's answers.
+        repeats: The answers of both in each repeat, if there was more than one.
 
     Raises:
         ValueError: There are no answers, or the baseline did not answer a question.
@@ -166,7 +167,7 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
 
 
 def decode_steps(turns: Iterable[Turn]) -> list[StepCost]:
-    """Every step but each turn's first, the prefill."""
+    """All steps except the prefill, which is the first step of each turn."""
     return [step for turn in turns for step in turn.steps[1:]]
 
 
@@ -183,13 +184,13 @@ def acceptance_by_depth(steps: Sequence[StepCost]) -> list[float]:
 
 
 def speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
-    """The baseline's seconds per token / ours, prefill included; with identical answers a ratio of times."""
+    """The baseline's seconds per token / the drafter's, prefill included."""
     ours, theirs = _ratio(_seconds(turns), _tokens(turns)), _ratio(_seconds(baseline), _tokens(baseline))
     return _ratio(theirs, ours) if ours and theirs else None
 
 
 def first_difference(answer: Answer, baseline: Answer) -> tuple[int, int] | None:
-    """Turn and token position (from zero) where two answers part, None if they are identical."""
+    """Turn and token position (from zero) of the first difference of two answers; None if they are identical."""
     for index, (turn, base) in enumerate(zip_longest(answer.turns, baseline.turns)):
         tokens, base_tokens = turn.token_ids if turn else [], base.token_ids if base else []
         if tokens != base_tokens or not (turn and base):
@@ -199,7 +200,7 @@ def first_difference(answer: Answer, baseline: Answer) -> tuple[int, int] | None
 
 
 def phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
-    """Seconds of each of `PHASES` without the prefill steps, then ``prefill`` and ``other``: all the turns' time."""
+    """Seconds of each of `PHASES` without the prefills, followed by ``prefill`` and ``other``, the rest of the time."""
     steps = decode_steps(turns)
     seconds = {phase: sum(step.seconds[index] for step in steps) for index, phase in enumerate(PHASES)}
     seconds["prefill"] = sum(sum(turn.steps[0].seconds) for turn in turns if turn.steps)
@@ -208,36 +209,37 @@ def phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
 
 
 def noise(repeats: Sequence[Repeat]) -> float | None:
-    """What the speed-up of another run may differ by, as a relative standard deviation; None where nothing tells.
+    """Relative standard deviation that the speed-up would have over several runs; None if it cannot be estimated.
 
-    Of the baseline it is that of its tokens per second. With several repeats it is their own spread, each summed over
-    all questions (the middle of them is steadier). With one it is the standard error over questions of the time of a
-    base forward, against the baseline's: it also holds what questions differ by, and is then too large. Neither sees
-    what slows a whole run down evenly.
+    For the baseline it is that of its tokens per second. With several repeats it is their own standard deviation, which
+    is larger than that of the reported median. With one repeat it is the standard error over questions of the time of a
+    base forward relative to the baseline's; as this also contains real differences between questions, it is an upper
+    estimate. Neither notices what slows down a whole run evenly.
     """
     is_baseline = repeats[0][0][0].drafter == repeats[0][1][0].drafter
     if len(repeats) > 1:
-        found = [
+        speeds = [
             _ratio(_tokens(turns), _seconds(turns)) if is_baseline else speedup(turns, _turns(base))
             for turns, base in ((_turns(answers), base) for answers, base in repeats)
         ]
-        return intervals.spread(found) if all(found) else None
+        known = [speed for speed in speeds if speed]
+        return intervals.relative_deviation(known) if len(known) == len(speeds) else None
     pairs = [
-        (seconds_a_step(answer.turns), 1.0 if is_baseline else seconds_a_step(base.turns))
+        (seconds_per_step(answer.turns), 1.0 if is_baseline else seconds_per_step(base.turns))
         for answer, base in _pair(*repeats[0])
     ]
     return intervals.standard_error([own / base for own, base in pairs if own and base])
 
 
-def middle(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """To each question the answer of median time, of two the faster one, out of repeats in the same order."""
+def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
+    """The answer of median time to each question, or the faster one of two; all repeats have the same order."""
     return [
         sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
         for answers in zip(*repeats, strict=True)
     ]
 
 
-def seconds_a_step(turns: Sequence[Turn]) -> float | None:
+def seconds_per_step(turns: Sequence[Turn]) -> float | None:
     """Mean time of a step, prefill excluded."""
     steps = decode_steps(turns)
     return _ratio(sum(sum(step.seconds) for step in steps), len(steps))

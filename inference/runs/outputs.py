@@ -1,4 +1,4 @@
-"""What a command is to write, refused before any work is done where it cannot or must not be written."""
+"""Checks of output paths, made before any work is done."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def new_file(out: str, overwrite: bool) -> Path:
-    """The path of a file that is to be made; its folder need not be there yet.
+    """Return the path of a file to write; its folder need not exist yet.
 
     Raises:
-        ValueError: The file is there already and not to be replaced, or cannot be made.
+        ValueError: The file exists and must not be replaced, or it cannot be created.
     """
     path = Path(out)
     if path.is_dir() or (path.exists() and not overwrite):
@@ -20,10 +20,10 @@ def new_file(out: str, overwrite: bool) -> Path:
 
 
 def new_folder(out: str | None, overwrite: bool) -> Path | None:
-    """The folder of results that are to be made, if any are.
+    """Return the folder for the results of a command, or None if no folder was chosen.
 
     Raises:
-        ValueError: It holds results already that are not to be replaced, or nothing can be made in it.
+        ValueError: The folder holds results that must not be replaced, or it cannot be created.
     """
     if out is None:
         return None
@@ -35,13 +35,13 @@ def new_folder(out: str | None, overwrite: bool) -> Path | None:
 
 
 def folder_above(path: Path) -> Path:
-    """The nearest folder above a path that is there.
+    """Return the nearest parent folder that exists.
 
     Raises:
-        ValueError: Nothing can be made in it.
+        ValueError: Nothing can be created in it.
     """
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        problem = "may not be written to" if above.is_dir() else "is a file"
-        raise ValueError(f"{path} cannot be made: {above} {problem}; give another name")
-    return above
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        problem = "is not writable" if parent.is_dir() else "is a file"
+        raise ValueError(f"{path} cannot be made: {parent} {problem}; give another name")
+    return parent

@@ -1,4 +1,4 @@
-"""Whether the machine is quiet enough for a measurement: its load, and what a decoding thread gets of a core."""
+"""Whether a machine is idle enough to measure on: its load, and how much of a core a decoding thread gets."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from pathlib import Path
 
 import torch
 
-ROOM = 0.5  # of a core: what the machine itself may need beside a measurement
-LEAST_SHARE = 0.95  # of a core, that a decoding thread has on a quiet machine
-MOST_GPU_USE = 5  # per cent
-NUM_LOOKS = 20
+SPARE_CORES = 0.5  # load that the system itself may cause beside a measurement
+MIN_CORE_SHARE = 0.95  # of its time, that a decoding thread spends on a core of an idle machine
+MAX_GPU_PERCENT = 5
+NUM_SAMPLES = 20
+SAMPLING_SECONDS = 0.2
 
 
 class CoreClock:
-    """Wall time, and how much of it this thread had a core: it decodes all the while, and waits where others work."""
+    """Measures the share of the wall time that its thread spent on a core; a decoding thread never sleeps by itself."""
 
     def __init__(self) -> None:
         self._wall, self._thread = time.perf_counter(), time.thread_time()
 
     def share(self) -> float:
-        """The share of the time since it was made."""
+        """The share since the clock was made."""
         return (time.thread_time() - self._thread) / max(time.perf_counter() - self._wall, 1e-9)
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def load() -> float | None:
-    """Threads that ran or waited for a core, on average over the last minute; None where the system does not say."""
+def load_average() -> float | None:
+    """Average number of threads that ran or waited for a core in the last minute; None if the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def running() -> float | None:
-    """Threads of others that run or wait for a core just now, over a fifth of a second; else `load`.
+def running_threads() -> float | None:
+    """Number of other threads that run or wait for a core right now, averaged over a fifth of a second.
 
-    What a command did a minute ago, as a training before this evaluation, still counts in the load average.
+    Unlike the load average it does not contain what ran a minute ago, such as the training before an evaluation. Where
+    the system does not count running threads, it is the load average.
     """
     try:
         counts = []
-        for _ in range(NUM_LOOKS):
-            time.sleep(0.2 / NUM_LOOKS)
+        for _ in range(NUM_SAMPLES):
+            time.sleep(SAMPLING_SECONDS / NUM_SAMPLES)
             (line,) = (line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("procs_running"))
-            counts.append(int(line.split()[1]) - 1)  # it is we who look
-        return sum(counts) / NUM_LOOKS
+            counts.append(int(line.split()[1]) - 1)  # this thread is running too
+        return sum(counts) / NUM_SAMPLES
     except (OSError, ValueError):
-        return load()
+        return load_average()
 
 
 def gpu_use(device: torch.device) -> int | None:
-    """Per cent of the last moments in which a GPU ran a kernel; None where unknown."""
+    """Recent utilisation of a GPU in percent; None for a CPU, or if the driver does not say."""
     if device.type != "cuda":
         return None
     try:
@@ -64,53 +66,58 @@ def gpu_use(device: torch.device) -> int | None:
 
 
 @dataclass(frozen=True)
-class Quiet:
-    """How quiet the machine was.
+class MachineLoad:
+    """How busy the machine was before and during a measurement.
 
     Args:
-        threads: Threads that decode, of all processes.
-        cores: Cores there are.
-        before: `running` before each start of the command: several where it was stopped and went on.
-        during: `load` at the end of each answer.
-        shares: `CoreClock.share` of each answer.
-        gpu_use: `gpu_use` before each start, where known.
+        num_threads: Number of threads that decode, over all processes.
+        num_cores: Number of cores.
+        before: `running_threads` before each start of the command; there are several if it was interrupted.
+        during: `load_average` at the end of each answer.
+        core_shares: `CoreClock.share` of each answer.
+        gpu_percents: `gpu_use` before each start, where it is known.
     """
 
-    threads: int
-    cores: int
+    num_threads: int
+    num_cores: int
     before: Sequence[float] = ()
     during: Sequence[float] = ()
-    shares: Sequence[float] = ()
-    gpu_use: Sequence[int] = ()
+    core_shares: Sequence[float] = ()
+    gpu_percents: Sequence[int] = ()
 
     def warnings(self) -> list[str]:
-        """What speaks against the times, a line each."""
-        found = []
-        if self.before and max(self.before) + self.threads > self.cores + ROOM:
-            found.append(
-                f"the machine was busy before this began: load {max(self.before):.1f} beside {self.threads} own "
-                f"threads on {self.cores} cores"
+        """One line for each sign that other work disturbed the measured times."""
+        lines = []
+        if self.before and max(self.before) + self.num_threads > self.num_cores + SPARE_CORES:
+            lines.append(
+                f"the machine was busy before the run: load {max(self.before):.1f} in addition to "
+                f"{self._decoding_threads()} on {self.num_cores} cores"
             )
-        if self.during and max(self.during) > max(self.cores, self.threads) + ROOM:
-            found.append(f"the machine was busy: load up to {max(self.during):.1f} on {self.cores} cores")
-        if self.shares and self._share() < LEAST_SHARE:
-            found.append(f"decoding waited for a core {100 * (1 - self._share()):.0f} % of the time")
-        if self.gpu_use and max(self.gpu_use) > MOST_GPU_USE:
-            found.append(f"the GPU was busy before this began: {max(self.gpu_use)} % in use")
-        return found
+        if self.during and max(self.during) > max(self.num_cores, self.num_threads) + SPARE_CORES:
+            lines.append(
+                f"the machine was busy during the run: load up to {max(self.during):.1f} on {self.num_cores} cores"
+            )
+        if self.core_shares and self._mean_core_share() < MIN_CORE_SHARE:
+            lines.append(f"decoding waited for a core {100 * (1 - self._mean_core_share()):.0f} % of the time")
+        if self.gpu_percents and max(self.gpu_percents) > MAX_GPU_PERCENT:
+            lines.append(f"the GPU was busy before the run: {max(self.gpu_percents)} % utilisation")
+        return lines
 
-    def told(self) -> str:
-        """The same in one line, however quiet it was."""
-        parts = [f"{self.cores} cores, {self.threads} threads decode"]
+    def describe(self) -> str:
+        """All measurements in one line."""
+        parts = [f"{self.num_cores} cores, {self._decoding_threads()}"]
         if self.before:
-            parts.append(f"load {', '.join(f'{value:.1f}' for value in self.before)} before")
+            parts.append(f"load before the run {', '.join(f'{value:.1f}' for value in self.before)}")
         if self.during:
-            parts.append(f"up to {max(self.during):.1f} meanwhile")
-        if self.shares:
-            parts.append(f"decoding had a core {100 * self._share():.0f} % of the time")
-        if self.gpu_use:
-            parts.append(f"GPU {', '.join(map(str, self.gpu_use))} % in use before")
+            parts.append(f"load during the run up to {max(self.during):.1f}")
+        if self.core_shares:
+            parts.append(f"decoding had a core {100 * self._mean_core_share():.0f} % of the time")
+        if self.gpu_percents:
+            parts.append(f"GPU utilisation before the run {', '.join(f'{value} %' for value in self.gpu_percents)}")
         return ", ".join(parts)
 
-    def _share(self) -> float:
-        return sum(self.shares) / len(self.shares)
+    def _decoding_threads(self) -> str:
+        return f"{self.num_threads} decoding thread{'' if self.num_threads == 1 else 's'}"
+
+    def _mean_core_share(self) -> float:
+        return sum(self.core_shares) / len(self.core_shares)

@@ -15,7 +15,7 @@ from inference.engine.base import Base, resolve_device
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.engine.session import Session
-from inference.evaluation.answering import answer
+from inference.evaluation.answering import answer_question
 from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
 from inference.results.records import Turn
@@ -183,10 +183,10 @@ def decode(
     """Yield the turns of each question's answer, after a warm-up whose phrases are discarded."""
     session = Session(runner, catalogue.make(spec, runner))
     template, max_new_tokens = selection.template, selection.max_new_tokens
-    answer(session, spec, questions[0], runner.base, template, min(16, max_new_tokens))
+    answer_question(session, spec, questions[0], runner.base, template, min(16, max_new_tokens))
     session.drafter.reset()
     for question in questions:
-        yield answer(session, spec, question, runner.base, template, max_new_tokens).turns
+        yield answer_question(session, spec, question, runner.base, template, max_new_tokens).turns
 
 
 def print_table(trials: Mapping[Setting, Trial], best: Setting, draft_cost: float | None) -> None:

@@ -21,7 +21,7 @@ from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
-from inference.evaluation.answering import answers
+from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
 from inference.results import metrics
@@ -176,7 +176,7 @@ def measure_cell(cell: Cell, workload: Workload, advance: Callable[[], object]) 
     sessions = {spec: Session(runner, catalogue.make(spec, runner), workload.sampler) for spec in ("none", cell.spec)}
     by_drafter: dict[str, list[Answer]] = {name: [] for name in sessions}
     questions = workload.asked.questions
-    for answer in answers(runner.base, sessions, questions, options.template, options.max_new_tokens):
+    for answer in answer_questions(runner.base, sessions, questions, options.template, options.max_new_tokens):
         by_drafter[answer.drafter].append(answer)
         advance()
     plain = metrics.summarise(by_drafter["none"], by_drafter["none"])

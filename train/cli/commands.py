@@ -182,6 +182,19 @@ def option_groups(function: Callable[..., None]) -> dict[str, type]:
     return {name: hint for name, hint in get_type_hints(function).items() if is_dataclass(hint)}
 
 
+def grouped(function: Callable[..., None], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command as its signature names them; ``options`` has them as flat as a command line.
+
+    Options that are missing have their default values.
+    """
+    arguments = dict(options)
+    groups = {
+        name: group(**{field: arguments.pop(field) for field in group.__dataclass_fields__ if field in arguments})
+        for name, group in option_groups(function).items()
+    }
+    return arguments | groups
+
+
 def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
     """Return the function of a subcommand, and its arguments as the command line gives them.
 
@@ -216,6 +229,4 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
         raise ValueError(
             f"{command}: {in_plain_words(str(error))} (drafters {command} --help lists the arguments)"
         ) from error
-    for name, group in groups.items():
-        values[name] = group(**{field: values.pop(field) for field in group.__dataclass_fields__})
-    return function, values
+    return function, grouped(function, dict(values))

@@ -16,7 +16,7 @@ from inference.evaluation.verify import verify
 from inference.tuning.ouroboros_search import ouroboros_search
 from inference.tuning.skip_search import skip_search
 from inference.tuning.sweep import sweep
-from train.cli.commands import option_groups
+from train.cli.commands import grouped
 
 CONTEXT = 64
 LENGTHS = {1: 3, 2: 63, 3: 64, 4: 9, 5: 65, 6: 200, 7: 12}  # words of each question; 3, 5 and 6 do not fit
@@ -49,9 +49,7 @@ def run(command, folder, questions="every", **arguments):
     file = str(folder / f"{questions}.jsonl")
     usual["questions"] = [file] if command is evaluate else file
     values = {"base": str(folder / "base")} | usual | arguments
-    for name, group in option_groups(command).items():
-        values[name] = group(**{field: values.pop(field) for field in group.__dataclass_fields__ if field in values})
-    command(**values)
+    command(**grouped(command, values))
 
 
 def results(out):

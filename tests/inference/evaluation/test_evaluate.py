@@ -16,18 +16,21 @@ from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.pool import NgramPool
 from inference.engine.draft_session import DraftModelSession
+from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import RunningSampler, make_sampler
 from inference.engine.session import PHASES, Session, StepCost
-from inference.evaluation import answering, workers
-from inference.evaluation.answering import answer, answers, order, outcome
-from inference.evaluation.decoded import Decoded, read
-from inference.evaluation.evaluate import _devices, evaluate
-from inference.evaluation.share import Plan, Share
+from inference.evaluation import answering, processes
+from inference.evaluation.answering import answer_question, answer_questions, decoding_order, without_times
+from inference.evaluation.collected import CollectedAnswers, collect
+from inference.evaluation.evaluate import evaluate, process_devices
+from inference.evaluation.plan import EvaluationPlan
+from inference.evaluation.worker import Worker
 from inference.registry import catalogue
 from inference.results import records
 from inference.results.metrics import MEASURED
 from inference.results.records import Answer, Turn
+from train.cli.commands import grouped
 
 FORGETFUL = ["anpd", "prompt_lookup"]
 REMEMBERING = ["joint", "token_recycling", "self_draft"]
@@ -50,8 +53,9 @@ def run(asked):
     """Evaluates drafters on the questions."""
 
     def run(out=None, specs=(*FORGETFUL, *REMEMBERING), **changes):
-        arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)} | changes
-        evaluate(str(asked / "base"), list(specs), ["mt_bench"], [str(asked / "questions.jsonl")], **arguments)
+        arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)}
+        arguments |= {"benchmark": ["mt_bench"], "questions": [str(asked / "questions.jsonl")]}
+        evaluate(**grouped(evaluate, arguments | {"base": str(asked / "base"), "drafter": list(specs)} | changes))
         return out
 
     return run
@@ -90,15 +94,12 @@ def plan(asked):
     """The plan of the same run."""
     specs = ["none", *FORGETFUL, *REMEMBERING]
     questions = benchmarks.load("mt_bench", str(asked / "questions.jsonl"))
-    return Plan(
+    return EvaluationPlan(
         base=str(asked / "base"),
         drafters={spec: spec for spec in specs},
         questions={"mt_bench": questions},
         caps={"mt_bench": 14},
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
+        sampling=SamplingOptions(),
         typical=False,
         template="tokenizer",
         dtype="float32",
@@ -123,14 +124,14 @@ def test_a_run_cut_at_any_byte_goes_on_to_the_same_numbers(plan, whole, tmp_path
         folder, told = tmp_path / str(share), []
         folder.mkdir()
         (folder / "1.jsonl").write_bytes(content[: first + int(share * (len(content) - first))])
-        workers.run(plan, plan.work(), folder, lambda: None, told.append)
-        found = read(folder, plan, plan.work())
+        processes.run(plan, folder, lambda: None, told.append)
+        found = collect(folder, plan)
         assert len(told) == 2 * 5 * 6 and told == sorted(told)
-        assert found.starts == 1 + (0 < share < 1)
+        assert found.num_starts == 1 + (0 < share < 1)
         for drafter, summary in found.summaries()["mt_bench"].items():
             assert json.loads(json.dumps(unmeasured(asdict(summary)))) == results(whole)["mt_bench"][drafter]
-        assert [outcome(answer) for answer in found.middle()["mt_bench"]["joint"]] == [
-            outcome(answer) for answer in records.read(whole / "answers" / "mt_bench" / "joint.jsonl")
+        assert [without_times(answer) for answer in found.median_answers()["mt_bench"]["joint"]] == [
+            without_times(answer) for answer in records.read(whole / "answers" / "mt_bench" / "joint.jsonl")
         ]
 
 
@@ -202,8 +203,8 @@ def test_processes_that_share_the_questions_out_end_in_the_numbers_of_one(run, p
     """For drafters that do not remember; what a process had done before a stop stays."""
     specs = ["none", *FORGETFUL]
     shared = replace(plan, drafters={spec: spec for spec in specs}, devices=("cpu", "cpu"), repeats=1)
-    first, second = (workers.journal_path(tmp_path / "journal", number) for number in range(2))
-    assert list(Share(shared, 0).run(first, shared.work(), None)) == [True] * 9
+    first, second = (processes.journal_path(tmp_path / "journal", number) for number in range(2))
+    assert list(Worker(shared, 0).run(first, None)) == [True] * 9
     before = first.read_bytes()
     run(tmp_path, FORGETFUL, repeats=1, devices=2)
     assert first.read_bytes() == before and second.read_bytes().count(b'"answer"') == 6
@@ -218,7 +219,7 @@ def test_what_a_process_refuses_ends_in_one_line_and_what_breaks_it_is_shown():
         told.put((0, "ready", None))
         told.put((1, what, "there is no such drafter"))
         with pytest.raises(error, match="there is no such drafter"):
-            workers._listen([None, None], told, "ready", print)
+            processes._listen([None, None], told, "ready", print)
 
 
 # ---- what drafters remember
@@ -228,7 +229,7 @@ QUESTIONS = [Question(at, "a", (f"w5 w6 w{7 + at} w5 w6",)) for at in range(4)]
 
 def decoded(base, drafter, questions, sampler=None):
     session = Session(Runner(base), drafter, sampler)
-    return [outcome(answer(session, "it", question, base, "tokenizer", 16)) for question in questions]
+    return [without_times(answer_question(session, "it", question, base, "tokenizer", 16)) for question in questions]
 
 
 def every_drafter(base, make_drafter):
@@ -285,29 +286,35 @@ def test_a_drafter_that_decodes_otherwise_after_a_stop_is_reported(make_base):
         "none": Session(Runner(base), catalogue.make("none", None)),
         "joint": Session(Runner(base), drafters.Joint()),
     }
-    whole = dict(zip(order(["none", "joint"], 4), answers(base, sessions, QUESTIONS, "tokenizer", 12), strict=True))
+    whole = dict(
+        zip(
+            decoding_order(["none", "joint"], 4),
+            answer_questions(base, sessions, QUESTIONS, "tokenizer", 12),
+            strict=True,
+        )
+    )
     done = {place: whole[place] for place in list(whole)[:5]}
-    again = list(answers(base, sessions, QUESTIONS, "tokenizer", 12, done))
-    assert [outcome(each) for each in again] == [outcome(each) for each in list(whole.values())[5:]]
+    again = list(answer_questions(base, sessions, QUESTIONS, "tokenizer", 12, done))
+    assert [without_times(each) for each in again] == [without_times(each) for each in list(whole.values())[5:]]
     done[0, "joint"] = replace(done[0, "joint"], turns=done[1, "joint"].turns)
-    with pytest.warns(UserWarning, match="joint does not decode question 0 as it did before the stop"):
-        list(answers(base, sessions, QUESTIONS, "tokenizer", 12, done))
+    with pytest.warns(UserWarning, match="joint decodes question 0 differently than before the interruption"):
+        list(answer_questions(base, sessions, QUESTIONS, "tokenizer", 12, done))
 
 
 # ---- order, repeats, devices, files
 
 
 def test_a_cpu_is_one_device_unless_more_processes_are_asked_for():
-    assert _devices(torch.device("cpu"), "auto") == ("cpu",)
-    assert _devices(torch.device("cpu"), 3) == ("cpu",) * 3
+    assert process_devices(torch.device("cpu"), "auto") == ("cpu",)
+    assert process_devices(torch.device("cpu"), 3) == ("cpu",) * 3
     if torch.cuda.is_available():
         with pytest.raises(ValueError, match="GPUs here"):
-            _devices(torch.device("cuda"), 99)
+            process_devices(torch.device("cuda"), 99)
 
 
 def test_every_drafter_comes_first_in_turn_and_repeats_begin_elsewhere():
-    assert order(["none", "a", "b"], 2) == [(0, "none"), (0, "a"), (0, "b"), (1, "a"), (1, "b"), (1, "none")]
-    assert order(["none", "a", "b"], 1, repeat=2) == [(0, "b"), (0, "none"), (0, "a")]
+    assert decoding_order(["none", "a", "b"], 2) == [(0, "none"), (0, "a"), (0, "b"), (1, "a"), (1, "b"), (1, "none")]
+    assert decoding_order(["none", "a", "b"], 1, repeat=2) == [(0, "b"), (0, "none"), (0, "a")]
 
 
 def test_a_raw_question_is_read_as_it_stands(make_base):
@@ -325,8 +332,16 @@ def test_repeats_that_differ_are_told(plan):
 
     plan = replace(plan, drafters={"none": "none"}, questions={"b": QUESTIONS[:1]}, repeats=3)
     found = {("b", repeat): {(0, "none"): given([1, 2], repeat)} for repeat in range(3)}
-    assert Decoded(plan, found).unsteady() == []
-    assert Decoded(plan, found).middle()["b"]["none"][0].seconds == 1
+    assert CollectedAnswers(plan, found).repeat_differences() == []
+    assert CollectedAnswers(plan, found).median_answers()["b"]["none"][0].seconds == 1
     found["b", 2] = {(0, "none"): given([1, 3], 2)}
-    (line,) = Decoded(plan, found).unsteady()
-    assert "none decodes 1 questions of b otherwise" in line and "question 7 first" in line
+    (line,) = CollectedAnswers(plan, found).repeat_differences()
+    assert "none decodes 1 questions of b differently" in line and "question 7 first" in line
+
+
+def test_the_default_is_the_base_alone_prompt_lookup_and_joint_on_the_embedded_questions(asked, tmp_path):
+    options = {"base": str(asked / "base"), "device": "cpu", "limit": 1, "max_new_tokens": 4, "out": str(tmp_path)}
+    evaluate(**grouped(evaluate, options))
+    by_benchmark = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert list(by_benchmark) == ["embedded"]
+    assert list(by_benchmark["embedded"]) == ["none", "prompt_lookup", "joint"]

@@ -8,10 +8,11 @@ import torch
 from data import embedded
 from drafters import Drafter, DraftTree
 from inference.engine import runner
+from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 from inference.evaluation import verify as module
-from inference.evaluation.verify import alone, compare, first_divergence, verify
+from inference.evaluation.verify import Comparison, PromptOptions, alone, compare, first_divergence, verify
 from inference.registry import catalogue
 
 
@@ -40,7 +41,8 @@ def compared(base, spec, prompts, max_new_tokens, sampler):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
-    verify(folder, ["none", "anpd:order=3", "prompt_lookup"], limit=3, max_new_tokens=16, temperature=temperature)
+    drafters = ["none", "anpd:order=3", "prompt_lookup"]
+    verify(ModelOptions(folder), PromptOptions(limit=3, max_new_tokens=16), SamplingOptions(temperature), drafters)
     printed = capsys.readouterr().out
     assert "Nothing is lost" in printed
     assert printed.count("3/3") == 3
@@ -54,7 +56,7 @@ def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypa
     monkeypatch.setattr(runner, "_known_mask", everything)
     monkeypatch.setattr(runner, "causal_tree_mask", everything)
     with pytest.raises(SystemExit) as caught:
-        verify(folder, ["none", "lossy"], limit=3, max_new_tokens=24)
+        verify(ModelOptions(folder), PromptOptions(limit=3, max_new_tokens=24), SamplingOptions(), ["none", "lossy"])
     assert caught.value.code == 1
     printed = capsys.readouterr().out
     assert "Nothing is lost" not in printed
@@ -74,7 +76,7 @@ def test_nothing_is_decoded_before_all_drafters_and_prompts_are_known_to_be_good
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(module, "alone", lambda *arguments: pytest.fail("the base was asked"))
     with pytest.raises(ValueError, match=said):
-        verify(folder, drafters, questions=str(questions))
+        verify(ModelOptions(folder), PromptOptions(questions=str(questions)), SamplingOptions(), drafters)
 
 
 def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):
@@ -85,13 +87,13 @@ def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, ora
         catalogue.TRAINING_FREE, "oracle", catalogue.Kind(lambda: oracle([*prompt, *written], length=2))
     )
     # the prefill emits three tokens, then five steps three each, and the last two of three
-    assert compared(base, "oracle", [prompt], 20, Greedy()) == (1, 17 / 6, [])
-    assert compared(base, "none", [prompt], 20, Greedy()) == (1, 1.0, [])
+    assert compared(base, "oracle", [prompt], 20, Greedy()) == Comparison(1, 17 / 6, [])
+    assert compared(base, "none", [prompt], 20, Greedy()) == Comparison(1, 1.0, [])
 
 
 def test_sampled_texts_are_compared_with_the_same_seed(base):
-    identical, _, _ = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
-    assert identical == 2
+    found = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
+    assert found.num_identical == 2
 
 
 def test_the_first_divergence_is_where_the_texts_part(base):
@@ -122,11 +124,11 @@ def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, mo
     base = make_base(seed=5)
     for name, value in setting.items():
         monkeypatch.setattr(base.model.generation_config, name, value)
-    assert compared(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy())[0] == 3
+    assert compared(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy()).num_identical == 3
 
 
 def test_an_end_token_that_only_the_tokenizer_names_ends_both_texts(make_base, monkeypatch):
     base = make_base()
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", None)
     assert alone(base, [5, 6, 7], 30, Greedy())[-1] == 2
-    assert compared(base, "anpd", [[5, 6, 7]], 30, Greedy())[0] == 1
+    assert compared(base, "anpd", [[5, 6, 7]], 30, Greedy()).num_identical == 1

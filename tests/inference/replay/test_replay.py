@@ -13,7 +13,7 @@ from drafters.checkpoint import DrafterConfig, save
 from inference.engine.base import tokenizer_hash
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost
-from inference.evaluation.evaluate import answer
+from inference.evaluation.answering import answer
 from inference.registry import catalogue
 from inference.replay import recordings
 from inference.replay.recordings import POISON, Recorded, RecordedBase, Recording, ReplayRunner

@@ -1,9 +1,13 @@
-"""Intervals on synthetic data whose truth is known."""
+"""Confidence intervals on synthetic data whose true values are known."""
+
+from math import sqrt
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 
-from inference.results.intervals import interval, spread, standard_error, student
+from inference.results import intervals
+from inference.results.intervals import interval, relative_deviation, standard_error, tail_probability
 
 RATIO, SPEEDUP = (1, -1), (1, -1, -1, 1)
 
@@ -28,7 +32,7 @@ def times(rng, num):
 
 @pytest.mark.parametrize("num", [20, 40, 80])
 @pytest.mark.parametrize("make, powers", [(accepted, RATIO), (means, RATIO), (times, SPEEDUP)])
-def test_intervals_hold_the_truth_as_often_as_they_say(make, powers, num):
+def test_intervals_contain_the_true_value_as_often_as_their_level_says(make, powers, num):
     rng = np.random.default_rng(0)
     truth = np.prod([column.sum() ** float(power) for column, power in zip(make(rng, 10**6), powers, strict=True)])
     found = [interval(make(rng, num), powers) for _ in range(200)]
@@ -36,14 +40,14 @@ def test_intervals_hold_the_truth_as_often_as_they_say(make, powers, num):
     assert 0.90 <= share <= 0.99, share
 
 
-def test_an_interval_of_half_the_level_holds_the_truth_half_the_time():
+def test_an_interval_of_level_one_half_contains_the_true_value_half_the_time():
     rng = np.random.default_rng(1)
     truth = np.exp(0.8 + 0.35**2 / 2)
     found = [interval(means(rng, 40), RATIO, level=0.5) for _ in range(300)]
     assert 0.4 <= np.mean([low <= truth <= high for low, high in found]) <= 0.6
 
 
-def test_an_interval_lies_around_its_number_and_is_wider_for_fewer_questions():
+def test_an_interval_surrounds_its_number_and_is_wider_for_fewer_questions():
     emitted, forwards = accepted(np.random.default_rng(2), 80)
     few, many = interval((emitted[:10], forwards[:10]), RATIO), interval((emitted, forwards), RATIO)
     assert many[0] < emitted.sum() / forwards.sum() < many[1]
@@ -51,19 +55,44 @@ def test_an_interval_lies_around_its_number_and_is_wider_for_fewer_questions():
     assert interval((emitted, forwards), RATIO) == many, "the resampling is the same every time"
 
 
-def test_equal_questions_close_the_interval_and_one_question_has_none():
+def test_equal_questions_have_an_empty_interval_and_one_question_has_none():
     assert interval(([6, 6, 6], [3, 3, 3]), RATIO) == (2.0, 2.0)
     assert interval(([0.3] * 7, [0.1] * 7), RATIO) == pytest.approx((3.0, 3.0), rel=1e-15)
     assert interval(([6], [3]), RATIO) is None
     assert interval(([6, 4], [0, 0]), RATIO) is None
 
 
-@pytest.mark.parametrize("freedom, tabled", [(4, 2.776), (9, 2.262), (19, 2.093), (79, 1.990)])
-def test_students_quantiles_are_the_tabled_ones(freedom, tabled):
-    assert student(0.975, freedom) == pytest.approx(tabled, rel=0.01)
+@pytest.mark.parametrize("freedom, quantile", [(4, 2.776), (9, 2.262), (19, 2.093), (79, 1.990)])
+def test_the_tails_are_those_of_the_tabled_quantiles_of_students_distribution(freedom, quantile):
+    expected = NormalDist().cdf(-sqrt((freedom + 1) / freedom) * quantile)
+    assert tail_probability(freedom + 1, level=0.95) == pytest.approx(expected, rel=0.01)
 
 
-def test_the_spread_and_the_standard_error_are_relative():
-    assert spread([9.0, 10.0, 11.0]) == pytest.approx(0.1)
+def expanded_tail(num_questions, level):
+    """The tail by the expansion of Student's quantile around the normal one (Abramowitz and Stegun 26.7.5)."""
+    z, freedom = NormalDist().inv_cdf((1 + level) / 2), num_questions - 1
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    quantile = sum(term / freedom**power for power, term in enumerate(terms))
+    return NormalDist().cdf(-sqrt(num_questions / freedom) * quantile)
+
+
+@pytest.mark.parametrize("num", [5, 10, 20, 40, 80, 160])
+@pytest.mark.parametrize("make, powers", [(accepted, RATIO), (means, RATIO), (times, SPEEDUP)])
+def test_intervals_print_the_digits_that_were_published_with_the_expansion_of_the_quantile(
+    make, powers, num, monkeypatch
+):
+    columns = make(np.random.default_rng(num), num)
+    printed = [f"{end:.2f}" for end in interval(columns, powers)]
+    monkeypatch.setattr(intervals, "tail_probability", expanded_tail)
+    assert [f"{end:.2f}" for end in interval(columns, powers)] == printed
+
+
+def test_the_deviation_and_the_standard_error_are_relative():
+    assert relative_deviation([9.0, 10.0, 11.0]) == pytest.approx(0.1)
     assert standard_error([np.exp(-0.1), 1.0, np.exp(0.1)]) == pytest.approx(0.1 / np.sqrt(3))
-    assert spread([5.0]) is standard_error([5.0]) is None
+    assert relative_deviation([5.0]) is standard_error([5.0]) is None

@@ -7,7 +7,15 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from inference.engine.session import PHASES, StepCost
-from inference.results.metrics import MEASURED, CategorySummary, Summary, first_difference, middle, noise, summarise
+from inference.results.metrics import (
+    MEASURED,
+    CategorySummary,
+    Summary,
+    first_difference,
+    median_answers,
+    noise,
+    summarise,
+)
 from inference.results.records import Answer, Turn
 
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
@@ -175,10 +183,10 @@ def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
     assert summarise([first], NONE).noise is None
 
 
-def test_the_middle_of_repeats_is_taken_for_each_question():
+def test_each_question_keeps_its_answer_of_median_time():
     repeats = [slower(CTC, factors) for factors in ([1, 5], [3, 1], [2, 9])]
-    assert [answer.seconds for answer in middle(repeats)] == [2 * 3.0, 5 * 2.5]
-    assert middle(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two the faster one"
+    assert [answer.seconds for answer in median_answers(repeats)] == [2 * 3.0, 5 * 2.5]
+    assert median_answers(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two the faster one"
 
 
 def test_the_peak_is_the_most_of_all_answers(summary):

@@ -15,6 +15,7 @@ from inference.tuning import sweep_plots
 from inference.tuning.grid import Axis, Cell, cells, read_axes, read_axis
 from inference.tuning.sweep import sweep
 from inference.tuning.sweep_report import MeasuredCell, noise, ranked
+from train.cli.commands import grouped
 
 # ---- the grid
 
@@ -161,7 +162,7 @@ def test_a_cell_is_what_a_single_evaluation_measures(tiny, whole, tmp_path, draf
         run_sweep(drafter=drafter, grid=grid, out=str(out), **tiny)
     specs = [cell.spec for cell in cells(drafter, read_axes(grid, drafter))]
     single = tiny | {"benchmark": [tiny["benchmark"]], "questions": [tiny["questions"]]}
-    evaluate(drafter=specs, out=str(tmp_path / "eval"), **single)
+    evaluate(**grouped(evaluate, single | {"drafter": specs, "out": str(tmp_path / "eval")}))
     expected = json.loads((tmp_path / "eval" / "results.json").read_text())["results"]["mt_bench"]
     assert list(untimed(out)) == specs
     for cell in read(out):

@@ -113,7 +113,6 @@ DRAFTERS = {
     EVAL + "--drafter anpd --device cuda": "no CUDA device here",
     EVAL + "--drafter anpd --template chatml": "unknown chat template 'chatml'",
     "eval --benchmark embedded --drafter anpd": "base",
-    "eval --base @tiny --drafter anpd": "benchmark",
     # ---- the base
     "verify --drafter anpd --base @nowhere": "no base at",
     "verify --drafter anpd --base nowhere": "no base at nowhere",

@@ -1,0 +1,131 @@
+"""All answers of an evaluation, collected from the journals of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inference.evaluation.answering import Slot, without_times
+from inference.evaluation.plan import EvaluationPlan
+from inference.evaluation.processes import journal_path
+from inference.evaluation.worker import read_answers
+from inference.results import metrics
+from inference.results.metrics import Summary
+from inference.results.records import Answer
+from inference.runs import timing
+from inference.runs.journal import Journal
+
+T = TypeVar("T")
+
+
+@dataclass
+class CollectedAnswers:
+    """The answers of an evaluation, and how busy the machine was.
+
+    Args:
+        plan: What was decoded.
+        answers: The answers, by benchmark and repeat, then by question and drafter.
+        machine: How busy the machine was.
+        num_starts: How often the command was started until all answers were there.
+    """
+
+    plan: EvaluationPlan
+    answers: dict[tuple[str, int], dict[Slot, Answer]] = field(default_factory=dict)
+    machine: timing.MachineLoad = field(default_factory=lambda: timing.MachineLoad(1, 1))
+    num_starts: int = 0
+
+    def repeats(self, benchmark: str, drafter: str) -> list[list[Answer]]:
+        """A drafter's answers of each repeat, in the order of the questions."""
+        indices = range(len(self.plan.questions[benchmark]))
+        return [
+            [self.answers[benchmark, repeat][index, drafter] for index in indices]
+            for repeat in range(self.plan.repeats)
+        ]
+
+    def median_answers(self) -> dict[str, dict[str, list[Answer]]]:
+        """For each question the answer of median time among its repeats, by benchmark and drafter."""
+        return {
+            benchmark: {
+                drafter: metrics.median_answers(self.repeats(benchmark, drafter)) for drafter in self.plan.drafters
+            }
+            for benchmark in self.plan.questions
+        }
+
+    def summaries(self) -> dict[str, dict[str, Summary]]:
+        """Each drafter in comparison with the base alone, by benchmark and drafter."""
+        summaries = {}
+        for benchmark, by_drafter in self.median_answers().items():
+            baseline = next(iter(by_drafter))
+            baseline_repeats = self.repeats(benchmark, baseline)
+            summaries[benchmark] = {
+                drafter: metrics.summarise(
+                    answers,
+                    by_drafter[baseline],
+                    list(zip(self.repeats(benchmark, drafter), baseline_repeats, strict=True)),
+                )
+                for drafter, answers in by_drafter.items()
+            }
+        return summaries
+
+    def repeat_differences(self) -> list[str]:
+        """One line for each drafter whose repeats decode different tokens or steps."""
+        lines = []
+        for benchmark in self.plan.questions:
+            for drafter in self.plan.drafters:
+                first, *others = self.repeats(benchmark, drafter)
+                ids = [
+                    answer.question_id
+                    for answer, *again in zip(first, *others, strict=True)
+                    if any(without_times(other) != without_times(answer) for other in again)
+                ]
+                if ids:
+                    lines.append(
+                        f"{drafter} decodes {len(ids)} questions of {benchmark} differently in different repeats, "
+                        f"question {ids[0]} first: decoding is not deterministic on this device"
+                    )
+        return lines
+
+    def missing_turns(self) -> list[str]:
+        """One line for each benchmark with later turns that no longer fitted into the base's context."""
+        lines = []
+        for benchmark, questions in self.plan.questions.items():
+            answers = self.repeats(benchmark, next(iter(self.plan.drafters)))[0]
+            pairs = zip(questions, answers, strict=True)
+            if num_missing := sum(len(question.turns) - len(answer.turns) for question, answer in pairs):
+                lines.append(f"{benchmark}: {num_missing} later turns, which no longer fit into the base's context")
+        return lines
+
+
+def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
+    """Read the journals of all processes.
+
+    Args:
+        folder: Folder of the journals.
+        plan: What was decoded.
+    """
+    starts: list[dict[str, Any]] = []
+    loads: list[float | None] = []
+    collected = CollectedAnswers(plan)
+    for number in range(len(plan.devices)):
+        with Journal(journal_path(folder, number), plan.settings) as journal:
+            for key, answers in read_answers(journal).items():
+                collected.answers.setdefault(key, {}).update(answers)
+            own_starts = [entry for entry in journal if "answer" not in entry]
+            loads += [entry["load"] for entry in journal if "answer" in entry]
+        starts += own_starts
+        collected.num_starts = max(collected.num_starts, len(own_starts))
+    collected.machine = timing.MachineLoad(
+        num_threads=plan.threads * len(plan.devices),
+        num_cores=timing.num_cores(),
+        before=_without_none(entry["load"] for entry in starts),
+        during=_without_none(loads),
+        core_shares=_without_none(a.core_share for by_slot in collected.answers.values() for a in by_slot.values()),
+        gpu_percents=_without_none(entry["gpu_use"] for entry in starts),
+    )
+    return collected
+
+
+def _without_none(values: Iterable[T | None]) -> list[T]:
+    return [value for value in values if value is not None]

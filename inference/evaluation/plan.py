@@ -1,0 +1,85 @@
+"""What an evaluation decodes, and how: known to every process, and to the journals of an interrupted run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from data.benchmarks import Question
+from data.tokenizer import short_hash
+from inference.engine.base import Dtype
+from inference.engine.options import SamplingOptions
+from inference.registry import catalogue
+from inference.runs.fingerprint import fingerprint
+
+# The names by which users know some keys of `EvaluationPlan.settings`.
+LABELS = {"caps": "max_new_tokens", "files": "files of the base or a drafter"}
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What an evaluation decodes, and how.
+
+    Args:
+        base: Folder or hub id of the base.
+        dtype: Dtype of the weights.
+        drafters: Spec of each drafter, by its name in the tables; the first one, ``none``, is the base alone.
+        questions: The questions, by benchmark.
+        caps: Maximum number of tokens of an answer, by benchmark.
+        template: Chat template.
+        sampling: How the next token is chosen.
+        typical: Whether drafts are accepted by typical acceptance, which is lossy.
+        devices: The device of each process.
+        threads: Number of torch threads of each process.
+        repeats: How often every question is decoded.
+    """
+
+    base: str
+    dtype: Dtype
+    drafters: dict[str, str]
+    questions: dict[str, list[Question]]
+    caps: dict[str, int]
+    template: str
+    sampling: SamplingOptions
+    typical: bool
+    devices: tuple[str, ...]
+    threads: int
+    repeats: int
+
+    @property
+    def num_answers(self) -> int:
+        """Number of answers over all benchmarks, drafters and repeats."""
+        return self.repeats * len(self.drafters) * sum(map(len, self.questions.values()))
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the answers and their times depend on, for the first line of a journal."""
+        files = {folder for spec in self.drafters.values() if (folder := catalogue.split(spec)[1]) is not None}
+        device = torch.device(self.devices[0])
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return {
+            "base": self.base,
+            "drafters": self.drafters,
+            "questions": {
+                name: short_hash(json.dumps([asdict(question) for question in questions]))
+                for name, questions in self.questions.items()
+            },
+            "caps": self.caps,
+            **asdict(self.sampling),
+            "typical": self.typical,
+            "template": self.template,
+            "dtype": self.dtype,
+            "devices": list(self.devices),
+            "threads": self.threads,
+            "repeats": self.repeats,
+            "files": {name: fingerprint(name) for name in sorted({self.base, *files})},
+            "machine": f"{machine}, torch {torch.__version__}",
+        }
+
+    def indices_of_process(self, number: int, benchmark: str) -> list[int]:
+        """The indices of the questions that a process answers: of N processes, each takes every N-th question."""
+        return list(range(number, len(self.questions[benchmark]), len(self.devices)))

@@ -1,0 +1,111 @@
+"""Runs the processes of an evaluation: this one, or one for each device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue as queues
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from inference.evaluation.plan import EvaluationPlan
+from inference.evaluation.worker import Worker
+from inference.runs import timing
+
+POLLING_SECONDS = 1.0  # between two checks that the other processes are alive
+
+
+def run(plan: EvaluationPlan, folder: Path, on_ready: Callable[[], None], on_answer: Callable[[bool], None]) -> None:
+    """Answer all questions, into one journal for each process.
+
+    Args:
+        plan: What is decoded.
+        folder: Folder of the journals; see `journal_path`.
+        on_ready: Called once all bases and drafters are loaded, so that no mistake in the arguments can stop the
+            evaluation any more; only then old results may be deleted.
+        on_answer: Called for every answer, with whether it was decoded now.
+
+    Raises:
+        ValueError: A base or a drafter cannot be loaded.
+    """
+    load = timing.running_threads()
+    if len(plan.devices) == 1:
+        worker = Worker(plan)
+        on_ready()
+        for is_new in worker.run(journal_path(folder, 0), load):
+            on_answer(is_new)
+        return
+    context = multiprocessing.get_context("spawn")  # a forked process could use neither CUDA nor torch's threads
+    messages: Queue = context.Queue()
+    go = context.Event()
+    processes = [
+        context.Process(
+            target=_work, args=(plan, number, journal_path(folder, number), load, messages, go), daemon=True
+        )
+        for number in range(len(plan.devices))
+    ]
+    try:
+        for process in processes:
+            process.start()
+        _listen(processes, messages, "ready", lambda is_new: None)
+        on_ready()
+        go.set()
+        _listen(processes, messages, "finished", on_answer)
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def journal_path(folder: Path, number: int) -> Path:
+    """The journal of a process."""
+    return folder / f"{1 + number}.jsonl"
+
+
+def _listen(processes: Sequence[BaseProcess], messages: Queue, until: str, on_answer: Callable[[bool], None]) -> None:
+    """Handle the messages of the processes until all of them have sent ``until``."""
+    waiting = set(range(len(processes)))
+    while waiting:
+        try:
+            number, kind, content = messages.get(timeout=POLLING_SECONDS)
+        except queues.Empty:
+            dead = [number for number in waiting if not processes[number].is_alive()]
+            if dead and messages.empty():
+                raise RuntimeError(
+                    f"process {1 + dead[0]} ended with exit code {processes[dead[0]].exitcode}"
+                ) from None
+            continue
+        match kind:
+            case "answer":
+                on_answer(content)
+            case "refused":
+                raise ValueError(content)
+            case "failed":
+                raise RuntimeError(f"process {1 + number} failed:\n{content}")
+            case _ if kind == until:
+                waiting.discard(number)
+
+
+def _work(plan: EvaluationPlan, number: int, path: Path, load: float | None, messages: Queue, go: Event) -> None:
+    """One process: answers its questions for as long as its parent process lives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    try:
+        worker = Worker(plan, number)
+        messages.put((number, "ready", None))
+        while not go.wait(POLLING_SECONDS):
+            if not parent.is_alive():
+                return
+        for is_new in worker.run(path, load, parent.is_alive):
+            messages.put((number, "answer", is_new))
+        messages.put((number, "finished", None))
+    except ValueError as error:
+        messages.put((number, "refused", str(error)))
+    except Exception:
+        messages.put((number, "failed", traceback.format_exc()))

@@ -1,0 +1,124 @@
+"""The results folder of an evaluation: answers, results.json, results.md and report.html beside the journals."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from drafters.atomic_write import atomic_write
+from inference.evaluation.collected import CollectedAnswers
+from inference.evaluation.plan import LABELS, EvaluationPlan
+from inference.reporting import report
+from inference.reporting.tables import COUNTING_RULE, Summaries
+from inference.results import records
+from inference.runs.journal import Journal
+from inference.runs.outputs import new_folder
+
+JOURNALS = "journal"  # name of the folder with a journal for each process
+
+
+def results_folder(out: str | None, overwrite: bool, plan: EvaluationPlan) -> Path | None:
+    """Return the folder for the results, or None if no folder was chosen.
+
+    Raises:
+        ValueError: The folder cannot be created, or it holds results of other settings and must not be overwritten.
+    """
+    journals = sorted((Path(out) / JOURNALS).glob("*.jsonl")) if out else []
+    folder = new_folder(out, overwrite or bool(journals))
+    if not overwrite:
+        for path in journals:
+            try:
+                Journal(path, plan.settings, labels=LABELS)
+            except ValueError as error:
+                raise ValueError(f"{out} already holds results: {error}") from error
+    return folder
+
+
+def clear(folder: Path) -> None:
+    """Delete the results of an earlier evaluation."""
+    old = [*(folder / "answers").rglob("*.jsonl"), *(folder / JOURNALS).glob("*.jsonl")]
+    for path in [*old, folder / "results.json", folder / "results.md"]:
+        path.unlink(missing_ok=True)
+
+
+def write_results(
+    folder: Path,
+    answers: CollectedAnswers,
+    summaries: Summaries,
+    skipped: Sequence[str],
+    warnings: Sequence[str],
+    decode: Callable[[list[int]], str],
+) -> Path:
+    """Write the answers, results.json, results.md and report.html; return the path of the report.
+
+    Args:
+        folder: The results folder.
+        answers: All answers.
+        summaries: The numbers, by benchmark and drafter.
+        skipped: What was left out, one line each.
+        warnings: What speaks against the numbers, one line each.
+        decode: Turns token ids into text.
+    """
+    context = describe_run(answers)
+    context |= {key: "; ".join(lines) for key, lines in (("left_out", skipped), ("warnings", warnings)) if lines}
+    given = answers.median_answers()
+    for benchmark, by_drafter in given.items():
+        for drafter, own in by_drafter.items():
+            records.write(folder / "answers" / benchmark / f"{_file_name(drafter)}.jsonl", own)
+    report.write_results(folder, summaries, context)
+    with atomic_write(folder / "results.md") as new:
+        new.write_text(report.markdown(summaries, context), encoding="utf-8")
+    return report.write_report(folder, summaries, context, given, decode)
+
+
+def describe_run(answers: CollectedAnswers) -> dict[str, str]:
+    """What was run, on which machine and how it was counted: the context of the results."""
+    import transformers
+
+    plan = answers.plan
+    device = torch.device(plan.devices[0])
+    is_gpu = device.type == "cuda"
+    machine = torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine()
+    count = f"{len(plan.devices)} x " if len(plan.devices) > 1 else ""
+    context = {
+        "base": plan.base,
+        "dtype": plan.dtype,
+        "device": f"{count}{device.type} ({machine}, {plan.threads} threads)",
+        "decoding": _describe_decoding(plan),
+        "template": plan.template,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "command": " ".join(["drafters", *sys.argv[1:]]),
+        "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}",
+        "timing": f"every question decoded {plan.repeats} times, the median time counts"
+        if plan.repeats > 1
+        else "every question decoded once",
+        "machine": answers.machine.describe(),
+        "counting": COUNTING_RULE,
+    }
+    if answers.num_starts > 1:
+        context["starts"] = f"{answers.num_starts}: the command was interrupted and continued"
+    return context
+
+
+def _describe_decoding(plan: EvaluationPlan) -> str:
+    sampling = plan.sampling
+    decoding = "greedy"
+    if sampling.temperature:
+        decoding = (
+            f"temperature {sampling.temperature}, top_k {sampling.top_k}, top_p {sampling.top_p}, seed {sampling.seed}"
+        )
+    if plan.typical:
+        decoding += ", drafts accepted by typical acceptance: lossy"
+    caps = set(plan.caps.values())
+    cap = str(*caps) if len(caps) == 1 else ", ".join(f"{cap} ({name})" for name, cap in plan.caps.items())
+    return f"{decoding}, at most {cap} new tokens a turn"
+
+
+def _file_name(drafter: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-=" else "_" for c in drafter)

@@ -1,4 +1,4 @@
-"""``python -m train`` is the ``lightning`` command under a name nothing else claims."""
+"""``python -m train``: the ``lightning`` command under a name that no other package uses."""
 
 from train.cli.lightning_command import main
 

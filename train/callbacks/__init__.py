@@ -1,4 +1,4 @@
-"""Lightning callbacks: speed, memory estimate, skipped steps, signals, exact resume, draft-tree samples.
+"""Lightning callbacks: terminal output, speed, memory estimate, skipped steps, signals, exact resume, tree samples.
 
 May import `modules` and `validation`.
 """

@@ -1,4 +1,4 @@
-"""Reading and writing training checkpoints.
+"""Writing checkpoints atomically, finding the newest complete one, and reading them without running their code.
 
 Imports no other room of `train`.
 """

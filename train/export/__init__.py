@@ -1,4 +1,4 @@
-"""From a training checkpoint to a drafter folder or a vLLM checkpoint, and the check of the result.
+"""Turning a training checkpoint into a drafter folder or a vLLM checkpoint, and checking the result.
 
 May import `checkpointing`, `modules`, `validation` and `feature_store`.
 """

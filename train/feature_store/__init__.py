@@ -1,4 +1,4 @@
-"""``drafters features``: hidden states of the base, computed once for many trainings.
+"""The base's outputs that drafters train on, and ``drafters features``, which stores them ahead of training.
 
 Imports no other room of `train`.
 """

@@ -1,4 +1,4 @@
-"""The LightningModules, their optimizer, metrics and distributed strategies.
+"""The LightningModules with their optimizer, metrics and distributed strategies.
 
 May import `validation` and `feature_store`.
 """

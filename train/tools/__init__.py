@@ -1,4 +1,4 @@
-"""Small commands around training: show-mask, tokenizer, tree-search.
+"""Small commands around training: show-mask, tokenizer and tree-search.
 
 May import `validation`.
 """

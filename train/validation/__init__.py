@@ -1,4 +1,4 @@
-"""Simulated decoding on held-out text, which measures the acceptance length during training.
+"""Decoding simulated on held-out text, which measures the acceptance length during training, and drawings of trees.
 
 Imports no other room of `train`.
 """

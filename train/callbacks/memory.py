@@ -174,5 +174,5 @@ def loss_bytes(drafter: LearnedDrafter, shape: BaseShape, num_anchors: int) -> i
     """
     if num_frames := getattr(drafter, "num_frames", None):
         return min(MAX_BYTES, 2 * 4 * num_anchors * num_frames * shape.vocab_size)
-    chunk: int = getattr(drafter, "chunk_positions", None) or getattr(drafter, "chunk_anchors", num_anchors)
-    return 3 * 4 * min(chunk, num_anchors) * shape.vocab_size
+    chunk_size: Any = getattr(drafter, "chunk_positions", None) or getattr(drafter, "chunk_anchors", num_anchors)
+    return 3 * 4 * min(chunk_size, num_anchors) * shape.vocab_size

@@ -77,6 +77,6 @@ class Preemption(L.Callback):
                 message = f"stopped by a signal after step {trainer.global_step}: go on with --ckpt_path last"
                 print(f"\n{message}", file=sys.stderr)
         # Lightning kills all processes as soon as one of those it has launched exits with another code than 0.
-        environment = getattr(strategy, "cluster_environment", None)
+        environment: Any = getattr(strategy, "cluster_environment", None)
         is_launched = trainer.global_rank > 0 and not environment.creates_processes_externally
         raise SystemExit(0 if is_launched else self._exit_code or EXIT_CODES[signal.SIGTERM])

@@ -76,9 +76,9 @@ def describe_data(trainer: L.Trainer) -> dict[str, Any]:
     for name in ("input_ids", "loss_mask"):
         for chunk in rows.data.column(name).chunks:
             row_lengths = np.diff(chunk.offsets.to_numpy(zero_copy_only=False)).astype(np.int64)
-            values = np.ascontiguousarray(chunk.flatten().to_numpy(zero_copy_only=False))
-            digest.update(memoryview(row_lengths))
-            digest.update(memoryview(values))
+            values = chunk.flatten().to_numpy(zero_copy_only=False)
+            digest.update(row_lengths.tobytes())
+            digest.update(values.tobytes())
     names = [name for name in ("batch_size", "max_tokens", "seed") if name in data.hparams]
     return {
         "the training text": f"{len(rows)} conversations {digest.hexdigest()}",

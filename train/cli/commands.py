@@ -179,7 +179,8 @@ def option_groups(function: Callable[..., None]) -> dict[str, type]:
     from dataclasses import is_dataclass
     from typing import get_type_hints
 
-    return {name: hint for name, hint in get_type_hints(function).items() if is_dataclass(hint)}
+    hints = get_type_hints(function)
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
 
 
 def grouped(function: Callable[..., None], options: dict[str, Any]) -> dict[str, Any]:
@@ -187,9 +188,11 @@ def grouped(function: Callable[..., None], options: dict[str, Any]) -> dict[str,
 
     Options that are missing have their default values.
     """
+    from inspect import signature
+
     arguments = dict(options)
     groups = {
-        name: group(**{field: arguments.pop(field) for field in group.__dataclass_fields__ if field in arguments})
+        name: group(**{field: arguments.pop(field) for field in signature(group).parameters if field in arguments})
         for name, group in option_groups(function).items()
     }
     return arguments | groups

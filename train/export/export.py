@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from data.tokenizer import load_tokenizer
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
@@ -130,7 +128,7 @@ def _export_base(saved: dict[str, Any], arguments: dict[str, Any], folder: Path,
         # A model with another number of files would leave one of these; transformers removes the shards itself.
         (folder / name).unlink(missing_ok=True)
     sharded: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
-    module.model.to(dtype=torch.bfloat16).save_pretrained(folder, **sharded)
+    module.model.bfloat16().save_pretrained(folder, **sharded)
     load_tokenizer(arguments["tokenizer"]).save_pretrained(folder)
 
 

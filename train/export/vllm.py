@@ -58,6 +58,7 @@ def medusa_config(drafter: Medusa, config: DrafterConfig) -> dict[str, Any]:
     """
     if not drafter.own_heads:
         raise ValueError("the vllm format of Medusa has an output layer in each head: train with own_heads: true")
+    head: Any = drafter.blocks[0]  # all heads have equally many layers
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -65,7 +66,7 @@ def medusa_config(drafter: Medusa, config: DrafterConfig) -> dict[str, Any]:
         "vocab_size": config.base.vocab_size,
         "truncated_vocab_size": config.base.vocab_size,
         "num_heads": drafter.num_heads,
-        "num_hidden_layers": len(drafter.blocks[0].layers),
+        "num_hidden_layers": len(head.layers),
         "medusa_fc_bias": True,
         "original_lm_head": False,
         "dtype": "float32",

@@ -73,7 +73,7 @@ class BatchWithoutLastHidden(TrainingBatch):
             object.__setattr__(self, name, value)  # the class is frozen
 
     @property
-    def last(self) -> Tensor:  # type: ignore[override]
+    def last(self) -> Tensor:
         raise ValueError(
             "this drafter's loss reads the base's last states, which the feature store does not hold: "
             "write it with `drafters features --with-last`"

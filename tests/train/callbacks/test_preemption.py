@@ -27,7 +27,7 @@ def wait_for(condition, run):
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
     ids=lambda value: str(value),
 )
-def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_exactly(
+def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(
     write_run, fork, losses_of, tmp_path, number, code
 ):
     config = write_run(tmp_path, every=1000, max_steps=10**6)
@@ -44,7 +44,7 @@ def test_a_signal_saves_at_the_end_of_the_step_and_the_run_goes_on_exactly(
     assert all(len(losses) == 1 for losses in losses_of(tmp_path).values())
 
 
-def test_a_validation_that_a_signal_cut_short_is_run_from_its_start(write_run, fork, tmp_path):
+def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_run, fork, tmp_path):
     """Its second batch is what the signal waits for; its first is not counted twice, nor left out."""
 
     def stop_in_validation():
@@ -93,7 +93,7 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_benchmark_that_trains_ends_as_its_training_did(fork, tiny, tmp_path, number, code):
+def test_a_benchmark_ends_with_the_exit_code_of_its_training(fork, tiny, tmp_path, number, code):
     def benchmark():
         from benchmarks import experiment
         from train.modules.drafter_training import DrafterTraining

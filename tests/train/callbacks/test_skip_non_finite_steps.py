@@ -55,13 +55,13 @@ def test_a_loss_that_is_not_finite_changes_neither_weights_nor_optimizer(factor)
     assert trainer.global_step == 6, "a skipped step is a step of the schedule"
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+def test_a_gradient_that_is_not_finite_is_skipped_even_if_the_loss_is_finite():
     module, faults = Line({}, {1: NAN}), SkipNonFiniteSteps()
     fit(module, faults)
     assert faults.skipped_steps == 1 and module.line.weight.isfinite().all()
 
 
-def test_with_nothing_to_skip_the_weights_are_the_same_bit_for_bit():
+def test_without_faulty_steps_the_weights_are_the_same_bit_for_bit():
     module, plain = Line({}), Line({})
     fit(module, SkipNonFiniteSteps(), accumulate_grad_batches=2, gradient_clip_val=0.5)
     fit(plain, L.Callback(), accumulate_grad_batches=2, gradient_clip_val=0.5)
@@ -75,7 +75,7 @@ def test_one_bad_batch_skips_the_whole_accumulated_step():
     assert faults.skipped_steps == 1
 
 
-def test_too_many_skipped_steps_in_a_row_end_the_run_and_say_what_to_lower():
+def test_too_many_consecutive_skipped_steps_end_the_run_and_name_what_to_lower():
     bad = {(batch, 0): NAN for batch in range(1, 5)}
     with pytest.raises(ValueError, match=r"3 steps in a row, up to step 4, had a loss .* lower model.learning_rate"):
         fit(Line(bad), SkipNonFiniteSteps(max_skipped=2))
@@ -95,7 +95,7 @@ class Told(L.Callback):
         assert steps.tolist() == [1, 2, 2, 3, 4, 5]
 
 
-def test_all_processes_skip_the_step_that_one_of_them_cannot_take():
+def test_all_processes_skip_a_step_that_is_not_finite_in_one_of_them():
     module = Line({(2, 1): NAN})
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     trainer = fit(module, SkipNonFiniteSteps(), strategy=strategy, devices=2, others=[Told()])
@@ -120,7 +120,7 @@ def test_batches_without_anchors_are_counted():
     assert trainer.callback_metrics["train/empty_batches"] == 3
 
 
-def test_counts_go_on_with_a_resumed_run():
+def test_a_resumed_run_continues_the_counts():
     before, after = SkipNonFiniteSteps(), SkipNonFiniteSteps(max_skipped=1)
     fit(Line({(5, 0): NAN}), before)
     after.load_state_dict(before.state_dict())

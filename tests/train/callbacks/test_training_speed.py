@@ -15,7 +15,7 @@ from drafters import CTC, DraftTree
 from drafters.learned.losses import anchors
 from drafters.protocol import Limits
 from train.callbacks import training_speed
-from train.callbacks.training_speed import Optimisation, Speed, num_anchors
+from train.callbacks.training_speed import Optimisation, Speed, count_anchors
 from train.callbacks.tree_samples import choose_roots, draw_trees
 from train.cli import lightning_command
 from train.modules.metrics import conditional
@@ -44,7 +44,7 @@ def watched(write_recipe, tmp_path_factory):
     return runs, printed.getvalue()
 
 
-def test_every_run_logs_speed_acceptance_by_depth_and_norms_without_naming_a_callback(watched):
+def test_every_run_logs_speed_acceptance_by_depth_and_gradient_norms(watched):
     with (watched[0] / "CSVLogger" / "version_0" / "metrics.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert rows[0].keys() >= SEEN
@@ -62,7 +62,7 @@ def test_every_run_logs_speed_acceptance_by_depth_and_norms_without_naming_a_cal
             assert product == pytest.approx(at[f"val/accepted_{depth}_or_more"][row])
 
 
-def test_draft_trees_of_each_validation_are_in_tensorboard_and_printed_when_asked(watched):
+def test_draft_trees_of_each_validation_go_to_tensorboard_and_are_printed_on_request(watched):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(watched[0] / "TensorBoardLogger" / "version_0"), size_guidance={"tensors": 0})
@@ -76,16 +76,16 @@ def test_draft_trees_of_each_validation_are_in_tensorboard_and_printed_when_aske
     assert watched[1].count("draft trees at step") == 2 and watched[1].count(" accepted of ") == 6
 
 
-def test_shares_given_the_depth_before_multiply_to_the_shares_by_depth():
+def test_conditional_shares_multiply_to_the_shares_by_depth():
     assert conditional([0.5, 0.25, 0.0, 0.0]) == [0.5, 0.5, 0.0, 0.0]
     assert conditional([]) == []
 
 
 @pytest.mark.parametrize("most", [1, 5, 100, 0])
-def test_anchors_are_counted_as_they_are_sampled(most):
+def test_the_anchor_count_equals_the_number_of_sampled_anchors(most):
     mask = torch.rand(6, 20, generator=torch.Generator().manual_seed(0)) < torch.linspace(0, 1, 6)[:, None]
     _, kept = anchors.sample(mask, most or mask.shape[1])
-    assert int(num_anchors(mask, most)) == int(kept.sum())
+    assert int(count_anchors(mask, most)) == int(kept.sum())
 
 
 class Line(L.LightningModule):
@@ -123,7 +123,7 @@ def test_the_gradient_norm_is_that_of_the_whole_gradient_before_clipping():
     assert logged == pytest.approx(module.norms) and min(logged) > 1e-3
 
 
-def test_speed_counts_real_tokens_and_leaves_validation_out(monkeypatch):
+def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeypatch):
     """Two steps of 3 s each after 1 s of waiting, a validation of 100 s between them."""
     clock = iter([1.0, 4.0, 104.0, 105.0, 108.0, 108.0])
     monkeypatch.setattr(training_speed.time, "perf_counter", lambda: next(clock))
@@ -166,7 +166,7 @@ def test_a_tree_is_drawn_from_the_root_to_the_right():
     assert "\x1b[1;32mcat 0.60 ✓\x1b[0m" in seen.get() and "\x1b[90mdog 0.20\x1b[0m" in seen.get()
 
 
-def test_a_chain_is_one_line_an_empty_tree_its_root_and_a_wide_word_keeps_the_columns():
+def test_a_chain_is_one_line_an_empty_tree_is_its_root_and_wide_characters_keep_the_columns():
     assert tree_text(DraftTree([1, 2], [-1, 0]), "the", ["cat", "sat"], []).plain == "the ─── cat ─── sat"
     assert tree_text(DraftTree(), "the", [], []).plain == "the"
     lines = tree_text(DraftTree([1, 2], [-1, -1]), "猫", ["a", "b"], []).plain.splitlines()
@@ -188,7 +188,7 @@ def test_every_node_of_a_tree_is_drawn_once_behind_its_parent(seed):
         assert row >= above and column == end + 5
 
 
-def test_of_a_large_tree_the_first_nodes_and_the_accepted_ones_are_drawn():
+def test_a_large_tree_is_drawn_with_its_first_and_its_accepted_nodes():
     drawn = tree_text(DraftTree(range(9), [-1] * 9), "r", [f"w{node}" for node in range(9)], [7], num_nodes=2).plain
     assert [name for name in (f"w{node}" for node in range(9)) if name in drawn] == ["w0", "w1", "w7"]
     assert drawn.splitlines()[-1] == "and 6 nodes more"
@@ -212,7 +212,7 @@ def test_drawings_show_the_text_the_tree_and_what_is_accepted(tiny_base):
         assert drawing.plain.count("✓") == count and "and " in lines[-2]
 
 
-def test_a_token_is_read_on_one_line(tiny_base):
+def test_a_token_is_drawn_on_one_line(tiny_base):
     tokenizer = tiny_base.tokenizer
     shown = {word(tokenizer, token) for token in range(len(tokenizer))}
     assert all(name and name.isprintable() and " " not in name for name in shown)

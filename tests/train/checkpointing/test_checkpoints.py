@@ -27,7 +27,7 @@ def cut(path):
     os.utime(path, times)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_temporary_file(tmp_path, monkeypatch):
     path = save(tmp_path, "last", 1)
 
     def no_room(descriptor):
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_rest(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_newest_checkpoint_is_the_last_whatever_its_name(tmp_path):
+def test_the_newest_checkpoint_is_found_under_any_name(tmp_path):
     assert newest_complete([tmp_path]) is None
     old, new = save(tmp_path, "last", 4, age=9), save(tmp_path, "step=8", 8)
     assert newest_complete([tmp_path]) == new
@@ -53,7 +53,7 @@ def test_the_newest_checkpoint_is_the_last_whatever_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "a byte", "text", "empty"])
-def test_a_damaged_checkpoint_is_passed_over_by_last_and_refused_by_name(tmp_path, capsys, damage):
+def test_a_damaged_checkpoint_is_skipped_by_last_and_refused_by_name(tmp_path, capsys, damage):
     whole, broken = save(tmp_path, "step=4", 4, age=9), save(tmp_path, "step=8", 8)
     content = bytearray(broken.read_bytes())
     content[len(content) // 2] ^= 1
@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_last_and_refused_by_name(tmp_pat
         check_complete(broken)
 
 
-def test_a_folder_that_deepspeed_did_not_finish_is_passed_over(tmp_path, capsys):
+def test_a_folder_that_deepspeed_did_not_finish_is_skipped(tmp_path, capsys):
     (tmp_path / "step=8.ckpt" / "checkpoint").mkdir(parents=True)
     whole = save(tmp_path, "step=4", 4, age=9)
     assert newest_complete([tmp_path]) == whole
@@ -75,18 +75,18 @@ def test_a_folder_that_deepspeed_did_not_finish_is_passed_over(tmp_path, capsys)
     assert newest_complete([tmp_path]) == tmp_path / "step=8.ckpt"
 
 
-def test_without_any_whole_checkpoint_a_run_does_not_begin_anew_unasked(tmp_path):
+def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(tmp_path):
     cut(save(tmp_path, "last", 4))
     with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be gone on from"):
         newest_complete([tmp_path])
 
 
-def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+def test_a_checkpoint_without_optimizer_states_cannot_be_continued(tmp_path):
     full, _ = save(tmp_path, "last", 4, age=9), torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
     assert newest_complete([tmp_path]) == full
 
 
-def test_only_what_a_kill_left_unfinished_is_removed(tmp_path):
+def test_only_temporary_files_are_removed(tmp_path):
     kept = {save(tmp_path, "last", 4), tmp_path / "notes.new"}
     (tmp_path / "notes.new").touch()
     (tmp_path / "step=8.ckpt.4711.new").touch()
@@ -94,7 +94,7 @@ def test_only_what_a_kill_left_unfinished_is_removed(tmp_path):
     assert set(tmp_path.iterdir()) == kept
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_run, fork, losses_of, tmp_path):
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(write_run, fork, losses_of, tmp_path):
     config = write_run(tmp_path, every=1, keep=-1, max_steps=2)
     assert fork("fit", "--config", config).wait() == 0
     cut(tmp_path / "checkpoints" / "step=2.ckpt")  # and last.ckpt, which points at it
@@ -106,7 +106,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(write_run, fork,
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
-def test_a_full_disk_ends_a_run_in_one_line_with_the_checkpoint_before(write_run, fork, tmp_path):
+def test_a_full_disk_ends_a_run_with_one_line_and_keeps_the_last_checkpoint(write_run, fork, tmp_path):
     config = write_run(tmp_path, every=1, max_steps=1)
     assert fork("fit", "--config", config).wait() == 0
     size = (tmp_path / "checkpoints" / "last.ckpt").stat().st_size
@@ -126,6 +126,6 @@ def test_a_full_disk_ends_a_run_in_one_line_with_the_checkpoint_before(write_run
     assert fork("fit", "--config", config, *more).wait() == 0, "with room again it goes on"
 
 
-def test_a_folder_without_checkpoints_begins_a_run(write_run, call, tmp_path):
+def test_last_starts_a_new_run_in_a_folder_without_checkpoints(write_run, call, tmp_path):
     outcome = call(lightning_command.main, "fit", "--config", write_run(tmp_path, max_steps=1), "--ckpt_path", "last")
     assert outcome.code == 0, outcome.err

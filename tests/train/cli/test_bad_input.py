@@ -190,7 +190,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("count", ["0", "-3"])
 @pytest.mark.parametrize("row", [EVAL, VERIFY], ids=["eval", "verify"])
-def test_an_answer_must_be_allowed_a_token(call, place, row, count):
+def test_a_limit_of_zero_new_tokens_is_refused(call, place, row, count):
     outcome = call(commands.main, *arguments(row, place), "--drafter", "anpd", "--max-new-tokens", count)
     assert "max_new_tokens" in without_notes(outcome).one_line_error("drafters")
 
@@ -202,7 +202,7 @@ def without_notes(outcome):
 
 
 @pytest.mark.parametrize("row, said", DRAFTERS.items(), ids=DRAFTERS)
-def test_a_mistake_to_drafters_ends_in_one_line(call, place, row, said):
+def test_a_wrong_drafters_command_ends_with_one_line(call, place, row, said):
     outcome = call(commands.main, *arguments(row, place))
     assert said in without_notes(outcome).one_line_error("drafters")
     assert not (place / "out").exists(), "nothing is written"
@@ -253,7 +253,7 @@ LIGHTNING = {
 
 
 @pytest.mark.parametrize("row, said", LIGHTNING.items(), ids=LIGHTNING)
-def test_a_mistake_to_lightning_ends_in_one_line(call, place, row, said, tmp_path):
+def test_a_wrong_lightning_command_ends_with_one_line(call, place, row, said, tmp_path):
     outcome = call(lightning_command.main, *arguments(row, place), "--trainer.default_root_dir", str(tmp_path))
     assert said in without_notes(outcome).one_line_error("lightning")
 
@@ -266,13 +266,13 @@ def test_a_run_where_nothing_can_be_written_is_refused_before_the_base_is_loaded
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_missing_gpu_is_told_with_the_way_out(call, place, tmp_path):
+def test_the_error_about_a_missing_gpu_names_the_option_to_change(call, place, tmp_path):
     row = FIT + f"--trainer.accelerator gpu --trainer.default_root_dir {tmp_path}"
     said = without_notes(call(lightning_command.main, *arguments(row, place))).one_line_error("lightning")
     assert "Pass --trainer.accelerator cpu or auto" in said
 
 
-def test_a_name_the_hub_does_not_give_is_told_with_the_ways_out(call, place, monkeypatch):
+def test_the_error_about_an_unknown_hub_id_tells_what_to_do(call, place, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")  # transformers stays offline: it read the variable when it was imported
     said = call(commands.main, *arguments("verify --drafter anpd --base nobody/nothing", place))
     assert "check the name, go online, or give a folder" in without_notes(said).one_line_error("drafters")
@@ -294,7 +294,7 @@ except ValueError as error:
     assert "Retrying" not in done.stderr
 
 
-def test_another_selection_into_the_same_folder_is_told_in_plain_words(call, place):
+def test_the_error_about_another_selection_in_the_same_folder_is_in_plain_words(call, place):
     row = EVAL + "--drafter anpd --out @kept "
     assert call(commands.main, *arguments(row, place)).code == 0
     before = (place / "kept" / "results.json").read_bytes()
@@ -305,13 +305,13 @@ def test_another_selection_into_the_same_folder_is_told_in_plain_words(call, pla
     assert (place / "kept" / "results.json").read_bytes() == before
 
 
-def test_a_mistake_is_shown_in_full_on_request(place, monkeypatch):
+def test_the_traceback_of_a_users_mistake_is_shown_on_request(place, monkeypatch):
     monkeypatch.setenv("DRAFTERS_DEBUG", "1")
     with pytest.raises(ValueError, match="no checkpoint at"):
         commands.main(["export", str(place / "nowhere.ckpt"), str(place / "out")])
 
 
-def test_a_defect_of_ours_is_not_taken_for_a_mistake_of_the_user():
+def test_an_unexpected_error_is_not_reported_as_a_users_mistake():
     from train.cli.errors import user_errors
 
     with pytest.raises(TypeError), user_errors("drafters"):
@@ -328,7 +328,7 @@ PATH_ERRORS = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirecto
         (PermissionError, "no permission to use a/b: give another place"),
     ],
 )
-def test_what_is_wrong_with_a_path_is_told_in_one_line(capsys, kind, said):
+def test_an_error_about_a_path_is_one_line(capsys, kind, said):
     from train.cli.errors import user_errors
 
     with pytest.raises(SystemExit) as ended, user_errors("drafters"):
@@ -337,7 +337,7 @@ def test_what_is_wrong_with_a_path_is_told_in_one_line(capsys, kind, said):
     assert capsys.readouterr().err == f"drafters: error: {said}\n"
 
 
-def test_a_message_of_several_lines_is_told_in_one(capsys):
+def test_a_message_with_several_lines_is_printed_as_one(capsys):
     from train.cli.errors import user_errors
 
     with pytest.raises(SystemExit) as ended, user_errors("drafters"):

@@ -193,7 +193,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("spec, said", SPECS.items(), ids=SPECS)
-def test_a_mistake_in_a_spec_ends_in_one_line(call, place, spec, said):
+def test_a_wrong_drafter_spec_ends_with_one_line(call, place, spec, said):
     row = f"verify --base @tiny --questions @questions.jsonl --max-new-tokens 1 --drafter {spec}"
     assert said in refused(call, place, row)
 
@@ -338,5 +338,5 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row, said", ROWS.items(), ids=ROWS)
-def test_a_mistake_to_a_command_ends_in_one_line(call, place, row, said):
+def test_a_wrong_option_of_a_command_ends_with_one_line(call, place, row, said):
     assert said in refused(call, place, row)

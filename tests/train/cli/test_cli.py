@@ -16,7 +16,7 @@ def test_bare_and_help_print_one_static_table(call, args):
     assert (outcome.code, outcome.out, outcome.err) == (0, lightning_command.HELP, "")
 
 
-def test_the_static_help_comes_at_once_and_without_torch(fresh_python):
+def test_the_static_help_is_printed_without_importing_torch(fresh_python):
     code = (
         "import sys; from train.cli.lightning_command import main; main(['--help']); "
         "print('torch' in sys.modules, len(sys.modules))"
@@ -30,7 +30,7 @@ def documented():
     return re.search(r"usage: lightning \{([^}]+)\}", lightning_command.HELP)[1].split(",")
 
 
-def test_the_static_help_explains_exactly_the_subcommands_it_names():
+def test_the_static_help_explains_every_subcommand_that_it_names():
     assert (
         re.findall(r"^  (\w+) {3,}\S", lightning_command.HELP, re.MULTILINE)
         == documented()
@@ -58,7 +58,7 @@ def printed(call, *args):
     return outcome.out
 
 
-def test_what_print_config_prints_is_a_config_that_prints_the_same(call, tmp_path):
+def test_the_output_of_print_config_is_a_config_that_prints_the_same(call, tmp_path):
     first = printed(call, "--config", "ctc.yaml")
     again = tmp_path / "again.yaml"
     again.write_text(first, encoding="utf-8")
@@ -78,7 +78,7 @@ def test_every_shipped_config_parses(call, name):
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WHOLE])
-def test_every_overlay_stacks_on_the_papers_config_and_wins(call, name):
+def test_every_overlay_overrides_the_config_of_the_paper(call, name):
     below, above = (
         yaml.safe_load((lightning_command.CONFIGS / each).read_text(encoding="utf-8")) for each in ("ctc.yaml", name)
     )

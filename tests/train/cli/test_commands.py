@@ -25,7 +25,7 @@ def test_drafters_train_is_the_same_as_lightning_fit(call, write_recipe, tmp_pat
     assert "no config 'cct.yaml'" in wrong.one_line_error("lightning")
 
 
-def test_the_list_of_commands_comes_without_torch(fresh_python):
+def test_the_list_of_commands_is_printed_without_importing_torch(fresh_python):
     code = "import sys; from train.cli.commands import main; main([]); print('torch' in sys.modules)"
     done = fresh_python("-c", code, timeout=5)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "False"
@@ -68,7 +68,7 @@ def test_every_command_explains_each_of_its_arguments(call, name):
         (["--limit"], ["--limit"]),
     ],
 )
-def test_arguments_are_brought_into_one_form(args, expected):
+def test_arguments_are_normalised_to_one_form(args, expected):
     assert normalise(args, {"drafter"}, ["ckpt", "out"], {"overwrite"}) == expected
 
 
@@ -123,7 +123,7 @@ def test_no_drafter_changes_an_answer(results):
     assert "prefill excluded" in markdown, "every table says how it counts"
 
 
-def test_eval_writes_a_page_that_needs_nothing_else(results):
+def test_eval_writes_a_self_contained_page(results):
     page = (results / "report.html").read_text()
     assert "<html" in page and all(name in page for name in ("anpd", "ctc"))
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
@@ -132,7 +132,7 @@ def test_eval_writes_a_page_that_needs_nothing_else(results):
     assert "<script src" not in page and 'rel="stylesheet"' not in page
 
 
-def test_eval_replaces_results_only_when_told_to(call, results, tiny):
+def test_eval_replaces_results_only_with_overwrite(call, results, tiny):
     again = ("eval", "--base", tiny, "--drafter", "anpd", *QUICK, "--max_new_tokens", 4, "--out", results)
     before = {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
     refused = call(commands.main, *again)
@@ -140,7 +140,7 @@ def test_eval_replaces_results_only_when_told_to(call, results, tiny):
     assert before == {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
 
 
-def test_verify_shows_that_nothing_is_lost_with_several_drafters(call, trained, tiny):
+def test_verify_reports_that_several_drafters_are_lossless(call, trained, tiny):
     outcome = call(
         *(commands.main, "verify", "--base", tiny, "--drafter", "anpd", "--drafter", f"ctc={trained.folder}"),
         *("--limit", 2, "--max-new-tokens", 16),
@@ -158,7 +158,7 @@ def test_verify_compares_sampled_texts_too(call, trained, tiny):
     assert "ctc:num_nodes=4" in outcome.out and "2/2" in outcome.out
 
 
-def test_verify_fails_where_a_drafted_text_differs(call, trained, tiny, monkeypatch):
+def test_verify_fails_if_a_drafted_text_differs(call, trained, tiny, monkeypatch):
     from inference.evaluation import verify
 
     monkeypatch.setattr(verify, "alone", lambda *given, honest=verify.alone: [*honest(*given)[:-1], 5])
@@ -180,7 +180,7 @@ def test_show_mask_prints_the_assistants_text(call, tiny):
     assert "of the assistant" in shown
 
 
-def test_show_mask_colours_what_the_loss_is_taken_on(fresh_python, tiny):
+def test_show_mask_colours_the_tokens_that_the_loss_is_computed_on(fresh_python, tiny):
     code = (
         "import sys; from train.cli.commands import main; "
         f"main(['show-mask', '--tokenizer', {str(tiny)!r}, '--files', 'embedded:1', '--max-length', '400'])"

@@ -35,7 +35,7 @@ def rows(outcome):
     return {said.split(":")[0]: (mark, said) for mark, said in lines}
 
 
-def test_a_sound_export_passes_and_reproduces_the_recorded_acceptance_length(call, best):
+def test_a_correct_export_passes_and_reproduces_the_recorded_acceptance_length(call, best):
     outcome = call(commands.main, "doctor", *best)
     assert outcome.code == 0, outcome.out + outcome.err
     found = rows(outcome)
@@ -46,7 +46,7 @@ def test_a_sound_export_passes_and_reproduces_the_recorded_acceptance_length(cal
     assert "weights" in found["base"][1] and "bit for bit" in found["weights"][1]
 
 
-def test_a_damaged_weight_is_named_and_its_trees_are_found_to_differ(call, best, copy):
+def test_a_damaged_weight_is_named_and_its_trees_differ(call, best, copy):
     weights = load_file(copy / "model.safetensors")
     name = "frame_embedding"
     weights[name][2, 5] += 8.0
@@ -101,7 +101,7 @@ def test_a_wrong_base_is_recognised_by_its_shape_and_its_weights(call, best, mak
     assert found["weights"][0] == "right"
 
 
-def test_cut_short_weights_are_wrong_and_what_is_no_drafter_is_the_users_mistake(call, best, copy, tmp_path):
+def test_truncated_weights_are_reported_and_other_checkpoints_are_refused(call, best, copy, tmp_path):
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-40])
     found = rows(call(commands.main, "doctor", best[0], copy))
     assert found["weights"][0] == found["drafts"][0] == "WRONG" and "cannot be read" in found["weights"][1]
@@ -131,7 +131,7 @@ def test_probabilities_of_two_trees_are_compared_on_the_paths_of_both():
     assert probability_difference(one, DraftTree([5], [-1])) == 0.0
 
 
-def test_a_draft_tree_carries_the_probabilities_of_its_paths_through_pruning(tiny_base):
+def test_a_pruned_tree_keeps_the_probabilities_of_its_paths(tiny_base):
     drafter = CTC(tiny_base.shape, num_frames=4, num_labels=3, num_nodes=12, top_k=3).eval()
     text = torch.randint(3, 400, (12,), generator=torch.Generator().manual_seed(0))
     hidden = tiny_base.hidden_states(text[None], (-1,))[0][0]

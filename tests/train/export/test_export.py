@@ -9,7 +9,7 @@ from inference.engine.base import load_base, tokenizer_hash
 from train.cli import commands, lightning_command
 
 
-def test_an_exported_folder_holds_recipe_weights_and_a_card(trained, tiny, tiny_base):
+def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card(trained, tiny, tiny_base):
     assert sorted(path.name for path in trained.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
     saved = torch.load(trained.ckpt, weights_only=True)
     config = json.loads((trained.folder / "config.json").read_text())
@@ -47,7 +47,7 @@ def test_an_exported_drafter_drafts_the_trees_of_the_training_module(trained, ti
         assert list(one.tokens) == list(other.tokens) and list(one.parents) == list(other.parents)
 
 
-def test_export_replaces_a_drafter_only_when_told_to(call, trained, tmp_path):
+def test_export_replaces_a_drafter_only_with_overwrite(call, trained, tmp_path):
     assert call(commands.main, "export", trained.ckpt, tmp_path / "a").code == 0
     weights = (tmp_path / "a" / "model.safetensors").read_bytes()
     (tmp_path / "a" / "model.safetensors").write_bytes(b"mine")
@@ -58,7 +58,7 @@ def test_export_replaces_a_drafter_only_when_told_to(call, trained, tmp_path):
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == weights
 
 
-def test_export_leaves_a_folder_of_something_else_alone(call, trained, tmp_path):
+def test_export_refuses_a_folder_with_other_files(call, trained, tmp_path):
     (tmp_path / "results.json").write_text("{}")
     for options in ([], ["--overwrite"]):
         refused = call(commands.main, "export", trained.ckpt, tmp_path, *options)
@@ -71,13 +71,13 @@ def test_a_bare_overwrite_option_is_true(call, trained, tmp_path):
     assert call(commands.main, "export", trained.ckpt, tmp_path / "a", "--overwrite").code == 0
 
 
-def test_the_card_names_the_base_it_is_told(call, trained, tmp_path):
+def test_the_model_card_names_the_given_base(call, trained, tmp_path):
     assert call(commands.main, "export", trained.ckpt, tmp_path / "a", "--base", "someone/base-7b").code == 0
     assert "base_model: someone/base-7b" in (tmp_path / "a" / "README.md").read_text()
     assert checkpoint.read_config(tmp_path / "a").base_name == "someone/base-7b"
 
 
-def test_export_needs_nothing_of_the_training_but_the_checkpoint(call, trained, tmp_path):
+def test_export_needs_only_the_checkpoint(call, trained, tmp_path):
     moved = tmp_path / "alone.ckpt"
     moved.write_bytes(trained.ckpt.read_bytes())
     assert call(commands.main, "export", moved, tmp_path / "a").code == 0

@@ -310,7 +310,7 @@ def test_dspark_as_documented_gives_the_logits_and_the_chain_of_our_own_drafter(
 
 
 @each_block
-def test_the_wrong_layers_or_rotary_base_would_show(exported, base, kind):
+def test_wrong_layers_or_a_wrong_rotary_base_change_the_logits(exported, base, kind):
     """That the test above sees what it compares."""
     made = exported(kind)
     ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(0))
@@ -350,7 +350,7 @@ def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask,
 # ---- cards and refusals
 
 
-def test_the_card_says_how_to_serve_it_that_it_is_a_chain_and_that_vllm_was_not_run(exported):
+def test_the_model_card_tells_how_to_serve_it_that_it_drafts_a_chain_and_that_vllm_was_not_run(exported):
     for kind, method in (("medusa", "medusa"), ("block", "dspark")):
         made = exported(kind)
         assert sorted(file.name for file in made.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
@@ -360,7 +360,7 @@ def test_the_card_says_how_to_serve_it_that_it_is_a_chain_and_that_vllm_was_not_
         assert "one chain without a tree" in card and "was not run in vLLM" in card
 
 
-def test_a_ctc_drafter_has_no_vllm_format_since_no_engine_collapses(call, trained, tmp_path):
+def test_a_ctc_drafter_has_no_vllm_format_because_no_engine_collapses(call, trained, tmp_path):
     refused = call(commands.main, "export", trained.ckpt, tmp_path / "a", "--format", "vllm")
     assert "CTC has no vllm format (no engine applies a CTC collapse)" in refused.one_line_error("drafters")
     assert not (tmp_path / "a").exists()
@@ -395,7 +395,7 @@ def test_a_medusa_that_uses_the_bases_head_is_refused(base, tmp_path):
         ({"hidden_layers": [4]}, "layers 1 to 3"),
     ],
 )
-def test_a_block_drafter_that_dspark_cannot_say_is_refused(base, mask, tmp_path, init_args, message):
+def test_a_block_drafter_that_dspark_cannot_describe_is_refused(base, mask, tmp_path, init_args, message):
     init_args = {"hidden_layers": [1]} | init_args
     drafter, config = Block(base.shape, **init_args), config_of("Block", base, **init_args)
     with pytest.raises(ValueError, match=message):
@@ -403,7 +403,7 @@ def test_a_block_drafter_that_dspark_cannot_say_is_refused(base, mask, tmp_path,
     assert not (tmp_path / "a").exists()
 
 
-def test_the_mask_token_must_be_one_that_no_text_holds(call, exported, base, tmp_path):
+def test_the_mask_token_must_never_occur_in_text(call, exported, base, tmp_path):
     ckpt = exported("block").ckpt
     refused = call(commands.main, "export", ckpt, tmp_path / "a", "--format", "vllm")
     assert "--mask-token-id is missing" in refused.one_line_error("drafters")

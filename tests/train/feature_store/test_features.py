@@ -83,7 +83,7 @@ def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_training_from_a_store_gives_the_losses_of_training_beside_the_base(tiny, stores, tmp_path, name):
+def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_process(tiny, stores, tmp_path, name):
     online = fit(tiny, RECIPES[name], tmp_path / "online")
     assert online.base_forwards == len(online.losses) == 8
     assert any(row[-1] == 0 for batch in online.tokens for row in batch), "some rows are padded"
@@ -95,14 +95,14 @@ def test_training_from_a_store_gives_the_losses_of_training_beside_the_base(tiny
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_coarser_stores_train_nearly_alike(tiny, stores, tmp_path, dtype):
+def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, tmp_path, dtype):
     online = fit(tiny, SMALL_CTC, tmp_path / "online")
     stored = fit(tiny, SMALL_CTC, tmp_path / dtype, stores / dtype)
     assert stored.losses == pytest.approx(online.losses, rel=0.02)
     assert stored.losses != online.losses
 
 
-def test_a_training_from_a_store_goes_on_in_the_middle_of_an_epoch(tiny, stores, tmp_path):
+def test_a_training_from_a_store_resumes_within_an_epoch(tiny, stores, tmp_path):
     whole = fit(tiny, SMALL_CTC, tmp_path / "whole", stores / "float16", num_workers=1)
     resume = tmp_path / "whole" / "step=3.ckpt"
     rest = fit(tiny, SMALL_CTC, tmp_path / "rest", stores / "float16", resume=resume)
@@ -110,7 +110,7 @@ def test_a_training_from_a_store_goes_on_in_the_middle_of_an_epoch(tiny, stores,
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_store_holds_what_the_base_says_of_each_conversation_alone(tiny, tmp_path, dtype):
+def test_the_store_holds_the_bases_outputs_of_each_conversation_without_a_batch(tiny, tmp_path, dtype):
     commands.main(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))
     base, store = load_base(str(tiny), dtype), FeatureStore(tmp_path / "store")
     data = ShareGPTData(str(tiny), val_size=4, features=str(store.folder), **DATA)
@@ -126,7 +126,7 @@ def test_the_store_holds_what_the_base_says_of_each_conversation_alone(tiny, tmp
             assert torch.equal(row["labels"].long(), alone.logits[0].argmax(-1)), "labels never see the rounding"
 
 
-def test_labels_are_the_same_in_every_number_format(stores):
+def test_labels_are_the_same_with_every_dtype(stores):
     labels = []
     for dtype in ("float32", "float16", "int8"):
         store = FeatureStore(stores / dtype)
@@ -135,7 +135,7 @@ def test_labels_are_the_same_in_every_number_format(stores):
     assert torch.equal(labels[0], labels[1]) and torch.equal(labels[0], labels[2])
 
 
-def test_size_and_time_are_said_before_the_writing(call, tiny, tmp_path):
+def test_size_and_time_are_printed_before_writing(call, tiny, tmp_path):
     outcome = call(commands.main, *command(tiny, tmp_path / "store"))
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
@@ -151,7 +151,7 @@ def state(folder):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
-def test_an_interrupted_writing_goes_on_with_whole_shards(call, tiny, stores, tmp_path):
+def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float32", folder)
     whole, manifest = state(folder), Manifest.read(folder)
@@ -174,7 +174,7 @@ def test_an_interrupted_writing_goes_on_with_whole_shards(call, tiny, stores, tm
     assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
 
 
-def test_a_finished_store_is_left_alone_and_verify_finds_a_changed_byte(call, tiny, stores, tmp_path):
+def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(call, tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float16", folder)
     shard = folder / "shard-00000.safetensors"
@@ -186,7 +186,7 @@ def test_a_finished_store_is_left_alone_and_verify_finds_a_changed_byte(call, ti
     assert "in 1 shards" in mended.out and shard.read_bytes() == before[shard.name][0]
 
 
-def test_another_store_is_not_written_over(call, tiny, make_tiny, stores, tmp_path):
+def test_another_store_is_not_overwritten(call, tiny, make_tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float32", folder)
     before = state(folder)
@@ -208,7 +208,7 @@ def test_another_store_is_not_written_over(call, tiny, make_tiny, stores, tmp_pa
     assert state(folder) == before
 
 
-def test_wrong_requests_end_in_one_line(call, tiny, tmp_path):
+def test_wrong_options_end_with_one_line(call, tiny, tmp_path):
     for changes, said in [
         ({"layers": "0,7"}, "layer 7 is not there or given twice: the base has -1, 0, ..., 2"),
         ({"layers": "last"}, "layers is 'last'"),
@@ -221,7 +221,7 @@ def test_wrong_requests_end_in_one_line(call, tiny, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     require_space(tmp_path / "store", free // 2)
     with pytest.raises(ValueError, match=r"the store needs .* left: make room"):
@@ -229,17 +229,17 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_with_last_adds_the_last_state_once():
+def test_with_last_adds_the_last_layer_once():
     assert parse_layers("1,0", True, 2) == (1, 0, -1)
     assert parse_layers("-1,2", True, 2) == (-1, 2)
 
 
-def test_shards_hold_each_row_once_the_longest_first():
+def test_shards_hold_each_row_once_with_the_longest_first():
     names = [bytes([value]) for value in (0, 1, 2, 1, 3, 4)]
     assert divide_into_shards(names, [5, 9, 5, 9, 1, 30], 15) == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
 
 
-def test_a_base_is_known_by_its_weights(tiny, make_tiny, tmp_path):
+def test_the_hash_of_a_base_depends_on_its_weights_only(tiny, make_tiny, tmp_path):
     base = load_base(str(tiny))
     shutil.copytree(tiny, tmp_path / "copy")
     assert base_hash(load_base(str(tmp_path / "copy"))) == base_hash(base)
@@ -271,7 +271,7 @@ def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stor
     fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
 
 
-def test_the_same_config_trains_from_a_store_by_one_more_argument(call, write_recipe, stores, tmp_path):
+def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe, stores, tmp_path):
     config = write_recipe(tmp_path, max_steps=2, val_check_interval=2)
     outcome = call(
         lightning_command.main,

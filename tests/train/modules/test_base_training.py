@@ -45,7 +45,7 @@ def test_the_loss_is_the_weighted_mean_over_real_tokens(module, batch):
     assert module._loss(batch).item() == pytest.approx(total / weight, rel=1e-5)
 
 
-def test_training_learns_a_text_by_heart(tiny, batch, tmp_path):
+def test_training_memorises_a_text(tiny, batch, tmp_path):
     import lightning as L
 
     with torch.random.fork_rng():
@@ -61,7 +61,7 @@ def test_training_learns_a_text_by_heart(tiny, batch, tmp_path):
 
 
 @pytest.mark.parametrize("name, least, most", [("base/tiny.yaml", 3e6, 5e6), ("base/chat-30m.yaml", 29e6, 33e6)])
-def test_a_shipped_base_is_as_large_as_it_is_said_to_be(tiny, name, least, most):
+def test_a_shipped_base_config_has_the_size_that_its_comment_states(tiny, name, least, most):
     arguments = yaml.safe_load((lightning_command.CONFIGS / name).read_text())["model"]["init_args"]
     vocab_size = {"base/tiny.yaml": 1024, "base/chat-30m.yaml": 8192}[name]
     with torch.device("meta"):
@@ -78,7 +78,7 @@ def ckpt(module, tmp_path_factory):
     return path
 
 
-def test_a_base_is_exported_in_shards_of_the_size_asked_for(call, ckpt, tiny, module, tmp_path):
+def test_a_base_is_exported_in_shards_of_the_given_size(call, ckpt, tiny, module, tmp_path):
     folder = tmp_path / "base"
     assert call(commands.main, "export", ckpt, folder, "--max-shard-size", "30KB").code == 0
     shards = sorted(folder.glob("*.safetensors"))
@@ -98,12 +98,12 @@ def test_a_base_is_exported_in_shards_of_the_size_asked_for(call, ckpt, tiny, mo
 
 
 @pytest.mark.parametrize("size", ["16", "0MB", "16 MB", "-1GB", "16TBs"])
-def test_a_size_of_shards_is_a_number_with_a_unit(call, ckpt, tmp_path, size):
+def test_a_shard_size_without_a_valid_unit_is_refused(call, ckpt, tmp_path, size):
     said = call(commands.main, "export", ckpt, tmp_path / "base", f"--max-shard-size={size}").one_line_error("drafters")
     assert "such as 16MB" in said
 
 
-def test_a_tokenizer_is_trained_on_conversations_of_ones_own(call, tmp_path):
+def test_a_tokenizer_is_trained_on_the_given_conversations(call, tmp_path):
     import json
 
     from data.tokenizer import load_tokenizer

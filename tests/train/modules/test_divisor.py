@@ -84,7 +84,7 @@ def test_the_mean_over_two_processes_is_the_loss_and_gradient_of_the_doubled_bat
     assert abs(sum(alone) / 2 - whole) > 1e-3, "the mean of the processes' own means is another number"
 
 
-def test_a_process_without_anchors_adds_nothing_and_none_at_all_is_no_division_by_zero():
+def test_a_process_without_anchors_adds_nothing_and_no_anchors_at_all_divide_by_one():
     divisor = SharedDivisor(lambda count: count + 3, 2)
     assert divisor(torch.tensor(0)) == 1.5
     assert SharedDivisor(lambda count: count, 2)(torch.tensor(0)) == 0.5
@@ -106,7 +106,7 @@ def fitted(module, batches, folder, accumulated):
 
 
 @pytest.mark.parametrize("kind", ONE_COUNT)
-def test_accumulated_gradients_are_those_of_the_bigger_batch(tiny, kind, tmp_path):
+def test_accumulated_gradients_equal_those_of_one_large_batch(tiny, kind, tmp_path):
     """Two whole steps of two batches each, and one that the end of the epoch leaves with a single batch."""
     found = {}
     for accumulated, batches in ((2, [FEW, MANY, MANY, FEW, MANY]), (1, [BOTH, BOTH, MANY])):

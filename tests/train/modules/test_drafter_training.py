@@ -36,7 +36,7 @@ def own_text(tiny_base):
 
 
 @pytest.mark.parametrize("drafter", [SMALL_CTC, SMALL_BLOCK], ids=["ctc", "block"])
-def test_training_lowers_the_loss_and_raises_the_acceptance_length_and_leaves_the_base_alone(
+def test_training_lowers_the_loss_raises_the_acceptance_length_and_does_not_change_the_base(
     tiny, own_text, tmp_path, drafter
 ):
     with torch.random.fork_rng():
@@ -76,14 +76,14 @@ def test_the_base_is_neither_a_parameter_nor_in_the_state_of_the_module(tiny):
     assert {id(weight) for weight in module.parameters()} == {id(weight) for weight in module.drafter.parameters()}
 
 
-def test_a_checkpoint_holds_the_drafter_alone_and_is_read_without_running_code(trained):
+def test_a_checkpoint_holds_only_the_drafter_and_is_read_without_running_code(trained):
     saved = torch.load(trained.ckpt, weights_only=True)
     assert saved["state_dict"]
     assert all(name.startswith("drafter.") for name in saved["state_dict"])
     assert trained.ckpt.stat().st_size < 1_000_000
 
 
-def test_the_hyper_parameters_of_a_checkpoint_are_the_recipe(trained, tiny):
+def test_the_hyper_parameters_of_a_checkpoint_are_those_of_the_config(trained, tiny):
     import yaml
 
     node = yaml.safe_load(trained.config.read_text())["model"]["drafter"]
@@ -94,7 +94,7 @@ def test_the_hyper_parameters_of_a_checkpoint_are_the_recipe(trained, tiny):
     assert rebuilt.num_frames == node["init_args"]["num_frames"]
 
 
-def test_a_checkpoint_knows_its_base_its_command_and_its_acceptance_length(trained, tiny, tiny_base):
+def test_a_checkpoint_records_its_base_its_command_and_its_acceptance_length(trained, tiny, tiny_base):
     saved = torch.load(trained.ckpt, weights_only=True)
     assert saved["base"]["name"] == str(tiny)
     assert saved["base"]["shape"] == vars(tiny_base.shape)

@@ -129,7 +129,7 @@ def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, trained
 
 
 @pytest.mark.parametrize("kind", [Medusa, Hydra])
-def test_output_layers_start_as_the_bases_head_and_go_on_from_a_checkpoint(tiny, own_text, tmp_path, kind):
+def test_output_layers_start_as_the_bases_head_and_are_restored_from_a_checkpoint(tiny, own_text, tmp_path, kind):
     make = partial(DrafterTraining, str(tiny), partial(kind, **SMALL), learning_rate=1e-2, val_answers="text")
     module, batches = make(), DataLoader([own_text], batch_size=None)
     head = module.base.base_weights.head
@@ -150,7 +150,7 @@ def test_output_layers_start_as_the_bases_head_and_go_on_from_a_checkpoint(tiny,
     assert all(map(torch.equal, heads_of(module), trained)), "a second training of the same module goes on"
 
 
-def test_a_drafter_is_initialised_once_however_often_it_is_trained(tiny, own_text, tmp_path):
+def test_a_drafter_is_initialised_only_once_over_several_trainings(tiny, own_text, tmp_path):
     calls = []
 
     class Counted(Medusa):

@@ -43,7 +43,7 @@ def test_the_papers_config_trains_for_four_steps_with_the_debug_overlay(tmp_path
     ],
     ids=["bfloat16", "two processes"],
 )
-def test_it_also_trains_with(arguments, tmp_path):
+def test_a_training_runs_with(arguments, tmp_path):
     done = fit(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr[-2000:]
     saved = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
@@ -64,7 +64,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 
 @needs_bitsandbytes
 @pytest.mark.parametrize(("dtype", "error"), [("int8", 0.05), ("nf4", 0.3)])
-def test_a_quantised_base_says_nearly_the_same_and_lends_a_whole_head(wide, dtype, error):
+def test_a_quantised_base_has_nearly_the_same_outputs_and_an_unquantised_head(wide, dtype, error):
     whole, small = load_base(str(wide), "bfloat16"), load_base(str(wide), dtype)
     assert type(small.model.model.layers[0].mlp.up_proj) is not nn.Linear
     assert torch.equal(small.base_weights.head, whole.base_weights.head)
@@ -85,7 +85,7 @@ def test_a_drafter_trains_on_a_quantised_base(call, write_recipe, wide, tmp_path
     assert all(name.startswith("drafter.") and weight.isfinite().all() for name, weight in saved["state_dict"].items())
 
 
-def test_a_quantised_base_without_bitsandbytes_says_what_to_install(call, write_recipe, wide, tmp_path, monkeypatch):
+def test_a_quantised_base_without_bitsandbytes_is_refused(call, write_recipe, wide, tmp_path, monkeypatch):
     monkeypatch.setattr(base_module, "find_spec", lambda package: None)
     config = write_recipe(tmp_path)
     done = call(lightning_command.main, "fit", "--config", config, "--model.base", wide, "--model.base_dtype", "nf4")
@@ -106,7 +106,7 @@ def kept_for_backward(module, batch):
     return sum(kept.values()), {name: weight.grad for name, weight in module.drafter.named_parameters()}
 
 
-def test_activations_computed_again_give_the_same_gradients_and_keep_less(tiny):
+def test_activation_checkpointing_gives_the_same_gradients_with_less_memory(tiny):
     drafter = partial(CTC, num_frames=6, num_labels=4, num_layers=3, num_anchors=64)
     ids = torch.randint(3, 400, (2, 40), generator=torch.Generator().manual_seed(0))
     found = []
@@ -119,6 +119,6 @@ def test_activations_computed_again_give_the_same_gradients_and_keep_less(tiny):
     torch.testing.assert_close(gradients, expected)
 
 
-def test_a_drafter_without_a_trunk_has_nothing_to_compute_again(tiny):
+def test_activation_checkpointing_is_refused_for_a_drafter_without_a_trunk(tiny):
     with pytest.raises(ValueError, match="Medusa has no trunk"):
         DrafterTraining(str(tiny), Medusa, activation_checkpointing=True)

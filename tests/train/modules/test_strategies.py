@@ -86,7 +86,7 @@ def test_two_processes_have_the_losses_of_one_with_the_doubled_batch(runs, strat
     assert lengths and logged(runs / strategy, "val/acceptance_length") == pytest.approx(lengths, abs=1e-4)
 
 
-def test_a_sharded_training_that_was_resumed_leaves_the_checkpoint_of_one_process(runs, call, tmp_path):
+def test_a_resumed_sharded_training_saves_the_checkpoint_of_a_single_process(runs, call, tmp_path):
     ours, one = (runs / name / "checkpoints" / "last.ckpt" for name in ("fsdp", "one"))
     saved, expected = (torch.load(path, weights_only=True) for path in (ours, one))
     assert saved["global_step"] == expected["global_step"] == STEPS
@@ -96,7 +96,7 @@ def test_a_sharded_training_that_was_resumed_leaves_the_checkpoint_of_one_proces
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_shards_of_deepspeed_are_exported_as_the_drafter_of_one_process(runs, call, tmp_path, stage):
+def test_deepspeed_shards_are_exported_as_the_drafter_of_a_single_process(runs, call, tmp_path, stage):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     ckpt, one = (runs / name / "checkpoints" / "last.ckpt" for name in (f"deepspeed_{stage}", "one"))
@@ -122,7 +122,7 @@ class Planted:
 
 @pytest.mark.parametrize("damage", ["missing", "code"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_folder_that_lacks_a_shard_or_holds_code_is_refused_in_one_line(runs, call, tmp_path, stage, damage):
+def test_a_folder_with_a_missing_shard_or_with_code_is_refused_in_one_line(runs, call, tmp_path, stage, damage):
     ckpt = shutil.copytree(runs / f"deepspeed_{stage}" / "checkpoints" / "last.ckpt", tmp_path / "last.ckpt")
     (shard,) = ckpt.glob("checkpoint/*pp_rank_1_*_optim_states.pt")
     if damage == "missing":
@@ -135,7 +135,7 @@ def test_a_folder_that_lacks_a_shard_or_holds_code_is_refused_in_one_line(runs, 
     assert not (tmp_path / "planted").exists() and not (tmp_path / "drafter").exists()
 
 
-def test_weights_are_found_in_the_rows_and_slices_that_processes_share():
+def test_weights_are_put_together_from_flat_rows_and_from_slices():
     groups = [{"a": (2, 3), "b": (3,)}, {"c": (1,)}]
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3.0) + 10, "c": torch.tensor([20.0])}
     nothing = torch.zeros(1)
@@ -146,7 +146,7 @@ def test_weights_are_found_in_the_rows_and_slices_that_processes_share():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_overlays_of_deepspeed_name_its_stages(stage, monkeypatch):
+def test_each_deepspeed_overlay_selects_its_stage(stage, monkeypatch):
     pytest.importorskip("deepspeed")
     overlay = yaml.safe_load((ROOT / f"configs/strategy/deepspeed_{stage}.yaml").read_text())["trainer"]
     trainer = L.Trainer(**overlay, accelerator="cpu", gradient_clip_val=0.5, logger=False)

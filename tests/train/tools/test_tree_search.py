@@ -74,7 +74,7 @@ def search(call, tiny, folder):
 
 
 @torch.no_grad()
-def test_hits_are_what_a_loop_over_every_root_counts(tiny_base, medusa):
+def test_hits_equal_those_of_a_loop_over_every_root(tiny_base, medusa):
     generator = torch.Generator().manual_seed(1)
     ids, mask = torch.randint(3, 400, (3, 12), generator=generator), torch.zeros(3, 12, dtype=torch.bool)
     mask[0, 4:9] = mask[1, 1:3] = mask[1, 6:] = mask[2, 11:] = True
@@ -100,7 +100,7 @@ def test_hits_are_what_a_loop_over_every_root_counts(tiny_base, medusa):
 
 
 @pytest.mark.parametrize("answers", ["greedy", "text"])
-def test_the_tree_is_that_of_the_accuracies_and_decodes_without_loss(call, search, tiny, folder, tmp_path, answers):
+def test_the_tree_fits_the_measured_accuracies_and_decodes_losslessly(call, search, tiny, folder, tmp_path, answers):
     out = tmp_path / "tree.json"
     outcome = search(out, "--num-nodes", 7, "--answers", answers)
     assert outcome.code == 0, outcome.err
@@ -116,7 +116,7 @@ def test_the_tree_is_that_of_the_accuracies_and_decodes_without_loss(call, searc
     assert verified.code == 0 and "2/2" in verified.out
 
 
-def test_a_static_tree_comes_from_its_file_and_takes_the_place_of_the_other(tiny_base, folder, tmp_path):
+def test_a_static_tree_is_read_from_its_file_and_replaces_the_dynamic_one(tiny_base, folder, tmp_path):
     path = tmp_path / "tree.json"
     path.write_text('{"static": [[0], [3], [0, 1]]}', encoding="utf-8")
     drafter = catalogue.make(f"medusa={folder}:static={path}", Runner(tiny_base))
@@ -137,7 +137,7 @@ def test_a_static_tree_comes_from_its_file_and_takes_the_place_of_the_other(tiny
         ('{"static": [0]}', "static must be a list of rank paths"),
     ],
 )
-def test_a_wrong_file_of_a_static_tree_is_refused_in_one_line(call, tiny, folder, tmp_path, text, said):
+def test_a_wrong_static_tree_file_is_refused_in_one_line(call, tiny, folder, tmp_path, text, said):
     path = tmp_path / "tree.json"
     if text is not None:
         path.write_text(text, encoding="utf-8")
@@ -155,7 +155,7 @@ def test_a_wrong_file_of_a_static_tree_is_refused_in_one_line(call, tiny, folder
         ({"top_k": 0}, "of at least 1"),
     ],
 )
-def test_what_cannot_be_searched_is_refused_in_one_line_and_writes_nothing(search, tmp_path, arguments, said):
+def test_a_search_that_is_not_possible_is_refused_in_one_line_and_writes_nothing(search, tmp_path, arguments, said):
     assert said in search(tmp_path / "tree.json", **arguments).one_line_error("drafters")
     assert not list(tmp_path.iterdir())
 
@@ -173,7 +173,7 @@ def test_a_drafter_that_is_never_right_has_no_tree(search, tiny_base, tiny, tmp_
     assert not out.exists()
 
 
-def test_a_tree_is_replaced_only_when_told_to(search, tmp_path):
+def test_a_tree_is_replaced_only_with_overwrite(search, tmp_path):
     out = tmp_path / "tree.json"
     out.write_text("mine", encoding="utf-8")
     assert "already there" in search(out).one_line_error("drafters")

@@ -128,7 +128,7 @@ def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, drafter
 
 
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-def test_simulated_acceptance_of_eagles_equals_live_acceptance_and_rises_with_training(base, eagles, prompts, kind):
+def test_simulated_acceptance_of_eagle_equals_live_acceptance_and_rises_with_training(base, eagles, prompts, kind):
     lengths = {}
     for steps in (0, 80):
         seen = []
@@ -146,14 +146,14 @@ def test_simulated_acceptance_of_eagles_equals_live_acceptance_and_rises_with_tr
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 7, 16])
-def test_the_simulation_stops_where_the_session_is_cut(base, drafters, prompts, max_new_tokens):
+def test_the_simulation_stops_where_the_session_reaches_its_limit(base, drafters, prompts, max_new_tokens):
     for prompt in prompts:
         live, simulated = live_and_simulated(base, drafters[1, 50], prompt, max_new_tokens)
         assert simulated == live
         assert sum(simulated) == max_new_tokens - 1
 
 
-def test_simulated_acceptance_equals_live_acceptance_on_answers_that_end_by_themselves(drafters, prompts, ends_at):
+def test_simulated_acceptance_equals_live_acceptance_on_answers_that_end_with_eos(drafters, prompts, ends_at):
     base = ends_at(None)
     written = [Session(Runner(base), NoDrafter()).run(prompt, 30).tokens for prompt in prompts]
     ended = 0
@@ -165,7 +165,7 @@ def test_simulated_acceptance_equals_live_acceptance_on_answers_that_end_by_them
     assert ended
 
 
-def test_the_trees_at_an_anchor_are_those_the_session_proposes(base, drafters, prompts):
+def test_the_tree_drafted_at_an_anchor_is_the_one_that_the_session_proposes(base, drafters, prompts):
     drafter, proposed = drafters[3, 50], []
     honest = drafter.propose
     drafter.propose = lambda seq, limits: proposed.append((len(seq) - 1, tree := honest(seq, limits))) or tree
@@ -201,7 +201,7 @@ def test_a_verifier_accepts_the_longest_drafted_prefix_of_the_text():
         ([False, True, True, False], [(1, 3)]),
     ],
 )
-def test_answer_spans_are_the_runs_of_the_loss_mask(mask, spans):
+def test_answer_spans_are_the_ranges_of_consecutive_true_values_in_the_loss_mask(mask, spans):
     assert answer_spans(mask) == spans
 
 
@@ -227,7 +227,7 @@ def alone(base, prompt, max_new_tokens):
 
 
 @pytest.mark.parametrize("cut", [None, 10], ids=["to-the-cap", "to-an-end-token"])
-def test_own_answers_are_what_the_base_writes_to_each_prompt_alone(prompts, ends_at, cut):
+def test_own_answers_equal_those_to_each_prompt_without_a_batch(prompts, ends_at, cut):
     base = ends_at(None)
     prompts = [prompts[0][:20], prompts[1], prompts[2][:40], prompts[3]]
     if cut is not None:
@@ -243,7 +243,7 @@ def test_own_answers_are_what_the_base_writes_to_each_prompt_alone(prompts, ends
         assert answer_spans(mask) == [(len(prompt), len(text))]
 
 
-def test_own_answers_follow_the_first_prompt_of_a_conversation_of_several_turns(prompts, ends_at):
+def test_the_base_answers_the_first_prompt_of_a_conversation_with_several_turns(prompts, ends_at):
     base = ends_at(None)
     prompt = prompts[0]
     later = torch.tensor([[*prompt, 7, 8, 9, 10, 11, 12]])
@@ -253,7 +253,7 @@ def test_own_answers_follow_the_first_prompt_of_a_conversation_of_several_turns(
     assert answered["input_ids"][0].tolist() == alone(base, prompt, 12)
 
 
-def test_own_answers_end_where_the_context_ends(prompts, ends_at):
+def test_own_answers_end_at_the_end_of_the_context(prompts, ends_at):
     base = ends_at(None)
     prompt = (prompts[0] * 8)[: base.context_length - 5]
     answered = with_own_answers(base, batch_of([prompt]), 24)

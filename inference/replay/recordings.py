@@ -1,4 +1,4 @@
-"""Recorded greedy answers, and what stands in for the base that wrote them."""
+"""Recorded greedy answers, and stand-ins for the base that wrote them and for its runner."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from inference.results.answer_files import RecordedTurn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-POISON = -1
+NOT_RECORDED = -1  # the token of a row whose next token the recording does not contain
 
 
 class NoModel(ValueError):
-    """Something asked a recording for the model that wrote it."""
+    """A drafter needs the model, of which there is only a recording."""
 
 
 @dataclass(frozen=True)
 class RecordedBase:
-    """What is left of a base whose answers were recorded; stands where `inference.engine.base.Base` stands.
+    """Stands in for `inference.engine.base.Base`, of which only the tokenizer and recorded answers are known.
 
     Args:
-        name: Where the answers come from.
+        name: File of the recorded answers.
         tokenizer: The base's tokenizer.
-        context_length: Beyond every recorded text: the recording ended where it ended.
+        context_length: Longer than every recorded text, as the recording itself ends each answer.
     """
 
     name: str
@@ -46,25 +46,25 @@ class RecordedBase:
 
     @cached_property
     def eos(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """The end-of-sequence tokens."""
         token = self.tokenizer.eos_token_id
         return frozenset([] if token is None else [token])
 
     @property
     def model(self) -> NoReturn:
-        raise NoModel(f"{self.name} holds tokens and no model")
+        raise NoModel(f"{self.name} contains tokens, but no model")
 
     shape = base_weights = model
 
 
 class ReplayRunner:
-    """Stands where `inference.engine.runner.Runner` stands, and knows the base's next token only where it was recorded.
+    """Stands in for `inference.engine.runner.Runner`; it knows the base's next token only along the recorded text.
 
-    After any beginning of a greedy answer the base's argmax is the next recorded token. So the row of a node on the
-    recorded text holds that token, and every other row poison: to be accepted, a node must have been recorded.
+    After any beginning of a greedy answer, the most probable token of the base is the next recorded one. So the row of
+    a node on the recorded text holds that token, and every other row holds `NOT_RECORDED`, which is never accepted.
 
     Args:
-        base: The tokenizer of the base that was recorded.
+        base: The base that was recorded.
     """
 
     def __init__(self, base: RecordedBase) -> None:
@@ -72,26 +72,31 @@ class ReplayRunner:
         self.load([])
 
     def load(self, text: Sequence[int], ended: bool = False) -> None:
-        """Take a recorded text, prompt and answer, as the next to be decoded; whether its last token ended it."""
+        """Set the text to decode next.
+
+        Args:
+            text: Tokens of the prompt and of the recorded answer.
+            ended: Whether the answer ended with its last token, rather than at the length cap.
+        """
         self.text, self.ended = list(text), ended
         self.reset()
 
     def reset(self, reserve: int = 0) -> None:
-        """Start the text again."""
+        """Go back to the beginning of the text."""
         self.cached = self._num_pending = 0
 
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
-        """Rows (1 + M, 1) of token ids in the place of logits."""
+        """Return token ids (1 + M, 1) instead of logits."""
         at = self.cached + len(pending)
         assert pending == self.text[self.cached : at], "the session's text is not the recorded one"
         self._num_pending = len(pending)
-        picks = [[POISON] for _ in range(1 + len(tree))]
+        picks = [[NOT_RECORDED] for _ in range(1 + len(tree))]
         continuation = self.text[at:]
         nodes = [ROOT, *tree.follow(continuation)]
         for node, token in zip(nodes, continuation, strict=False):
             picks[1 + node] = [token]
         if len(nodes) > len(continuation) and self.ended:
-            picks[1 + nodes[-1]] = self.text[-1:]  # of what follows the end the session keeps nothing
+            picks[1 + nodes[-1]] = self.text[-1:]  # the session drops everything behind the end
         return ForwardOutput(torch.tensor(picks), None)
 
     def commit(self, path: Sequence[int]) -> None:
@@ -100,21 +105,21 @@ class ReplayRunner:
 
     def truncate(self, length: int) -> None:
         """Keep only the first ``length`` tokens."""
-        assert length <= self.cached, "a text cannot be cut to more than it holds"
+        assert length <= self.cached, "a text cannot be truncated to more than its length"
         self.cached = length
 
 
 class Recorded:
-    """The sampler of a `ReplayRunner`, whose rows are the picks. To accept poison raises AssertionError."""
+    """The sampler of a `ReplayRunner`, whose rows are already token ids."""
 
     lossless = True
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
         return logits
 
-    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+    def walk(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         path, emitted = accept(tree, [row[0] for row in decisions])
-        assert POISON not in emitted, "the text goes on where nothing was recorded"
+        assert NOT_RECORDED not in emitted, "a token was accepted that was not recorded"
         return path, emitted
 
 
@@ -124,11 +129,11 @@ class Recording:
 
     Args:
         question_id: Number of the question.
-        category: The benchmark's name for this kind of question.
-        turn: Its place in the conversation, from zero.
-        prompt: Tokens the base read, the earlier recorded turns among them.
-        tokens: Tokens it wrote, the end-of-sequence token among them.
-        ended: Whether it ended with that token, not with the length cap.
+        category: Category of the question in its benchmark.
+        turn: Index of the turn in the conversation.
+        prompt: Tokens of the prompt, including the earlier recorded turns.
+        tokens: Tokens of the answer, including the end-of-sequence token.
+        ended: Whether the answer ended with that token, rather than at the length cap.
     """
 
     question_id: int
@@ -141,7 +146,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A turn whose text does not give back as many tokens as were recorded, so that its tokens are not known."""
+    """A turn whose tokens are unknown, because its text has another number of tokens than was recorded."""
 
     question_id: int
     turn: int
@@ -165,57 +170,59 @@ def read(
     max_new_tokens: int = 512,
     limit: int | None = None,
 ) -> Recordings:
-    """Read recorded answers; each turn's prompt holds the recorded text of the turns before it.
+    """Read recorded answers; the prompt of each turn contains the recorded answers of the earlier turns.
 
-    Lines of `inference.results.records` hold token ids and are taken as they are. FastChat's hold text and counts: the
-    text is tokenised again, and the turn left out where the counts disagree. Where ``new_tokens`` is 0, as some public
-    baselines have it, ``idxs`` + 1 is the count of a base that writes one token a step.
+    Answers of `drafters eval` contain token ids. FastChat's contain texts and counts: the text is tokenized again, and
+    the turn is left out if the number of tokens is not the recorded one. If ``new_tokens`` is 0, as in some public
+    baselines, that number is ``idxs`` + 1, as a base alone writes one token per step.
 
     Args:
-        path: JSON lines, one question each.
-        questions: The questions that were asked.
+        path: JSONL file with one question per line.
+        questions: The questions that were answered.
         base: The base's tokenizer.
-        template: Chat template the base was asked with.
-        max_new_tokens: The recording's cap on a turn: a shorter turn ended with an end-of-sequence token.
-        limit: Lines to read at most.
+        template: Chat template of the recording.
+        max_new_tokens: Maximum number of tokens of a turn in the recording.
+        limit: Maximum number of lines to read; None reads all.
 
     Raises:
-        ValueError: A line is no recorded answer, is to another question, or was given to another prompt.
+        ValueError: A line is not a recorded answer, or it answers another question or another prompt.
     """
-    asked = {question.question_id: question for question in questions}
-    found = Recordings()
+    by_id = {question.question_id: question for question in questions}
+    recordings = Recordings()
     for place, row in list(answer_files.lines(path))[:limit]:
         answer = answer_files.parse(place, row)
-        question_id, question = answer.question_id, asked.get(answer.question_id)
+        question_id, question = answer.question_id, by_id.get(answer.question_id)
         if question is None or len(answer.turns) > len(question.turns):
             raise ValueError(f"{place}: no such question {question_id}: pass the --questions that were answered")
         messages: list[tuple[str, str]] = []
-        for turn, told in enumerate(answer.turns):
+        for turn, recorded in enumerate(answer.turns):
             messages.append(("user", question.turns[turn]))
             prompt = encode_messages(base, messages, template)
-            messages.append(("assistant", told.text))
-            if told.prompt_tokens not in (None, len(prompt)):
+            messages.append(("assistant", recorded.text))
+            if recorded.prompt_tokens not in (None, len(prompt)):
                 raise ValueError(
-                    f"{place}: turn {turn + 1} followed {told.prompt_tokens} prompt tokens, and {len(prompt)} here: "
+                    f"{place}: turn {turn + 1} had {recorded.prompt_tokens} prompt tokens, but {len(prompt)} here: "
                     "pass the --tokenizer, --template and --questions of the recording"
                 )
-            if told.num_tokens > max_new_tokens:
-                raise ValueError(f"{place}: turn {turn + 1} has {told.num_tokens} tokens: pass its --max-new-tokens")
-            tokens = told.token_ids or _tokenised(told, base, max_new_tokens)
-            if 0 < len(tokens) == told.num_tokens:
-                ended = tokens[-1] in base.eos if told.ended is None else told.ended
-                found.turns.append(Recording(question_id, question.category, turn, prompt, tokens, ended))
+            if recorded.num_tokens > max_new_tokens:
+                raise ValueError(
+                    f"{place}: turn {turn + 1} has {recorded.num_tokens} tokens: pass its --max-new-tokens"
+                )
+            tokens = recorded.token_ids or _tokenize(recorded, base, max_new_tokens)
+            if 0 < len(tokens) == recorded.num_tokens:
+                ended = tokens[-1] in base.eos if recorded.ended is None else recorded.ended
+                recordings.turns.append(Recording(question_id, question.category, turn, prompt, tokens, ended))
             else:
-                found.mismatches.append(Mismatch(question_id, turn, told.num_tokens, len(tokens)))
-    if not found.turns:
+                recordings.mismatches.append(Mismatch(question_id, turn, recorded.num_tokens, len(tokens)))
+    if not recordings.turns:
         raise ValueError(
-            f"{path}: no turn to replay; {len(found.mismatches)} were left out: is --tokenizer the base's?"
+            f"{path}: no turn to replay; {len(recordings.mismatches)} were left out: is --tokenizer the base's?"
         )
-    return found
+    return recordings
 
 
-def _tokenised(told: RecordedTurn, base: RecordedBase, max_new_tokens: int) -> list[int]:
-    """The text's tokens, and the end-of-sequence token that was stripped unless the length cap cut the text."""
-    tokens = base.tokenizer(told.text, add_special_tokens=False, verbose=False).input_ids
-    was_cut = told.num_tokens == max_new_tokens == len(tokens)
+def _tokenize(recorded: RecordedTurn, base: RecordedBase, max_new_tokens: int) -> list[int]:
+    """The tokens of the text, with the end-of-sequence token that it had unless it was cut at the length cap."""
+    tokens = base.tokenizer(recorded.text, add_special_tokens=False, verbose=False).input_ids
+    was_cut = recorded.num_tokens == max_new_tokens == len(tokens)
     return tokens if was_cut else [*tokens, *base.eos]

@@ -1,4 +1,4 @@
-"""``drafters replay``: drafters that read nothing but the text, measured on recorded answers without a base."""
+"""``drafters replay``: measure drafters that read only the text, on recorded answers and without the base."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.text import Text
 
 from data import benchmarks
 from data.tokenizer import load_tokenizer
+from drafters.atomic_write import atomic_write
 from drafters.protocol import Drafter, RequiredOutputs
 from inference.engine.session import Session, StepCost
 from inference.registry import catalogue
@@ -20,10 +22,11 @@ from inference.replay.recordings import NoModel, Recorded, RecordedBase, Recordi
 from inference.reporting.tables import Row, escape, markdown_table, number, rich_table
 from inference.results.metrics import acceptance_length, decode_steps
 from inference.runs.outputs import new_folder
+from inference.runs.progress import progress_bars
 
 COUNTING = (
-    "Tokens per forward counts the prefill, which may draft too; all else leaves it out. Averages over steps (micro), "
-    "but for the mean per question. The texts are the recorded ones."
+    "Tokens per forward include the prefill, in which a drafter may draft too; the other numbers exclude it. All are "
+    "averages over steps (micro averages), except for the mean per question. The texts are the recorded ones."
 )
 COLUMNS = (
     ("tokens per forward", "tokens_per_forward", 3),
@@ -36,7 +39,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ReplayedTurn:
-    """What the steps of one recorded turn cost; the first is the prefill."""
+    """The cost of the steps of one recorded turn; the first step is the prefill."""
 
     question_id: int
     category: str
@@ -44,15 +47,15 @@ class ReplayedTurn:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """One drafter on recorded turns. A ratio of nothing is None.
+class ReplayMetrics:
+    """The metrics of one drafter on recorded turns; a ratio whose denominator is zero is None.
 
     Args:
-        turns: Turns replayed.
-        tokens: Tokens of their answers.
-        tokens_per_forward: Tokens / base forwards, prefill included, micro average.
-        acceptance_length: The same, prefill excluded from both.
-        acceptance_length_mean: Its mean over questions.
+        turns: Number of turns.
+        tokens: Number of tokens of their answers.
+        tokens_per_forward: Tokens / base forwards, prefill included, over all turns (micro average).
+        acceptance_length: Emitted tokens / base forwards, prefill excluded, over all turns (micro average).
+        acceptance_length_mean: Mean over questions of the acceptance length of each.
         fed_per_step: Mean number of tokens fed to the base, prefill excluded.
         draft_hit_ratio: Accepted / fed draft tokens, prefill excluded.
     """
@@ -66,18 +69,18 @@ class Figures:
     draft_hit_ratio: float | None
 
 
-def figures(turns: Sequence[ReplayedTurn]) -> Figures:
-    """Count the steps of some turns."""
+def measure(turns: Sequence[ReplayedTurn]) -> ReplayMetrics:
+    """Compute the metrics of some turns."""
     questions: dict[int, list[ReplayedTurn]] = {}
     for turn in turns:
         questions.setdefault(turn.question_id, []).append(turn)
     lengths = [length for own in questions.values() if (length := acceptance_length(own)) is not None]
-    every, later = [step for turn in turns for step in turn.steps], decode_steps(turns)
-    tokens = sum(step.emitted for step in every)
-    return Figures(
+    all_steps, later = [step for turn in turns for step in turn.steps], decode_steps(turns)
+    tokens = sum(step.emitted for step in all_steps)
+    return ReplayMetrics(
         turns=len(turns),
         tokens=tokens,
-        tokens_per_forward=_ratio(tokens, len(every)),
+        tokens_per_forward=_ratio(tokens, len(all_steps)),
         acceptance_length=acceptance_length(turns),
         acceptance_length_mean=_ratio(sum(lengths), len(lengths)),
         fed_per_step=_ratio(sum(step.fed for step in later), len(later)),
@@ -93,7 +96,7 @@ def make(spec: str, runner: ReplayRunner) -> Drafter:
     """Build a drafter that can be replayed.
 
     Raises:
-        ValueError: It needs more of the base than its tokens, or `zoo.make` refuses it.
+        ValueError: The drafter needs more of the base than its tokens, or `catalogue.make` cannot build it.
     """
     try:
         drafter = catalogue.make(spec, runner)
@@ -111,16 +114,16 @@ def make(spec: str, runner: ReplayRunner) -> Drafter:
 def decode(
     runner: ReplayRunner, drafter: Drafter, recorded: Sequence[Recording], max_new_tokens: int
 ) -> Iterator[ReplayedTurn]:
-    """Decode recorded turns in their order with the loop that decodes live. What the drafter keeps across texts stays.
+    """Decode recorded turns in their order, with the same loop that decodes live.
 
     Args:
-        runner: Of the base that was recorded.
-        drafter: One that reads nothing but the text.
+        runner: Stands in for the base that was recorded.
+        drafter: A drafter that reads only the text; it remembers earlier turns as in live decoding.
         recorded: The turns.
-        max_new_tokens: The recording's cap on a turn.
+        max_new_tokens: Maximum number of tokens of a turn in the recording.
 
     Raises:
-        ValueError: An end-of-sequence token stands inside an answer.
+        ValueError: An answer contains an end-of-sequence token before its end.
     """
     session = Session(runner, drafter, Recorded())
     eos = runner.base.eos | {turn.tokens[-1] for turn in recorded if turn.ended}
@@ -130,127 +133,150 @@ def decode(
         result = session.run(turn.prompt, max_new_tokens if turn.ended else len(turn.tokens), eos)
         if result.tokens != turn.tokens:
             raise ValueError(
-                f"question {turn.question_id}, turn {turn.turn + 1} goes on after its end-of-sequence token "
+                f"question {turn.question_id}, turn {turn.turn + 1} continues after the end-of-sequence token "
                 f"{result.tokens[-1]}: pass the --tokenizer of the recording"
             )
         yield ReplayedTurn(turn.question_id, turn.category, result.steps)
 
 
-def replay(
-    answers: str,
-    questions: str,
-    tokenizer: str,
-    drafter: list[str],
-    template: str = "vicuna_v1.1",
-    benchmark: str = "mt_bench",
-    limit: int | None = None,
-    max_new_tokens: int = 512,
-    out: str | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Measure drafters that read nothing but the text on recorded greedy answers, without the base that wrote them.
-
-    The steps are those of live decoding, one for one. Prints tables; with --out also writes results.json and
-    results.md.
+@dataclass(frozen=True)
+class RecordingOptions:
+    """The recorded answers that are replayed.
 
     Args:
-        answers: Recorded answers: JSONL of FastChat's form (turns, new_tokens, idxs), or of drafters eval.
-        questions: The questions that were answered, a local file.
+        answers: JSONL file of recorded greedy answers, in FastChat's form (turns, new_tokens, idxs) or as drafters eval
+            writes them.
+        questions: Local file of the questions that were answered.
         tokenizer: Folder of the tokenizer of the base that answered.
-        drafter: none, anpd, prompt_lookup or another that reads only the text, with :key=value,... if wanted; may be
-            repeated.
-        template: Chat template of the recording: vicuna_v1.1, llama2_chat or tokenizer, the tokenizer's own.
-        benchmark: Form of the questions: mt_bench, gsm8k or embedded.
-        limit: Recorded questions at most.
-        max_new_tokens: Cap of the recording on a turn.
-        out: Folder for the results.
-        overwrite: Replace results that are already there.
+        template: Chat template of the recording: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        benchmark: Benchmark that the questions belong to: mt_bench, gsm8k or embedded.
+        limit: Maximum number of recorded questions; by default all.
+        max_new_tokens: Maximum number of tokens of a turn in the recording.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    answers: str
+    questions: str
+    tokenizer: str
+    template: str = "vicuna_v1.1"
+    benchmark: str = "mt_bench"
+    limit: int | None = None
+    max_new_tokens: int = 512
+
+
+def replay(recording: RecordingOptions, drafter: list[str], out: str | None = None, overwrite: bool = False) -> None:
+    """Measure drafters that read only the text on recorded greedy answers, without the base that wrote them.
+
+    The steps are exactly those of live decoding. Prints tables; with --out it also writes results.json and results.md.
+
+    Args:
+        drafter: none, anpd, prompt_lookup or another drafter that reads only the text, optionally with
+            :key=value,...; may be repeated.
+        out: Folder for the results; by default nothing is written.
+        overwrite: Replace the results that the folder already holds.
+    """
     folder = new_folder(out, overwrite)
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, not {limit}")
-    runner = ReplayRunner(RecordedBase(answers, load_tokenizer(tokenizer)))
+    if recording.limit is not None and recording.limit < 1:
+        raise ValueError(f"limit must be at least 1, not {recording.limit}")
+    runner = ReplayRunner(RecordedBase(recording.answers, load_tokenizer(recording.tokenizer)))
     drafters = {name: make(spec, runner) for name, spec in catalogue.labels(drafter).items()}
-    asked = benchmarks.load(benchmark, questions)
-    recorded = recordings.read(answers, asked, runner.base, template, max_new_tokens, limit)
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    replayed = {}
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        for name, chosen in drafters.items():
-            steps = decode(runner, chosen, recorded.turns, max_new_tokens)
-            replayed[name] = list(progress.track(steps, len(recorded.turns), description=name))
+    recorded = read_recordings(recording, runner.base)
+    with progress_bars() as bars:
+        replayed = {
+            name: list(
+                bars.track(
+                    decode(runner, chosen, recorded.turns, recording.max_new_tokens),
+                    total=len(recorded.turns),
+                    description=name,
+                )
+            )
+            for name, chosen in drafters.items()
+        }
     tables = {
-        "all turns": _by_drafter(replayed),
-        "by category: tokens per forward, acceptance length": _by_kind(replayed),
+        "all turns": _drafter_table(replayed),
+        "by category: tokens per forward, acceptance length": _category_table(replayed),
     }
-    notes = [COUNTING, *_left_out(recorded)]
+    notes = [COUNTING, *_mismatch_notes(recorded)]
     console = Console()
-    for title, grid in tables.items():
-        console.print(Text(title, style="bold"), rich_table(*grid), Text(), sep="\n")
+    for title, table in tables.items():
+        console.print(Text(title, style="bold"), rich_table(*table), Text(), sep="\n")
     for note in notes:
         console.print(note, style="dim")
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        results = {
-            "context": {"command": " ".join(["drafters", *sys.argv[1:]]), "counting": COUNTING},
-            "left_out": [asdict(mismatch) for mismatch in recorded.mismatches],
-            "results": {
-                name: asdict(figures(found))
-                | {"by_category": {kind: asdict(figures(own)) for kind, own in _kinds(found).items()}}
-                for name, found in replayed.items()
-            },
-        }
-        lines = [
-            line for title, grid in tables.items() for line in (f"## {title.capitalize()}", "", *markdown_table(*grid))
-        ]
-        lines += [line for note in notes for line in (escape(note), "")]
-        _write(folder / "results.md", "\n".join(lines))
-        _write(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        _write_results(folder, replayed, recorded)
+        _write_markdown(folder, tables, notes)
 
 
-def _by_drafter(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:
+def read_recordings(recording: RecordingOptions, base: RecordedBase) -> Recordings:
+    """Read the recorded answers and their questions.
+
+    Raises:
+        ValueError: A file cannot be read, or the answers do not belong to the questions, tokenizer or template.
+    """
+    questions = benchmarks.load(recording.benchmark, recording.questions)
+    return recordings.read(
+        recording.answers, questions, base, recording.template, recording.max_new_tokens, recording.limit
+    )
+
+
+def _write_results(folder: Path, replayed: Mapping[str, list[ReplayedTurn]], recorded: Recordings) -> None:
+    results = {
+        "context": {"command": " ".join(["drafters", *sys.argv[1:]]), "counting": COUNTING},
+        "left_out": [asdict(mismatch) for mismatch in recorded.mismatches],
+        "results": {
+            name: asdict(measure(turns))
+            | {"by_category": {category: asdict(measure(own)) for category, own in _by_category(turns).items()}}
+            for name, turns in replayed.items()
+        },
+    }
+    with atomic_write(folder / "results.json") as new:
+        new.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_markdown(folder: Path, tables: Mapping[str, tuple[list[str], list[Row]]], notes: Sequence[str]) -> None:
+    lines = [
+        line for title, table in tables.items() for line in (f"## {title.capitalize()}", "", *markdown_table(*table))
+    ]
+    lines += [line for note in notes for line in (escape(note), "")]
+    with atomic_write(folder / "results.md") as new:
+        new.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _drafter_table(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:
     rows = []
     for name, turns in replayed.items():
-        found = figures(turns)
-        rows.append(Row([name, *(number(getattr(found, figure), places) for _, figure, places in COLUMNS)]))
+        metrics = measure(turns)
+        rows.append(Row([name, *(number(getattr(metrics, field), places) for _, field, places in COLUMNS)]))
     return ["drafter", *(heading for heading, _, _ in COLUMNS)], rows
 
 
-def _by_kind(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:
-    by_drafter = {name: {kind: figures(own) for kind, own in _kinds(turns).items()} for name, turns in replayed.items()}
+def _category_table(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:
+    by_drafter = {
+        name: {category: measure(own) for category, own in _by_category(turns).items()}
+        for name, turns in replayed.items()
+    }
     rows = []
-    for kind, first in next(iter(by_drafter.values())).items():
-        found = [by_kind[kind] for by_kind in by_drafter.values()]
-        cells = [f"{number(f.tokens_per_forward, 3)} {number(f.acceptance_length, 3)}" for f in found]
-        rows.append(Row([kind, str(first.turns), *cells]))
+    for category, first in next(iter(by_drafter.values())).items():
+        metrics = [by_category[category] for by_category in by_drafter.values()]
+        cells = [f"{number(m.tokens_per_forward, 3)} {number(m.acceptance_length, 3)}" for m in metrics]
+        rows.append(Row([category, str(first.turns), *cells]))
     return ["category", "turns", *by_drafter], rows
 
 
-def _kinds(turns: Sequence[ReplayedTurn]) -> dict[str, list[ReplayedTurn]]:
-    kinds: dict[str, list[ReplayedTurn]] = {}
+def _by_category(turns: Sequence[ReplayedTurn]) -> dict[str, list[ReplayedTurn]]:
+    by_category: dict[str, list[ReplayedTurn]] = {}
     for turn in turns:
-        kinds.setdefault(turn.category, []).append(turn)
-    return kinds
+        by_category.setdefault(turn.category, []).append(turn)
+    return by_category
 
 
-def _left_out(recorded: Recordings) -> list[str]:
-    """How many turns were measured, and why not the others."""
+def _mismatch_notes(recorded: Recordings) -> list[str]:
+    """How many turns were replayed, and why the others were not."""
     missing = recorded.mismatches
     notes = [f"{len(recorded.turns)} of {len(recorded.turns) + len(missing)} turns were replayed."]
     if missing:
         first = missing[0]
         notes.append(
-            f"The text of the other {len(missing)} does not give back the recorded number of tokens; the first is "
-            f"question {first.question_id}, turn {first.turn + 1}: {first.retokenised}, not {first.recorded}."
+            f"The texts of the other {len(missing)} do not have the recorded number of tokens; the first is question "
+            f"{first.question_id}, turn {first.turn + 1}, with {first.retokenised} tokens instead of {first.recorded}."
         )
     return notes
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -13,12 +13,13 @@ from drafters.checkpoint import DrafterConfig, save
 from inference.engine.base import tokenizer_hash
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost
-from inference.evaluation.answering import answer
+from inference.evaluation.answering import answer_question
 from inference.registry import catalogue
 from inference.replay import recordings
-from inference.replay.recordings import POISON, Recorded, RecordedBase, Recording, ReplayRunner
-from inference.replay.replay import ReplayedTurn, decode, figures, make, replay
+from inference.replay.recordings import NOT_RECORDED, Recorded, RecordedBase, Recording, ReplayRunner
+from inference.replay.replay import ReplayedTurn, decode, make, measure, replay
 from inference.results import metrics, records
+from train.cli.commands import grouped
 
 EOS = 2
 SPECS = [
@@ -69,7 +70,7 @@ def live(base):
     def live(spec, max_new_tokens=14):
         runner = Runner(base)
         session = Session(runner, catalogue.make(spec, runner))
-        return [answer(session, spec, question, base, "tokenizer", max_new_tokens) for question in QUESTIONS]
+        return [answer_question(session, spec, question, base, "tokenizer", max_new_tokens) for question in QUESTIONS]
 
     return live
 
@@ -96,6 +97,11 @@ def fastchat(path, *lines):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def run(**options):
+    """Run the command with its options as flat as on the command line."""
+    replay(**grouped(replay, options))
 
 
 def refusal(function, *arguments, **named):
@@ -129,15 +135,15 @@ def test_a_replay_makes_the_steps_of_live_decoding(pseudo_runner, runner, spec, 
         assert sum(step.emitted for step in found.steps) == len(turn.tokens)
 
 
-def test_bushes_and_n_grams_are_accepted_somewhere(pseudo_runner):
-    """Or the test above would compare steps of one token."""
+def test_the_drafts_of_bushes_and_n_grams_are_accepted_sometimes(pseudo_runner):
+    """Otherwise the test above would only compare steps of one token."""
     for drafter in (Bushes(), drafters.ANPD(), drafters.PromptLookup(), drafters.PromptLookup(3, 3, partial=False)):
         result = Session(pseudo_runner(seed=3), drafter).run([1, 2], 200)
         assert len(result.steps) < 190
 
 
 @pytest.mark.parametrize("spec", ["anpd:order=3", "prompt_lookup"])
-def test_our_own_records_are_replayed_without_tokenising_again(live, runner, tmp_path, spec):
+def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(live, runner, tmp_path, spec):
     alive = live(spec)
     records.write(tmp_path / "answers.jsonl", alive)
     recorded = recordings.read(tmp_path / "answers.jsonl", QUESTIONS, runner.base, "tokenizer", max_new_tokens=14)
@@ -148,10 +154,10 @@ def test_our_own_records_are_replayed_without_tokenising_again(live, runner, tmp
     assert costs == [[(step.emitted, step.fed) for step in turn.steps] for a in alive for turn in a.turns]
 
 
-def test_the_command_finds_the_figures_of_the_live_run(live, files, tmp_path, capsys):
+def test_the_command_reports_the_metrics_of_live_decoding(live, files, tmp_path, capsys):
     records.write(files["answers"], live("none"))
     out = tmp_path / "out"
-    replay(**files, drafter=["anpd:order=3", "prompt_lookup"], max_new_tokens=14, out=str(out))
+    run(**files, drafter=["anpd:order=3", "prompt_lookup"], max_new_tokens=14, out=str(out))
     results = json.loads((out / "results.json").read_text())
     for spec, found in results["results"].items():
         alive = live(spec)
@@ -163,38 +169,38 @@ def test_the_command_finds_the_figures_of_the_live_run(live, files, tmp_path, ca
         for category, own in summary.by_category.items():
             assert found["by_category"][category]["acceptance_length"] == pytest.approx(own.acceptance_length)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "counts the prefill" in printed and "5 of 5 turns were replayed" in printed
+    assert "include the prefill" in printed and "5 of 5 turns were replayed" in printed
     written = (out / "results.md").read_text()
-    assert "| prompt_lookup |" in written and "| second | 3 |" in written and "counts the prefill" in written
-    assert "already holds results" in refusal(replay, **files, drafter=["anpd"], max_new_tokens=14, out=str(out))
-    replay(**files, drafter=["anpd"], max_new_tokens=14, out=str(out), overwrite=True, limit=1)
+    assert "| prompt_lookup |" in written and "| second | 3 |" in written and "include the prefill" in written
+    assert "already holds results" in refusal(run, **files, drafter=["anpd"], max_new_tokens=14, out=str(out))
+    run(**files, drafter=["anpd"], max_new_tokens=14, out=str(out), overwrite=True, limit=1)
     assert list(json.loads((out / "results.json").read_text())["results"]) == ["anpd"]
     assert sorted(path.name for path in out.iterdir()) == ["results.json", "results.md"]
 
 
-def test_rows_off_the_recorded_text_are_poison(runner):
+def test_rows_off_the_recorded_text_hold_no_token(runner):
     #      1 ─┬─ 5 ─┬─ 6          the recorded text goes on 5 6 7
     #         │     └─ 9 ── 7
     #         └─ 8 ── 6
     tree = DraftTree([5, 8, 6, 9, 6, 7], [-1, -1, 0, 0, 1, 3])
     runner.load([1, 5, 6, 7])
     rows = runner.forward([1], tree, RequiredOutputs())
-    assert rows.logits.tolist() == [[5], [6], [POISON], [7], [POISON], [POISON], [POISON]]
-    assert Recorded().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
+    assert rows.logits.tolist() == [[5], [6], [NOT_RECORDED], [7], [NOT_RECORDED], [NOT_RECORDED], [NOT_RECORDED]]
+    assert Recorded().walk(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
     runner.commit([0, 2])
     assert runner.cached == 3
 
 
-def test_to_read_off_the_recorded_text_raises(runner):
+def test_accepting_a_token_that_was_not_recorded_raises(runner):
     session = Session(runner, drafters.NoDrafter(), Recorded())
     runner.load([1, 5, 6])
-    with pytest.raises(AssertionError, match="nothing was recorded"):
+    with pytest.raises(AssertionError, match="was accepted that was not recorded"):
         session.run([1], 3)
     with pytest.raises(AssertionError, match="not the recorded one"):
         session.run([4], 1)
     tree = DraftTree([5], [-1])
-    with pytest.raises(AssertionError, match="nothing was recorded"):
-        Recorded().accept(tree, [[5], [POISON]])
+    with pytest.raises(AssertionError, match="was accepted that was not recorded"):
+        Recorded().walk(tree, [[5], [NOT_RECORDED]])
 
 
 @pytest.mark.parametrize("kind", ["model", "cascade", "learned", "hidden", "top", "told"])
@@ -253,11 +259,12 @@ def test_fastchat_answers_are_tokenised_again_and_counted(runner, tmp_path):
     ]
 
 
-def test_turns_left_out_are_reported(files, tmp_path, capsys):
+def test_turns_that_cannot_be_replayed_are_reported(files, tmp_path, capsys):
     fastchat(tmp_path / "answers.jsonl", (7, ["w3 w4"], [4], [3]), (8, ["w3 w4", "w9"], [2, 2], [1, 1]))
-    replay(**files, drafter=["anpd"], out=str(tmp_path / "out"))
+    run(**files, drafter=["anpd"], out=str(tmp_path / "out"))
     printed = " ".join(capsys.readouterr().out.split())
-    assert "1 of 3 turns were replayed" in printed and "the first is question 7, turn 1: 3, not 4." in printed
+    assert "1 of 3 turns were replayed" in printed
+    assert "the first is question 7, turn 1, with 3 tokens instead of 4." in printed
     assert len(json.loads((tmp_path / "out" / "results.json").read_text())["left_out"]) == 2
 
 
@@ -273,7 +280,7 @@ def test_turns_left_out_are_reported(files, tmp_path, capsys):
         ),
         (
             '{"question_id": 7, "choices": [{"turns": ["w3"], "token_ids": [[3]], "prompt_tokens": [6]}]}',
-            "turn 1 followed 6 prompt tokens, and 5 here: pass the --tokenizer, --template",
+            "turn 1 had 6 prompt tokens, but 5 here: pass the --tokenizer, --template",
         ),
         ('{"question_id": 7, "choices": [{"turns": ["w3"], "new_tokens": [9], "idxs": [8]}]}', "no turn to replay; 1"),
         ("", "no turn to replay; 0"),
@@ -282,16 +289,16 @@ def test_turns_left_out_are_reported(files, tmp_path, capsys):
 def test_a_file_that_does_not_fit_is_refused_in_one_line(files, line, said):
     with open(files["answers"], "w") as file:
         file.write(line)
-    assert said.partition(" (Key")[0] in refusal(replay, **files, drafter=["anpd"])
+    assert said.partition(" (Key")[0] in refusal(run, **files, drafter=["anpd"])
 
 
 def test_a_missing_file_and_an_end_inside_an_answer_are_refused(files, runner):
-    assert "no such file" in refusal(replay, **files, drafter=["anpd"])
+    assert "no such file" in refusal(run, **files, drafter=["anpd"])
     inside = Recording(7, "first", 0, [5], [6, EOS, 7], False)
-    assert "question 7, turn 1 goes on after" in refusal(list, decode(runner, drafters.ANPD(), [inside], 9))
+    assert "question 7, turn 1 continues after" in refusal(list, decode(runner, drafters.ANPD(), [inside], 9))
 
 
-def test_figures_of_two_questions_by_hand():
+def test_the_metrics_of_two_questions_computed_by_hand():
     def step(emitted, drafted):
         return StepCost(emitted, emitted - 1, 1, drafted, 0, 0, ())
 
@@ -300,13 +307,13 @@ def test_figures_of_two_questions_by_hand():
         ReplayedTurn(2, "b", [step(1, 0)]),
         ReplayedTurn(1, "a", [step(1, 0), step(1, 2)]),
     ]
-    found = figures(turns)
+    found = measure(turns)
     assert (found.turns, found.tokens, found.tokens_per_forward) == (3, 10, 10 / 6)
     assert (found.acceptance_length, found.acceptance_length_mean) == (2.0, 2.0), "question 2 has only a prefill"
     assert (found.fed_per_step, found.draft_hit_ratio) == ((3 + 0 + 2 + 3) / 3, 3 / 5)
 
 
-def test_vicunas_recorded_answers_give_the_known_figures(shared):
+def test_the_recorded_answers_of_vicuna_have_the_known_metrics(shared):
     """Section 8 of the reference: 146 of 160 turns, prefill counted as a step that may draft."""
     path = shared("data/base_outputs/ctc_drafter/vicuna-7b-mt_bench-greedy.jsonl")
     runner = ReplayRunner(RecordedBase("vicuna", load_tokenizer(str(shared("data/tokenizer")))))
@@ -315,6 +322,6 @@ def test_vicunas_recorded_answers_give_the_known_figures(shared):
     assert (len(recorded.turns), len(recorded.mismatches)) == (146, 14)
     known = {"anpd": 1.607, "anpd:update=false": 1.333, "prompt_lookup": 1.586, "prompt_lookup:partial=false": 1.579}
     for spec, expected in known.items():
-        found = figures(list(decode(runner, make(spec, runner), recorded.turns, 512)))
+        found = measure(list(decode(runner, make(spec, runner), recorded.turns, 512)))
         assert found.tokens == sum(len(turn.tokens) for turn in recorded.turns)
         assert found.tokens_per_forward == pytest.approx(expected, abs=0.002)

@@ -1,8 +1,8 @@
-"""What `inference.sandbox.sandbox` starts in a fresh process: it locks itself in, then runs the program it was sent.
+"""The script that `inference.sandbox.sandbox` starts in a fresh process: it isolates itself, then runs the program.
 
-It runs as a file and imports nothing of the project. Kernel locks come first: Landlock for files and signals, seccomp
-for processes, sockets, and what Landlock knows nothing of: modes, owners, times, and things that outlive a process.
-What the kernel does not lock, an audit hook refuses.
+It runs as a file and imports nothing of the project. The kernel's locks come first: Landlock for files and signals, and
+seccomp for processes, sockets, and what Landlock does not cover: file modes, owners and times, and objects that outlive
+their process. An audit hook refuses what the kernel does not lock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colum
 
 
 def numbers(table: str) -> list[tuple[int, int]]:
-    """Read system calls, each a name and its numbers on x86_64 and aarch64, 0 where there is none."""
+    """Read a table of system calls, each a name with its numbers on x86_64 and aarch64; 0 if there is none."""
     words = table.split()
     return [(int(x86), int(arm)) for x86, arm in zip(words[1::3], words[2::3], strict=True)]
 
@@ -48,14 +48,14 @@ REFUSED = numbers("""
 OWN = numbers("""
     kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  prlimit64 302 261
     sched_setparam 142 118  sched_setscheduler 144 119  sched_setaffinity 203 122  sched_setattr 314 274
-""")  # their first argument names a process: itself only
+""")  # their first argument is a process, and only the process itself is allowed
 CLONE, CLONE3, CLONE_THREAD = (56, 220), 435, 0x10000
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_resources(limits: dict[str, int]) -> None:
-    """Bound what the process may use; a soft limit equal to the hard one cannot be raised again."""
+    """Limit the resources of the process; a soft limit that equals the hard limit cannot be raised again."""
     wanted = {
         "RLIMIT_CPU": limits["cpu_seconds"],
         "RLIMIT_AS": limits["memory_bytes"],
@@ -63,29 +63,29 @@ def limit_resources(limits: dict[str, int]) -> None:
         "RLIMIT_NOFILE": limits["open_files"],
         "RLIMIT_CORE": 0,
     }
-    for name, most in wanted.items():
-        lower(getattr(resource, name), most)
+    for name, value in wanted.items():
+        lower(getattr(resource, name), value)
 
 
-def lower(kind: int, most: int) -> None:
-    """Set a resource limit, where the system knows it, and never above what was inherited."""
+def lower(kind: int, value: int) -> None:
+    """Set a resource limit if the system has it, but never above the inherited limit."""
     hard = resource.getrlimit(kind)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     with suppress(ValueError, OSError):  # macOS has no limit on address space
-        resource.setrlimit(kind, (most, most))
+        resource.setrlimit(kind, (value, value))
 
 
 def renounce() -> None:
-    """Die with the parent, gain no privileges, and give up those of root."""
+    """Die with the parent process, never gain privileges, and give up those of root."""
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
 def landlock(box: str) -> bool:
-    """Let files be read in Python and the system, and written in the box alone; no folders, links or devices.
+    """Allow reading only in Python's and the system's folders, and writing only in the box: no folders, links, devices.
 
-    Returns whether the kernel does so: Landlock from its third version on, Linux 6.2.
+    Returns whether the kernel enforces it, which needs the third version of Landlock (Linux 6.2).
     """
 
     def call(*arguments: object) -> int:
@@ -114,7 +114,7 @@ def landlock(box: str) -> bool:
 
 
 def seccomp() -> bool:
-    """Refuse the system calls above. Returns whether the kernel does so."""
+    """Refuse the system calls above. Returns whether the kernel enforces it."""
     if platform.machine() not in ARCHITECTURES or sys.maxsize < 2**32:
         return False
     column, architecture = ARCHITECTURES[platform.machine()]
@@ -123,10 +123,13 @@ def seccomp() -> bool:
 
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
     if column == 0:
-        code += [(at_least, 0, 1, 0x40000000), (end, 0, 0, refuse)]  # the x32 calls are another set of numbers
+        code += [(at_least, 0, 1, 0x40000000), (end, 0, 0, refuse)]  # the x32 system calls have other numbers
     for number in (call[column] for call in REFUSED if call[column]):
         code += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    code += [(equal, 0, 1, CLONE3), (end, 0, 0, unknown)]  # its flags are out of sight; libraries fall back to clone
+    code += [
+        (equal, 0, 1, CLONE3),
+        (end, 0, 0, unknown),
+    ]  # a filter cannot read its flags; libraries fall back to clone
     code += [(equal, 0, 4, CLONE[column]), (load, 0, 0, 16), (has, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
     code += [(end, 0, 0, allow)]
     for number in (call[column] for call in OWN):
@@ -139,7 +142,7 @@ def seccomp() -> bool:
 
 
 def watch(box: str, files: bool, processes: bool) -> None:
-    """Refuse in Python itself what is not locked: files outside the box, or processes, sockets and native code."""
+    """Refuse by an audit hook what the kernel does not: files outside the box, or processes, sockets, native code."""
     roots = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *SYSTEM, "/dev/null", box)]
     writable = [os.path.realpath(box), "/dev/null"]
     changes = ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "chmod", "chown", "truncate", "utime")
@@ -180,9 +183,9 @@ def watch(box: str, files: bool, processes: bool) -> None:
 
 
 def main() -> None:
-    """Read the order, lock up, run the program, and tell of its end through the file that was handed over."""
+    """Read the order, isolate the process, run the program, and report its end to the given file descriptor."""
     order = json.load(sys.stdin)
-    verdict, box = int(sys.argv[1]), os.getcwd()
+    report, box = int(sys.argv[1]), os.getcwd()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     limit_resources(order["limits"])
     is_linux = sys.platform == "linux"
@@ -198,9 +201,9 @@ def main() -> None:
             del sys.modules[name]
     if not all(locks.values()):
         watch(box, files=not locks["landlock"], processes=not locks["seccomp"])
-    held = [name for name, holds in locks.items() if holds] + ["hook"] * (not all(locks.values()))
-    os.write(verdict, f"{' '.join(held)}\n".encode())
-    end = "an exception that cannot be told"
+    active = [name for name, is_active in locks.items() if is_active] + ["hook"] * (not all(locks.values()))
+    os.write(report, f"{' '.join(active)}\n".encode())
+    end = "an exception that cannot be printed"
     try:
         code = compile(order["program"], "program.py", "exec", dont_inherit=True)
         exec(code, {"__name__": "program", "__builtins__": __builtins__})
@@ -208,12 +211,12 @@ def main() -> None:
     except SystemExit:
         end = ""
     except BaseException as error:
-        with suppress(BaseException):  # what it says of itself is the program's too
+        with suppress(BaseException):  # the program defines how its exception is printed
             end = f"{type(error).__name__}: {error}"[:200]
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
     with suppress(BaseException):  # the program may have closed it
         sys.stdout.flush()
-    os.write(verdict, end.encode())
+    os.write(report, end.encode())
     os._exit(0)
 
 

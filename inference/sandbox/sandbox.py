@@ -1,15 +1,15 @@
-"""Programs that a model wrote, run where they can do little harm.
+"""Runs programs that a model wrote where they can do little harm.
 
-A program runs in a fresh process of the same Python (``-I``), with a scrubbed environment, an empty flat folder of its
-own as working folder and home, and limits on time, memory, files and output. On Linux the kernel itself keeps it in:
-Landlock (from 6.2) lets it write in its folder alone and read little but Python and system libraries; seccomp (x86_64,
-aarch64) refuses new processes, sockets, signals to others, and changes of modes and owners. Where one of them is
-missing, as on macOS, an audit hook of Python refuses the same: `Outcome.locks` says so, and native code could get
-around it.
+A program runs in a fresh process of the same Python (``-I``), with an almost empty environment, an empty folder as its
+working directory and home, and limits on time, memory, files and output. On Linux the kernel isolates it: Landlock
+(Linux 6.2 or later) lets it write only to its folder and read little more than Python and system libraries; seccomp
+(x86_64, aarch64) refuses new processes, sockets, signals to other processes, and changes of file modes and owners. If
+one of them is missing, as on macOS, a Python audit hook refuses the same operations; native code could get around it.
+`Outcome.locks` says which of them were used.
 
-This is no container and no virtual machine: the kernel and the processor are shared, a hole in the kernel is a hole
-here, and a program bent on it can find in its own memory the token that proves its end. For code that is meant to
-attack, use a virtual machine.
+This is neither a container nor a virtual machine. The program shares the kernel and the processor with everything else,
+so that a bug in the kernel lets it escape, and it can find in its own memory the token that proves that it finished.
+Use a virtual machine for code that is written to attack.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 JAIL = Path(__file__).with_name("jail.py")
 MAX_FILES = 1000
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a program may use.
+class ResourceLimits:
+    """The resources that a program may use.
 
     Args:
-        seconds: Wall time.
-        cpu_seconds: Time on the processor.
-        memory_bytes: Address space.
-        file_bytes: One file, its output among them.
-        folder_bytes: All files together.
-        open_files: Files open at once.
-        output_chars: Output that is kept.
+        seconds: Wall time in seconds.
+        cpu_seconds: Processor time in seconds.
+        memory_bytes: Size of the address space in bytes.
+        file_bytes: Size of one file in bytes; the output counts as a file.
+        folder_bytes: Size of all files together in bytes.
+        open_files: Number of files that are open at the same time.
+        output_chars: Number of characters of the output that are kept.
     """
 
     seconds: float = 10.0
@@ -57,10 +58,10 @@ class Outcome:
     """How a program ended.
 
     Args:
-        has_finished: Whether it ran to its last line without an exception; leaving earlier, by any door, is not that.
-        reason: ``finished``, or why it is not.
-        output: What it printed, cut.
-        locks: What kept it in: ``landlock``, ``seccomp``, ``hook``.
+        has_finished: Whether the program ran to its last line without an exception and without exiting before it.
+        reason: ``finished``, or why the program did not finish.
+        output: The beginning of what the program printed.
+        locks: What isolated the program: ``landlock``, ``seccomp``, ``hook``.
     """
 
     has_finished: bool
@@ -69,34 +70,35 @@ class Outcome:
     locks: tuple[str, ...]
 
 
-def run(program: str, limits: Limits | None = None, use_kernel: bool = True) -> Outcome:
+def run(program: str, limits: ResourceLimits | None = None, use_kernel: bool = True) -> Outcome:
     """Run a Python program in the sandbox and wait for its end.
 
     Args:
-        program: Its text.
-        limits: What it may use.
-        use_kernel: Use Landlock and seccomp where the kernel has them; False leaves the audit hook alone, as on macOS.
+        program: Text of the program.
+        limits: The resources that it may use.
+        use_kernel: Whether to use Landlock and seccomp if the kernel has them; False uses only the audit hook, as on
+            macOS.
 
     Raises:
-        ValueError: This system has no resource limits (Windows).
+        ValueError: The operating system has no resource limits (Windows).
     """
     if os.name != "posix":
         raise ValueError("running code needs the resource limits of Linux or macOS; leave out --allow-code-execution")
-    limits = limits or Limits()
+    limits = limits or ResourceLimits()
     token = secrets.token_hex(16)
     order = {"program": program, "token": token, "limits": asdict(limits), "use_kernel": use_kernel}
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as printed,
-        tempfile.TemporaryFile() as verdict,
+        tempfile.TemporaryFile() as order_file,
+        tempfile.TemporaryFile() as output_file,
+        tempfile.TemporaryFile() as report_file,
     ):
-        given.write(json.dumps(order).encode())
-        given.seek(0)
+        order_file.write(json.dumps(order).encode())
+        order_file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-X", "utf8", str(JAIL), str(verdict.fileno())],
-            stdin=given,
-            stdout=printed,
+            [sys.executable, "-I", "-B", "-X", "utf8", str(JAIL), str(report_file.fileno())],
+            stdin=order_file,
+            stdout=output_file,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env={
@@ -106,15 +108,15 @@ def run(program: str, limits: Limits | None = None, use_kernel: bool = True) -> 
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },
-            pass_fds=(verdict.fileno(),),
+            pass_fds=(report_file.fileno(),),
             start_new_session=True,
         )
         try:
             stopped = _wait(process, folder, limits)
         finally:
             _kill(process)
-        first, _, end = _read(verdict, 1000).partition("\n")
-        output = _read(printed, limits.output_chars)
+        first, _, end = _read(report_file, 1000).partition("\n")
+        output = _read(output_file, limits.output_chars)
         has_finished = not stopped and end == token
         if not stopped and process.returncode < 0:
             stopped = f"was killed by {signal.Signals(-process.returncode).name}"
@@ -122,8 +124,8 @@ def run(program: str, limits: Limits | None = None, use_kernel: bool = True) -> 
         return Outcome(has_finished, reason, output, tuple(first.split()))
 
 
-def _wait(process: subprocess.Popen, folder: str, limits: Limits) -> str:
-    """Wait for the end, or say why to end it."""
+def _wait(process: subprocess.Popen[bytes], folder: str, limits: ResourceLimits) -> str:
+    """Wait for the process; return why it must be stopped, or nothing if it ended by itself."""
     deadline = time.monotonic() + limits.seconds
     while time.monotonic() < deadline:
         try:
@@ -136,7 +138,7 @@ def _wait(process: subprocess.Popen, folder: str, limits: Limits) -> str:
     return f"ran longer than {limits.seconds:g} seconds"
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -144,14 +146,14 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _size(entry: os.DirEntry) -> int:
+def _size(entry: os.DirEntry[str]) -> int:
     try:
         return entry.stat(follow_symlinks=False).st_blocks * 512
     except OSError:
         return 0
 
 
-def _read(file, most: int) -> str:
-    """The file's beginning; it is the program's too, which may have moved in it or written what is no text."""
+def _read(file: IO[bytes], num_bytes: int) -> str:
+    """Read the beginning of a file that the program could write to: it may have moved in it, or written other bytes."""
     file.seek(0)
-    return file.read(most).decode(errors="replace")
+    return file.read(num_bytes).decode(errors="replace")

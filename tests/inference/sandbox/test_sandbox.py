@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.sandbox.sandbox import Limits, run
+from inference.sandbox.sandbox import ResourceLimits, run
 
-SHORT = Limits(seconds=8, cpu_seconds=4, memory_bytes=2**28, file_bytes=2**20, folder_bytes=2**22)
+SHORT = ResourceLimits(seconds=8, cpu_seconds=4, memory_bytes=2**28, file_bytes=2**20, folder_bytes=2**22)
 both_locks = pytest.mark.parametrize("use_kernel", [True, False], ids=["kernel", "hook"])
-HELD = run("").locks
-kernel_only = pytest.mark.skipif("hook" in HELD, reason="the kernel has no Landlock or seccomp")
+LOCKS = run("").locks
+kernel_only = pytest.mark.skipif("hook" in LOCKS, reason="the kernel has no Landlock or seccomp")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_harmless_program_finishes(program, use_kernel):
     assert outcome.has_finished and outcome.reason == "finished", outcome
 
 
-def test_threads_are_no_processes_and_may_run():
+def test_threads_are_allowed():
     assert run("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()").has_finished
 
 
@@ -142,16 +142,16 @@ def test_no_socket_is_opened(kind, use_kernel, tmp_path):
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\ntime.sleep(1000)",
     ],
 )
-def test_an_endless_program_is_ended(program):
-    assert run(program, Limits(seconds=0.5)).reason == "ran longer than 0.5 seconds"
+def test_an_endless_program_is_stopped(program):
+    assert run(program, ResourceLimits(seconds=0.5)).reason == "ran longer than 0.5 seconds"
 
 
-def test_time_on_the_processor_is_bounded_too():
-    assert run("while True: pass", Limits(seconds=60, cpu_seconds=1)).reason.startswith("was killed by SIG")
+def test_processor_time_is_limited():
+    assert run("while True: pass", ResourceLimits(seconds=60, cpu_seconds=1)).reason.startswith("was killed by SIG")
 
 
 @both_locks
-def test_a_fork_bomb_does_not_go_off(use_kernel):
+def test_a_fork_bomb_cannot_fork(use_kernel):
     attempts = "for _ in range(1000):\n    try: os.fork()\n    except Exception: pass\n    else: print('forked')"
     outcome = run(f"import os\n{attempts}\n", SHORT, use_kernel)
     assert outcome.has_finished and not outcome.output
@@ -172,10 +172,10 @@ def test_a_fork_bomb_does_not_go_off(use_kernel):
         ("x = []\nwhile True: x.append(open('x', 'w'))", "OSError: [Errno 24] Too many open files"),
         ("def f(): f()\nf()", "RecursionError"),
         ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "ValueError: not allowed"),
-        ("class E(Exception):\n    def __str__(self): return 1\nraise E", "an exception that cannot be told"),
+        ("class E(Exception):\n    def __str__(self): return 1\nraise E", "an exception that cannot be printed"),
     ],
 )
-def test_what_a_program_uses_up_is_bounded(program, reason):
+def test_the_resources_of_a_program_are_limited(program, reason):
     outcome = run(program, SHORT)
     assert not outcome.has_finished and outcome.reason.startswith(reason), outcome
     assert len(outcome.output) <= SHORT.output_chars
@@ -195,7 +195,7 @@ def test_what_a_program_uses_up_is_bounded(program, reason):
         "import os\nassert os.pidfd_open(os.getppid())",
     ],
 )
-def test_other_processes_are_out_of_reach(program, use_kernel):
+def test_other_processes_cannot_be_reached(program, use_kernel):
     if sys.platform != "linux" and "resource" in program:
         pytest.skip("prlimit is Linux's")
     if not use_kernel and "pidfd" in program:
@@ -205,7 +205,7 @@ def test_other_processes_are_out_of_reach(program, use_kernel):
 
 
 @both_locks
-def test_secrets_are_out_of_reach(use_kernel, target, monkeypatch):
+def test_secrets_cannot_be_read(use_kernel, target, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "hunter2")
     places = [
         str(target),
@@ -230,31 +230,31 @@ def test_secrets_are_out_of_reach(use_kernel, target, monkeypatch):
 @pytest.mark.parametrize(
     "call", ["os.setuid(1)", "os.setgroups([])", "os.nice(-5)", "os.chroot('.')", "os.mkfifo('x')"]
 )
-def test_root_is_not_root_inside(call):
+def test_root_has_no_privileges_in_the_sandbox(call):
     outcome = run(f"import os\n{call}\n")
     assert "PermissionError" in outcome.reason
 
 
 @kernel_only
-def test_no_child_can_be_made_by_native_code():
+def test_native_code_cannot_start_a_process():
     program = "import ctypes\nlibc = ctypes.CDLL(None)\nassert libc.fork() == libc.vfork() == -1\n"
     program += "assert libc.system(b'true') != 0 and libc.memfd_create(b'x', 0) == -1 and libc.shmget(0, 9, 512) == -1"
     assert run(program).has_finished
 
 
-def test_nothing_is_left_behind(tmp_path, monkeypatch):
+def test_neither_files_nor_processes_remain(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     started = time.monotonic()
-    assert not run("open('a', 'w').write('a')\nimport time\ntime.sleep(1000)", Limits(seconds=0.5)).has_finished
+    assert not run("open('a', 'w').write('a')\nimport time\ntime.sleep(1000)", ResourceLimits(seconds=0.5)).has_finished
     assert time.monotonic() - started < 100
     assert os.listdir(tmp_path) == []
 
 
-def test_the_locks_that_hold_are_told():
+def test_the_outcome_names_the_locks_that_were_used():
     assert run("", use_kernel=False).locks == ("hook",)
-    assert set(HELD) in ({"landlock", "seccomp"}, {"landlock", "hook"}, {"seccomp", "hook"}, {"hook"})
+    assert set(LOCKS) in ({"landlock", "seccomp"}, {"landlock", "hook"}, {"seccomp", "hook"}, {"hook"})
 
 
-def test_output_is_cut_and_need_not_be_text():
-    outcome = run("import os\nos.write(1, bytes(range(256)) * 100)", Limits(output_chars=300))
+def test_output_is_truncated_and_need_not_be_text():
+    outcome = run("import os\nos.write(1, bytes(range(256)) * 100)", ResourceLimits(output_chars=300))
     assert outcome.has_finished and len(outcome.output) == 300

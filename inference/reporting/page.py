@@ -1,4 +1,4 @@
-"""The page of an evaluation: tables, plots and answers in one HTML file that needs nothing but itself."""
+"""The page of one or several evaluations: tables, plots and answers in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drafters.atomic_write import atomic_write
 from inference.reporting import plots
 from inference.reporting.answer_viewer import Answers, Decode, choose_answers, cut_note, ended_turns
 from inference.reporting.tables import (
     COUNTING_RULE,
     OVERVIEW,
     Summaries,
-    counted,
     drafter_rows,
     footnotes,
     headline,
@@ -22,8 +22,9 @@ from inference.reporting.tables import (
     number,
     overview_rows,
     quality_rows,
+    with_counting_rule,
 )
-from inference.results.folders import Run, by_key
+from inference.results.folders import EvaluationResults, by_key
 from inference.results.metrics import Summary
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -35,85 +36,101 @@ def write_report(
     """Write the page of one evaluation.
 
     Args:
-        folder: Where to write.
-        summaries: By benchmark, by drafter.
+        folder: The folder to write to.
+        summaries: The summaries, by benchmark and drafter.
         context: What was run: base, dtype, device, threads, date, command line, versions.
-        answers: The recorded answers, by benchmark, by drafter.
+        answers: The recorded answers, by benchmark and drafter.
         decode: Turns token ids into text.
     """
-    run = Run(Path(folder).resolve().name, {"": dict(context)}, dict(summaries), dict(answers))
-    return write_page(folder, [(run, decode)])
+    results = EvaluationResults(
+        Path(folder).resolve().name,
+        {"": dict(context)},
+        {benchmark: dict(by_drafter) for benchmark, by_drafter in summaries.items()},
+        {
+            benchmark: {drafter: list(own) for drafter, own in by_drafter.items()}
+            for benchmark, by_drafter in answers.items()
+        },
+    )
+    return write_page(folder, [(results, decode)])
 
 
-def write_page(folder: str | Path, runs: Sequence[tuple[Run, Decode | None]]) -> Path:
-    """Write ``report.html``, and its plots to ``plots/`` as well.
+def write_page(folder: str | Path, evaluations: Sequence[tuple[EvaluationResults, Decode | None]]) -> Path:
+    """Write ``report.html``, and its plots to the folder ``plots``.
 
     Args:
-        folder: Where to write.
-        runs: What was measured, under other conditions each; and what turns its token ids into text, if anything does.
+        folder: The folder to write to.
+        evaluations: Evaluations with different conditions, each with the function that turns its token ids into text;
+            without one, the steps of its answers are not shown.
     """
     from jinja2 import Environment
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    colours = plots.choose_colours(s for run, _ in runs for by in run.summaries.values() for s in by.values())
+    every = [results for results, _ in evaluations]
+    colours = plots.choose_colours(
+        summary for results in every for by_drafter in results.summaries.values() for summary in by_drafter.values()
+    )
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(number=number)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         parts=[
-            _describe(run, decode, colours, folder / "plots", f"{index}-" if len(runs) > 1 else "")
-            for index, (run, decode) in enumerate(runs, 1)
+            _describe(results, decode, colours, folder / "plots", f"{index}-" if len(every) > 1 else "")
+            for index, (results, decode) in enumerate(evaluations, 1)
         ],
-        folders=[name for run, _ in runs for name in run.contexts],
-        what_was_run=by_key({name: counted(told) for run, _ in runs for name, told in run.contexts.items()}),
+        folders=[name for results in every for name in results.contexts],
+        what_was_run=by_key(
+            {name: with_counting_rule(context) for results in every for name, context in results.contexts.items()}
+        ),
         colours=colours,
         counting_rule=COUNTING_RULE,
         overview_title=OVERVIEW,
     )
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    with atomic_write(path) as new:
+        new.write_text(page, encoding="utf-8")
     return path
 
 
-def _describe(run: Run, decode: Decode | None, colours: plots.Colours, folder: Path, prefix: str) -> dict[str, Any]:
-    """What the page tells of one run."""
+def _describe(
+    results: EvaluationResults, decode: Decode | None, colours: plots.Colours, folder: Path, prefix: str
+) -> dict[str, Any]:
+    """The values that the template shows of one evaluation; draws its plots."""
     return {
-        "name": run.name,
-        "conditions": run.conditions,
-        "headline": headline(run.summaries),
-        "overview": overview_rows(run.summaries) if len(run.summaries) > 1 else None,
-        "left_out": said(run, "left_out"),
-        "warnings": said(run, "warnings"),
+        "name": results.name,
+        "conditions": results.conditions,
+        "headline": headline(results.summaries),
+        "overview": overview_rows(results.summaries) if len(results.summaries) > 1 else None,
+        "left_out": context_lines(results, "left_out"),
+        "warnings": context_lines(results, "warnings"),
         "benchmarks": [
             {
                 "name": benchmark,
                 "table": (rows := drafter_rows(by_drafter, {name: ended_turns(of) for name, of in answers.items()})),
                 "legend": legend(*rows),
                 "quality": quality_rows(by_drafter),
-                "cut": cut_note(by_drafter, answers, run.conditions.get("decoding", "")),
+                "cut": cut_note(by_drafter, answers, results.conditions.get("decoding", "")),
                 "footnotes": footnotes(by_drafter),
                 "figures": _draw_figures(folder, prefix + benchmark, dict(by_drafter), colours),
             }
-            for benchmark, by_drafter in run.summaries.items()
-            for answers in [run.answers.get(benchmark, {})]
+            for benchmark, by_drafter in results.summaries.items()
+            for answers in [results.answers.get(benchmark, {})]
         ],
-        "shown": choose_answers(run.summaries, run.answers, decode),
+        "shown": choose_answers(results.summaries, results.answers, decode),
         "is_coloured": decode is not None,
     }
 
 
-def said(run: Run, key: str) -> list[str]:
-    """What an evaluation said of ``warnings`` or of ``left_out``, with the folder's name where there are several."""
-    found = []
-    for name, context in run.contexts.items():
-        told = context.get(key) or []
-        folder = f"{name}: " if len(run.contexts) > 1 else ""
-        found += [folder + line for line in ([told] if isinstance(told, str) else told)]
-    return found
+def context_lines(results: EvaluationResults, key: str) -> list[str]:
+    """The lines of ``warnings`` or ``left_out``; if there are several folders, each line begins with its folder."""
+    lines = []
+    for name, context in results.contexts.items():
+        value = context.get(key) or []
+        folder = f"{name}: " if len(results.contexts) > 1 else ""
+        lines += [folder + line for line in ([value] if isinstance(value, str) else value)]
+    return lines
 
 
 def _draw_figures(folder: Path, name: str, summaries: dict[str, Summary], colours: plots.Colours) -> list[dict]:
-    """Every plot that has something to show: written as a PNG, and embedded for light and dark pages."""
+    """Draw every plot that has something to show: as a PNG file, and as data URIs for light and dark pages."""
     folder.mkdir(parents=True, exist_ok=True)
     figures = []
     for plot in plots.applicable(summaries):

@@ -1,4 +1,4 @@
-"""The report's plots: matplotlib figures of summaries, as PNG, for a light and a dark page."""
+"""Plots of the report: matplotlib figures of summaries, as PNG images for a light and a dark page."""
 
 from __future__ import annotations
 
@@ -30,34 +30,36 @@ PHASE_COLOURS = {
     "other": "#868c95",
 }
 BUDGET_ARGUMENTS = ("num_nodes", "num_draft")
-THEMES = {"light": ("#ffffff", "#24292f", "#d8dce2"), "dark": ("#181b20", "#d7dbe0", "#3a3f47")}  # paper, ink, rules
+THEMES = {
+    "light": ("#ffffff", "#24292f", "#d8dce2"),
+    "dark": ("#181b20", "#d7dbe0", "#3a3f47"),
+}  # background, text, grid
 
 
 def choose_colours(summaries: Iterable[Summary]) -> Colours:
-    """One colour for each drafter, whatever the plot; the baseline is grey."""
-    is_baseline = {summary.drafter: summary.is_baseline for summary in summaries}
-    others = [drafter for drafter, is_it in is_baseline.items() if not is_it]
+    """Choose one colour for each drafter in all plots; the baseline is grey."""
+    baselines = {summary.drafter: summary.is_baseline for summary in summaries}
+    others = [drafter for drafter, is_baseline in baselines.items() if not is_baseline]
     colours = {drafter: (PALETTE + FADED)[index % (2 * len(PALETTE))] for index, drafter in enumerate(others)}
-    return {drafter: colours.get(drafter, VANILLA_GREY) for drafter in is_baseline}
+    return {drafter: colours.get(drafter, VANILLA_GREY) for drafter in baselines}
 
 
 def plot_speedup(summaries: Summaries, colours: Colours) -> Figure:
-    """Speed-up of each drafter, a bar each, with its interval."""
-    figure = _bars(summaries, colours, "Speed-up, times the baseline", "speedup", "speedup_interval", "×")
-    figure.axes[0].set_xlabel("dashed: the baseline" + _interval_told(summaries, "speedup_interval"))
+    """A bar for the speed-up of each drafter, with its interval."""
+    figure = _bars(summaries, colours, "Speed-up over the baseline", "speedup", "speedup_interval", "×")
+    figure.axes[0].set_xlabel("dashed: the baseline" + _interval_legend(summaries, "speedup_interval"))
     return figure
 
 
 def plot_acceptance(summaries: Summaries, colours: Colours) -> Figure:
-    """Acceptance length of each drafter, a bar each, with its interval."""
+    """A bar for the acceptance length of each drafter, with its interval."""
     figure = _bars(summaries, colours, "Acceptance length", "acceptance_length", "acceptance_interval")
-    told = _interval_told(summaries, "acceptance_interval")
-    figure.axes[0].set_xlabel("tokens per base forward" + told)
+    figure.axes[0].set_xlabel("tokens per base forward" + _interval_legend(summaries, "acceptance_interval"))
     return figure
 
 
 def plot_categories(summaries: Summaries, colours: Colours) -> Figure:
-    """Acceptance length by category, a group of bars for each category."""
+    """A group of bars for each category: the acceptance length of each drafter."""
     drafters = {name: summary for name, summary in summaries.items() if not summary.is_baseline} or summaries
     categories = list(dict.fromkeys(category for summary in drafters.values() for category in summary.by_category))
     height = 0.8 / len(drafters)
@@ -78,7 +80,7 @@ def plot_categories(summaries: Summaries, colours: Colours) -> Figure:
 
 
 def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
-    """Share of steps that accept at least d draft tokens, a line for each drafter."""
+    """A line for each drafter: the share of steps that accept at least d draft tokens."""
     figure, axes = _figure(3.5, "Steps that accept at least d draft tokens")
     deepest, highest = 1, 10.0
     for drafter, summary in summaries.items():
@@ -98,7 +100,7 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
 
 
 def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
-    """Where the time of a token goes, a stacked bar for each drafter."""
+    """A stacked bar for each drafter: the time per token of each phase of decoding."""
     figure, axes = _figure(1.9 + 0.36 * len(summaries), "Time by phase")
     ends = dict.fromkeys(summaries, 0.0)
     for phase, colour in PHASE_COLOURS.items():
@@ -115,10 +117,10 @@ def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
 
 
 def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
-    """Acceptance length and speed-up against fed tokens a step, a line for each drafter run with several budgets."""
+    """A line for each drafter with several budgets: acceptance length and speed-up by the tokens fed per step."""
     figure = Figure(figsize=(5.6, 4.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
-    upper.set_title("What a larger tree gives")
+    upper.set_title("Effect of a larger draft tree")
     for family, drafters in budgets(summaries).items():
         points = sorted((summaries[drafter] for drafter in drafters), key=lambda s: s.fed_per_step)
         colour, fed = colours[drafters[0]], [s.fed_per_step for s in points]
@@ -133,7 +135,7 @@ def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
     lower.axhline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
     upper.set_ylabel("acceptance length")
     lower.set_ylabel("speed-up")
-    lower.set_xlabel("fed tokens a step; dashed: the baseline")
+    lower.set_xlabel("fed tokens per step; dashed: the baseline")
     for axes in (upper, lower):
         axes.grid(axis="both")
     _legend_below(figure)
@@ -141,14 +143,14 @@ def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
 
 
 def budgets(summaries: Summaries) -> dict[str, list[str]]:
-    """Drafters whose names differ only in `BUDGET_ARGUMENTS`, by what else their name says; at least two of each."""
+    """Drafters whose specs differ only in `BUDGET_ARGUMENTS`, by their common spec; at least two of each."""
     families: dict[str, list[str]] = {}
     for drafter, summary in summaries.items():
         if summary.fed_per_step is not None and not summary.is_baseline:
-            spec = re.sub(r" \(.*\)$", "", drafter)  # the folder it comes from
+            spec = re.sub(r" \(.*\)$", "", drafter)  # without the folder that a merged drafter comes from
             name, _, arguments = spec.partition(":")
-            kept = [pair for pair in arguments.split(",") if pair and pair.partition("=")[0] not in BUDGET_ARGUMENTS]
-            families.setdefault(":".join([name, *([",".join(kept)] if kept else [])]), []).append(drafter)
+            others = [pair for pair in arguments.split(",") if pair and pair.partition("=")[0] not in BUDGET_ARGUMENTS]
+            families.setdefault(":".join([name, *([",".join(others)] if others else [])]), []).append(drafter)
     fed = {family: {summaries[drafter].fed_per_step for drafter in own} for family, own in families.items()}
     return {family: own for family, own in families.items() if len(fed[family]) > 1}
 
@@ -164,24 +166,24 @@ PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
 
 
 def applicable(summaries: Summaries) -> list[str]:
-    """The plots that have something to show."""
-    several = {
+    """The names of the plots that have something to show."""
+    conditions = {
         "categories": max(len(s.by_category) for s in summaries.values()) > 1,
         "budget": bool(budgets(summaries)),
     }
-    return [plot for plot in PLOTS if several.get(plot, True)]
+    return [plot for plot in PLOTS if conditions.get(plot, True)]
 
 
 def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light") -> bytes:
-    """The plot of this name as a PNG, for a page of this theme."""
-    paper, ink, rules = THEMES[theme]
+    """Draw the plot of this name as a PNG image, for a page of this theme."""
+    background, ink, grid = THEMES[theme]
     style = {
-        "figure.facecolor": paper,
-        "savefig.facecolor": paper,
-        "axes.facecolor": paper,
+        "figure.facecolor": background,
+        "savefig.facecolor": background,
+        "axes.facecolor": background,
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), ink),
-        "axes.edgecolor": rules,
-        "grid.color": rules,
+        "axes.edgecolor": grid,
+        "grid.color": grid,
         "grid.linewidth": 0.6,
         "axes.axisbelow": True,
         "axes.spines.top": False,
@@ -194,7 +196,7 @@ def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light"
         "lines.linewidth": 1.8,
         "lines.markersize": 4,
         "legend.frameon": False,
-        "text.parse_math": False,  # a name may hold a dollar sign
+        "text.parse_math": False,  # a name may contain a dollar sign
     }
     with matplotlib.rc_context(style):
         figure = PLOTS[plot](summaries, colours)
@@ -204,7 +206,7 @@ def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light"
 
 
 def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, interval: str, unit: str = "") -> Figure:
-    """A bar for each drafter; of several baselines, which all stand at the dashed line, the first."""
+    """A bar for each drafter; of several baselines only the first, as all of them are at the dashed line."""
     first = next((drafter for drafter, summary in summaries.items() if summary.is_baseline), None)
     shown = {drafter: s for drafter, s in summaries.items() if not s.is_baseline or drafter == first}
     values = [getattr(summary, measure) or 0.0 for summary in shown.values()]
@@ -223,7 +225,7 @@ def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, inte
     return figure
 
 
-def _interval_told(summaries: Summaries, interval: str) -> str:
+def _interval_legend(summaries: Summaries, interval: str) -> str:
     known = (bounds for s in summaries.values() if (bounds := getattr(s, interval)))
     return "; whiskers: 95 %" if any(low < high for low, high in known) else ""
 
@@ -241,7 +243,7 @@ def _figure(height: float, title: str) -> tuple[Figure, Axes]:
 
 
 def _as_rows(axes: Axes, names: Iterable[str]) -> None:
-    """One row for each name, the first on top, ruled by values."""
+    """Label the rows with names, the first on top, and draw vertical grid lines."""
     labels = [textwrap.fill(textwrap.shorten(name.replace(",", ", "), 44, placeholder=" …"), 24) for name in names]
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -251,7 +253,7 @@ def _as_rows(axes: Axes, names: Iterable[str]) -> None:
 
 
 def _mark_one(axes: Axes) -> None:
-    """A dashed line where decoding without a drafter stands."""
+    """Draw a dashed line at decoding without a drafter."""
     axes.axvline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
 
 

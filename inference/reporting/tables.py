@@ -1,4 +1,4 @@
-"""The tables of an evaluation, for the terminal and for Markdown, and its one-sentence headline."""
+"""Tables of an evaluation for the terminal and for Markdown, and its headline of one sentence."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from rich.text import Text
 
 from inference.results.metrics import CategorySummary, Summary
 
-Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark, by drafter
+Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark and drafter
 
-COUNTING_RULE = "Acceptance length = emitted tokens / base forwards, prefill excluded, micro average."
+COUNTING_RULE = (
+    "Acceptance length = emitted tokens / base forwards, prefill excluded, over all questions (micro average)."
+)
 OVERVIEW, BY_CATEGORY = (f"Acceptance length and speed-up by {what}" for what in ("benchmark", "category"))
 COLUMNS = (
     ("drafter", lambda s: s.drafter),
@@ -48,18 +50,18 @@ RANKED = {
     "tokens/s": "tokens_per_second",
 }
 TERMINAL_COLUMNS = ("drafter", "acceptance length", "speed-up", "tokens/s", "fed tokens/step", "identical answers")
-MAX_TERMINAL_DRAFTERS = 6  # side by side, for the same reason
+MAX_TERMINAL_DRAFTERS = 6  # side by side in one table
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table.
+    """A row of a table.
 
     Args:
-        cells: What stands in its columns.
-        best: Columns to stress.
-        is_identical: Whether the drafter wrote the baseline's very text.
-        small: What stands small below a cell, by column: its 95 % interval, or how many answers it rests on.
+        cells: The text of each column.
+        best: Indices of the columns to print in bold.
+        is_identical: Whether the drafter wrote the same tokens as the baseline.
+        small: Small text below a cell, by column: its 95 % interval, or the number of turns that it is computed from.
     """
 
     cells: list[str]
@@ -69,7 +71,7 @@ class Row:
 
 
 def table(summaries: Summaries) -> list[RenderableType]:
-    """The tables of all benchmarks with their titles and footnotes, for a rich console to print one by one."""
+    """The tables of all benchmarks with titles and footnotes, for a rich console to print one after the other."""
     parts: list[RenderableType] = []
     if len(summaries) > 1:
         parts += [Text(OVERVIEW, style="bold"), *_side_by_side(*overview_rows(summaries))]
@@ -88,7 +90,7 @@ def table(summaries: Summaries) -> list[RenderableType]:
 
 
 def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[RenderableType]:
-    """A table with a column for each drafter, in as many parts as a terminal needs."""
+    """A table with a column for each drafter, split into parts that fit into a terminal."""
     parts: list[RenderableType] = []
     for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
         columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
@@ -97,7 +99,7 @@ def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[Renderab
 
 
 def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
-    """The same tables in Markdown, and what was run."""
+    """The same tables in Markdown, followed by what was run."""
     lines = [f"**{escape(headline(summaries))}**", ""]
     if len(summaries) > 1:
         lines += [f"{OVERVIEW}:", "", *markdown_table(*overview_rows(summaries))]
@@ -111,12 +113,12 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
         if len(rows) > 1:
             lines += [f"{BY_CATEGORY}:", "", *markdown_table(headings, rows)]
     lines += ["## What was run", ""]
-    lines += [f"- {escape(str(key))}: {escape(str(value))}" for key, value in counted(context).items()]
+    lines += [f"- {escape(str(key))}: {escape(str(value))}" for key, value in with_counting_rule(context).items()]
     return "\n".join([*lines, ""])
 
 
 def headline(summaries: Summaries) -> str:
-    """The evaluation in one sentence about the fastest of the drafters that answered the most benchmarks."""
+    """The evaluation in one sentence, about the fastest of the drafters that answered the most benchmarks."""
     best = fastest(summaries)
     if best is None:
         own = next(iter(next(iter(summaries.values())).values()))
@@ -139,18 +141,21 @@ def fastest(summaries: Summaries) -> str | None:
         for drafter, summary in by_drafter.items():
             if not summary.is_baseline:
                 speedups.setdefault(drafter, []).append(summary.speedup)
-    most = max(map(len, speedups.values()), default=0)
-    means = {drafter: _geometric_mean(own) for drafter, own in speedups.items() if len(own) == most}
+    num_benchmarks = max(map(len, speedups.values()), default=0)
+    means = {drafter: _geometric_mean(own) for drafter, own in speedups.items() if len(own) == num_benchmarks}
     return max(means, key=means.__getitem__, default=None)
 
 
 def drafter_rows(
     by_drafter: Mapping[str, Summary], ended: Mapping[str, str] | None = None
 ) -> tuple[list[str], list[Row]]:
-    """Headings, and a row for each drafter; the best of the drafters, the baseline aside, is stressed.
+    """Headings, and a row for each drafter; the best drafter of each column is bold, not counting the baseline.
 
-    A column that tells nothing of any drafter is left out. How many turns ended by themselves, by drafter, stands below
-    the figure that rests on them alone.
+    Columns without any value are left out.
+
+    Args:
+        by_drafter: The summaries, by drafter.
+        ended: Number of turns that ended with an end-of-sequence token, as text, by drafter.
     """
     summaries = list(by_drafter.values())
     columns = {heading: cells for heading, cell in COLUMNS if set(cells := list(map(cell, summaries))) - {"–", "0.0"}}
@@ -163,7 +168,7 @@ def drafter_rows(
             [cells[index] for cells in columns.values()],
             {at for at, heading in enumerate(columns) if best.get(heading) == index},
             summary.identical == summary.questions,
-            {at: told for at, heading in enumerate(columns) if (told := _small(summary, heading, ended or {}))},
+            {at: text for at, heading in enumerate(columns) if (text := _small(summary, heading, ended or {}))},
         )
         for index, summary in enumerate(summaries)
     ]
@@ -179,60 +184,65 @@ def quality_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row
 
 
 def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:
-    """What a reader of `drafter_rows` may ask."""
+    """Explanations of the columns of `drafter_rows`."""
     small = {headings[at] for row in rows for at in row.small}
-    told = []
+    sentences = []
     if small & INTERVALS.keys():
-        told.append("Small: 95 % intervals over questions; where they overlap, bold may be chance.")
+        sentences.append("Small: 95 % intervals over questions; where they overlap, the best value may be chance.")
     if "ended by EOS" in small:
-        told.append("Ended by EOS: over the turns that ended by themselves, of all turns.")
+        sentences.append("Ended by EOS: over the turns that ended with an end-of-sequence token; small, their number.")
     if "noise" in headings:
-        told.append("Noise: what another run's speed-up may differ by, one standard deviation.")
-    return " ".join(told)
+        sentences.append("Noise: standard deviation of the speed-up between runs.")
+    return " ".join(sentences)
 
 
 def category_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
     """Headings, and a row for each category with acceptance length and speed-up of each drafter but the baseline."""
     drafters = [summary for summary in by_drafter.values() if not summary.is_baseline]
     categories = dict.fromkeys(category for summary in drafters for category in summary.by_category)
-    rows = [_both(category, [summary.by_category.get(category) for summary in drafters]) for category in categories]
+    rows = [
+        _length_and_speedup(category, [summary.by_category.get(category) for summary in drafters])
+        for category in categories
+    ]
     return ["category", *(summary.drafter for summary in drafters)], rows
 
 
 def overview_rows(summaries: Summaries) -> tuple[list[str], list[Row]]:
     """Headings, and a row for each benchmark with acceptance length and speed-up of each drafter but the baseline."""
     drafters = dict.fromkeys(name for by in summaries.values() for name, own in by.items() if not own.is_baseline)
-    rows = [_both(name, [by_drafter.get(each) for each in drafters]) for name, by_drafter in summaries.items()]
+    rows = [
+        _length_and_speedup(name, [by_drafter.get(each) for each in drafters]) for name, by_drafter in summaries.items()
+    ]
     return ["benchmark", *drafters], rows
 
 
-def _both(name: str, measured: Sequence[Summary | CategorySummary | None]) -> Row:
-    """Acceptance length and speed-up of each drafter; the longest is stressed."""
-    best = _best([found.acceptance_length if found else None for found in measured])
+def _length_and_speedup(name: str, measured: Sequence[Summary | CategorySummary | None]) -> Row:
+    """A row with acceptance length and speed-up of each drafter; the longest acceptance length is bold."""
+    best = _best([summary.acceptance_length if summary else None for summary in measured])
     cells = [f"{number(m.acceptance_length)} {number(m.speedup, unit='×')}" if m else "–" for m in measured]
     return Row([name, *cells], set() if best is None else {best + 1})
 
 
 def footnotes(by_drafter: Mapping[str, Summary]) -> list[str]:
-    """A line for each drafter whose answers are not all the baseline's."""
+    """One line for each drafter with answers that differ from the baseline's."""
     notes = []
     for summary in by_drafter.values():
         if summary.first_divergence is not None:
             question, turn, position = summary.first_divergence
             notes.append(
-                f"† {summary.drafter} does not always write what {_name(summary.baseline)} writes: they part first in "
-                f"question {question}, turn {turn + 1}, after {position} equal tokens."
+                f"† {summary.drafter} does not always write the text of {_name(summary.baseline)}: they first differ "
+                f"in question {question}, turn {turn + 1}, after {position} equal tokens."
             )
     return notes
 
 
-def counted(context: Mapping[str, Any]) -> dict[str, Any]:
-    """What was run, and how it was counted unless that is said already."""
+def with_counting_rule(context: Mapping[str, Any]) -> dict[str, Any]:
+    """What was run, with the counting rule if the context does not contain one."""
     return {**context, "counting": context.get("counting", COUNTING_RULE)}
 
 
 def number(value: float | None, places: int = 2, unit: str = "") -> str:
-    """The number for a reader; a dash where nothing was measured."""
+    """Format a number; a dash if nothing was measured."""
     return "–" if value is None else f"{value:.{places}f}{unit}"
 
 
@@ -243,7 +253,7 @@ def _small(summary: Summary, heading: str, ended: Mapping[str, str]) -> str:
 
 
 def _interval(bounds: Sequence[float] | None) -> str:
-    """The interval for a reader; nothing where it is unknown or has no width."""
+    """Format an interval; empty if it is unknown or has no width."""
     return f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds and bounds[0] != bounds[1] else ""
 
 
@@ -268,12 +278,12 @@ def _geometric_mean(values: Sequence[float | None]) -> float:
 
 
 def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int] | None = None) -> Table:
-    """A table for the terminal, of the columns ``shown`` or of all."""
+    """A table for the terminal, with all columns or those whose indices are in ``shown``."""
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     shown = range(len(headings)) if shown is None else shown
     for index in shown:
         heading = Text(headings[index].replace(" ", "\n", 1))
-        width = max(len(row.cells[index]) for row in rows)  # where room is short, headings and long names break
+        width = max(len(row.cells[index]) for row in rows)  # on a narrow terminal headings and long names break
         justify = "right" if index else "left"
         result.add_column(heading, justify=justify, vertical="bottom", min_width=min(width, 16), overflow="fold")
     for row in rows:
@@ -283,15 +293,15 @@ def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """The lines of a table in Markdown, and an empty one after it."""
+    """The lines of a table in Markdown, followed by an empty line."""
     lines = [list(map(escape, headings)), ["---", *["---:"] * (len(headings) - 1)]]
     for row in rows:
         cells = [f"**{escape(cell)}**" if at in row.best else escape(cell) for at, cell in enumerate(row.cells)]
-        small = [f" ({told})" if (told := row.small.get(at)) else "" for at in range(len(cells))]
-        lines.append([cell + told for cell, told in zip(cells, small, strict=True)])
+        small = [f" ({text})" if (text := row.small.get(at)) else "" for at in range(len(cells))]
+        lines.append([cell + text for cell, text in zip(cells, small, strict=True)])
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
 def escape(text: str) -> str:
-    """The text as Markdown shows it."""
+    """Escape the characters that Markdown interprets."""
     return re.sub(r"([\\`*|<>\[\]])", r"\\\1", text.replace("\n", " "))

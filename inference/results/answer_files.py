@@ -1,4 +1,4 @@
-"""Answer files of FastChat's form, as EAGLE, Spec-Bench, the original CTC-drafter and `drafters eval` write them."""
+"""Reads answer files in FastChat's form: those of EAGLE, Spec-Bench, the original CTC-drafter and `drafters eval`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-COLUMNS = ("turns", "new_tokens", "idxs", "wall_time", "token_ids", "ended", "prompt_tokens")  # as `RecordedTurn`
+# The keys of a choice that hold the fields of `RecordedTurn`, in their order.
+COLUMNS = ("turns", "new_tokens", "idxs", "wall_time", "token_ids", "ended", "prompt_tokens")
 
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """What a file tells of one answered turn; None where it does not tell.
+    """One answered turn of an answer file; what the file does not contain is None.
 
     Args:
         text: The answer.
-        new_tokens: Tokens of the answer; some public baselines record 0.
+        new_tokens: Number of tokens of the answer; some public baselines record 0.
         index: Zero-based index of the last step.
         seconds: Wall time.
-        token_ids: The answer's tokens, which only our own records hold.
-        ended: Whether it ended with an end-of-sequence token.
-        prompt_tokens: Tokens of the prompt.
+        token_ids: Tokens of the answer, which only `drafters eval` records.
+        ended: Whether the turn ended with an end-of-sequence token.
+        prompt_tokens: Number of tokens of the prompt.
     """
 
     text: str
@@ -35,12 +36,18 @@ class RecordedTurn:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of the answer. Where 0 are recorded ``index`` + 1: a base alone writes one token a step."""
-        return len(self.token_ids) if self.token_ids is not None else self.new_tokens or self.index + 1
+        """Number of tokens; if 0 are recorded, ``index`` + 1, as a base alone writes one token per step."""
+        if self.token_ids is not None:
+            return len(self.token_ids)
+        if self.new_tokens:
+            return self.new_tokens
+        if self.index is None:
+            raise TypeError("neither new_tokens nor idxs is recorded")
+        return self.index + 1
 
     @property
-    def has_stand_in(self) -> bool:
-        """Whether ``index`` + 1 had to be counted."""
+    def is_estimated(self) -> bool:
+        """Whether `num_tokens` is ``index`` + 1, because no number of tokens is recorded."""
         return self.token_ids is None and not self.new_tokens
 
 
@@ -49,12 +56,13 @@ class RecordedAnswer:
     """One line of an answer file.
 
     Args:
-        place: The file and the line, for messages.
+        place: The file and the line number, for error messages.
         question_id: Number of the question.
-        category: Kind of the question; FastChat's own files do not tell.
-        model: What answered.
+        category: Category of the question; None in FastChat's own files.
+        model: Name of the model or drafter.
         turns: The answered turns.
-        accept_lengths: Tokens each step gained, prefills excluded, all turns in a row; Spec-Bench and we tell them.
+        accept_lengths: Number of tokens that each step emitted, prefills excluded, over all turns; None unless
+            Spec-Bench or `drafters eval` wrote the file.
     """
 
     place: str
@@ -66,26 +74,28 @@ class RecordedAnswer:
 
 
 def read(path: str | Path) -> list[RecordedAnswer]:
-    """Read a file of answers, a question a line.
+    """Read a file of answers, one question per line.
 
     Raises:
-        ValueError: There is no such file, it holds no answer, a line is none, or a question is answered twice.
+        ValueError: The file does not exist or is empty, a line is not an answer, or a question is answered twice.
     """
     answers: dict[int, RecordedAnswer] = {}
     for place, row in lines(path):
         answer = parse(place, row)
         if (first := answers.setdefault(answer.question_id, answer)) is not answer:
-            raise ValueError(f"{place}: question {answer.question_id} is answered already in {first.place}: keep one")
+            raise ValueError(
+                f"{place}: question {answer.question_id} was already answered in {first.place}: keep only one of them"
+            )
     if not answers:
         raise ValueError(f"{path} holds no answer: give a JSONL file of recorded answers")
     return list(answers.values())
 
 
 def lines(path: str | Path) -> Iterator[tuple[str, dict]]:
-    """The place and the JSON of each line that is not empty.
+    """Yield the place and the JSON value of each line that is not empty.
 
     Raises:
-        ValueError: There is no such file, or it is no JSONL.
+        ValueError: The file does not exist, or it is not JSONL.
     """
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder; give a JSONL file of recorded answers in it")
@@ -104,20 +114,24 @@ def lines(path: str | Path) -> Iterator[tuple[str, dict]]:
 
 
 def parse(place: str, row: dict) -> RecordedAnswer:
-    """The answer that a line holds.
+    """Read the answer in one line.
+
+    Args:
+        place: The file and the line number, for error messages.
+        row: The JSON value of the line.
 
     Raises:
-        ValueError: It holds none.
+        ValueError: It is not an answer.
     """
     try:
         choice = row["choices"][0]
-        nothing = [None] * len(choice["turns"])
-        told = dict.fromkeys(COLUMNS, nothing) | choice
+        missing = [None] * len(choice["turns"])
+        columns = dict.fromkeys(COLUMNS, missing) | choice
         if "decoding_steps" in choice and "idxs" not in choice:  # Spec-Bench's later files count the steps
-            told["idxs"] = [steps - 1 for steps in choice["decoding_steps"]]
+            columns["idxs"] = [steps - 1 for steps in choice["decoding_steps"]]
         elif "token_ids" not in choice:
-            told["idxs"], told["new_tokens"] = choice["idxs"], choice["new_tokens"]
-        turns = [RecordedTurn(*fields) for fields in zip(*(told[column] for column in COLUMNS), strict=True)]
+            columns["idxs"], columns["new_tokens"] = choice["idxs"], choice["new_tokens"]
+        turns = [RecordedTurn(*fields) for fields in zip(*(columns[column] for column in COLUMNS), strict=True)]
         accept_lengths = choice.get("accept_lengths")
         counts = [count or 0 for turn in turns for count in (turn.num_tokens, turn.index, turn.seconds)]
         if min([*counts, *(accept_lengths or [])], default=0) < 0:

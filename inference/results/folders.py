@@ -1,4 +1,4 @@
-"""Folders that `drafters eval --out` wrote: read back, and put together where they may be compared."""
+"""Reads the folders that `drafters eval --out` wrote, and merges those that may be compared."""
 
 from __future__ import annotations
 
@@ -14,20 +14,30 @@ from inference.results import records
 from inference.results.metrics import CategorySummary, Summary
 from inference.results.records import Answer
 
-CONDITIONS = ("base", "dtype", "device", "decoding", "template")  # of a context; runs that differ in one do not mix
-
-NEEDED = ("drafter", "baseline", "questions", "identical", "tokens", "seconds", "acceptance_by_depth", "phase_seconds")
+# Keys of a context; evaluations that differ in one of them are not merged.
+CONDITIONS = ("base", "dtype", "device", "decoding", "template")
+# Keys of a summary that every version has written.
+REQUIRED = (
+    "drafter",
+    "baseline",
+    "questions",
+    "identical",
+    "tokens",
+    "seconds",
+    "acceptance_by_depth",
+    "phase_seconds",
+)
 
 
 @dataclass(frozen=True)
-class Run:
-    """One evaluation, or several under the same conditions.
+class EvaluationResults:
+    """The results of one evaluation, or of several under the same conditions.
 
     Args:
-        name: The folder's name.
+        name: Name of the folder, or of the folders.
         contexts: What was run, by folder.
-        summaries: By benchmark, by drafter.
-        answers: By benchmark, by drafter; empty where they were not kept.
+        summaries: The summaries, by benchmark and drafter.
+        answers: The answers, by benchmark and drafter; without those whose files are gone.
     """
 
     name: str
@@ -37,61 +47,65 @@ class Run:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What all its drafters share."""
+        """The conditions under which all drafters were measured."""
         context = next(iter(self.contexts.values()))
         return {key: context[key] for key in CONDITIONS if key in context}
 
     @property
     def context(self) -> dict[str, Any]:
-        """What was run, in one list: where folders differ, with the folder's name."""
+        """What was run, by key; the keys in which folders differ begin with the folder's name."""
         return {
-            key if len(values) == 1 else f"{name}, {key}": told
+            key if len(values) == 1 else f"{name}, {key}": value
             for key, values in by_key(self.contexts).items()
-            for name, told in zip(self.contexts, values, strict=False)
-            if told is not None
+            for name, value in zip(self.contexts, values, strict=False)
+            if value is not None
         }
 
 
 def by_key(contexts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """What was run, by key: one value where all folders agree, or else one for each, None where nothing is told."""
+    """What was run, by key: one value if all folders agree, otherwise one for each folder, None where it is missing."""
     keys = dict.fromkeys(key for context in contexts.values() for key in context)
-    told = {key: [context.get(key) for context in contexts.values()] for key in keys}
-    return {key: values[:1] if all(v == values[0] for v in values) else values for key, values in told.items()}
+    by_folder = {key: [context.get(key) for context in contexts.values()] for key in keys}
+    return {key: values[:1] if all(v == values[0] for v in values) else values for key, values in by_folder.items()}
 
 
-def read(folder: str | Path, name: str | None = None) -> Run:
+def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
     """Read one folder.
 
+    Args:
+        folder: The folder.
+        name: Name of the results; by default that of the folder.
+
     Raises:
-        ValueError: `drafters eval` did not write it.
+        ValueError: `drafters eval` did not write the folder.
     """
     path = Path(folder) / "results.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no results.json: give a folder that `drafters eval --out` wrote")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        context = dict(found["context"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        context = dict(content["context"])
         summaries = {
-            benchmark: {drafter: summary_from_json(told) for drafter, told in by_drafter.items()}
-            for benchmark, by_drafter in found["results"].items()
+            benchmark: {drafter: summary_from_json(summary) for drafter, summary in by_drafter.items()}
+            for benchmark, by_drafter in content["results"].items()
         }
         if not all(summaries.values()) or not summaries:
             raise ValueError("no results")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not what `drafters eval --out` writes ({type(error).__name__}: {error}): give its folder"
+            f"{path} was not written by `drafters eval --out` ({type(error).__name__}: {error}): give one that was"
         ) from error
     answers: dict[str, dict[str, list[Answer]]] = {}
     for benchmark, by_drafter in summaries.items():
         files = sorted((Path(folder) / "answers" / benchmark).glob("*.jsonl"))
-        given = {own[0].drafter: own for own in map(records.read, files) if own}
-        answers[benchmark] = {drafter: given[drafter] for drafter in by_drafter if drafter in given}
+        recorded = {own[0].drafter: own for own in map(records.read, files) if own}
+        answers[benchmark] = {drafter: recorded[drafter] for drafter in by_drafter if drafter in recorded}
     name = name or Path(folder).resolve().name
-    return Run(name, {name: context}, summaries, answers)
+    return EvaluationResults(name, {name: context}, summaries, answers)
 
 
-def read_all(folders: Sequence[str]) -> list[Run]:
-    """Read folders, and put those together that were run under the same conditions, on the same questions.
+def read_all(folders: Sequence[str]) -> list[EvaluationResults]:
+    """Read folders, and merge those with the same conditions and the same questions.
 
     Raises:
         ValueError: A folder is named twice, or `drafters eval` did not write it.
@@ -100,97 +114,98 @@ def read_all(folders: Sequence[str]) -> list[Run]:
     if twice := [folder for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"{twice[0]} is named twice: name each folder once")
     names = [path.name for path in paths]
-    alike: list[list[Run]] = []
+    groups: list[list[EvaluationResults]] = []
     for folder, name in zip(folders, names, strict=True):
-        run = read(folder, name if names.count(name) == 1 else str(folder))
-        own = next((runs for runs in alike if all(is_comparable(run, other) for other in runs)), None)
-        if own is None:
-            alike.append([run])
+        results = read(folder, name if names.count(name) == 1 else str(folder))
+        group = next((group for group in groups if all(is_comparable(results, other) for other in group)), None)
+        if group is None:
+            groups.append([results])
         else:
-            own.append(run)
-    return [runs[0] if len(runs) == 1 else together(runs) for runs in alike]
+            group.append(results)
+    return [group[0] if len(group) == 1 else merge(group) for group in groups]
 
 
-def is_comparable(run: Run, other: Run) -> bool:
-    """Whether conditions are the same and, where both ran a benchmark, the baseline's known answers too."""
-    shared = run.summaries.keys() & other.summaries.keys()
-    pairs = [(_baseline_tokens(run, benchmark), _baseline_tokens(other, benchmark)) for benchmark in shared]
-    return run.conditions == other.conditions and all(own and own == its for own, its in pairs)
+def is_comparable(results: EvaluationResults, other: EvaluationResults) -> bool:
+    """Whether the conditions are equal and, in the benchmarks that both contain, the baseline's recorded answers."""
+    shared = results.summaries.keys() & other.summaries.keys()
+    pairs = [(_baseline_tokens(results, benchmark), _baseline_tokens(other, benchmark)) for benchmark in shared]
+    return results.conditions == other.conditions and all(own and own == its for own, its in pairs)
 
 
-def together(runs: Sequence[Run]) -> Run:
-    """One run of all drafters. Each keeps the ratios to the baseline of its own folder.
+def merge(group: Sequence[EvaluationResults]) -> EvaluationResults:
+    """Merge evaluations into one with the drafters of all; their speed-ups stay relative to their own baselines.
 
-    Drafters that would be called alike are told apart by their folders, of weights or else of results.
+    Drafters of the same name are distinguished by the folder of their weights, or else by the folder of the results.
     """
-    names = _names(runs)
+    names = _distinct_names(group)
     summaries: dict[str, dict[str, Summary]] = {}
     answers: dict[str, dict[str, list[Answer]]] = {}
-    for run in runs:
-        for benchmark, by_drafter in run.summaries.items():
-            taken = summaries.setdefault(benchmark, {})
-            new = {drafter: names[run.name, drafter] for drafter in by_drafter}
-            new = {drafter: f"{name} ({run.name})" if name in taken else name for drafter, name in new.items()}
+    for results in group:
+        for benchmark, by_drafter in results.summaries.items():
+            merged = summaries.setdefault(benchmark, {})
+            new = {drafter: names[results.name, drafter] for drafter in by_drafter}
+            new = {drafter: f"{name} ({results.name})" if name in merged else name for drafter, name in new.items()}
             for drafter, summary in by_drafter.items():
                 baseline = new.get(summary.baseline, summary.baseline)
-                taken[new[drafter]] = replace(summary, drafter=new[drafter], baseline=baseline)
-            for drafter, own in run.answers[benchmark].items():
+                merged[new[drafter]] = replace(summary, drafter=new[drafter], baseline=baseline)
+            for drafter, own in results.answers[benchmark].items():
                 renamed = [replace(answer, drafter=new[drafter]) for answer in own]
                 answers.setdefault(benchmark, {})[new[drafter]] = renamed
-    contexts = {name: context for run in runs for name, context in run.contexts.items()}
-    return Run(", ".join(run.name for run in runs), contexts, summaries, answers)
+    contexts = {name: context for results in group for name, context in results.contexts.items()}
+    return EvaluationResults(", ".join(results.name for results in group), contexts, summaries, answers)
 
 
-def summary_from_json(told: Mapping[str, Any]) -> Summary:
-    """The inverse of `dataclasses.asdict`; what an older version did not tell is None."""
-    by_category = {kind: _fill(CategorySummary, own) for kind, own in told["by_category"].items()}
-    needed = (
-        "drafter",
-        "baseline",
-        "questions",
-        "identical",
-        "tokens",
-        "seconds",
-        "acceptance_by_depth",
-        "phase_seconds",
-    )
-    summary = _fill(Summary, told | {key: told[key] for key in needed})
-    return replace(summary, by_category=by_category)
+def summary_from_json(values: Mapping[str, Any]) -> Summary:
+    """The inverse of `dataclasses.asdict`; what an older version did not write is None.
+
+    Raises:
+        KeyError: A key that every version writes is missing.
+    """
+    if missing := [key for key in REQUIRED if key not in values]:
+        raise KeyError(missing[0])
+    by_category = {
+        category: CategorySummary(**_field_values(CategorySummary, own))
+        for category, own in values["by_category"].items()
+    }
+    return replace(Summary(**_field_values(Summary, values)), by_category=by_category)
 
 
-def _fill(kind, told: Mapping[str, Any]):
-    known = [field for field in fields(kind) if field.name in told or field.default_factory is MISSING]
-    values = {field.name: told.get(field.name) for field in known}
-    for name, value in values.items():
-        if isinstance(value, list) and name != "acceptance_by_depth":
-            values[name] = tuple(value)
-    return kind(**values)
+def _field_values(kind: type[Summary | CategorySummary], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dataclass's fields; None for those that are missing and have no default."""
+    return {
+        field.name: tuple(value)
+        if isinstance(value := values.get(field.name), list) and field.name != "acceptance_by_depth"
+        else value
+        for field in fields(kind)
+        if field.name in values or field.default_factory is MISSING
+    }
 
 
-def _baseline_tokens(run: Run, benchmark: str) -> dict[int, list[list[int]]] | None:
-    """The baseline's tokens by question, if they were kept."""
-    baseline = next(iter(run.summaries[benchmark].values())).baseline
-    own = run.answers[benchmark].get(baseline)
-    return own and {answer.question_id: [turn.token_ids for turn in answer.turns] for answer in own}
+def _baseline_tokens(results: EvaluationResults, benchmark: str) -> dict[int, list[list[int]]] | None:
+    """The baseline's tokens of each turn, by question; None if its answers are gone."""
+    baseline = next(iter(results.summaries[benchmark].values())).baseline
+    if not (answers := results.answers[benchmark].get(baseline)):
+        return None
+    return {answer.question_id: [turn.token_ids for turn in answer.turns] for answer in answers}
 
 
-def _names(runs: Sequence[Run]) -> dict[tuple[str, str], str]:
-    """A name for each drafter of each run: with the folder of its weights where a kind has several."""
+def _distinct_names(group: Sequence[EvaluationResults]) -> dict[tuple[str, str], str]:
+    """A name for each drafter of each evaluation; with the folder of its weights if a kind has several."""
     specs: dict[tuple[str, str], str] = {}
-    for run in runs:
-        (context,) = run.contexts.values()
+    for results in group:
+        (context,) = results.contexts.values()
         named = {
             catalogue.label(spec): spec for spec in re.findall(r"--drafter[= ](\S+)", str(context.get("command", "")))
         }
-        for by_drafter in run.summaries.values():
-            specs |= {(run.name, drafter): named.get(drafter, drafter) for drafter in by_drafter}
+        for by_drafter in results.summaries.values():
+            specs |= {(results.name, drafter): named.get(drafter, drafter) for drafter in by_drafter}
     folders: dict[str, set[str | None]] = {}
     for spec in specs.values():
         kind, folder = _kind_and_folder(spec)
         folders.setdefault(kind, set()).add(folder)
     return {
-        (run, drafter): spec if len(folders[_kind_and_folder(spec)[0]]) > 1 else drafter
-        for (run, drafter), spec in specs.items()
+        (name, drafter): spec if len(folders[_kind_and_folder(spec)[0]]) > 1 else drafter
+        for (name, drafter), spec in specs.items()
     }
 
 

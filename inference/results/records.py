@@ -1,4 +1,4 @@
-"""What a drafter answered and what every step cost, as JSON lines that FastChat and Spec-Bench read."""
+"""Recorded answers with the cost of every step, as JSON lines that FastChat and Spec-Bench can read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafters.atomic_write import atomic_write
 from inference.engine.session import StepCost
 
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
@@ -20,9 +21,9 @@ class Turn:
 
     Args:
         text: The answer.
-        token_ids: The answer's tokens, the end-of-sequence token among them.
-        prompt_tokens: Tokens of the prompt, the earlier turns among them.
-        steps: What each step cost; the first is the prefill.
+        token_ids: Tokens of the answer, including the end-of-sequence token.
+        prompt_tokens: Number of tokens of the prompt, including the earlier turns.
+        steps: The cost of each step; the first one is the prefill.
         seconds: Wall time of the turn.
     """
 
@@ -39,13 +40,13 @@ class Answer:
 
     Args:
         question_id: Number of the question in its benchmark.
-        category: The benchmark's name for this kind of question.
+        category: Category of the question in its benchmark.
         drafter: Name of the drafter.
         turns: The answered turns.
-        ended: Whether each turn ended with an end-of-sequence token, not with the length cap.
-        peak_bytes: GPU memory allocated at most while it was decoded, the base and every drafter of the run included;
-            None on a CPU, where memory is not counted by what asks for it.
-        core_share: Of the time, that the decoding thread had a core.
+        ended: Whether each turn ended with an end-of-sequence token, rather than at the length cap.
+        peak_bytes: Peak of allocated GPU memory during decoding, including the base and all drafters of the run; None
+            on a CPU.
+        core_share: Share of the time that the decoding thread spent on a core.
     """
 
     question_id: int
@@ -106,17 +107,16 @@ def from_json(record: dict[str, Any]) -> Answer:
 
 
 def write(path: str | Path, answers: Iterable[Answer]) -> None:
-    """Write the answers, one a line, in place of what the file held."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(map(_line, answers)), encoding="utf-8")
+    """Write the answers, one per line, replacing the file."""
+    with atomic_write(path) as new:
+        new.write_text("".join(map(_line, answers)), encoding="utf-8")
 
 
 def read(path: str | Path) -> list[Answer]:
-    """Read answers back.
+    """Read the answers that `write` wrote.
 
     Raises:
-        ValueError: A line is no answer that `write` wrote.
+        ValueError: A line is not such an answer.
     """
     answers = []
     with Path(path).open(encoding="utf-8") as file:

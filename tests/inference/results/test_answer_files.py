@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from inference.engine.session import StepCost
-from inference.reporting import recount
+from inference.reporting import conventions
 from inference.reporting.report import report
 from inference.results import answer_files, records
 from inference.results.metrics import acceptance_length
@@ -44,8 +44,8 @@ def files(tmp_path):
 
 
 def count(files):
-    pairs = recount.pair(*map(answer_files.read, files))
-    return {convention.name: convention.count(pairs) for convention in recount.CONVENTIONS}
+    pairs = conventions.pair(*map(answer_files.read, files))
+    return {convention.name: convention.count(pairs) for convention in conventions.CONVENTIONS}
 
 
 def test_every_convention_by_hand(files):
@@ -60,7 +60,7 @@ def test_every_convention_by_hand(files):
 
 
 def test_the_notes_tell_identical_turns_and_counts_that_stand_in(files):
-    told = recount.notes(recount.pair(*map(answer_files.read, files)))
+    told = conventions.notes(conventions.pair(*map(answer_files.read, files)))
     assert told[0] == "identical turns: 1 of 3 (33.3 %)"
     assert "the baseline record 0 new tokens in 1 of 3 turns: idxs + 1 is counted there" in told
     assert told[-1].startswith("longest turn: 9 tokens, the baseline's 10")
@@ -90,7 +90,7 @@ def test_our_own_records_count_as_our_metrics_do(tmp_path):
     found = count(files)
     assert found["acceptance length, micro"] == acceptance_length(turn for each in given for turn in each.turns) == 2.5
     assert found["speed-up, micro"] == pytest.approx(12 / 6)
-    _, rows = recount.category_rows(recount.pair(*map(answer_files.read, files)))
+    _, rows = conventions.category_rows(conventions.pair(*map(answer_files.read, files)))
     assert [row.cells for row in rows] == [["math", "2", "2.50", "1.88"]]
 
 
@@ -139,9 +139,9 @@ GOOD = choice(["a"], [1], [2], [1.0])
         ([(1, choice(["a"], [1], [-2], [1.0]))], "a count is negative"),
         ([(1, choice(["a"], [1], [2], ["1.0"]))], "not a recorded answer (TypeError"),
         ([(1, GOOD | {"accept_lengths": [3, -1]})], "a count is negative"),
-        ([(1, GOOD), (1, GOOD)], "question 1 is answered already in"),
+        ([(1, GOOD), (1, GOOD)], "question 1 was already answered in"),
         ([(3, GOOD)], "the baseline has no answer to question 3: pass answers to the same questions"),
-        ([(1, GOOD)], "1 turns, and 2 in"),
+        ([(1, GOOD)], "1 turns, but 2 in"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(files, tmp_path, rows, said):

@@ -1,4 +1,4 @@
-"""The figures of recorded answers beside a recorded baseline's, by every convention in use."""
+"""Acceptance length and speed-up of recorded answers by every counting convention in use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from inference.reporting.tables import Row, escape, markdown_table, number, rich
 from inference.results import intervals
 from inference.results.answer_files import RecordedAnswer
 
-Pairs = Sequence[tuple[RecordedAnswer, RecordedAnswer]]  # an answer and the baseline's to the same question
+Pairs = Sequence[tuple[RecordedAnswer, RecordedAnswer]]  # an answer, and the baseline's answer to the same question
 
 
-def pair(given: Sequence[RecordedAnswer], baseline: Sequence[RecordedAnswer]) -> Pairs:
-    """Each answer beside the baseline's to the same question.
+def pair(answers: Sequence[RecordedAnswer], baseline: Sequence[RecordedAnswer]) -> Pairs:
+    """Pair each answer with the baseline's answer to the same question.
 
     Raises:
-        ValueError: The baseline has none, or one of another number of turns.
+        ValueError: The baseline did not answer a question, or with another number of turns.
     """
     by_id = {answer.question_id: answer for answer in baseline}
-    for answer in given:
+    for answer in answers:
         base = by_id.get(answer.question_id)
         if base is None:
             raise ValueError(
@@ -35,19 +35,19 @@ def pair(given: Sequence[RecordedAnswer], baseline: Sequence[RecordedAnswer]) ->
             )
         if len(base.turns) != len(answer.turns):
             raise ValueError(
-                f"{answer.place}: {len(answer.turns)} turns, and {len(base.turns)} in {base.place}: "
+                f"{answer.place}: {len(answer.turns)} turns, but {len(base.turns)} in {base.place}: "
                 "pass answers to the same questions"
             )
-    return [(answer, by_id[answer.question_id]) for answer in given]
+    return [(answer, by_id[answer.question_id]) for answer in answers]
 
 
 def acceptance_by_index(pairs: Pairs) -> float | None:
-    """The CTC paper's beta (equation 12); its steps are an index counted from zero, so one a turn is missing."""
+    """The CTC paper's beta (equation 12), which divides by the index of the last step: one step per turn is missing."""
     return _mean(_ratio(_tokens(answer), _indices(answer)) for answer, _ in pairs)
 
 
 def acceptance_by_question(pairs: Pairs) -> float | None:
-    """Mean over questions of the tokens of a base forward."""
+    """Mean over questions of the tokens per base forward of each."""
     return _mean(_ratio(*emitted_and_steps(answer)) for answer, _ in pairs)
 
 
@@ -58,28 +58,28 @@ def acceptance_micro(pairs: Pairs) -> float | None:
 
 
 def speedup_by_question(pairs: Pairs) -> float | None:
-    """The CTC paper's gamma (equation 13), a mean over questions."""
+    """The CTC paper's gamma (equation 13): the mean over questions of the speed-up of each."""
     return _mean(_ratio(_speed([answer]), _speed([base])) for answer, base in pairs)
 
 
 def speedup_of_means(pairs: Pairs) -> float | None:
-    """Mean speed over questions / the baseline's."""
+    """Mean over questions of the speed / the baseline's mean."""
     return _ratio(_mean(_speed([answer]) for answer, _ in pairs), _mean(_speed([base]) for _, base in pairs))
 
 
 def speedup_micro(pairs: Pairs) -> float | None:
-    """Speed over all questions / the baseline's."""
+    """Speed over all questions together / the baseline's."""
     return _ratio(_speed([answer for answer, _ in pairs]), _speed([base for _, base in pairs]))
 
 
 @dataclass(frozen=True)
 class Convention:
-    """One way to count.
+    """One way to count acceptance length or speed-up.
 
     Args:
-        name: What is counted, and who counts so.
-        formula: How, in words.
-        count: The number; None where the files do not tell enough.
+        name: What is counted, and who counts it like this.
+        formula: How it is counted, in words.
+        count: Computes the number; None if the files do not contain enough for it.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Convention:
 CONVENTIONS = (
     Convention(
         "beta, CTC paper",
-        "mean over questions of new tokens / last step's index from zero, turns summed: a step a turn too few",
+        "mean over questions of new tokens / last step index, from 0 and summed over turns: a step per turn is missing",
         acceptance_by_index,
     ),
     Convention(
@@ -111,41 +111,42 @@ CONVENTIONS = (
     Convention(
         "speed-up, Spec-Bench", "mean over questions of tokens per second / the baseline's mean", speedup_of_means
     ),
-    Convention("speed-up, micro", "all tokens / all seconds / the same of the baseline", speedup_micro),
+    Convention("speed-up, micro", "(all tokens / all seconds) / the same ratio of the baseline", speedup_micro),
 )
 
 
 def identical_turns(pairs: Pairs) -> tuple[int, int]:
-    """How many turns have the baseline's text, and how many turns there are."""
+    """Number of turns with the baseline's text, and number of all turns."""
     turns = [both for answer, base in pairs for both in zip(answer.turns, base.turns, strict=True)]
     return sum(ours.text == its.text for ours, its in turns), len(turns)
 
 
 def notes(pairs: Pairs) -> list[str]:
-    """What must be known beside the numbers: identical turns, the interval, counts that stand in, unequal lengths."""
-    same, num_turns = identical_turns(pairs)
-    found = [f"identical turns: {same} of {num_turns} ({100 * same / num_turns:.1f} %)"]
+    """What a reader must know beside the numbers: identical turns, the interval, estimated counts, unequal lengths."""
+    num_identical, num_turns = identical_turns(pairs)
+    lines = [f"identical turns: {num_identical} of {num_turns} ({100 * num_identical / num_turns:.1f} %)"]
     counts = [counted for answer, _ in pairs if all(counted := emitted_and_steps(answer))]
     if counts and (interval := intervals.interval([*zip(*counts, strict=True)], (1, -1))):
         low, high = interval
-        found.append(f"95 % interval of the micro acceptance length over questions: {low:.2f} to {high:.2f}")
+        lines.append(f"95 % interval of the micro acceptance length over questions: {low:.2f} to {high:.2f}")
     sides = dict(zip(("answers", "baseline"), zip(*pairs, strict=True), strict=True))
     for name, side in sides.items():
-        zeros = sum(turn.has_stand_in for answer in side for turn in answer.turns)
-        if zeros:
-            found.append(f"the {name} record 0 new tokens in {zeros} of {num_turns} turns: idxs + 1 is counted there")
+        if num_estimated := sum(turn.is_estimated for answer in side for turn in answer.turns):
+            lines.append(
+                f"the {name} record 0 new tokens in {num_estimated} of {num_turns} turns: idxs + 1 is counted there"
+            )
     longest, its = (max(turn.num_tokens for answer in side for turn in answer.turns) for side in sides.values())
     if longest != its:
-        found.append(
-            f"longest turn: {longest} tokens, the baseline's {its}: a speed-up is per token, not of the same work"
+        lines.append(
+            f"longest turn: {longest} tokens, the baseline's {its}: the speed-up is per token, not for the same work"
         )
-    return found
+    return lines
 
 
 def emitted_and_steps(answer: RecordedAnswer) -> tuple[int, int]:
-    """Tokens that decoding steps gained, and the steps; prefills excluded. Two zeros where the file does not tell.
+    """Number of tokens that steps emitted, and number of steps, prefills excluded; two zeros if it is not recorded.
 
-    FastChat-style loops count the prefill's token as the first step's own, so all tokens are gained by their steps.
+    FastChat-style loops count the prefill's token as part of the first step, so their steps emit all tokens.
     """
     if answer.accept_lengths is not None:
         return sum(answer.accept_lengths), len(answer.accept_lengths)
@@ -158,14 +159,15 @@ def _tokens(answer: RecordedAnswer) -> int:
 
 
 def _indices(answer: RecordedAnswer) -> int | None:
-    indices = [turn.index for turn in answer.turns]
-    return None if None in indices else sum(indices)
+    indices = [turn.index for turn in answer.turns if turn.index is not None]
+    return sum(indices) if len(indices) == len(answer.turns) else None
 
 
-def _speed(given: Sequence[RecordedAnswer]) -> float | None:
+def _speed(answers: Sequence[RecordedAnswer]) -> float | None:
     """Tokens per second."""
-    seconds = [turn.seconds for answer in given for turn in answer.turns]
-    return None if None in seconds else _ratio(sum(map(_tokens, given)), sum(seconds))
+    turns = [turn for answer in answers for turn in answer.turns]
+    seconds = [turn.seconds for turn in turns if turn.seconds is not None]
+    return _ratio(sum(map(_tokens, answers)), sum(seconds)) if len(seconds) == len(turns) else None
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -173,7 +175,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that there are."""
+    """Mean of the values that are known."""
     measured = [value for value in values if value is not None]
     return fmean(measured) if measured else None
 
@@ -185,30 +187,31 @@ def figures(pairs: Pairs) -> dict[str, Any]:
 
 def rows(pairs: Pairs) -> tuple[list[str], list[Row]]:
     """Headings, and a row for each convention."""
-    found = [Row([c.name, number(c.count(pairs)), c.formula]) for c in CONVENTIONS]
-    return ["figure", "value", "how it is counted"], found
+    return ["figure", "value", "how it is counted"], [
+        Row([convention.name, number(convention.count(pairs)), convention.formula]) for convention in CONVENTIONS
+    ]
 
 
 def category_rows(pairs: Pairs) -> tuple[list[str], list[Row]]:
-    """Headings, and a row for each category, where the file tells of categories."""
-    kinds: dict[str, list] = {}
+    """Headings, and a row for each category that the files contain."""
+    by_category: dict[str, list[tuple[RecordedAnswer, RecordedAnswer]]] = {}
     for answer, base in pairs:
         if answer.category is not None:
-            kinds.setdefault(answer.category, []).append((answer, base))
+            by_category.setdefault(answer.category, []).append((answer, base))
     columns = {"acceptance length, micro": acceptance_micro, "speed-up, Spec-Bench": speedup_of_means}
-    found = [
-        Row([kind, str(len(own)), *(number(count(own)) for count in columns.values())]) for kind, own in kinds.items()
+    return ["category", "questions", *columns], [
+        Row([category, str(len(own)), *(number(count(own)) for count in columns.values())])
+        for category, own in by_category.items()
     ]
-    return ["category", "questions", *columns], found
 
 
 def table(pairs: Pairs) -> list[RenderableType]:
-    """For a rich console to print one by one."""
-    headings, found = rows(pairs)
+    """The tables and notes, for a rich console to print one after the other."""
+    headings, convention_rows = rows(pairs)
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for heading, justify in zip(headings, ("left", "right", "left"), strict=True):
         grid.add_column(heading, justify=justify, no_wrap=justify == "right")
-    for row in found:
+    for row in convention_rows:
         grid.add_row(*map(Text, row.cells))
     by_category = category_rows(pairs)
     parts = [rich_table(*by_category), Text()] if by_category[1] else []
@@ -216,7 +219,7 @@ def table(pairs: Pairs) -> list[RenderableType]:
 
 
 def markdown(pairs: Pairs) -> str:
-    """The same in Markdown."""
+    """The tables and notes in Markdown."""
     by_category = category_rows(pairs)
     lines = [*markdown_table(*rows(pairs)), *(markdown_table(*by_category) if by_category[1] else [])]
     return "\n".join([*lines, *(f"- {escape(note)}" for note in notes(pairs)), ""])

@@ -145,8 +145,8 @@ def watch(box: str, files: bool, processes: bool) -> None:
     """Refuse by an audit hook what the kernel does not: files outside the box, or processes, sockets, native code."""
     roots = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *SYSTEM, "/dev/null", box)]
     writable = [os.path.realpath(box), "/dev/null"]
-    changes = ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "chmod", "chown", "truncate", "utime")
-    changes = {f"os.{name}" for name in (*changes, "setxattr", "removexattr", "chflags", "lockf")}
+    names = ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "chmod", "chown", "truncate", "utime")
+    changes = {f"os.{name}" for name in (*names, "setxattr", "removexattr", "chflags", "lockf")}
     looks = {"os.listdir", "os.scandir", "os.getxattr", "os.listxattr"}
     others = {"os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen"}
     others |= {"os.kill", "os.killpg", "resource.prlimit", "pty.spawn", "signal.pthread_kill"}

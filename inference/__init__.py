@@ -1,6 +1,6 @@
-"""What decodes and measures: the verifier around a frozen base.
+"""Decoding with drafters, and measuring it: the verifier around a frozen base.
 
-The names that a user decodes with are loaded when they are first asked for, so that ``import inference`` costs nothing.
+The public names are imported when they are first used, so that ``import inference`` itself loads no library.
 """
 
 from importlib import import_module

@@ -1,20 +1,20 @@
-"""Prompts in, texts and their cost out: what decodes for a user, with any drafter, whole or piece by piece."""
+"""Decoding for other programs: `generate` returns whole texts and their cost, `stream` yields a text piece by piece."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.conversation import encode_prompt
 from drafters.protocol import Drafter
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
+from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
-from inference.engine.sampling import make_sampler
 from inference.engine.session import Session, StepCost, check_prompt
 from inference.registry import catalogue
 from inference.results import metrics
@@ -27,12 +27,12 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 @dataclass(frozen=True)
 class Generated:
-    """A written text and what it cost.
+    """A generated text and its cost.
 
     Args:
-        text: Without special tokens.
-        token_ids: The end-of-sequence token among them, where there is one.
-        steps: What each base forward cost; the first is the prefill.
+        text: The text without special tokens.
+        token_ids: Its tokens, including the end-of-sequence token if there is one.
+        steps: Cost of each base forward; the first is the prefill.
         seconds: Wall time.
     """
 
@@ -43,12 +43,12 @@ class Generated:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a base forward, the prefill excluded; None where the prefill was all."""
+        """Tokens per base forward, prefill excluded; None if there was no forward but the prefill."""
         return metrics.acceptance_length([self])
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second, the prefill included."""
+        """Tokens per second, prefill included."""
         return len(self.token_ids) / self.seconds
 
 
@@ -65,37 +65,43 @@ def generate(
     eos: int | Collection[int] | None = None,
     cache: CacheKind = "static",
 ) -> list[Generated]:
-    """Write a text after each prompt: the base's own, token for token, in fewer forwards.
+    """Generate a text for each prompt: the same tokens as without a drafter, in fewer base forwards.
 
     Args:
-        base: What `load_base` gives, or a causal model of transformers.
-        prompts: One prompt or a list of them. A prompt is a text, taken as it stands; a list of chat messages
-            ``{"role": ..., "content": ...}``, rendered by the tokenizer's chat template; or a list of token ids.
-        drafter: A name as on the command line (``anpd``, ``ctc=FOLDER``), built for this call; or an object.
-        tokenizer: Of a transformers model; a `Base` has its own.
-        max_new_tokens: Tokens of a text at most; it also ends where the base's context does.
-        temperature: 0 decodes greedily, above it samples.
-        top_k: Sampling keeps the k most probable tokens; 0 keeps all.
-        top_p: Sampling keeps the most probable tokens up to this probability.
-        seed: Of the sampling; prompt i draws with seed + i.
-        eos: Tokens that end a text; the base's own if not given.
-        cache: ``static``, one buffer that is kept with the model from call to call, or ``dynamic``, transformers' own.
+        base: The result of `load_base`, or a causal language model of transformers.
+        prompts: One prompt or a list of prompts. A prompt is a text, which is encoded as it stands; a list of chat
+            messages ``{"role": ..., "content": ...}``, rendered by the tokenizer's chat template; or a list of token
+            ids.
+        drafter: Name of a drafter as on the command line (``anpd``, ``ctc=FOLDER``), built for this call; or a drafter
+            object.
+        tokenizer: Tokenizer of a transformers model; must be left out with a `Base`, which has its own.
+        max_new_tokens: Maximum number of new tokens of a text. A text also ends where the base's context ends.
+        temperature: Sampling temperature; 0 decodes greedily.
+        top_k: Sample from the k most probable tokens only; 0 keeps all tokens.
+        top_p: Sample from the most probable tokens whose probabilities add up to this value; 1 keeps all tokens.
+        seed: Seed of the random sampling; prompt i is sampled with seed + i.
+        eos: Tokens that end a text; by default the base's own end-of-sequence tokens.
+        cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
+            transformers' own cache.
 
     Returns:
-        One `Generated` a prompt, in order.
+        One `Generated` per prompt, in order.
 
     Raises:
-        ValueError: What is asked for cannot be done; the message says what to do.
+        ValueError: An argument is invalid or does not fit the base; the message says what to do.
     """
-    base, texts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos)
-    samplers = [make_sampler(temperature, top_k, top_p, seed + index) for index in range(len(texts))]
+    base, encoded_prompts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos)
+    sampling = SamplingOptions(temperature, top_k, top_p, seed)
+    samplers = [replace(sampling, seed=seed + index).sampler() for index in range(len(encoded_prompts))]
     with acquire_runner(base, cache) as runner:
-        proposer = make_drafter(drafter, runner, seed if temperature > 0 else None)
-        written = [
-            Session(runner, proposer, sampler).run(text, max_new_tokens, eos)
-            for text, sampler in zip(texts, samplers, strict=True)
+        built = make_drafter(drafter, runner, seed if temperature > 0 else None)
+        generations = [
+            Session(runner, built, sampler).run(prompt, max_new_tokens, eos)
+            for prompt, sampler in zip(encoded_prompts, samplers, strict=True)
         ]
-    return [Generated(_text(base.tokenizer, one.tokens), one.tokens, one.steps, one.seconds) for one in written]
+    return [
+        Generated(_decode(base.tokenizer, each.tokens), each.tokens, each.steps, each.seconds) for each in generations
+    ]
 
 
 def stream(
@@ -111,126 +117,134 @@ def stream(
     eos: int | Collection[int] | None = None,
     cache: CacheKind = "static",
 ) -> Iterator[str]:
-    """Write one text and yield it as it grows; the pieces are whole characters and join to `generate`'s text.
+    """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
     Args:
         base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache: As in `generate`.
 
     Raises:
-        ValueError: At once, not at the first piece.
+        ValueError: As in `generate`; raised by the call itself, not with the first piece.
     """
-    base, texts, eos = _prepare(base, tokenizer, prompt, max_new_tokens, eos)
-    if len(texts) != 1:
-        raise ValueError(f"stream writes one text: pass one prompt, not {len(texts)}")
-    sampler = make_sampler(temperature, top_k, top_p, seed)
+    base, encoded_prompts, eos = _prepare(base, tokenizer, prompt, max_new_tokens, eos)
+    if len(encoded_prompts) != 1:
+        raise ValueError(f"stream writes one text: pass one prompt, not {len(encoded_prompts)}")
+    sampler = SamplingOptions(temperature, top_k, top_p, seed).sampler()
 
     def pieces() -> Iterator[str]:
-        growing = IncrementalDetokenizer(base.tokenizer)
+        detokenizer = IncrementalDetokenizer(base.tokenizer)
         with acquire_runner(base, cache) as runner:
-            proposer = make_drafter(drafter, runner, seed if temperature > 0 else None)
-            for emitted, _ in Session(runner, proposer, sampler).decode(texts[0], max_new_tokens, eos):
-                if piece := growing.add(emitted):
+            built = make_drafter(drafter, runner, seed if temperature > 0 else None)
+            for emitted, _ in Session(runner, built, sampler).decode(encoded_prompts[0], max_new_tokens, eos):
+                if piece := detokenizer.add(emitted):
                     yield piece
-        if piece := growing.finish():
+        if piece := detokenizer.finish():
             yield piece
 
     return pieces()
 
 
 class IncrementalDetokenizer:
-    """Turns tokens into text as they come, in pieces that need never be taken back.
+    """Turns tokens into text as they are generated, in pieces that are final.
 
-    A token may end within a character, and decoders look at the neighbours of a token (for spaces). So each piece is
-    decoded together with the one before, and held back while it ends in the sign of a broken character.
+    A token may end within a character, and the text of a token may depend on the token before it (spaces). So each
+    piece is decoded together with the previous one, and held back while it ends with an incomplete character.
 
     Args:
-        tokenizer: Of the base.
+        tokenizer: Tokenizer of the base.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self._piece: list[int] = []  # tokens of the last piece given out
-        self._held: list[int] = []
+        self._last_piece: list[int] = []  # tokens of the last piece that was returned
+        self._waiting: list[int] = []  # tokens whose text was not returned yet
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is certain now and was not before; often empty."""
-        self._held += tokens
-        text = self._beyond_last_piece()
+        """Add tokens, and return the text that has become final; often empty."""
+        self._waiting += tokens
+        text = self._text_after_last_piece()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        self._piece, self._held = self._held, []
+        self._last_piece, self._waiting = self._waiting, []
         return text
 
     def finish(self) -> str:
-        """What is still held back when the text ends."""
-        return self._beyond_last_piece()
+        """Return what is still held back when the text ends."""
+        return self._text_after_last_piece()
 
-    def _beyond_last_piece(self) -> str:
-        return _text(self.tokenizer, self._piece + self._held)[len(_text(self.tokenizer, self._piece)) :]
+    def _text_after_last_piece(self) -> str:
+        prefix = _decode(self.tokenizer, self._last_piece)
+        return _decode(self.tokenizer, self._last_piece + self._waiting)[len(prefix) :]
 
 
-class _KeptRunners(dict):
-    """The runners kept with a model, by kind of cache; a copy of the model starts without them."""
+class _RunnerPool(dict[CacheKind, Runner]):
+    """The idle runners of a model, by kind of cache; copies of the model start with an empty pool."""
 
-    def __reduce__(self):
-        return _KeptRunners, ()
+    def __reduce__(self) -> tuple[type[_RunnerPool], tuple[()]]:
+        return _RunnerPool, ()
 
 
 @contextmanager
 def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
-    """The runner of a model, which keeps its buffers from call to call and goes away with the model.
+    """Use the runner of a model, which keeps its buffers between calls and is freed with the model.
 
-    While it is lent another call gets one of its own, so that two texts may be written in turn.
+    While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time.
+
+    Args:
+        base: The base.
+        cache: Kind of the KV cache.
 
     Raises:
-        ValueError: The model is not one that `Runner` can feed draft trees to.
+        ValueError: `Runner` cannot feed draft trees to this model.
     """
     model = base.model
-    # A runner holds its model: in a weak dictionary it would keep its own key alive, as an attribute it does not.
-    kept = model.__dict__.setdefault("_drafters_runners", _KeptRunners())
-    runner = kept.pop(cache, None)
-    if not runner or not _is_of_today(runner, model):
+    # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
+    # keep its own key alive for ever.
+    pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
+    runner = pool.pop(cache, None)
+    if not runner or not _is_current(runner, model):
         _check_model(base)
         runner = Runner(base, cache)
     runner.base = base
     try:
         yield runner
     finally:
-        kept[cache] = runner
+        pool[cache] = runner
 
 
-def _is_of_today(runner: Runner, model: PreTrainedModel) -> bool:
-    """Whether the model was neither moved, cast nor given another head since."""
-    same_place = (runner.device, runner.dtype) == (model.device, model.dtype)
-    return same_place and runner.head is model.get_output_embeddings()
+def _is_current(runner: Runner, model: PreTrainedModel) -> bool:
+    """Whether the model has kept its device, dtype and LM head since the runner was made."""
+    is_same_place = (runner.device, runner.dtype) == (model.device, model.dtype)
+    return is_same_place and runner.head is model.get_output_embeddings()
 
 
 def _check_model(base: Base) -> None:
+    """Raise ValueError if draft trees cannot be fed to this model."""
     config = base.model.config
     if config.is_encoder_decoder:
         raise ValueError(f"{base.name} is an encoder-decoder model: pass a causal language model")
-    for number in ("max_position_embeddings", "vocab_size", "num_hidden_layers"):
-        if not isinstance(getattr(config, number, None), int):
-            raise ValueError(f"{base.name} has no {number} in its config: not supported")
+    for size in ("max_position_embeddings", "vocab_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, size, None), int):
+            raise ValueError(f"{base.name} has no {size} in its config: not supported")
     if (attention := getattr(config, "_attn_implementation", None)) not in (None, "sdpa", "eager"):
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
 
 
 def make_drafter(drafter: str | Drafter, runner: Runner, seed: int | None = None) -> Drafter:
-    """The drafter itself, or the one that a name builds.
+    """Build a drafter from its name; a drafter object is returned as it is.
 
     Args:
-        drafter: An object or a name.
-        runner: Of the base.
-        seed: Given where the base draws. A named drafter that draws as well takes it, unless its name sets one: with
-            the same numbers in every call, texts of many calls would not follow the base's law.
+        drafter: Name as on the command line, or a drafter object.
+        runner: Runner of the base.
+        seed: Seed of the request if the base samples, else None. A named drafter that draws its drafts gets it too,
+            unless its name sets a seed: with the same random numbers in every call, the texts of many calls would not
+            follow the base's distribution.
     """
     if not isinstance(drafter, str):
         return drafter
     name, _, arguments = catalogue.split(drafter)
     kind = catalogue.TRAINING_FREE.get(name)
-    set_already = any(pair.startswith("seed=") for pair in arguments.split(","))
-    if seed is not None and kind and not set_already and "seed" in inspect.signature(kind.build).parameters:
+    sets_seed = any(pair.startswith("seed=") for pair in arguments.split(","))
+    if seed is not None and kind and not sets_seed and "seed" in inspect.signature(kind.build).parameters:
         drafter += f"{',' if arguments else ':'}seed={seed}"
     return catalogue.make(drafter, runner)
 
@@ -242,7 +256,7 @@ def _prepare(
     max_new_tokens: int,
     eos: int | Collection[int] | None,
 ) -> tuple[Base, list[list[int]], frozenset[int]]:
-    """Base, token ids of each prompt and end-of-sequence tokens, all checked before anything is decoded."""
+    """Return the base, the token ids of each prompt and the end-of-sequence tokens, after checking them all."""
     if isinstance(base, Base):
         if tokenizer is not None:
             raise ValueError(f"{base.name} has a tokenizer of its own: leave tokenizer out")
@@ -253,20 +267,26 @@ def _prepare(
     else:
         base = Base(base.name_or_path or type(base).__name__, base, tokenizer)
     _check_model(base)
-    many = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-    many = many and not (prompts and isinstance(prompts[0], Integral | Mapping))
-    texts = [_encode(prompt, base.tokenizer) for prompt in (prompts if many else [prompts])]
-    for text in texts:
-        check_prompt(base, text, max_new_tokens)
-        if not 0 <= min(text) <= max(text) < base.model.config.vocab_size:
+    encoded_prompts = [_encode(prompt, base.tokenizer) for prompt in (prompts if _is_list(prompts) else [prompts])]
+    for token_ids in encoded_prompts:
+        check_prompt(base, token_ids, max_new_tokens)
+        if not 0 <= min(token_ids) <= max(token_ids) < base.model.config.vocab_size:
             raise ValueError(f"a prompt has token ids outside the {base.model.config.vocab_size} of {base.name}")
-    return base, texts, base.eos if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+    return base, encoded_prompts, base.eos if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _is_list(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a list of prompts, not one prompt."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return False
+    return not (prompts and isinstance(prompts[0], Integral | Mapping))
+
+
+def _encode(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a prompt, whatever its form; raises ValueError if it has none of the three forms."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt).input_ids)
-    parts = list(prompt) if isinstance(prompt, Sequence) else [None]
+    parts: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [None]
     if all(isinstance(part, Integral) for part in parts):
         return [int(part) for part in parts]
     if not all(isinstance(part, Mapping) and {"role", "content"} <= part.keys() for part in parts):
@@ -279,5 +299,6 @@ def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return encode_prompt([(part["role"], part["content"]) for part in parts], tokenizer, "tokenizer")
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of tokens without special tokens."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""Questions as the base reads them: chat turns through its template, or plain text where it has none."""
+"""From questions to prompts: chat messages through the base's template, or plain text for a base without one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from data.conversation import encode_prompt
 from inference.engine.base import BaseInfo
 from inference.engine.session import check_prompt
 
-MAX_NAMED = 5  # questions left out
+MAX_LISTED_IDS = 5  # of the questions left out
 
 
 @dataclass(frozen=True)
 class BenchmarkPrompts:
-    """The questions of a benchmark that are asked, and those left out because their prompts do not fit.
+    """The selected questions of a benchmark, and those left out because their prompts do not fit into the context.
 
     Args:
-        benchmark: Its name.
-        context_length: Of the base.
-        questions: Whose first prompt leaves room for a token at least.
+        benchmark: Name of the benchmark.
+        context_length: Context length of the base.
+        questions: Questions whose first prompt leaves room for at least one token.
         prompts: Token ids of those first prompts.
         left_out: Ids of the other questions.
     """
@@ -32,25 +32,27 @@ class BenchmarkPrompts:
     left_out: list[int] = field(default_factory=list)
 
     def notes(self) -> list[str]:
-        """A line that names what is left out, if anything is."""
+        """Return a line that lists the questions left out, or nothing if all fit."""
         if not self.left_out:
             return []
-        count, named = len(self.left_out), ", ".join(map(str, self.left_out[:MAX_NAMED]))
-        more = f" and {count - MAX_NAMED} more" if count > MAX_NAMED else ""
+        count, ids = len(self.left_out), ", ".join(map(str, self.left_out[:MAX_LISTED_IDS]))
+        more = f" and {count - MAX_LISTED_IDS} more" if count > MAX_LISTED_IDS else ""
         return [
             f"{self.benchmark}: {count} of {count + len(self.questions)} questions, whose prompts do not fit into the "
-            f"base's context of {self.context_length} tokens: {named}{more}"
+            f"base's context of {self.context_length} tokens: {ids}{more}"
         ]
 
 
 def encode_messages(base: BaseInfo, messages: Sequence[tuple[str, str]], template: str) -> list[int]:
-    """Token ids of a chat that waits for the assistant's next turn.
+    """Return the token ids of a chat that waits for the assistant's next turn.
 
-    A base that was never taught to chat (no template of its own, and none named) reads the turns as plain text.
+    If the tokenizer's own template is asked for and it has none, the base was not trained to chat: it gets the messages
+    as plain text.
 
     Args:
-        messages: (role, text) pairs, the last one the user's.
-        template: A name of `data.conversation.TEMPLATES`, or ``tokenizer`` for the tokenizer's own.
+        base: The base that reads the prompt.
+        messages: (role, text) pairs; the last one is the user's.
+        template: Name in `data.conversation.TEMPLATES`, or ``tokenizer`` for the tokenizer's own.
     """
     if template == "tokenizer" and not base.tokenizer.chat_template:
         return list(base.tokenizer("\n".join(text for _, text in messages)).input_ids)
@@ -58,7 +60,7 @@ def encode_messages(base: BaseInfo, messages: Sequence[tuple[str, str]], templat
 
 
 def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
-    """Token ids of what the base reads: the chat so far, or the whole prompt that the question is."""
+    """Return the token ids of a question: the chat so far, or for a raw question its text without a template."""
     if question.is_raw:
         return list(base.tokenizer(messages[-1][1]).input_ids)
     return encode_messages(base, messages, template)
@@ -73,33 +75,39 @@ def select_questions(
     limit: int | None = None,
     spaced: bool = False,
 ) -> BenchmarkPrompts:
-    """Leave out the questions whose first prompt is too long. (A later turn that is ends its answer early.)
+    """Select the questions whose first prompt fits into the context. (A later turn that is too long ends its answer.)
 
     Args:
-        limit: So many that fit are enough: what comes after them is not looked at.
-        spaced: Take the first that fits of each of so many stretches of equal length.
+        base: The base that answers them.
+        benchmark: Name of the benchmark.
+        questions: All questions, in order.
+        template: Chat template, as in `encode_messages`.
+        max_new_tokens: Maximum number of new tokens per turn.
+        limit: Maximum number of questions; questions that do not fit are not counted. None selects all that fit.
+        spaced: Divide the questions into ``limit`` parts of equal length and select the first of each that fits; by
+            default the first ones that fit are selected.
 
     Raises:
-        ValueError: A prompt is empty, no token may be written, or no question is left.
+        ValueError: A prompt is empty, ``max_new_tokens`` is below 1, or no question fits.
     """
-    asked, wanted = BenchmarkPrompts(benchmark, base.context_length), limit or len(questions)
-    stretch = max(1, len(questions) // wanted)
-    for place, question in enumerate(questions):
-        if len(asked.questions) >= min(wanted, place // stretch + 1 if spaced else wanted):
+    selected, num_wanted = BenchmarkPrompts(benchmark, base.context_length), limit or len(questions)
+    part_length = max(1, len(questions) // num_wanted)
+    for index, question in enumerate(questions):
+        if len(selected.questions) >= min(num_wanted, index // part_length + 1 if spaced else num_wanted):
             continue
         prompt = encode_question(base, question, [("user", question.turns[0])], template)
         if len(prompt) >= base.context_length:
-            asked.left_out.append(question.question_id)
+            selected.left_out.append(question.question_id)
             continue
         try:
             check_prompt(base, prompt, max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error
-        asked.questions.append(question)
-        asked.prompts.append(prompt)
-    if not asked.questions:
+        selected.questions.append(question)
+        selected.prompts.append(prompt)
+    if not selected.questions:
         raise ValueError(
             f"{benchmark}: none of {len(questions)} prompts fits into the context of {base.name}, which ends at "
             f"{base.context_length} tokens: shorten the prompts, or take a base that reads more"
         )
-    return asked
+    return selected

@@ -1,14 +1,15 @@
-"""Speculation inside transformers' own ``model.generate``, handed over as ``custom_generate``."""
+"""Speculative decoding inside transformers' own ``model.generate``, passed to it as ``custom_generate``."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
 
-# These look at one row of scores and at nothing else, so the rows of a whole draft tree may go through them at once.
-WARPERS = {
+# Processors that read nothing but one row of scores, so the rows of a whole draft tree can go through them at once.
+ROWWISE_PROCESSORS = {
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
     logits_process.TopPLogitsWarper,
@@ -49,21 +50,22 @@ EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_
 
 
 class Speculation:
-    """Drafts and verifies in place of transformers' own loop: ``custom_generate=Speculation("anpd")``.
+    """A decoding loop for ``model.generate``: ``custom_generate=Speculation("anpd")``.
 
-    Greedy text is what the model writes without it, token for token. Sampled text follows the model's law after the
-    temperature, top_k, top_p and the like that were asked for; its draws are keyed by a number from torch's global
-    generator, so ``torch.manual_seed`` repeats them. Of several prompts each is decoded alone.
+    Greedy text is the same as without speculation, token for token. Sampled text follows the model's distribution after
+    the requested temperature, top_k, top_p and so on; its draws are keyed by a number from torch's global generator, so
+    ``torch.manual_seed`` repeats them. Several prompts are decoded one after the other.
 
-    Stopping criteria see the text grow token by token. transformers loses the tokenizer that ``stop_strings`` needs
-    on the way to a callable: pass ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]`` instead.
+    Stopping criteria see the text grow token by token. ``stop_strings`` does not work, because transformers does not
+    pass the tokenizer on; use ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]`` instead.
 
     Args:
-        drafter: A name as on the command line (``anpd``, ``ctc=FOLDER``), built at the first call with a model and
-            kept; or an object.
-        tokenizer: Of the model, for drafters whose folder is checked against it; if not given, it is looked for where
-            the model was loaded from.
-        cache: ``static``, one buffer that is kept with the model from call to call, or ``dynamic``, transformers' own.
+        drafter: Name of a drafter as on the command line (``anpd``, ``ctc=FOLDER``), built at the first call with a
+            model and kept; or a drafter object.
+        tokenizer: Tokenizer of the model, needed if the drafter comes from a folder, which is checked against it. By
+            default it is loaded from where the model was loaded from.
+        cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
+            transformers' own cache.
     """
 
     def __init__(
@@ -73,17 +75,17 @@ class Speculation:
         cache: CacheKind = "static",
     ) -> None:
         self.drafter, self.tokenizer, self.cache = drafter, tokenizer, cache
-        self.generations: list[Generation] = []  # of the last call, one a prompt
+        self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter] | None = None
 
     @property
     def steps(self) -> list[StepCost]:
-        """What each base forward of the last call cost; each prompt's first is its prefill."""
+        """Cost of each base forward of the last call; the first of each prompt is its prefill."""
         return [step for generation in self.generations for step in generation.steps]
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a base forward in the last call, prefills excluded; None where these were all."""
+        """Tokens per base forward in the last call, prefills excluded; None if there was no other forward."""
         return metrics.acceptance_length(self.generations)
 
     def __call__(
@@ -95,39 +97,48 @@ class Speculation:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """What ``generate`` calls: prompts (B, S) in, texts (B, S + N) out, padded behind what ended early.
+        """Decode the prompts; called by ``generate``.
+
+        Args:
+            model, logits_processor, stopping_criteria, generation_config, model_kwargs: What ``generate`` prepared.
+            input_ids: (B, S) prompts, padded on the left.
+
+        Returns:
+            (B, S + N) prompts and texts; texts that end early are padded on the right.
 
         Raises:
-            ValueError: The call asks for something that cannot be done without changing the text.
+            ValueError: The call uses an option that would change the text, or that is not supported.
         """
-        streamer, assistant = _lost_on_the_way()
-        watching = StoppingCriteriaList(
-            one for one in stopping_criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)
+        streamer, assistant = _unpassed_arguments()
+        other_criteria = StoppingCriteriaList(
+            each for each in stopping_criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
         )
-        _refuse(generation_config, logits_processor, assistant, model_kwargs)
-        if len(input_ids) > 1 and (watching or streamer is not None):
-            raise _refusal("a streamer or stopping criteria with several texts at once")
+        _check_supported(generation_config, logits_processor, assistant, model_kwargs)
+        if len(input_ids) > 1 and (other_criteria or streamer is not None):
+            raise _unsupported("a streamer or stopping criteria with several texts at once")
         prompts = _prompts(input_ids, model_kwargs)
-        ends = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
-        eos = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if type(one) is EosTokenCriteria]
-        eos = frozenset(chain.from_iterable(eos))
+        max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
+        eos_criteria = [each for each in stopping_criteria if type(each) is EosTokenCriteria]
+        eos = frozenset(chain.from_iterable(each.eos_token_id.flatten().tolist() for each in eos_criteria))
         base = self._base(model)
         self.generations = []
         with acquire_runner(base, self.cache) as runner:
-            room = _room(base, input_ids.shape[1], max(map(len, prompts)), ends)
+            max_new_tokens = _max_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
             for row, prompt in zip(input_ids, prompts, strict=True):
                 sampler = _sampler(generation_config, logits_processor)
-                session = Session(runner, self._drafter(runner, sampler), sampler)
-                self.generations.append(_run(session, prompt, room, eos, row, watching, streamer))
+                steps = Session(runner, self._drafter(runner, sampler), sampler).decode(prompt, max_new_tokens, eos)
+                self.generations.append(_collect(steps, row, other_criteria, streamer))
         if streamer is not None:
             streamer.end()
-        texts = [input_ids.new_tensor(generation.tokens) for generation in self.generations]
+        answers = [input_ids.new_tensor(generation.tokens) for generation in self.generations]
         pad = generation_config._pad_token_tensor
-        texts = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=0 if pad is None else pad.item())
-        sequences = torch.cat([input_ids, texts], dim=1)
+        padding_value = 0 if pad is None else pad.item()
+        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=padding_value)
+        sequences: Any = torch.cat([input_ids, padded], dim=1)
         return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
 
     def _base(self, model: PreTrainedModel) -> Base:
+        """Wrap the model; its tokenizer is loaded only if the drafter's folder is to be checked against it."""
         name = getattr(model, "name_or_path", "")
         tokenizer = self.tokenizer
         if tokenizer is None and isinstance(self.drafter, str) and catalogue.split(self.drafter)[1]:
@@ -136,9 +147,11 @@ class Speculation:
                     f"{self.drafter} is checked against the tokenizer: pass Speculation(..., tokenizer=...)"
                 )
             tokenizer = load_tokenizer(name)
-        return Base(name or type(model).__name__, model, tokenizer)
+        # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
+        return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer))
 
     def _drafter(self, runner: Runner, sampler: Sampler) -> Drafter:
+        """Build the drafter at the first call with this runner."""
         if not self._built or self._built[0] is not runner:
             self._built = runner, make_drafter(self.drafter, runner, getattr(sampler, "seed", None))
         return self._built[1]
@@ -153,13 +166,14 @@ def speculate(
     drafter: str | Drafter = "anpd",
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """``model.generate(**inputs, custom_generate=speculate, drafter="anpd")``: one call of a new `Speculation`.
+    """Decode by one call of a new `Speculation`.
 
-    A drafter that is named by a folder is loaded by every call: keep a `Speculation` instead.
+    Use it as ``model.generate(**inputs, custom_generate=speculate, drafter="anpd")``. A drafter that is loaded from a
+    folder is loaded again by every call; keep a `Speculation` object to avoid that.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: From ``generate``.
-        drafter: A name as on the command line, or an object.
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: Passed by ``generate``.
+        drafter: Name of a drafter as on the command line, or a drafter object.
 
     Raises:
         ValueError: As `Speculation`.
@@ -169,119 +183,145 @@ def speculate(
     )
 
 
-def _run(
-    session: Session,
-    prompt: list[int],
-    room: int,
-    eos: frozenset[int],
-    row: Tensor,
-    watching: StoppingCriteriaList,
+def _collect(
+    steps: Iterator[tuple[list[int], StepCost]],
+    prompt: Tensor,
+    criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,
 ) -> Generation:
-    """Write one text; criteria and streamer get to see every token of a step as if it were a step of its own."""
-    written, started = Generation(), time.perf_counter()
-    for emitted, cost in session.decode(prompt, room, eos):
-        before = len(written.tokens)
+    """Run the steps of one text; criteria and streamer get every token as if it had been a step of its own.
+
+    Args:
+        steps: The steps of `Session.decode`.
+        prompt: (S,) the prompt with its padding, as the criteria expect it.
+        criteria: Stopping criteria besides length and end-of-sequence tokens, which the steps respect already.
+        streamer: Receives each token, if given.
+    """
+    generation, started, is_stopped = Generation(), time.perf_counter(), False
+    for emitted, cost in steps:
+        num_before = len(generation.tokens)
         for token in emitted:
-            written.tokens.append(token)
-            stopped = watching and watching(torch.cat([row, row.new_tensor(written.tokens)])[None], None).item()
+            generation.tokens.append(token)
+            if criteria:
+                text: Any = torch.cat([prompt, prompt.new_tensor(generation.tokens)])[None]
+                scores: Any = None
+                is_stopped = bool(criteria(text, scores).item())
             if streamer is not None:
                 streamer.put(torch.tensor([token]))
-            if stopped:
+            if is_stopped:
                 break
-        kept = len(written.tokens) - before
-        written.steps.append(replace(cost, emitted=kept, accepted=min(cost.accepted, kept)))
-        if stopped:
+        num_kept = len(generation.tokens) - num_before
+        generation.steps.append(replace(cost, emitted=num_kept, accepted=min(cost.accepted, num_kept)))
+        if is_stopped:
             break
-    written.seconds = time.perf_counter() - started
-    return written
+    generation.seconds = time.perf_counter() - started
+    return generation
 
 
-class _Warped(KeyedSampler):
-    """Draws after the warpers that ``generate`` made."""
+class _ProcessedSampler(KeyedSampler):
+    """Draws from the distribution after the logits processors that ``generate`` made."""
 
-    def __init__(self, warpers: LogitsProcessorList, seed: int) -> None:
+    def __init__(self, processors: LogitsProcessorList, seed: int) -> None:
         super().__init__(seed=seed)
-        self._warpers = warpers
+        self._processors = processors
 
 
-class _WarpedGreedy(Greedy):
-    """The most probable token after the warpers, which may remove the model's own."""
+class _ProcessedGreedy(Greedy):
+    """Picks the most probable token after the logits processors, which may exclude the model's own argmax."""
 
-    def __init__(self, warpers: LogitsProcessorList) -> None:
-        self._warpers = warpers
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        self._processors: Any = processors  # called without the token ids that its type asks for
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        return super().decide(self._warpers(None, logits.float()), tree, positions)
+        return super().decide(self._processors(None, logits.float()), tree, positions)
 
 
-def _sampler(config: GenerationConfig, warpers: LogitsProcessorList) -> Sampler:
+def _sampler(config: GenerationConfig, processors: LogitsProcessorList) -> Sampler:
     if config.do_sample:
-        return _Warped(warpers, int(torch.randint(2**62, ())))
-    return _WarpedGreedy(warpers) if warpers else Greedy()
+        return _ProcessedSampler(processors, int(torch.randint(2**62, ())))
+    return _ProcessedGreedy(processors) if processors else Greedy()
 
 
-def _lost_on_the_way() -> tuple[BaseStreamer | None, PreTrainedModel | None]:
-    """The streamer and the assistant model that ``generate`` was given.
+def _unpassed_arguments() -> tuple[BaseStreamer | None, PreTrainedModel | None]:
+    """Return the streamer and the assistant model that were passed to ``generate``.
 
-    transformers (5.23) hands neither to a callable, though it has put the prompt into the streamer, whose reader would
-    then wait for ever. They are looked up where they are: among the locals of ``generate``, which has called us.
+    transformers (5.23) passes neither on to a callable ``custom_generate``. The streamer is needed because ``generate``
+    has put the prompt into it, and its reader would wait for ever for the rest. The assistant model is needed to refuse
+    it. So both are read from the local variables of ``generate``, two frames up the call stack (three if it called
+    `speculate`). If anything else calls us, such as a wrapper around `speculate`, nothing is found there: the streamer
+    is not served and an assistant model is ignored.
     """
-    frame = sys._getframe(2)
-    if frame.f_code is speculate.__code__:
+    frame: FrameType | None = sys._getframe(2)
+    if frame and frame.f_code is speculate.__code__:
         frame = frame.f_back
-    found = frame.f_locals if frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__ else {}
-    return found.get("streamer"), found.get("assistant_model")
+    is_generate = frame is not None and frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
+    local_variables = frame.f_locals if frame and is_generate else {}
+    return local_variables.get("streamer"), local_variables.get("assistant_model")
 
 
-def _refusal(what: str) -> ValueError:
+def _unsupported(what: str) -> ValueError:
     return ValueError(
         f"speculation would not give generate's own result with {what}: leave it out, or call generate without "
         "custom_generate"
     )
 
 
-def _refuse(
+def _check_supported(
     config: GenerationConfig,
     processors: LogitsProcessorList,
     assistant: PreTrainedModel | None,
     model_kwargs: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError where the call asks for what the engine does not do."""
+    """Raise ValueError if the call uses options that the engine does not support."""
     mode = config.get_generation_mode(assistant)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise _refusal(f"{mode.value.replace('_', ' ')} (num_beams, assistant_model, ...)")
+        raise _unsupported(f"{mode.value.replace('_', ' ')} (num_beams, assistant_model, ...)")
     for processor in processors:
-        if type(processor) not in WARPERS:
-            raise _refusal(f"{type(processor).__name__} (repetition_penalty, min_length, ...)")
+        if type(processor) not in ROWWISE_PROCESSORS:
+            raise _unsupported(f"{type(processor).__name__} (repetition_penalty, min_length, ...)")
     for output in EXTRA_OUTPUTS:
         if config.return_dict_in_generate and getattr(config, output):
-            raise _refusal(output)
+            raise _unsupported(output)
     for name, value in model_kwargs.items():
         if value is not None and name not in MODEL_INPUTS:
-            raise _refusal(name)
+            raise _unsupported(name)
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise _refusal("past_key_values")
+        raise _unsupported("past_key_values")
 
 
 def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[list[int]]:
-    """Each prompt (B, S) without the padding on its left."""
+    """Return the token ids of each prompt of (B, S) without its left padding.
+
+    Raises:
+        ValueError: Attention mask or position ids describe more than left padding.
+    """
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     if mask.shape != input_ids.shape or (mask[:, 1:] < mask[:, :-1]).any():
-        raise _refusal("an attention mask that hides more than padding on the left")
+        raise _unsupported("an attention mask that hides more than padding on the left")
     positions = model_kwargs.get("position_ids")
     if positions is not None and ((positions.to(mask.device) - mask.cumsum(-1) + 1) * mask).any():
-        raise _refusal("position_ids that do not count from the start of each text")
+        raise _unsupported("position_ids that do not count from the start of each text")
     return [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
 
 
-def _room(base: Base, width: int, longest: int, ends: Sequence[int]) -> int:
-    """Tokens that may be written after prompts of this width, padding included."""
-    room = max(1, min(ends) - width) if ends else base.context_length - longest
-    if longest + room > base.context_length:
+def _max_new_tokens(base: Base, padded_length: int, longest: int, max_lengths: Sequence[int]) -> int:
+    """Return the maximum number of new tokens of each text.
+
+    Args:
+        base: The base.
+        padded_length: Length S of the prompts with their padding, which transformers counts.
+        longest: Length of the longest prompt without padding.
+        max_lengths: Maximum lengths of padded prompt and text, of which the smallest applies; if there are none, only
+            the context limits the text.
+
+    Raises:
+        ValueError: Prompt and text do not fit into the context.
+    """
+    max_new_tokens = max(1, min(max_lengths) - padded_length) if max_lengths else base.context_length - longest
+    if longest + max_new_tokens > base.context_length:
         raise ValueError(
-            f"{longest} tokens and {room} more do not fit into the context of {base.name}, which ends at "
+            f"{longest} tokens and {max_new_tokens} more do not fit into the context of {base.name}, which ends at "
             f"{base.context_length}: lower max_new_tokens"
         )
-    return room
+    return max_new_tokens

@@ -1,4 +1,4 @@
-"""The frozen base: loading it, its numbers, and whether a drafter fits it."""
+"""The frozen base: loading it, its shape and weights, and the check that a drafter was trained for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -21,14 +20,34 @@ from drafters.protocol import BaseShape, BaseWeights
 from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTIZED_DTYPES = "int8", "nf4"
 
 
 class BaseInfo(Protocol):
-    """What of a base decides which prompts it reads: a `Base`, or a base whose weights are not loaded."""
+    """What encoding prompts and checking their lengths needs of a base: a `Base`, or a `BareBase` without weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class BareBase:
+    """A base whose weights are not loaded.
+
+    Args:
+        name: Folder or hub id it was loaded from.
+        tokenizer: Its tokenizer.
+        context_length: Maximum number of tokens of a text.
+    """
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -41,7 +60,7 @@ class Base:
 
     Args:
         name: Folder or hub id it was loaded from.
-        model: In evaluation mode, no gradients.
+        model: The model in evaluation mode; its weights require no gradients.
         tokenizer: Its tokenizer.
     """
 
@@ -51,11 +70,15 @@ class Base:
 
     @property
     def shape(self) -> BaseShape:
+        """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
         return shape_of(self.model.config)
 
     @property
     def base_weights(self) -> BaseWeights:
-        return BaseWeights(self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight)
+        """The embedding and the weights of the LM head, which learned drafters use."""
+        embedding: Any = self.model.get_input_embeddings()
+        head: Any = self.model.get_output_embeddings()
+        return BaseWeights(embedding.weight, head.weight)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Run one forward and return hidden states.
@@ -69,25 +92,37 @@ class Base:
         Returns:
             The requested layers side by side (B, S, F * D), and the last state after the final norm (B, S, D).
         """
-        model, wanted = self.model.base_model, {layer for layer in layers if layer != -1}
-        if model.config.model_type not in PLAIN_MODEL_TYPES:
-            seen = model(input_ids, use_cache=False, output_hidden_states=bool(wanted))
-            states = {layer: seen.hidden_states[layer] for layer in wanted}
+        decoder: Any = self.model.base_model  # torch types the attributes of a module as Tensor | Module
+        inner_layers = {layer for layer in layers if layer != -1}
+        if decoder.config.model_type not in PLAIN_MODEL_TYPES:
+            outputs = decoder(input_ids, use_cache=False, output_hidden_states=bool(inner_layers))
+            states = {layer: outputs.hidden_states[layer] for layer in inner_layers}
         else:
-            with capture_hidden_states(model, wanted) as states:
-                seen = model(input_ids, use_cache=False)
-            states[len(model.layers)] = seen.last_hidden_state  # transformers counts the normed state as the last's
-        last = states[-1] = seen.last_hidden_state
-        return torch.cat([states[layer] for layer in layers], dim=-1), last
+            with capture_hidden_states(decoder, inner_layers) as states:
+                outputs = decoder(input_ids, use_cache=False)
+            # In transformers, the last layer's output is the state after the final norm.
+            states[len(decoder.layers)] = outputs.last_hidden_state
+        last_hidden = states[-1] = outputs.last_hidden_state
+        return torch.cat([states[layer] for layer in layers], dim=-1), last_hidden
 
     @torch.no_grad()
     def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
-        """What the base writes alone, by transformers' own `generate`: (B, N), padded where a text has ended.
+        """Decode greedily with transformers' own `generate`.
 
-        A penalty or a beam that its generation_config asks for is left out: the text is the plain argmax.
+        Penalties and beams that the base's generation_config asks for are switched off, so the text is the plain
+        argmax.
+
+        Args:
+            input_ids: (B, S) prompts, padded on the left.
+            attention_mask: (B, S).
+            max_new_tokens: Maximum number of new tokens of a text.
+
+        Returns:
+            (B, N) new tokens; texts that end early are padded on the right.
         """
         pad = self.tokenizer.pad_token_id
-        return self.model.generate(
+        model: Any = self.model
+        return model.generate(
             input_ids,
             attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
@@ -101,21 +136,22 @@ class Base:
 
     @property
     def context_length(self) -> int:
+        """Maximum number of tokens of a text, prompt included."""
         return self.model.config.max_position_embeddings
 
     @property
     def eos(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Ids of the end-of-sequence tokens."""
         ids = self.model.generation_config.eos_token_id
         ids = self.tokenizer.eos_token_id if ids is None else ids
         return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
-def shape_of(config) -> BaseShape:
-    """The numbers of a transformers configuration that a learned drafter is built from.
+def shape_of(config: PretrainedConfig) -> BaseShape:
+    """Read the sizes that a learned drafter is built from out of a transformers configuration.
 
     Raises:
-        ValueError: The model is not laid out like LLaMA.
+        ValueError: The model does not have the layout of LLaMA.
     """
     if not hasattr(config, "intermediate_size"):
         raise ValueError(f"no learned drafter is built for {config.model_type} models: use one of the LLaMA family")
@@ -133,18 +169,18 @@ def shape_of(config) -> BaseShape:
 
 
 def base_hash(base: Base) -> str:
-    """A short name of a base's weights: of their shapes and 32 values of each as they are loaded.
+    """Return a short hash of a base's weights, computed from their shapes and 32 values of each.
 
-    A base that was trained further has another name; its folder or the version of transformers does not matter.
+    Further training changes the hash; another folder or another version of transformers does not.
     """
     shape = base.shape
-    numbers = shape.num_heads, shape.head_dim, shape.rope_theta, shape.norm_eps  # what the weights do not show
+    numbers = shape.num_heads, shape.head_dim, shape.rope_theta, shape.norm_eps  # not visible in the weights
     digest = hashlib.sha256(repr(numbers).encode())
     for name, weight in base.model.named_parameters():
         flat = weight.detach().flatten()
-        at = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
+        indices = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
         digest.update(f"{name} {tuple(weight.shape)}".encode())
-        digest.update(flat[at.to(flat.device)].float().cpu().numpy().tobytes())
+        digest.update(flat[indices.to(flat.device)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -152,11 +188,13 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     """Load a frozen base from a local folder or a hub id.
 
     Args:
-        dtype: ``int8`` and ``nf4`` quantise the linear layers of the blocks as they are loaded (bitsandbytes); the
-            embedding, the norms and the head, which drafters borrow, stay in bfloat16.
+        name: Folder or hub id.
+        dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
+            (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
+        device: Device to load the base to.
 
     Raises:
-        ValueError: Nothing loadable is there; the message says what to do.
+        ValueError: The base cannot be loaded; the message says what to do.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -166,8 +204,8 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     tokenizer = load_tokenizer(name)
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
     try:
-        model = AutoModelForCausalLM.from_pretrained(find_base(name), **options)
-    except Exception as error:  # as above; safetensors has its own error type too
+        model: Any = AutoModelForCausalLM.from_pretrained(find_base(name), **options)
+    except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
         raise ValueError(
             f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
         ) from error
@@ -179,24 +217,24 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     return Base(name, model.to(device).eval().requires_grad_(False), tokenizer)
 
 
-def load_base_info(name: str) -> BaseInfo:
-    """Load a base's tokenizer and configuration, and no weights.
+def load_base_info(name: str) -> BareBase:
+    """Load a base's tokenizer and context length without its weights.
 
     Raises:
-        ValueError: Nothing loadable is there.
+        ValueError: The tokenizer or the configuration cannot be loaded.
     """
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(name)
     try:
         config = AutoConfig.from_pretrained(find_base(name))
-    except Exception as error:  # as for the tokenizer
+    except Exception as error:  # transformers and the hub client raise errors of their own
         raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
-    return SimpleNamespace(name=name, tokenizer=tokenizer, context_length=config.max_position_embeddings)
+    return BareBase(name, tokenizer, config.max_position_embeddings)
 
 
 def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
-    """What transformers is told to quantise a model while it is loaded.
+    """Return the arguments that make transformers quantise a model while loading it.
 
     Raises:
         ValueError: bitsandbytes or accelerate is not installed.
@@ -207,24 +245,24 @@ def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, 
         )
     from transformers import BitsAndBytesConfig
 
-    getLogger("bitsandbytes").setLevel(ERROR)  # it says at every product that int8 multiplies in float16
-    half = torch.bfloat16
+    getLogger("bitsandbytes").setLevel(ERROR)  # it warns at every matrix product that int8 multiplies in float16
+    compute_dtype = torch.bfloat16
     config = (
         BitsAndBytesConfig(load_in_8bit=True)
         if dtype == "int8"
-        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=half)
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
     )
-    return {"dtype": half, "quantization_config": config, "device_map": {"": device}}
+    return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
 
 
 def check_fit(drafter: DrafterConfig, base: Base) -> None:
-    """Raise ValueError where a drafter was trained for another base."""
-    wanted, given = asdict(drafter.base), asdict(base.shape)
-    for number in ("hidden_size", "vocab_size", "num_layers"):
-        if wanted[number] != given[number]:
+    """Raise ValueError if a drafter was trained for another base."""
+    expected, actual = asdict(drafter.base), asdict(base.shape)
+    for size in ("hidden_size", "vocab_size", "num_layers"):
+        if expected[size] != actual[size]:
             raise ValueError(
-                f"this drafter was trained for {drafter.base_name} with {number} {wanted[number]}, but {base.name} has "
-                f"{given[number]}: pass the base it was trained for, or train a drafter for this one"
+                f"this drafter was trained for {drafter.base_name} with {size} {expected[size]}, but {base.name} has "
+                f"{actual[size]}: pass the base it was trained for, or train a drafter for this one"
             )
     if drafter.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
@@ -234,10 +272,10 @@ def check_fit(drafter: DrafterConfig, base: Base) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is the GPU where there is one.
+    """Return the device with this name; ``auto`` is the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: cuda is asked for and there is none.
+        ValueError: ``cuda`` was requested and there is no CUDA device.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here: pass --device cpu or auto")

@@ -6,76 +6,92 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 CacheKind = Literal["static", "dynamic"]
 
 
 class _BufferLayer(DynamicLayer):
-    """One layer's part of a `BufferCache`; ``keys`` and ``values`` are views of its first ``length`` positions."""
+    """One layer of a `BufferCache`; ``keys`` and ``values`` are views of its first ``length`` positions."""
 
     def __init__(self, cache: BufferCache, index: int) -> None:
         self.cache, self.index, self.length, self.is_initialized = cache, index, 0, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Add (1, H, q, d) at the end and return all there is."""
+        """Append (1, H, q, d) keys and values, and return those of all positions."""
         start, self.length = self.length, self.length + key_states.shape[-2]
-        keys, values = self.cache.rows(self.index, self.length, key_states)
-        places = self.cache.places(start, self.length)
-        keys.index_copy_(2, places, key_states)
-        values.index_copy_(2, places, value_states)
+        keys, values = self.cache.layer_buffers(self.index, self.length, key_states)
+        positions = self.cache.positions(start, self.length)
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
         return keys.narrow(2, 0, self.length), values.narrow(2, 0, self.length)
 
     @property
-    def keys(self) -> Tensor:
-        return self.cache.buffer[0, self.index, :, :, : self.length]
+    def keys(self) -> Tensor:  # type: ignore[override]  # transformers reads it as an attribute and never sets ours
+        return self.cache.allocated[0, self.index, :, :, : self.length]
 
     @property
-    def values(self) -> Tensor:
-        return self.cache.buffer[1, self.index, :, :, : self.length]
+    def values(self) -> Tensor:  # type: ignore[override]  # as for the keys
+        return self.cache.allocated[1, self.index, :, :, : self.length]
 
     def get_seq_length(self) -> int:
         return self.length
 
 
 class BufferCache(Cache):
-    """Keys and values of all layers in one buffer (2, L, 1, H, C, d), allocated ahead and written in place.
+    """Keys and values of all layers in one preallocated buffer (2, L, 1, H, C, d), written in place.
 
-    A step copies its own rows only; accepted rows that do not yet stand where they belong are moved for all layers
-    by one copy. The buffer survives `clear` and doubles where a text outgrows it.
+    A step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
+    layers by one copy. `clear` keeps the memory. A text that outgrows the buffer gets one of 1.5 times its length.
 
     Args:
-        num_layers: L.
-        capacity: C at first.
+        num_layers: Number of decoder layers L.
+        capacity: Initial number of positions C.
     """
 
     def __init__(self, num_layers: int, capacity: int = 512) -> None:
-        super().__init__(layers=[_BufferLayer(self, index) for index in range(num_layers)])
+        self._buffer_layers = [_BufferLayer(self, index) for index in range(num_layers)]
+        super().__init__(layers=list(self._buffer_layers))
         self.capacity = capacity
         self.buffer: Tensor | None = None
-        self._rows: list[tuple[Tensor, Tensor]] = []
-        self._places: tuple[int, int, Tensor | None] = (0, 0, None)
+        self._views: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer
+        self._positions: tuple[int, int, Tensor] | None = None
 
-    def rows(self, layer: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Views (1, H, C, d) of a layer's keys and values, with room for ``length`` positions."""
+    @property
+    def allocated(self) -> Tensor:
+        """The buffer, once the first forward has allocated it."""
+        assert self.buffer is not None, "nothing was cached yet"
+        return self.buffer
+
+    def layer_buffers(self, layer: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views (1, H, C, d) of a layer's keys and values, with room for at least ``length`` positions.
+
+        Args:
+            layer: Index of the layer.
+            length: Number of positions needed.
+            like: Key states (1, H, q, d); a new buffer takes their sizes, dtype and device.
+        """
         if self.buffer is None or length > self.capacity:
             self.capacity = max(self.capacity, length + length // 2)
             self._grow(like)
-        return self._rows[layer]
+        return self._views[layer]
 
-    def places(self, start: int, end: int) -> Tensor:
-        """The positions from ``start`` to ``end``, made once for all layers of a forward."""
-        if self._places[:2] != (start, end):
-            self._places = start, end, torch.arange(start, end, device=self.buffer.device)
-        return self._places[2]
+    def positions(self, start: int, end: int) -> Tensor:
+        """Return the positions from ``start`` to ``end``, built once per forward for all layers."""
+        if self._positions is None or self._positions[:2] != (start, end):
+            self._positions = start, end, torch.arange(start, end, device=self.allocated.device)
+        return self._positions[2]
 
     def _grow(self, like: Tensor) -> None:
-        _, heads, _, width = like.shape
-        grown = like.new_empty(2, len(self.layers), 1, heads, self.capacity, width)
+        """Allocate a buffer of the current capacity and copy the old one into it."""
+        _, num_heads, _, head_dim = like.shape
+        num_layers = len(self._buffer_layers)
+        grown = like.new_empty(2, num_layers, 1, num_heads, self.capacity, head_dim)
         if self.buffer is not None:
             grown[..., : self.buffer.shape[-2], :] = self.buffer
         self.buffer = grown
-        self._rows = [(grown[0, layer], grown[1, layer]) for layer in range(len(self.layers))]
+        self._views = [(grown[0, layer], grown[1, layer]) for layer in range(num_layers)]
 
     def reserve(self, length: int) -> None:
         """Make the first allocation large enough for ``length`` positions."""
@@ -83,31 +99,33 @@ class BufferCache(Cache):
             self.capacity = max(self.capacity, length)
 
     def keep(self, length: int, moved: list[int]) -> None:
-        """Cut every layer to ``length`` positions followed by the ``moved`` ones."""
+        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
         if moved:
-            end = length + len(moved)
-            self.buffer[..., length:end, :] = self.buffer[..., torch.tensor(moved, device=self.buffer.device), :]
+            buffer, end = self.allocated, length + len(moved)
+            buffer[..., length:end, :] = buffer[..., torch.tensor(moved, device=buffer.device), :]
             length = end
-        for layer in self.layers:
+        for layer in self._buffer_layers:
             layer.length = length
 
     def clear(self) -> None:
-        """Forget everything; the memory stays."""
-        for layer in self.layers:
+        """Drop all positions and keep the memory."""
+        for layer in self._buffer_layers:
             layer.length = 0
 
 
 class GatheredCache(DynamicCache):
-    """transformers' own DynamicCache, which concatenates at every step, cut by gathering what is kept."""
+    """transformers' own DynamicCache, which concatenates in every forward; cutting it gathers what is kept."""
 
     def reserve(self, length: int) -> None:
-        """It grows by itself."""
+        """Do nothing: this cache grows with every forward."""
 
     def keep(self, length: int, moved: list[int]) -> None:
-        """Cut every layer to ``length`` positions followed by the ``moved`` ones."""
+        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
         for layer in self.layers:
+            assert isinstance(layer, DynamicLayer), "the runner accepts only bases with full attention in all layers"
             if not layer.is_initialized:
                 continue
+            assert layer.keys is not None and layer.values is not None
             keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
             if moved:
                 index = torch.tensor(moved, device=keys.device)
@@ -116,19 +134,19 @@ class GatheredCache(DynamicCache):
             layer.keys, layer.values = keys, values
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all positions."""
         self.layers = [DynamicLayer() for _ in self.layers]
 
 
-def make_cache(kind: CacheKind, config) -> BufferCache | GatheredCache:
-    """An empty cache for a base of full-attention layers.
+def make_cache(kind: CacheKind, config: PretrainedConfig) -> BufferCache | GatheredCache:
+    """Create an empty cache for a base with full attention in all layers.
 
     Args:
         kind: ``static`` is one preallocated buffer, ``dynamic`` transformers' own cache.
-        config: Of the base.
+        config: Configuration of the base.
 
     Raises:
-        ValueError: There is no such kind.
+        ValueError: ``kind`` is neither.
     """
     if kind == "static":
         return BufferCache(config.num_hidden_layers)

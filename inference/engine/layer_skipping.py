@@ -1,11 +1,12 @@
-"""The base drafting for itself: sublayers switched off for a while, on the very cache it verifies with."""
+"""Self-speculative decoding: the base drafts for itself with some sublayers switched off, on its own KV cache."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,21 @@ from inference.engine.sampling import KeyedSampler, RunningSampler
 
 
 def sublayers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The attention and the MLP of every decoder layer of a transformers model without its head.
+    """Return the attention modules and the MLP modules of a model's decoder layers.
+
+    Args:
+        model: A transformers model without its LM head.
 
     Raises:
-        ValueError: It is laid out like neither LLaMA nor GPT-2.
+        ValueError: The model has neither the layout of LLaMA nor that of GPT-2.
     """
-    layers = list(getattr(model, "layers", None) or getattr(model, "h", None) or [])
+    decoder: Any = model  # torch types the attributes of a module as Tensor | Module
+    layers = list(getattr(decoder, "layers", None) or getattr(decoder, "h", None) or [])
     for name in ("self_attn", "attn"):
         if layers and all(hasattr(layer, name) and hasattr(layer, "mlp") for layer in layers):
             return [getattr(layer, name) for layer in layers], [layer.mlp for layer in layers]
     raise ValueError(
-        f"no sublayers of {model.config.model_type} models can be left out: pass a base laid out like LLaMA or GPT-2"
+        f"no sublayers of {decoder.config.model_type} models can be left out: pass a base laid out like LLaMA or GPT-2"
     )
 
 
@@ -40,25 +45,26 @@ def _no_mlp(hidden_states: Tensor, *_, **__) -> Tensor:
 
 @contextmanager
 def skipping(model: nn.Module, attention: Sequence[int], mlp: Sequence[int]) -> Iterator[None]:
-    """Leave sublayers out: what they add to the residual stream is zero, and they do not run.
+    """Skip sublayers inside the ``with`` block: they do not run, and add zero to the residual stream.
 
-    Their ``forward`` is covered by another one on the module itself; the norm before them still runs. Afterwards the
-    modules are as they were, whatever was raised.
+    A ``forward`` that returns zeros is set on the modules themselves; the norm before a sublayer still runs. Afterwards
+    the modules are as they were, also after an exception.
 
     Args:
-        model: A transformers model without its head.
-        attention: Layers whose attention is left out; their cache does not grow.
-        mlp: Layers whose MLP is left out.
+        model: A transformers model without its LM head.
+        attention: Layers whose attention is skipped; these layers cache nothing meanwhile.
+        mlp: Layers whose MLP is skipped.
     """
     attentions, mlps = sublayers(model)
-    covers = [*((attentions[layer], _no_attention) for layer in attention), *((mlps[layer], _no_mlp) for layer in mlp)]
-    owned = [(module, vars(module).get("forward")) for module, _ in covers]  # a wrapper may have put one there
+    replacements: list[tuple[nn.Module, Callable]] = [(attentions[layer], _no_attention) for layer in attention]
+    replacements += [(mlps[layer], _no_mlp) for layer in mlp]
+    originals = [(module, vars(module).get("forward")) for module, _ in replacements]  # a wrapper may have set one
     try:
-        for module, cover in covers:
-            module.forward = cover
+        for module, replacement in replacements:
+            module.forward = replacement
         yield
     finally:
-        for module, forward in owned:
+        for module, forward in originals:
             if forward is None:
                 vars(module).pop("forward", None)
             else:
@@ -66,23 +72,33 @@ def skipping(model: nn.Module, attention: Sequence[int], mlp: Sequence[int]) -> 
 
 
 def default_skips(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What is skipped where nothing was searched: attention and MLP of layers 1, 3, 5, ..., never of the last.
+    """Return the default skip set: attention and MLP of layers 1, 3, 5, ..., but never of the last layer.
 
-    The base skips about half of itself; a base of two layers skips nothing.
+    This skips about half of the base; a base of two layers skips nothing.
+
+    Returns:
+        The layers whose attention is skipped, and those whose MLP is skipped.
     """
     every_second = tuple(range(1, num_layers - 1, 2))
     return every_second, every_second
 
 
 def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The skip set ``{"attention": [...], "mlp": [...]}`` that `drafters skip-search` writes.
+    """Read a skip set ``{"attention": [...], "mlp": [...]}`` that `drafters skip-search` has written.
+
+    Args:
+        file: JSON file.
+        num_layers: Number of decoder layers of the base.
+
+    Returns:
+        The layers whose attention is skipped, and those whose MLP is skipped.
 
     Raises:
-        ValueError: There is no such file, it holds none, or was searched for a base of another depth.
+        ValueError: The file cannot be read, holds no skip set, or was made for a base with another number of layers.
     """
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-        attention, mlp = (tuple(found[kind]) for kind in ("attention", "mlp"))
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        attention, mlp = (tuple(content[kind]) for kind in ("attention", "mlp"))
     except OSError as error:
         raise ValueError(
             f"cannot read the skip set {file} ({error.strerror}): make one by `drafters skip-search`"
@@ -91,29 +107,29 @@ def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tupl
         raise ValueError(
             f'{file} holds no skip set: need {{"attention": [...], "mlp": [...]}}: make one by `drafters skip-search`'
         ) from error
-    if found.get("num_layers", num_layers) != num_layers:
+    if content.get("num_layers", num_layers) != num_layers:
         raise ValueError(
-            f"the skip set {file} is for {found.get('base')} with {found['num_layers']} layers, and this base has "
+            f"the skip set {file} is for {content.get('base')} with {content['num_layers']} layers, and this base has "
             f"{num_layers}: run `drafters skip-search` with it"
         )
     return attention, mlp
 
 
 class LayerSkippingSession:
-    """A session of the base with sublayers left out; implements `drafters.protocol.DraftSession`.
+    """The base with some sublayers skipped, as a draft model; implements `drafters.protocol.DraftSession`.
 
-    It holds nothing of its own: it writes on the cache of the base's runner, behind what is committed there, and takes
-    everything back before it returns; drafting and verifying share one cache (Draft & Verify). Before the prefill it
-    writes nothing.
+    It keeps no state of its own. Drafting and verification share one KV cache (Draft & Verify): a draft is written
+    behind the committed tokens in the cache of the base's runner, and rolled back before `write` returns. Before the
+    prefill it drafts nothing.
 
     Args:
-        runner: The base's own runner, which the session that verifies uses too.
-        attention: Layers whose attention is left out.
-        mlp: Layers whose MLP is left out.
-        sampler: How draft tokens are picked; greedily unless said otherwise.
+        runner: The base's own runner, which the verifying session uses too.
+        attention: Layers whose attention is skipped.
+        mlp: Layers whose MLP is skipped.
+        sampler: Picks the draft tokens; greedy decoding if not given.
 
     Raises:
-        ValueError: A layer is not there or named twice, or the base is laid out otherwise than LLaMA and GPT-2.
+        ValueError: A layer does not exist or is named twice, or the base has neither LLaMA's nor GPT-2's layout.
     """
 
     def __init__(
@@ -125,8 +141,8 @@ class LayerSkippingSession:
     ) -> None:
         num_layers = len(sublayers(runner.model)[0])
         for kind, layers in (("attention", attention), ("mlp", mlp)):
-            known = all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
-            if not known or len(set(layers)) < len(layers):
+            exist = all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
+            if not exist or len(set(layers)) < len(layers):
                 raise ValueError(
                     f"cannot skip {kind} {list(layers)}: name layers 0 to {num_layers - 1} of {runner.base.name}, none "
                     "twice"
@@ -136,13 +152,13 @@ class LayerSkippingSession:
         self.remembers = isinstance(sampler, RunningSampler)
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no state of a text."""
 
     def rewind(self, length: int) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no state of a text."""
 
     def reset(self) -> None:
-        """Nothing is held but the place in a row of draws."""
+        """Start the random draws anew."""
         if isinstance(self.sampler, RunningSampler):
             self.sampler.reset()
 
@@ -150,7 +166,9 @@ class LayerSkippingSession:
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
     ) -> DraftedTokens:
-        runner, tokens, distributions = self.runner, [], []
+        runner = self.runner
+        tokens: list[int] = []
+        distributions: list[Tensor] = []
         start, end = runner.cached, min(len(seq) + num_tokens, runner.context_length)
         if not start:
             return DraftedTokens(tokens, distributions)
@@ -171,12 +189,12 @@ class LayerSkippingSession:
         return DraftedTokens(tokens, distributions)
 
     def _pick(self, logits: Tensor, position: int, distributions: list[Tensor]) -> tuple[int, float]:
-        """The next token and how probable it is before any warping, by one copy to the host."""
+        """Return the next token and its probability at temperature 1, by one copy to the host."""
         if self.sampler:
             picked = self.sampler.pick(logits, [position])
             distributions += self.sampler.probabilities(logits)
         else:
             picked = logits.argmax(-1)
         probability = logits.float().softmax(-1)[0, picked]
-        token, probable = torch.cat([picked.double(), probability.double()]).tolist()
-        return int(token), probable
+        token, probability_on_host = torch.cat([picked.double(), probability.double()]).tolist()
+        return int(token), probability_on_host

@@ -1,10 +1,10 @@
-"""How the base chooses tokens: greedily, by draws that only the seed and the position decide, or by a lossy rule."""
+"""How the base picks its tokens: greedily, by random draws keyed by seed and position, or by a lossy rule."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,27 +16,41 @@ from inference.engine.rejection import multi_round_rejection
 
 
 class Sampler(Protocol):
-    """Decides what is emitted: ``decide`` looks at the logits where they are, ``walk`` follows its verdict on the host.
+    """Decides which draft tokens are accepted and which tokens are emitted.
 
-    Between the two lies the one copy to the host that a step makes.
+    A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
+    logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
+    follows it down the tree on the host.
 
     Args:
-        lossless: Whether the text follows the base's own law.
+        lossless: Whether the text follows the base's own distribution.
     """
 
-    lossless: bool
+    @property
+    def lossless(self) -> bool: ...
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        """A verdict (1 + M, C) of integers for each row of (1 + M, V); row i decides the token at ``positions[i]``."""
+        """Device part: compute the decisions.
+
+        Args:
+            logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
+            tree: M nodes.
+            positions: 1 + M positions; the token that row i decides stands at positions[i].
+
+        Returns:
+            (1 + M, C) integers; what the C columns hold is between `decide` and `accept`.
+        """
+        ...
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
-        """The accepted path and the emitted tokens."""
+        """Host part: return the accepted nodes from the root down, and the emitted tokens."""
+        ...
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """The index (N,) of the largest entry of each row of (N, V); of equals the first, as in torch.
+    """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal.
 
-    On a CPU numpy finds it up to forty times faster.
+    On a CPU, numpy is up to forty times faster than torch.
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
@@ -45,8 +59,8 @@ def most_probable(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
-class _Matching:
-    """One pick a row; the path is what the picks follow."""
+class _PickPerNode:
+    """A sampler with one decision per row: the token picked there. The accepted path follows the picks."""
 
     lossless = True
 
@@ -54,109 +68,124 @@ class _Matching:
         return accept(tree, [row[0] for row in decisions])
 
 
-class Greedy(_Matching):
-    """The most probable token; of equals the first."""
+class Greedy(_PickPerNode):
+    """Picks the most probable token, the first one if several are equally probable."""
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
         return most_probable(logits)[:, None]
 
 
-class KeyedSampler(_Matching):
-    """Draws from the processed distribution by inverse CDF, with a number keyed by (seed, position).
+class KeyedSampler(_PickPerNode):
+    """Draws from the processed distribution by inverse CDF, with a random number keyed by (seed, position).
 
-    Two runs with one seed give one text, whatever the drafter, as long as it drafts without chance: sample-and-match
-    emits the very draw the base alone would have made. Children that were drawn at random (``tree.distributions``) go
-    through multi-round rejection: the same law, another text.
+    With drafters that do not draw their drafts, one seed gives one text: sample-and-match emits the very draw that the
+    base would have made without a drafter. Draft tokens that were drawn at random (``tree.distributions``) go through
+    multi-round rejection: the text is another one, from the same distribution.
 
     Args:
-        temperature: Above zero.
-        top_k: Keep the k most probable tokens; 0 keeps all.
-        top_p: Keep the smallest set of tokens with this probability; 1 keeps all.
+        temperature: Sampling temperature, above 0.
+        top_k: Sample from the k most probable tokens only; 0 keeps all.
+        top_p: Sample from the smallest set of tokens that together have this probability; 1 keeps all.
         seed: Key of the draws.
     """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        for is_right, needed, value in (
+        for is_valid, requirement, value in (
             (0 < temperature < inf, "temperature must be a number above 0, or 0 to decode greedily", temperature),
             (top_k >= 0, "top_k must be at least 0", top_k),
             (0 < top_p <= 1, "top_p must be above 0 and at most 1", top_p),
             (seed >= 0, "seed must be at least 0", seed),
         ):
-            if not is_right:
-                raise ValueError(f"{needed}, not {value}")
+            if not is_valid:
+                raise ValueError(f"{requirement}, not {value}")
         self.seed = seed
-        self._warpers = LogitsProcessorList()
+        self._processors: Any = LogitsProcessorList()  # called without the token ids that its type asks for
         if temperature != 1.0:
-            self._warpers.append(TemperatureLogitsWarper(float(temperature)))
+            self._processors.append(TemperatureLogitsWarper(float(temperature)))
         if top_k:
-            self._warpers.append(TopKLogitsWarper(top_k))
+            self._processors.append(TopKLogitsWarper(top_k))
         if top_p < 1.0:
-            self._warpers.append(TopPLogitsWarper(top_p))
+            self._processors.append(TopPLogitsWarper(top_p))
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The distributions (N, V) that tokens are drawn from."""
-        return self._warpers(None, logits.float()).double().softmax(-1)
+        """Return the distributions (N, V) that tokens are drawn from, given logits (N, V)."""
+        return self._processors(None, logits.float()).double().softmax(-1)
 
     def pick(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
-        """One draw (N,) for each row of (N, V)."""
+        """Draw one token (N,) for each row of (N, V)."""
         return self._draws(self.probabilities(logits), positions)
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        """Draw along the accepted path only: -1 stands where `walk` never comes.
+        """Draw along the accepted path only; rows that `accept` never reaches hold -1.
 
-        A GPU draws for all nodes at once where it can, rather than wait for the host at each.
+        On a GPU, a tree without random drafts is drawn for all nodes at once: that is faster than waiting for the
+        device at every node of the path.
         """
         if logits.is_cuda and not tree.distributions:
             return self.pick(logits, positions)[:, None]
-        drawn = {children.parent: children for children in tree.distributions}
+        drawn_children = {children.parent: children for children in tree.distributions}
         decisions = torch.full((len(logits), 1), -1)
         node: int | None = ROOT
         while node is not None:
-            row, at = 1 + node, positions[1 + node]
-            distribution, taken = self.probabilities(logits[row : row + 1]), False
-            if node in drawn:
-                taken, token, distribution = multi_round_rejection(
-                    distribution[0], drawn[node], tree, lambda index, at=at: self.uniform(at, 1 + index)
+            row, position = 1 + node, positions[1 + node]
+            distribution, picked = self.probabilities(logits[row : row + 1]), None
+            if node in drawn_children:
+                accepted, accepted_token, residual = multi_round_rejection(
+                    distribution[0], drawn_children[node], tree, self._round_numbers(position)
                 )
-            decisions[row] = token = int(token if taken else self._draws(distribution.view(1, -1), [at]))
+                distribution, picked = residual.view(1, -1), accepted_token if accepted else None
+            token = int(self._draws(distribution, [position]) if picked is None else picked)
+            decisions[row] = token
             node = tree.child(node, token)
         return decisions.to(logits.device)
 
+    def _round_numbers(self, position: int) -> Callable[[int], float]:
+        """The random numbers of the rounds of rejection at a position, by the index of the round."""
+        return lambda index: self.uniform(position, 1 + index)
+
     def _draws(self, distributions: Tensor, positions: Sequence[int]) -> Tensor:
-        at = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # nodes of one depth share it
-        draws = torch.tensor([[at[position]] for position in positions], dtype=torch.float64)
+        numbers = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # one per depth
+        draws = torch.tensor([[numbers[position]] for position in positions], dtype=torch.float64)
         cumulative = distributions.cumsum(-1)
         index = torch.searchsorted(cumulative, draws.to(distributions.device) * cumulative[:, -1:], right=True)
         return index.clamp(max=distributions.shape[-1] - 1)[:, 0]
 
     def uniform(self, position: int, stream: int = 0) -> float:
-        """A number in [0, 1): stream 0 decides the draw at a position, stream j the j-th round of rejection there."""
+        """Return a random number in [0, 1).
+
+        Args:
+            position: Position of the token to be decided.
+            stream: 0 for the draw at this position, j for the j-th round of rejection there.
+        """
         return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
 
 
 def make_sampler(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Greedy | KeyedSampler:
-    """Greedy at temperature 0, else draws keyed by seed and position.
+    """Create the sampler for these options: greedy at temperature 0, else draws keyed by seed and position.
 
     Raises:
-        ValueError: A value is out of its range, or narrows a law that greedy decoding does not draw from.
+        ValueError: A value is out of its range, or top_k or top_p is given with temperature 0.
     """
     if not temperature and (top_k or top_p != 1):
-        given = f"top_k {top_k}" if top_k else f"top_p {top_p}"
-        raise ValueError(f"{given} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
+        option = f"top_k {top_k}" if top_k else f"top_p {top_p}"
+        raise ValueError(f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
     return KeyedSampler(temperature, top_k, top_p, seed) if temperature else Greedy()
 
 
 class RunningSampler(KeyedSampler):
-    """Draws with the next numbers of one generator: for drafts, which must owe nothing to the base's own numbers."""
+    """Draws with successive numbers of one generator.
+
+    For drafts: their random numbers must be independent of those that decide the base's tokens.
+    """
 
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         self.reset()
 
     def reset(self) -> None:
-        """Begin with the first number again."""
+        """Start again with the generator's first number."""
         self._generator = np.random.default_rng((self.seed, 0x0D4AF7))
 
     def uniform(self, position: int, stream: int = 0) -> float:
@@ -164,14 +193,15 @@ class RunningSampler(KeyedSampler):
 
 
 class Typical(KeyedSampler):
-    """Typical acceptance (Medusa, section 2.3.1): a lossy rule, kept for comparison.
+    """Typical acceptance (Medusa, section 2.3.1), a lossy rule kept for comparison.
 
-    A node is acceptable where its probability exceeds min(threshold, alpha * exp(-entropy)); the longest acceptable
-    path is taken, and the token after it drawn from the base. The text does not follow the base's law.
+    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)). The longest
+    acceptable path is accepted, and the token after it drawn from the base. The text does not follow the base's
+    distribution.
 
     Args:
-        threshold: Hard bound; Medusa's delta.
-        alpha: Entropy-dependent bound; Medusa's epsilon.
+        threshold: Upper limit of the bound; Medusa's delta.
+        alpha: Factor of the bound that depends on the entropy; Medusa's epsilon.
         temperature, top_k, top_p, seed: As in `KeyedSampler`.
     """
 
@@ -192,6 +222,7 @@ class Typical(KeyedSampler):
         self.threshold, self.alpha = threshold, alpha
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+        """Decisions of two columns: whether the node is acceptable, and the token drawn after it."""
         distributions = self.probabilities(logits)
         entropy = -torch.special.xlogy(distributions, distributions).sum(-1)  # (1 + M,)
         bound = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)

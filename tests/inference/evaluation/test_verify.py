@@ -53,7 +53,7 @@ def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
 def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
     monkeypatch.setitem(catalogue.TRAINING_FREE, "lossy", catalogue.Kind(Lossy))
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(runner, "_known_mask", everything)
+    monkeypatch.setattr(runner, "_kept_mask", everything)
     monkeypatch.setattr(runner, "causal_tree_mask", everything)
     with pytest.raises(SystemExit) as caught:
         verify(ModelOptions(folder), PromptOptions(limit=3, max_new_tokens=24), SamplingOptions(), ["none", "lossy"])

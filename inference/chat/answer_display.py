@@ -1,4 +1,4 @@
-"""A growing answer on the screen, with what the drafter guessed in colour."""
+"""An answer in the terminal as it is generated, with accepted draft tokens in colour."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
 class AnswerDisplay:
     """Shows a text as it grows.
 
-    On a terminal its last line, and a line of figures below, are drawn anew at every step, and lines that are full
-    stay as they are. Elsewhere the pieces are written one behind the other.
+    On a terminal, its last line and a line of figures below it are redrawn in every step, and complete lines stay as
+    they are. If the output is not a terminal, the pieces are written one after the other.
 
     Args:
-        console: Where to.
+        console: Console to write to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -40,16 +40,21 @@ class AnswerDisplay:
         self.console.print(self._line, soft_wrap=True)
 
     def add(self, piece: str, is_accepted: bool) -> None:
-        """Show a piece of the text; it was drafted and accepted, or it is the base's own."""
+        """Append a piece of the text.
+
+        Args:
+            piece: The text.
+            is_accepted: Whether it was drafted and accepted; otherwise it is the base's own token.
+        """
         text = Text(piece.translate(CONTROLS), style=ACCEPTED if is_accepted else "")
         if not self._live:
             self.console.print(text, end="", soft_wrap=True)
             return
-        *full, self._line = (self._line + text).wrap(self.console, self.console.width)
-        for line in full:
+        *complete, self._line = (self._line + text).wrap(self.console, self.console.width)
+        for line in complete:
             self.console.print(line, soft_wrap=True)
 
-    def draw(self, figures: str) -> None:
-        """Bring a terminal up to date, with these figures below the text."""
+    def refresh(self, figures: str) -> None:
+        """Redraw the last line on a terminal, with these figures below it."""
         if self._live:
             self._live.update(Group(self._line, Text(figures, style="dim")), refresh=True)

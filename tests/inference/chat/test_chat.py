@@ -1,4 +1,4 @@
-"""The terminal chat: turns on one cache, what the screen shows, and whole conversations through standard input."""
+"""The terminal chat: turns on one KV cache, the display of an answer, and conversations through standard input."""
 
 import io
 import re
@@ -13,6 +13,7 @@ from drafters import NoDrafter
 from inference.chat.answer_display import AnswerDisplay
 from inference.chat.chat_session import ChatSession
 from inference.chat.command import Chat, chat, comparison, interruptible
+from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Generation, Session
@@ -36,7 +37,7 @@ def make(make_drafter):
 
 @torch.inference_mode()
 def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
-    """What the base writes, a whole forward for each token."""
+    """The base's text without cache and engine: one whole forward per token."""
     seq = list(prompt)
     while len(seq) < len(prompt) + num_tokens:
         logits = base.model(torch.tensor([seq])).logits[0, -1:]
@@ -51,7 +52,7 @@ def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
 
 @pytest.mark.parametrize("sampler", [None, KeyedSampler(0.8, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["none", *TRAINING_FREE, *LEARNED])
-def test_each_turn_is_the_bases_own_and_reads_only_what_is_new(make_base, make, name, sampler):
+def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, make, name, sampler):
     base = make_base(context=256)
     turns, text = ChatSession(Session(Runner(base), make(name, base), sampler)), []
     for number, said in enumerate(TURNS):
@@ -59,13 +60,13 @@ def test_each_turn_is_the_bases_own_and_reads_only_what_is_new(make_base, make, 
         expected = naive(base, text, 20, sampler)
         steps = list(turns.decode(text, 20))
         assert [token for emitted, _ in steps for token in emitted] == expected
-        assert turns.num_cached == (before - 1 if number else 0)  # the last token of an answer was never fed
+        assert turns.num_cached == (before - 1 if number else 0)  # the last token of an answer is not cached yet
         assert steps[0][1].fed_pending == len(text) - turns.num_cached
         text += expected
 
 
 @pytest.mark.parametrize("name", ["anpd", "prompt_lookup", *LEARNED])
-def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first(make_base, make, name):
+def test_a_drafter_without_memory_drafts_in_a_later_turn_as_in_a_first_one(make_base, make, name):
     base = make_base(context=256)
     turns, text = ChatSession(Session(Runner(base), make(name, base))), []
     for said in TURNS:
@@ -73,7 +74,7 @@ def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first
         steps = list(turns.decode(text, 24))
         fresh = list(ChatSession(Session(Runner(base), make(name, base))).decode(text, 24))
         if len(text) > len(said):
-            assert steps[0][1].fed_candidates == 0  # nothing is drafted before what was said is read
+            assert steps[0][1].fed_candidates == 0  # nothing is drafted in the step that reads the new message
             session, end = Session(Runner(base), make(name, base)), len(text) + 24
             session.begin(text)
             fresh = [session.step(end, max_nodes=0), *session.steps(end)]
@@ -84,13 +85,13 @@ def test_a_drafter_without_memory_drafts_in_a_later_turn_as_if_it_were_the_first
 
 
 @pytest.mark.parametrize("name", ["none", "joint", "ctc", "eagle"])
-def test_what_is_rendered_otherwise_is_taken_back_and_read_again(make_base, make, name):
+def test_turns_rendered_differently_are_read_again_from_the_first_difference(make_base, make, name):
     base = make_base(context=256)
     turns = ChatSession(Session(Runner(base), make(name, base)))
     first = [token for emitted, _ in turns.decode([1, 5, 6, 7], 20) for token in emitted]
     other = [1, 5, 6, 7, *first[:8], 30 + (first[8] == 30), *first[9:], 4]
     for prompt, cached in [
-        (other, 11),  # twelve tokens alike, and the last of them is a root again
+        (other, 11),  # twelve tokens are shared, and the last of them is a root again
         (other[:6], 5),
         ([1, 5, 6, 7], 3),
         ([2, 5], 0),
@@ -102,7 +103,7 @@ def test_what_is_rendered_otherwise_is_taken_back_and_read_again(make_base, make
     assert turns.num_cached == 0
 
 
-def test_a_turn_left_between_two_steps_is_gone_on_from(make_base, make):
+def test_a_turn_stopped_between_two_steps_can_be_continued(make_base, make):
     base = make_base(context=256)
     turns = ChatSession(Session(Runner(base), make("ctc", base)))
     left = []
@@ -118,7 +119,7 @@ def test_a_turn_left_between_two_steps_is_gone_on_from(make_base, make):
 
 
 class Torn(drafters.ANPD):
-    """Is interrupted once, in the middle of a step."""
+    """Is interrupted once, in the middle of a step, as by Ctrl-C."""
 
     def observe(self, step):
         if not hasattr(self, "was_torn"):
@@ -126,7 +127,7 @@ class Torn(drafters.ANPD):
             raise KeyboardInterrupt
 
 
-def test_after_half_a_step_the_chat_is_read_anew(make_base):
+def test_after_an_interrupted_step_the_whole_chat_is_read_again(make_base):
     base = make_base(context=256)
     turns = ChatSession(Session(Runner(base), Torn()))
     with pytest.raises(KeyboardInterrupt):
@@ -136,7 +137,7 @@ def test_after_half_a_step_the_chat_is_read_anew(make_base):
 
 
 @pytest.mark.parametrize("length", [0, 4, 9])
-def test_a_text_read_ahead_goes_on_as_the_bases_own(base, length):
+def test_after_a_prefill_outside_the_steps_the_text_is_the_bases_own(base, length):
     prompt, session = [1, *range(4, 13)], Session(Runner(base), NoDrafter())
     session.begin(prompt)
     session.prefill(length)
@@ -144,11 +145,11 @@ def test_a_text_read_ahead_goes_on_as_the_bases_own(base, length):
     assert written == naive(base, prompt, 12)
 
 
-# ---- the screen
+# ---- the display
 
 
 class Terminal(io.StringIO):
-    """Understands the few control codes that redraw a line."""
+    """Interprets the few control codes that redraw a line."""
 
     def lines(self):
         rows, row, column = [""], 0, 0
@@ -172,12 +173,12 @@ PIECES = [("The cat", False), (" sat on", True), (" a mat", True), (".\n\nAnd so
 
 
 @pytest.mark.parametrize("width", [9, 13, 80])
-def test_a_terminal_shows_the_whole_text_in_the_end_and_the_figures_while_it_grows(width):
+def test_a_terminal_shows_the_figures_while_the_text_grows_and_the_whole_text_at_the_end(width):
     terminal = Terminal()
-    with AnswerDisplay(Console(file=terminal, force_terminal=True, width=width)) as screen:
+    with AnswerDisplay(Console(file=terminal, force_terminal=True, width=width)) as display:
         for piece, is_accepted in PIECES:
-            screen.add(piece, is_accepted)
-            screen.draw("9 tokens")
+            display.add(piece, is_accepted)
+            display.refresh("9 tokens")
             assert [line for line in terminal.lines() if line][-1] == "9 tokens"
     text = "".join(piece for piece, _ in PIECES)
     shown = terminal.lines()
@@ -188,27 +189,27 @@ def test_a_terminal_shows_the_whole_text_in_the_end_and_the_figures_while_it_gro
         assert shown[:4] == text.split("\n")
 
 
-def test_elsewhere_the_text_stands_as_it_is_without_codes_of_the_model():
+def test_without_a_terminal_the_text_is_printed_as_it_is_but_for_control_codes():
     plain = io.StringIO()
-    with AnswerDisplay(Console(file=plain, width=10)) as screen:
+    with AnswerDisplay(Console(file=plain, width=10)) as display:
         for piece in ("a long line that is not broken ", "[red]\x1b[2J[/red]\n", "end"):
-            screen.add(piece, True)
-            screen.draw("9 tokens")
+            display.add(piece, True)
+            display.refresh("9 tokens")
     assert plain.getvalue() == "a long line that is not broken [red]␛[2J[/red]\nend\n"
 
 
 def test_accepted_tokens_are_green_and_the_bases_own_are_not():
     coloured = io.StringIO()
-    with AnswerDisplay(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as screen:
-        screen.add("base", False)
-        screen.add(" drafted", True)
+    with AnswerDisplay(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as display:
+        display.add("base", False)
+        display.add(" drafted", True)
     assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
 
 
 # ---- Ctrl-C, and two texts beside each other
 
 
-def test_the_first_press_of_ctrl_c_is_noted_and_the_second_interrupts():
+def test_the_first_ctrl_c_is_noted_and_the_second_interrupts():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), interruptible() as is_stopped:
         assert not is_stopped()
@@ -226,14 +227,14 @@ def test_the_first_press_of_ctrl_c_is_noted_and_the_second_interrupts():
         ([5, 6], "another text after 2 equal tokens, '' where '7' was written"),
     ],
 )
-def test_a_comparison_says_how_fast_and_where_two_texts_part(tokens, decisions):
+def test_a_comparison_names_both_speeds_and_the_first_difference(tokens, decisions):
     drafted, single = Generation([5, 6, 7], [], 1.0), Generation(tokens, [], len(tokens) / 2)
     line = comparison(drafted, single, lambda ids: " ".join(map(str, ids)))
     assert line == f"the base alone: 2.0 tokens/s, so 1.50× with the drafter; {decisions}"
 
 
 class Impatient(io.StringIO):
-    """A screen whose reader presses Ctrl-C once he has seen a word."""
+    """A terminal whose user presses Ctrl-C when a word appears."""
 
     def __init__(self, word):
         super().__init__()
@@ -246,7 +247,7 @@ class Impatient(io.StringIO):
         return super().write(text)
 
 
-def test_ctrl_c_ends_the_answer_and_the_chat_goes_on_from_what_was_said(make_base):
+def test_ctrl_c_ends_the_answer_and_the_chat_continues_after_it(make_base):
     base = make_base(context=512)
     whole = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=60)
     whole.handle_line("w3 w6")
@@ -274,13 +275,14 @@ def folder(make_base, tmp_path_factory):
 
 @pytest.fixture
 def talk(folder, monkeypatch, capsys):
-    """Types lines, and gives what was shown after each of them."""
+    """Returns a function that types lines and returns the output after each of them."""
 
     def talk(*lines, **arguments):
         typed = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
         capsys.readouterr()
-        chat(str(folder), **{"drafter": "anpd", "max_new_tokens": 20} | arguments)
+        model = ModelOptions(str(folder))
+        chat(model, SamplingOptions(), **{"drafter": "anpd", "max_new_tokens": 20} | arguments)
         shown = capsys.readouterr().out
         banner, *parts = re.split(r"^> ?", shown, flags=re.M)
         assert "/help" in banner
@@ -310,18 +312,18 @@ def test_a_conversation_through_standard_input(folder, make_base, talk):
         assert re.fullmatch(r"the base alone: \d+\.\d tokens/s, so \d+\.\d\d× with the drafter; the same text", part)
 
 
-def test_mistakes_are_said_in_one_line_and_the_chat_goes_on(talk):
+def test_mistakes_are_reported_in_one_line_and_the_chat_continues(talk):
     mistakes = {
         "/nope": "there is no command /nope: /help lists them all",
         "/drafter": "the drafter is anpd; known are none, anpd, ",
         "/drafter nix": "unknown drafter 'nix'; known are none, ",
         "/drafter anpd:ordr=3": "anpd takes order, num_draft, update; not 'ordr=3'",
         "/drafter ctc=nowhere": "no drafter at nowhere",
-        "/max": "an answer may have a whole number of tokens, at least 1, not ''",
-        "/max -1": "an answer may have",
-        "/temperature hot": "a temperature is a number of at least 0, not 'hot'",
+        "/max": "the maximum number of tokens must be a whole number of at least 1, not ''",
+        "/max -1": "a whole number of at least 1, not '-1'",
+        "/temperature hot": "the temperature must be a number of at least 0, not 'hot'",
         "/temperature -1": "temperature must be a number above 0, or 0 to decode greedily, not -1.0",
-        "/max \udcff": "at least 1, not '\N{REPLACEMENT CHARACTER}'",
+        "/max \udcff": "of at least 1, not '\N{REPLACEMENT CHARACTER}'",
         " ".join(["w5"] * 300): "the prompt has 300 tokens and the context",
     }
     *parts, answer = talk(*mistakes, "w5 w6")
@@ -330,7 +332,7 @@ def test_mistakes_are_said_in_one_line_and_the_chat_goes_on(talk):
     assert re.fullmatch(FIGURES, answer.splitlines()[-1])
 
 
-def test_settings_change_what_comes_next(talk):
+def test_changed_options_apply_to_the_next_answer(talk):
     lines = [
         "/compare",
         "w3 w6",
@@ -344,7 +346,7 @@ def test_settings_change_what_comes_next(talk):
         "/compare",
     ]
     shown = talk(*lines, "", "/help")
-    assert shown[0] == "the next answer is compared" and shown[1].endswith("the same text")
+    assert shown[0] == "the next answer will be compared" and shown[1].endswith("the same text")
     first, second = shown[1].splitlines()[0].split(), shown[4].splitlines()[0].split()
     assert second == first[: len(second)] and " 7 tokens in" in shown[4] and shown[4].endswith("/max N allows more")
     assert shown[7].splitlines()[0].split() != second  # drawn, and the base alone draws the same
@@ -361,7 +363,7 @@ def test_a_full_context_ends_an_answer_and_reset_makes_room(talk):
     assert re.fullmatch(FIGURES, shown[3].splitlines()[-1])
 
 
-def test_the_system_text_stands_before_everything(folder, make_base, talk):
+def test_the_system_message_comes_first(folder, make_base, talk):
     base = make_base(dtype=torch.float32, context=256)
     shown = talk("w6", "/system w9 w9", "/reset", "w6", "/system", "/reset", "w6", system="w4")
     for part, text in [(shown[0], "w4\nw6"), (shown[3], "w9 w9\nw6"), (shown[6], "w6")]:
@@ -369,9 +371,10 @@ def test_the_system_text_stands_before_everything(folder, make_base, talk):
         assert part.splitlines()[0] == base.tokenizer.decode(written, skip_special_tokens=True)
 
 
-def test_a_chat_model_of_the_project_remembers_its_turns_in_the_template(repository, monkeypatch, capsys):
+def test_a_chat_model_gets_the_earlier_turns_through_its_template(repository, monkeypatch, capsys):
     typed = b"Tell me about lamps.\nWhy is that important?\n/compare\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
-    chat(str(repository / "checkpoints" / "tiny-chat"), "joint", max_new_tokens=24)
+    model = ModelOptions(str(repository / "checkpoints" / "tiny-chat"))
+    chat(model, SamplingOptions(), "joint", max_new_tokens=24)
     shown = capsys.readouterr().out
     assert shown.rstrip().rstrip("> \n").endswith("the same text") and len(re.findall(FIGURES, shown)) == 2

@@ -1,4 +1,4 @@
-"""Drafters to decode with: the real ones, and one that is as adversarial as the rules of a tree allow."""
+"""Drafters for the tests: the real ones, an oracle, and one as adversarial as the rules of a draft tree allow."""
 
 import random
 
@@ -10,12 +10,13 @@ from drafters import DraftTree, RequiredOutputs
 
 
 class AdversarialTrees(drafters.Drafter):
-    """Random trees with the true continuation somewhere among junk, junk under truth, and one text spelled twice.
+    """Random trees: the true continuation among wrong tokens, wrong tokens below it, and the same path twice.
 
     Args:
-        truth: Text the base writes, prompt included.
-        seed: Of the trees.
-        most: Nodes at most.
+        truth: Text that the base writes, prompt included.
+        seed: Seed of the trees.
+        most: Maximum number of nodes.
+        vocab: Vocabulary size.
     """
 
     required_outputs = RequiredOutputs(hidden_layers=(0, -1))
@@ -50,7 +51,7 @@ class AdversarialTrees(drafters.Drafter):
 
 
 class Oracle(drafters.Drafter):
-    """Drafts a given text, whatever the base thinks of it."""
+    """Drafts a given text, whatever the base writes."""
 
     required_outputs = RequiredOutputs()
 
@@ -79,7 +80,7 @@ def adversary():
 
 @pytest.fixture(scope="session")
 def make_random_ctc():
-    """Makes an untrained CTC drafter, or another of one pass, for a base."""
+    """Makes an untrained CTC drafter, or another parallel drafter, for a base."""
 
     def make(base, kind=drafters.CTC, **arguments):
         with torch.random.fork_rng():

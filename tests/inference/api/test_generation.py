@@ -1,4 +1,4 @@
-"""The public way to decode: prompts of every form, whole texts and pieces, and runners that are kept."""
+"""`generate` and `stream`: all forms of prompts, whole texts and pieces, and the runners kept with a model."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ def chat(repository):
 
 @pytest.fixture(scope="module")
 def babbler(make_base, chat):
-    """A random base that writes bytes of the real tokenizer: halves of characters, and whole ones."""
+    """A random base with the real tokenizer: it writes whole and incomplete characters."""
     base = make_base(vocab=len(chat.tokenizer), context=256)
     return type(base)("babbler", base.model, chat.tokenizer)
 
@@ -55,7 +55,7 @@ def test_a_drafter_object_is_used_as_it_is(base, oracle):
     assert [len(step.emitted) for step in drafter.steps] == [7, 7, 7]
 
 
-def test_what_it_cost_is_counted(base):
+def test_the_cost_of_a_text_is_counted(base):
     (one,) = generate(base, [3, 4, 3, 4, 3], max_new_tokens=30, eos=[])
     assert sum(step.emitted for step in one.steps) == len(one.token_ids) == 30
     assert one.acceptance_length == (30 - one.steps[0].emitted) / (len(one.steps) - 1)
@@ -63,14 +63,14 @@ def test_what_it_cost_is_counted(base):
     assert generate(base, [3], max_new_tokens=1)[0].acceptance_length is None
 
 
-def test_sampled_prompt_i_draws_with_seed_plus_i(base):
+def test_prompt_i_is_sampled_with_seed_plus_i(base):
     prompts, arguments = [[3, 4], [3, 4]], {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 20}
     written = generate(base, prompts, seed=5, **arguments)
     expected = [alone(base, [3, 4], 20, KeyedSampler(0.9, 20, 0.95, seed)) for seed in (5, 6)]
     assert [one.token_ids for one in written] == expected and expected[0] != expected[1]
 
 
-def test_a_text_ends_at_the_tokens_named_and_else_at_the_bases_own(base):
+def test_a_text_ends_at_the_given_end_tokens_or_else_at_the_bases_own(base):
     free = generate(base, [3, 4, 5], max_new_tokens=20, eos=[])[0].token_ids
     end = free[6]
     assert generate(base, [3, 4, 5], max_new_tokens=20, eos=end)[0].token_ids == free[: free.index(end) + 1]
@@ -78,7 +78,7 @@ def test_a_text_ends_at_the_tokens_named_and_else_at_the_bases_own(base):
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_a_model_of_transformers_comes_with_its_tokenizer(chat, cache):
+def test_a_transformers_model_is_passed_with_its_tokenizer(chat, cache):
     arguments = {"max_new_tokens": 12, "cache": cache}
     assert (
         generate(chat.model, "What is 3 + 4?", tokenizer=chat.tokenizer, **arguments)[0].token_ids
@@ -125,7 +125,7 @@ def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
         ({"base": "folder"}, "load_base"),
     ],
 )
-def test_bad_input_is_one_clear_line(make_base, arguments, said):
+def test_bad_input_is_refused_in_one_clear_line(make_base, arguments, said):
     arguments = {"base": make_base(seed=3), "prompts": [3, 4]} | arguments
     with pytest.raises(ValueError, match=said) as caught:
         generate(**arguments)
@@ -137,7 +137,7 @@ def test_a_model_without_tokenizer_is_refused(base):
         generate(base.model, [3])
 
 
-def test_models_that_take_no_tree_are_refused(toy_tokenizer):
+def test_models_that_cannot_be_fed_draft_trees_are_refused(toy_tokenizer):
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MistralConfig, T5Config
 
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -173,7 +173,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text(chat, text, seed):
     assert shown + growing.finish() == text
 
 
-def test_half_a_character_is_held_back_to_the_end(chat):
+def test_an_incomplete_character_is_held_back_until_the_end(chat):
     ids = chat.tokenizer("€").input_ids
     growing = IncrementalDetokenizer(chat.tokenizer)
     assert len(ids) == 3 and [growing.add([token]) for token in ids[:2]] == ["", ""]
@@ -182,7 +182,7 @@ def test_half_a_character_is_held_back_to_the_end(chat):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_streamed_pieces_join_to_the_text_of_generate_though_it_is_full_of_halves(babbler, seed):
+def test_streamed_pieces_join_to_the_text_of_generate_even_with_broken_characters(babbler, seed):
     arguments = {"temperature": 1.0, "seed": seed, "max_new_tokens": 150, "eos": []}
     pieces = list(stream(babbler, [5, 6, 7], "anpd", **arguments))
     (one,) = generate(babbler, [5, 6, 7], "anpd", **arguments)
@@ -190,7 +190,7 @@ def test_streamed_pieces_join_to_the_text_of_generate_though_it_is_full_of_halve
     assert all(pieces) and len(pieces) > 10
 
 
-def test_pieces_come_while_the_text_is_written(chat):
+def test_pieces_are_yielded_while_the_text_is_generated(chat):
     messages = [{"role": "user", "content": "What is 3 + 4?"}]
     pieces = stream(chat, messages, max_new_tokens=30)
     first = next(pieces)
@@ -204,7 +204,7 @@ def test_a_decoder_that_puts_spaces_between_tokens_streams_them_too(base):
     assert " " in "".join(pieces)
 
 
-def test_stream_complains_at_once_and_takes_one_prompt(base):
+def test_stream_takes_one_prompt_and_refuses_bad_input_at_once(base):
     with pytest.raises(ValueError, match="one prompt, not 2"):
         stream(base, [[3], [4]])
 
@@ -212,7 +212,7 @@ def test_stream_complains_at_once_and_takes_one_prompt(base):
 # ---- runners
 
 
-def test_a_runner_is_kept_with_its_model_and_lent_to_one_at_a_time(make_base):
+def test_a_runner_is_kept_with_its_model_and_used_by_one_call_at_a_time(make_base):
     base = make_base(seed=1)
     with acquire_runner(base) as first, acquire_runner(base) as second:
         assert second is not first
@@ -222,7 +222,7 @@ def test_a_runner_is_kept_with_its_model_and_lent_to_one_at_a_time(make_base):
         assert other is not first and again is first
 
 
-def test_texts_that_are_written_in_turn_do_not_disturb_each_other(base):
+def test_interleaved_streams_do_not_disturb_each_other(base):
     prompts = [[3, 4, 5], [9, 8, 9, 8]]
     expected = [one.text for one in generate(base, prompts, max_new_tokens=25, eos=[])]
     streams = [stream(base, prompt, max_new_tokens=25, eos=[]) for prompt in prompts]
@@ -259,7 +259,7 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
     assert gone() is None
 
 
-def test_a_named_drafter_that_draws_takes_the_seed_of_the_call(base, monkeypatch):
+def test_a_named_drafter_that_samples_gets_the_seed_of_the_call(base, monkeypatch):
     from inference.api import generation
 
     made = []
@@ -280,7 +280,7 @@ def test_a_named_drafter_that_draws_takes_the_seed_of_the_call(base, monkeypatch
 # ---- the package
 
 
-def test_the_package_gives_out_its_names_and_loads_nothing_before(repository):
+def test_the_package_exports_its_names_and_imports_lazily(repository):
     code = (
         "import sys, inference; print('torch' in sys.modules); "
         "import inference.api.generation, inference.api.speculation; "

@@ -1,4 +1,4 @@
-"""Which questions a base is asked: those whose prompts it can read and go on from."""
+"""Selecting the questions whose prompts fit into the base's context."""
 
 import json
 
@@ -32,7 +32,7 @@ EVERY = [question(number, words) for number, words in LENGTHS.items()]
 
 @pytest.fixture(scope="module")
 def folder(make_base, toy_tokenizer, tmp_path_factory):
-    """A folder with a base, the questions, and those of them that fit."""
+    """A folder with a base, a file of questions, and a file of those that fit."""
     folder = tmp_path_factory.mktemp("short")
     make_base(context=CONTEXT, dtype=torch.float32).model.save_pretrained(folder / "base")
     toy_tokenizer.save_pretrained(folder / "base")
@@ -58,7 +58,7 @@ def results(out):
     return {drafter: [each[name] for name in names] for drafter, each in found["results"]["mt_bench"].items()}
 
 
-def test_the_questions_left_out_are_those_the_base_cannot_decode(make_base):
+def test_the_questions_left_out_are_those_that_do_not_fit(make_base):
     base = make_base(context=CONTEXT)
     asked, session = (
         select_questions(base, "mt_bench", EVERY, "tokenizer", 20),
@@ -73,7 +73,7 @@ def test_the_questions_left_out_are_those_the_base_cannot_decode(make_base):
     assert asked.notes() == [NOTE] and select_questions(base, "mt_bench", EVERY[:1], "tokenizer", 20).notes() == []
 
 
-def test_of_many_questions_left_out_the_first_are_named(make_base):
+def test_only_the_first_questions_left_out_are_listed(make_base):
     many = [question(number, 1 if number == 3 else 80) for number in range(9)]
     (note,) = select_questions(make_base(context=CONTEXT), "xsum:shot", many, "tokenizer", 20).notes()
     assert note.startswith("xsum:shot: 8 of 9 questions, ") and note.endswith(" tokens: 0, 1, 2, 4, 5 and 3 more")
@@ -83,23 +83,21 @@ def test_of_many_questions_left_out_the_first_are_named(make_base):
     ("limit", "expected", "left_out"),
     [(1, [1], []), (2, [1, 4], []), (3, [1, 4, 7], [3, 5, 6]), (9, [1, 2, 4, 7], [3, 5, 6])],
 )
-def test_questions_of_a_limit_are_spaced_and_those_that_fit_stand_for_those_that_do_not(
-    folder, limit, expected, left_out
-):
-    """Of seven questions: at 1; at 1 and 4; at 1, 3 and 5, for which the next that fit stand in; and all."""
+def test_spaced_questions_that_do_not_fit_are_replaced_by_the_next_that_fit(folder, limit, expected, left_out):
+    """Of seven questions the parts begin at 1; at 1 and 4; at 1, 3 and 5; or each question is one."""
     asked = select_questions(
         load_base_info(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20, limit, spaced=True
     )
     assert [each.question_id for each in asked.questions] == expected and asked.left_out == left_out
 
 
-def test_a_base_is_known_without_its_weights(folder, make_base):
+def test_questions_are_selected_without_loading_the_weights(folder, make_base):
     reader = load_base_info(str(folder / "base"))
     asked = select_questions(reader, "mt_bench", EVERY, "tokenizer", 20)
     assert asked == select_questions(make_base(context=CONTEXT), "mt_bench", EVERY, "tokenizer", 20)
 
 
-def test_an_evaluation_is_one_of_the_questions_that_fit_and_says_so_everywhere(folder, tmp_path, capsys):
+def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
     run(evaluate, folder, "fitting", out=str(tmp_path / "fitting"))
     capsys.readouterr()
     run(evaluate, folder, out=str(tmp_path / "every"))
@@ -116,7 +114,7 @@ def test_an_evaluation_is_one_of_the_questions_that_fit_and_says_so_everywhere(f
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
 
 
-def test_processes_share_out_what_fits(folder, tmp_path):
+def test_processes_share_the_questions_that_fit(folder, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     run(evaluate, folder, drafter=["anpd"], out=str(one))
     run(evaluate, folder, drafter=["anpd"], out=str(two), devices=2)
@@ -130,7 +128,7 @@ def test_a_limit_counts_the_questions_that_fit(folder, tmp_path, capsys):
     assert results(tmp_path)["none"][0] == 3
 
 
-def test_a_benchmark_of_which_nothing_fits_is_refused_in_one_line(folder, tmp_path):
+def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder, tmp_path):
     for command, arguments in {
         evaluate: {"out": str(tmp_path / "eval")},
         sweep: {"drafter": "anpd", "grid": ["order=2"], "out": str(tmp_path / "sweep")},
@@ -144,7 +142,7 @@ def test_a_benchmark_of_which_nothing_fits_is_refused_in_one_line(folder, tmp_pa
     assert not (tmp_path / "eval").exists()
 
 
-def test_other_commands_leave_the_same_questions_out(folder, tmp_path, capsys):
+def test_other_commands_leave_out_the_same_questions(folder, tmp_path, capsys):
     run(sweep, folder, drafter="anpd", grid=["order=2"], limit=None, out=str(tmp_path / "sweep"))
     swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert swept["context"]["left_out_questions"] == NOTE and swept["cells"][0]["questions"] == 4

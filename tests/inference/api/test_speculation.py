@@ -1,4 +1,4 @@
-"""Speculation handed to transformers' ``generate`` gives what ``generate`` gives without it."""
+"""With speculation, transformers' ``generate`` returns what it returns without."""
 
 import copy
 from collections import Counter
@@ -25,7 +25,7 @@ def chat(repository):
 
 
 def both(base, ids=PROMPT, drafter="anpd", **arguments):
-    """What generate gives without and with speculation."""
+    """The results of generate without and with speculation."""
     expected = base.model.generate(ids, **arguments)
     return expected, base.model.generate(ids, custom_generate=speculate, drafter=drafter, **arguments)
 
@@ -41,13 +41,13 @@ def assert_same(base, ids=PROMPT, drafter="anpd", **arguments):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
-def test_greedy_text_is_generates_own(make_base, kind, drafter):
+def test_greedy_text_is_that_of_generate(make_base, kind, drafter):
     base = make_base(kind)
     for ids in ([[3]], [[9, 8, 9, 8]], [[30, 31, 32, 33, 34, 35, 36]]):
         assert_same(base, torch.tensor(ids), drafter, max_new_tokens=30)
 
 
-def test_a_correct_draft_is_accepted_and_a_step_emits_many(base, oracle):
+def test_a_correct_draft_is_accepted_and_a_step_emits_several_tokens(base, oracle):
     (expected,) = base.model.generate(PROMPT, max_new_tokens=21, eos_token_id=None).tolist()
     speculation = Speculation(oracle(expected, length=6))
     got = base.model.generate(PROMPT, max_new_tokens=21, eos_token_id=None, custom_generate=speculation)
@@ -68,11 +68,11 @@ def test_a_correct_draft_is_accepted_and_a_step_emits_many(base, oracle):
     ],
 )
 @pytest.mark.parametrize("drafter", ["none", "anpd"])
-def test_lengths_and_settings_without_effect_on_the_distribution_are_honoured(base, drafter, arguments):
+def test_length_limits_and_options_without_effect_on_the_distribution_are_respected(base, drafter, arguments):
     assert_same(base, PROMPT, drafter, **arguments)
 
 
-def test_a_warper_that_removes_the_likeliest_token_changes_greedy_text(base):
+def test_a_processor_that_excludes_the_most_probable_token_changes_greedy_text(base):
     plain = base.model.generate(PROMPT, max_new_tokens=12).tolist()
     assert assert_same(base, max_new_tokens=12, logits_processor=[logits_process.TypicalLogitsWarper(0.3)]) != plain
 
@@ -85,7 +85,7 @@ def test_text_ends_with_the_first_end_of_sequence_token(base, oracle, place):
     assert text[-1] == ends[0] and len(text) <= 6 + place
 
 
-def test_a_dictionary_is_returned_where_asked(base):
+def test_a_dictionary_is_returned_on_request(base):
     expected, got = both(base, max_new_tokens=9, return_dict_in_generate=True)
     assert type(got) is type(expected) and got.sequences.tolist() == expected.sequences.tolist()
 
@@ -93,7 +93,7 @@ def test_a_dictionary_is_returned_where_asked(base):
 # ---- several texts
 
 
-def test_each_of_several_texts_is_its_own_and_is_padded_like_generates(base):
+def test_several_texts_are_decoded_separately_and_padded_as_by_generate(base):
     ids = torch.tensor([[0, 0, 0, 9], [3, 4, 5, 6], [0, 12, 7, 30], [0, 0, 21, 22]])
     mask = (ids != 0).long()
     arguments = {"max_new_tokens": 30, "pad_token_id": 0, "attention_mask": mask}
@@ -109,7 +109,7 @@ def test_each_of_several_texts_is_its_own_and_is_padded_like_generates(base):
 
 
 class StopsAt(StoppingCriteria):
-    """Stops where the text holds so many different tokens, and remembers what it was shown."""
+    """Stops when the text has a number of different tokens, and records what it was called with."""
 
     def __init__(self, different):
         self.different, self.shown = different, []
@@ -120,7 +120,7 @@ class StopsAt(StoppingCriteria):
 
 
 @pytest.mark.parametrize("different", [4, 7, 10, 1000])
-def test_criteria_see_and_stop_the_text_as_if_it_came_token_by_token(base, oracle, different):
+def test_stopping_criteria_see_the_text_grow_token_by_token(base, oracle, different):
     arguments = {"max_new_tokens": 25, "eos_token_id": None}
     free = base.model.generate(PROMPT, **arguments)[0].tolist()
     mine, theirs = StopsAt(different), StopsAt(different)
@@ -143,7 +143,7 @@ def test_stop_strings_cut_the_text_where_generate_cuts_it(chat):
         assert got.tolist() == expected.tolist() and got.shape[1] < free.shape[1]
 
 
-def test_time_that_has_run_out_leaves_one_token(base):
+def test_an_expired_time_limit_leaves_one_token(base):
     (text,) = assert_same(base, max_time=1e-9, max_new_tokens=20)
     assert len(text) == 6
 
@@ -163,7 +163,7 @@ class Recorder(BaseStreamer):
 
 
 @pytest.mark.parametrize("way", [speculate, Speculation()])
-def test_a_streamer_is_given_the_same_values_as_by_generate(base, way):
+def test_a_streamer_gets_the_same_values_as_from_generate(base, way):
     mine, theirs = Recorder(), Recorder()
     base.model.generate(PROMPT, max_new_tokens=20, streamer=theirs)
     base.model.generate(PROMPT, max_new_tokens=20, streamer=mine, custom_generate=way)
@@ -179,7 +179,7 @@ def test_a_text_streamer_ends(base):
 # ---- sampling
 
 
-def test_manual_seed_repeats_a_sampled_text_whatever_the_drafter(base, oracle):
+def test_manual_seed_repeats_a_sampled_text_with_any_drafter(base, oracle):
     arguments = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9, "max_new_tokens": 30}
 
     def sample(seed, drafter):
@@ -197,7 +197,7 @@ def test_manual_seed_repeats_a_sampled_text_whatever_the_drafter(base, oracle):
     assert texts[0][5:] == alone(base, PROMPT[0].tolist(), 30, KeyedSampler(0.8, 12, 0.9, key))
 
 
-def test_greedy_decoding_leaves_torchs_generator_alone(base):
+def test_greedy_decoding_does_not_advance_torchs_generator(base):
     before = torch.get_rng_state()
     base.model.generate(PROMPT, max_new_tokens=3, custom_generate=speculate)
     assert torch.equal(torch.get_rng_state(), before)
@@ -211,8 +211,8 @@ def test_greedy_decoding_leaves_torchs_generator_alone(base):
         {"temperature": 3.0, "top_k": 0, "eta_cutoff": 0.02, "min_p": 0.1},
     ],
 )
-def test_sampled_tokens_follow_the_warped_distribution(make_base, oracle, warpers):
-    """The first token, where the likeliest is drafted: chi-square against the law that transformers computes."""
+def test_sampled_tokens_follow_the_processed_distribution(make_base, oracle, warpers):
+    """Chi-square of the first token, with the most probable one drafted, against transformers' distribution."""
     base, num_texts = make_base(vocab=8, layers=1), 300
     ids = torch.tensor([[3, 4, 5]])
     scores = base.model.generate(
@@ -255,13 +255,13 @@ def test_sampled_tokens_follow_the_warped_distribution(make_base, oracle, warper
         ({"drafter": "ctc=nowhere"}, "tokenizer=..."),
     ],
 )
-def test_what_would_change_the_text_is_refused_in_one_line(base, arguments, said):
+def test_options_that_would_change_the_text_are_refused_in_one_line(base, arguments, said):
     with pytest.raises(ValueError, match=said) as caught:
         base.model.generate(PROMPT, custom_generate=speculate, **{"max_new_tokens": 5} | arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_an_assistant_and_embeddings_in_place_of_tokens_are_refused(base, make_base):
+def test_an_assistant_model_and_input_embeddings_are_refused(base, make_base):
     arguments = {"custom_generate": speculate, "max_new_tokens": 5}
     with pytest.raises(ValueError, match="assisted generation"):
         base.model.generate(PROMPT, assistant_model=make_base(seed=1).model, **arguments)
@@ -270,7 +270,7 @@ def test_an_assistant_and_embeddings_in_place_of_tokens_are_refused(base, make_b
 
 
 @pytest.mark.parametrize("arguments", [{"stopping_criteria": [StopsAt(7)]}, {"streamer": Recorder()}])
-def test_criteria_and_streamers_take_one_text(base, arguments):
+def test_criteria_and_streamers_are_refused_with_several_texts(base, arguments):
     with pytest.raises(ValueError, match="several texts at once"):
         base.model.generate(PROMPT.repeat(2, 1), custom_generate=speculate, max_new_tokens=5, **arguments)
 
@@ -278,7 +278,7 @@ def test_criteria_and_streamers_take_one_text(base, arguments):
 # ---- drafters and runners that are kept
 
 
-def test_a_drafter_is_built_once_for_a_model(base, make_base, monkeypatch):
+def test_a_drafter_is_built_once_per_model(base, make_base, monkeypatch):
     from inference.api import speculation as module
 
     made = []
@@ -291,7 +291,7 @@ def test_a_drafter_is_built_once_for_a_model(base, make_base, monkeypatch):
     assert len(made) == 2
 
 
-def test_a_folder_is_checked_against_the_tokenizer_given_or_the_models_own(chat):
+def test_a_drafter_folder_is_checked_against_the_given_tokenizer_or_the_models_own(chat):
     ids = chat.tokenizer("What is 3 + 4?", return_tensors="pt").input_ids
     spec = f"draft_model={chat.name}:num_draft=3"
     expected = chat.model.generate(ids, max_new_tokens=12)

@@ -1,4 +1,4 @@
-"""Acceptance on a drawn tree."""
+"""Acceptance, on one small tree that is drawn below."""
 
 import pytest
 import torch
@@ -70,11 +70,11 @@ def test_typical_acceptance_is_the_rule_of_medusa(threshold, alpha):
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         logits = torch.randn(7, 20, generator=generator) * 3
-        judged = Typical(threshold, alpha, temperature=0.7).decide(logits, TREE, range(7))
+        decisions = Typical(threshold, alpha, temperature=0.7).decide(logits, TREE, range(7))
         for node, (token, parent) in enumerate(zip(TREE.tokens, TREE.parents, strict=True)):
             distribution = (logits[1 + parent] / 0.7).softmax(-1)
             entropy = -sum(p * p.log() for p in distribution if p > 0)
-            assert judged[1 + node, 0] == (distribution[token] > min(threshold, alpha * torch.exp(-entropy)))
+            assert decisions[1 + node, 0] == (distribution[token] > min(threshold, alpha * torch.exp(-entropy)))
 
 
 def test_typical_acceptance_is_marked_lossy():
@@ -82,6 +82,6 @@ def test_typical_acceptance_is_marked_lossy():
 
 
 @pytest.mark.parametrize(("threshold", "alpha"), [(0, 0.3), (1.1, 0.3), (0.1, 0)])
-def test_bounds_without_meaning_are_refused(threshold, alpha):
+def test_typical_acceptance_refuses_bounds_out_of_range(threshold, alpha):
     with pytest.raises(ValueError, match="threshold"):
         Typical(threshold, alpha)

@@ -1,4 +1,4 @@
-"""The base: its numbers, and one line for everything that is not one."""
+"""Loading a base: its shape and weights, and a one-line error for everything that is not a base."""
 
 import gc
 import shutil
@@ -31,7 +31,7 @@ def refusal(name, load=load_base):
     return message
 
 
-def test_a_saved_base_loads_frozen_and_says_the_same(whole, make_base):
+def test_a_saved_base_loads_frozen_and_gives_the_same_logits(whole, make_base):
     base = load_base(str(whole))
     assert not base.model.training
     assert not any(weight.requires_grad for weight in base.model.parameters())
@@ -41,7 +41,7 @@ def test_a_saved_base_loads_frozen_and_says_the_same(whole, make_base):
     assert base.context_length == 64
 
 
-def test_the_number_format_is_the_one_asked_for(whole):
+def test_a_base_loads_in_the_requested_dtype(whole):
     assert load_base(str(whole), "bfloat16").model.dtype == torch.bfloat16
 
 
@@ -51,7 +51,7 @@ def test_a_missing_folder_says_what_to_pass(tmp_path):
             assert "pass a folder with config.json and model.safetensors, or a hub id" in refusal(name, load)
 
 
-def test_a_file_is_no_base(tmp_path):
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert "pass a folder" in refusal(tmp_path / "model.safetensors")
 
@@ -71,7 +71,7 @@ def test_a_hub_id_offline_says_so_at_once():
 
 
 @pytest.mark.parametrize("kept", [0, 100, -100])
-def test_cut_weights_are_refused(folder, kept):
+def test_truncated_weights_are_refused(folder, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     assert "cannot load the base" in refusal(folder)
@@ -99,7 +99,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(folder, toy_tokenizer):
     assert "42 tokens and the model 40: they do not belong together" in refusal(folder)
 
 
-def test_a_tokenizers_hash_tells_its_ids(toy_tokenizer, whole, tmp_path):
+def test_the_hash_of_a_tokenizer_depends_on_its_token_ids(toy_tokenizer, whole, tmp_path):
     assert tokenizer_hash(toy_tokenizer) == tokenizer_hash(load_tokenizer(str(whole)))
     other = load_tokenizer(str(whole))
     other.add_tokens(["w40"])
@@ -107,25 +107,25 @@ def test_a_tokenizers_hash_tells_its_ids(toy_tokenizer, whole, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_numbers_of_a_base(make_base, kind):
+def test_the_shape_of_a_base_is_read_from_its_config(make_base, kind):
     shape = make_base(kind, layers=3).shape
     assert (shape.hidden_size, shape.vocab_size, shape.num_layers, shape.num_heads) == (32, 40, 3, 4)
     assert (shape.head_dim, shape.intermediate_size) == (8, 64)
 
 
-def test_the_rotation_of_the_drafter_is_that_of_the_base():
+def test_the_drafter_gets_the_rotary_base_and_norm_epsilon_of_the_base():
     from transformers import LlamaConfig
 
     config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5)
     assert (shape_of(config).rope_theta, shape_of(config).norm_eps) == (5e5, 1e-5)
 
 
-def test_what_is_borrowed_is_the_bases_own_and_not_a_copy(base):
+def test_the_base_weights_are_shared_with_the_base_and_not_copied(base):
     assert base.base_weights.embedding.data_ptr() == base.model.get_input_embeddings().weight.data_ptr()
     assert base.base_weights.head.data_ptr() == base.model.lm_head.weight.data_ptr()
 
 
-def test_hidden_states_stand_side_by_side(make_base):
+def test_hidden_states_of_several_layers_are_concatenated(make_base):
     base, ids = make_base(layers=3), torch.tensor([[5, 6, 7], [8, 9, 10]])
     states = base.hidden_states(ids, (0, 2, -1))[0]
     assert states.shape == (2, 3, 96)
@@ -135,7 +135,7 @@ def test_hidden_states_stand_side_by_side(make_base):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_hidden_states_are_those_that_transformers_counts(make_base, kind):
+def test_hidden_states_are_those_of_transformers(make_base, kind):
     base, ids = make_base(kind, layers=3), torch.tensor([[5, 6, 7], [8, 9, 10]])
     every = base.model.base_model(ids, output_hidden_states=True)  # leaves hooks of its own
     hooks = [len(module._forward_hooks) for module in base.model.modules()]
@@ -146,8 +146,8 @@ def test_hidden_states_are_those_that_transformers_counts(make_base, kind):
     assert hooks == [len(module._forward_hooks) for module in base.model.modules()]
 
 
-def test_only_the_layers_asked_for_are_kept(make_base):
-    """Counted when the last layer is through: the states of a text of a length of its own."""
+def test_only_the_requested_layers_are_kept_in_memory(make_base):
+    """The states that are alive when the last layer has run are counted; no other text has this length."""
     base, alive = make_base(layers=12, seed=3), []
     count = lambda: sum(type(x) is torch.Tensor and x.shape == (1, 37, 32) for x in gc.get_objects())  # noqa: E731
     hook = base.model.base_model.norm.register_forward_pre_hook(lambda *_: alive.append(count()))
@@ -157,14 +157,14 @@ def test_only_the_layers_asked_for_are_kept(make_base):
 
 
 @pytest.mark.parametrize(("given", "eos"), [(None, {2}), (7, {7}), ([7, 9], {7, 9})])
-def test_end_tokens_are_the_models_or_else_the_tokenizers(make_base, monkeypatch, given, eos):
+def test_end_of_sequence_tokens_are_the_models_or_else_the_tokenizers(make_base, monkeypatch, given, eos):
     base = make_base(seed=9)
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", given)
     assert Base("toy", base.model, base.tokenizer).eos == eos
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_refused():
+def test_a_missing_gpu_is_refused():
     with pytest.raises(ValueError, match="pass --device cpu or auto"):
         resolve_device("cuda")
     assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")

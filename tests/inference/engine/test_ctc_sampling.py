@@ -1,5 +1,7 @@
-"""Drafts drawn from a CTC leave the base's law as it is: by enumeration of every draft and every acceptance, and
-counted through the whole engine; wrong laws are found out."""
+"""Drafts drawn from a CTC drafter do not change the base's distribution.
+
+Shown by enumeration of all drafts and acceptances, and by counting through the whole engine. Wrong rules are detected.
+"""
 
 import random
 from collections import defaultdict
@@ -25,7 +27,7 @@ ALMOST_ONE = 1 - 1e-15
 
 
 class Scripted:
-    """A generator whose next numbers are given."""
+    """A generator that returns given numbers."""
 
     def __init__(self, numbers):
         self.numbers = numbers
@@ -38,10 +40,10 @@ class Scripted:
 class World:
     """A CTC draft of T frames and a base, both random, over V tokens; all texts and trees that can be drawn.
 
-    The usual seed is one whose laws are far from each other, so that what is wrong shows.
+    With the default seed the distributions of draft and base differ much, so that errors show.
 
-    The base's law of the next token differs after every text. Its joint law is over T + 1 tokens, the most that one
-    step emits.
+    The base's distribution of the next token is another one after every text. Its joint distribution is over T + 1
+    tokens, the most that one step emits.
     """
 
     def __init__(self, num_frames, vocab, biased, seed=5):
@@ -82,7 +84,7 @@ class World:
 
     @cache  # noqa: B019  a world lives as long as its test
     def joint(self, path=()):
-        """The base's law of all tokens that follow a path, up to T + 1 in all: (V, ..., V)."""
+        """The base's distribution of all tokens that follow a path, up to T + 1 in all: (V, ..., V)."""
         distribution = self.base[path]
         if len(path) == self.num_frames:
             return distribution
@@ -90,7 +92,7 @@ class World:
 
 
 def threshold(accepted):
-    """The number below which a uniform draw is accepted, by bisection."""
+    """Find the number below which a uniform draw is accepted, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(28):
         middle = (low + high) / 2
@@ -99,13 +101,13 @@ def threshold(accepted):
 
 
 class Acceptance:
-    """What multi-round rejection does at a node: found by trying `rounds`, once for each text and series of draws."""
+    """What multi-round rejection does at a node, found by trying it once for each text and series of draws."""
 
     def __init__(self, world):
         self.world, self.known = world, {}
 
     def at(self, tree, distribution, path):
-        """The share of numbers at which each draw is taken once those before it are refused, and the law after all."""
+        """The share of numbers that accept each draw after the earlier ones were rejected, and the residual."""
         key = path, tuple(tree.tokens[node] for node in distribution.draws)
         if key not in self.known:
             target = self.world.base[path]
@@ -141,7 +143,7 @@ class Acceptance:
 
 
 def written_distribution(world, trees):
-    """The law of T + 1 tokens, a step's and what the base writes after it, over all trees and acceptances."""
+    """Distribution of T + 1 tokens, those of a step and the base's after it, over all trees and acceptances."""
     acceptance, emissions = Acceptance(world), defaultdict(float)
     for tree, weight in trees:
         acceptance.emitted(tree, weight, emissions)
@@ -152,7 +154,7 @@ def written_distribution(world, trees):
 
 
 def distance(world, trees):
-    """In total variation, between what is written and the base's own law."""
+    """Total variation distance between the emitted text's distribution and the base's own."""
     distribution = written_distribution(world, trees)
     assert distribution.sum().item() == pytest.approx(1, abs=1e-6)
     return (distribution - world.joint()).abs().sum().item() / 2
@@ -166,7 +168,7 @@ EXACT = 1e-7
 @pytest.mark.parametrize(
     ("num_frames", "vocab", "num_texts"), [(3, 3, 1), (3, 3, 2), (4, 3, 1), (4, 2, 2), (2, 3, 3), (3, 2, 3)]
 )
-def test_what_is_written_follows_the_bases_distribution(num_frames, vocab, num_texts, biased):
+def test_the_emitted_text_follows_the_bases_distribution(num_frames, vocab, num_texts, biased):
     world = World(num_frames, vocab, biased)
     assert distance(world, world.trees(num_texts)) < EXACT
 
@@ -176,18 +178,18 @@ def test_what_is_written_follows_the_bases_distribution(num_frames, vocab, num_t
 @pytest.mark.parametrize(
     "limits", [{"max_nodes": n} for n in (1, 2, 3, 4)] + [{"max_depth": 1}, {"max_depth": 2, "max_nodes": 3}], ids=str
 )
-def test_limits_that_cut_the_tree_leave_the_distribution(limits, num_texts, biased):
+def test_limits_that_cut_the_tree_do_not_change_the_distribution(limits, num_texts, biased):
     world = World(3, 3 if num_texts == 2 else 2, biased)
     assert distance(world, world.trees(num_texts, **limits)) < EXACT
 
 
 @each_bias
-def test_end_tokens_leave_the_distribution(biased):
+def test_end_of_sequence_tokens_do_not_change_the_distribution(biased):
     world = World(3, 3, biased)
     assert distance(world, world.trees(2, max_nodes=3, eos={2})) < EXACT
 
 
-def test_the_samplers_verdict_is_what_the_enumeration_says():
+def test_the_sampler_accepts_as_the_enumeration_does():
     world, rng = World(3, 3, True), random.Random(0)
     acceptance = Acceptance(world)
     lengths = defaultdict(int)
@@ -233,7 +235,7 @@ def begins(world, path):
 
 
 @each_bias
-def test_a_distribution_that_forgets_that_only_some_texts_go_on_is_found_out(biased):
+def test_a_distribution_that_ignores_that_some_texts_end_is_detected(biased):
     world = World(3, 3, biased)
     trees = with_distributions(
         world.trees(2), lambda path, distribution: distribution * (1 - world.texts[path] / begins(world, path))
@@ -242,13 +244,13 @@ def test_a_distribution_that_forgets_that_only_some_texts_go_on_is_found_out(bia
 
 
 @each_bias
-def test_a_frames_own_distribution_in_place_of_the_texts_is_found_out(biased):
+def test_a_frames_distribution_in_place_of_the_texts_distribution_is_detected(biased):
     world = World(3, 3, biased)
     trees = with_distributions(world.trees(2), lambda path, distribution: world.logits[len(path), :3].softmax(-1))
     assert distance(world, trees) > 0.01
 
 
-def test_a_distribution_without_its_bias_is_found_out():
+def test_a_distribution_without_its_bias_is_detected():
     world, plain = World(3, 3, True), World(3, 3, False)
     assert world.logits.equal(plain.logits)
 
@@ -260,8 +262,8 @@ def test_a_distribution_without_its_bias_is_found_out():
 
 
 @pytest.mark.parametrize("max_nodes", [1, 2])
-def test_cutting_nodes_after_the_draw_is_found_out(max_nodes):
-    """A draw is then kept if it equals one before it, and dropped if it does not."""
+def test_cutting_nodes_after_the_draw_is_detected(max_nodes):
+    """Then a draw is kept if it equals an earlier one, and dropped otherwise: a bias."""
     world = World(3, 3, False)
     trees = ((tree.pruned(UNLIMITED, max_nodes, ()), weight) for tree, weight in world.trees(2))
     assert distance(world, trees) > 0.01
@@ -280,7 +282,7 @@ def base(make_base):
 
 
 class DrawnTexts(Drafter):
-    """Draws from frames that depend on the root, as far from the base's law as chance would have it."""
+    """Draws from frames that depend on the root, as far from the base's distribution as chance would have it."""
 
     def __init__(self, biased, num_texts, num_nodes, wrong=False):
         generator = torch.Generator().manual_seed(3)
@@ -318,7 +320,7 @@ class DrawnTexts(Drafter):
 
 
 def chi_square(base, drafter):
-    """Of the first two of three tokens of many texts against the base's own joint law."""
+    """Of the first two of three tokens of many texts against the base's own joint distribution."""
     sampler = KeyedSampler()
 
     def distribution(seq):
@@ -337,11 +339,11 @@ def chi_square(base, drafter):
 
 
 @pytest.mark.parametrize(("biased", "num_nodes"), [(False, 64), (True, 3)], ids=["wide", "with bias and cut"])
-def test_drawn_texts_leave_the_joint_distribution_of_two_tokens(base, biased, num_nodes):
+def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, biased, num_nodes):
     drafter = DrawnTexts(biased, 3, num_nodes)
     assert chi_square(base, drafter) < ONE_IN_A_THOUSAND
     assert drafter.deepest == 2
 
 
-def test_the_chi_square_finds_a_wrong_distribution(base):
+def test_the_chi_square_detects_a_wrong_distribution(base):
     assert chi_square(base, DrawnTexts(False, 3, 64, wrong=True)) > ONE_IN_A_THOUSAND

@@ -1,4 +1,4 @@
-"""A model that writes ahead: its text, its cache and its laws are those of a fresh forward, whatever was refused."""
+"""The session of a draft model: text, cache and distributions are those of fresh forwards, whatever was rejected."""
 
 import random
 from copy import deepcopy
@@ -15,7 +15,7 @@ from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
 from inference.engine.session import Session
 
 PROMPTS = [1, 2, 3, 17]
-LAW = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
+SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
 
 
 def prompt_of(length):
@@ -24,19 +24,19 @@ def prompt_of(length):
 
 
 @cache
-def cousin(base, seed=1, spread=0.35):
-    """A model that often says what the base says: its weights, a little shaken."""
+def similar_model(base, seed=1, spread=0.35):
+    """A model that often agrees with the base: the base with a little noise on its weights."""
     model = deepcopy(base.model)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         for weight in model.parameters():
             weight += spread * weight.std() * torch.randn_like(weight) if weight.dim() == 2 else 0.0
-    return Base("cousin", model, base.tokenizer)
+    return Base("similar model", model, base.tokenizer)
 
 
 @torch.inference_mode()
 def alone(base, prompt, length, eos=()):
-    """The base without cache and without engine."""
+    """Greedy text without cache and engine: one whole forward per token."""
     seq = list(prompt)
     while len(seq) < min(len(prompt) + length, base.context_length):
         seq.append(base.model(torch.tensor([seq])).logits[0, -1].argmax().item())
@@ -47,7 +47,7 @@ def alone(base, prompt, length, eos=()):
 
 @torch.inference_mode()
 def assert_fresh(session):
-    """The cache holds what one forward over the session's own text would put there."""
+    """Assert that the cache holds what one forward over the session's own text computes."""
     runner = session.runner
     assert 0 < runner.cached < len(session.seq)
     fresh = runner.base.model(torch.tensor([session.seq[: runner.cached]]), use_cache=True).past_key_values
@@ -57,7 +57,7 @@ def assert_fresh(session):
 
 
 class Guesses(Drafter):
-    """Random chains and branches: some are what comes next, in toy worlds of few words."""
+    """Random chains and branches; with a small vocabulary some of them are right."""
 
     def __init__(self, seed, vocab):
         self.rng, self.vocab, self.rewound = random.Random(seed), vocab, []
@@ -70,12 +70,12 @@ class Guesses(Drafter):
         self.rewound.append(length)
 
 
-# ---- writing on
+# ---- drafting
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("guessing", [False, True])
-def test_what_is_written_is_the_models_own_text_after_whatever_was_asked_before(pseudo_runner, seed, guessing):
+def test_a_draft_is_the_draft_models_own_text_after_any_earlier_requests(pseudo_runner, seed, guessing):
     rng, runner, eos = random.Random(seed), pseudo_runner(seed, vocab=5), frozenset({3})
     inner = DraftModelSession(runner, Guesses(seed, 5) if guessing else None)
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_what_is_written_is_the_models_own_text_after_whatever_was_asked_before(
             assert written.distributions == []
             assert inner.session.seq[: len(seq)] == seq
             assert runner.text == inner.session.seq[:-1], "the cache holds all but the last token"
-            if rng.random() < 0.2:  # the text was a draft itself, and part of it is refused
+            if rng.random() < 0.2:  # the text was a draft itself, and part of it is rejected
                 length = rng.randrange(1, len(seq) + 1)
                 inner.rewind(length)
                 seq = seq[:length]
@@ -97,17 +97,17 @@ def test_what_is_written_is_the_models_own_text_after_whatever_was_asked_before(
     assert inner.forwards == runner.forwards
 
 
-def test_the_models_drafter_hears_where_the_text_was_cut(pseudo_runner):
+def test_the_draft_models_own_drafter_is_told_where_the_text_was_cut(pseudo_runner):
     drafter = Guesses(0, 12)
     inner = DraftModelSession(pseudo_runner(), drafter)
     inner.begin([5, 6])
     first, second, *_ = inner.write([5, 6], 4).tokens
     assert drafter.rewound == []
     inner.write([5, 6, first, (second + 1) % 12], 4)
-    assert drafter.rewound == [3], "the first token was taken, the second refused"
+    assert drafter.rewound == [3], "the first token was accepted, the second rejected"
 
 
-def test_nothing_is_written_beyond_the_models_own_context(pseudo_runner):
+def test_nothing_is_drafted_beyond_the_draft_models_own_context(pseudo_runner):
     inner = DraftModelSession(pseudo_runner(context=8))
     seq = [5, 6, 7, 5, 6]
     inner.begin(seq)
@@ -117,7 +117,7 @@ def test_nothing_is_written_beyond_the_models_own_context(pseudo_runner):
     assert inner.forwards == 3
 
 
-def test_reset_reaches_the_models_own_drafter(pseudo_runner):
+def test_reset_reaches_the_draft_models_own_drafter(pseudo_runner):
     calls = []
     drafter = Guesses(0, 12)
     drafter.reset = lambda: calls.append("reset")
@@ -125,15 +125,15 @@ def test_reset_reaches_the_models_own_drafter(pseudo_runner):
     assert calls == ["reset"]
 
 
-# ---- behind a base
+# ---- with a base
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("length", PROMPTS)
-def test_after_each_step_text_and_inner_cache_are_those_of_fresh_forwards(make_base, kind, cache_kind, length):
+def test_after_each_step_both_caches_are_those_of_fresh_forwards(make_base, kind, cache_kind, length):
     base, prompt = make_base(kind), prompt_of(length)
-    inner = DraftModelSession(Runner(cousin(base), cache_kind))
+    inner = DraftModelSession(Runner(similar_model(base), cache_kind))
     session = Session(Runner(base, cache_kind), DraftModel(inner, num_draft=4))
     tokens, accepted = [], []
     for emitted, cost in session.decode(prompt, 30):
@@ -145,15 +145,15 @@ def test_after_each_step_text_and_inner_cache_are_those_of_fresh_forwards(make_b
             read = [*prompt, *tokens[: -len(emitted)]]
             assert inner.session.seq[: -cost.fed_candidates] == read
     assert tokens == alone(base, prompt, 30)
-    assert len(set(accepted)) > 1, "some drafts should be taken, some refused"
+    assert len(set(accepted)) > 1, "some drafts should be accepted and some rejected"
 
 
 @pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("length", [1, 17])
-def test_a_cascade_of_models_and_words_keeps_every_cache_fresh(make_base, cache_kind, length):
+def test_in_a_cascade_every_cache_is_that_of_a_fresh_forward(make_base, cache_kind, length):
     base, prompt = make_base(), prompt_of(length)
-    lowest = DraftModelSession(Runner(cousin(base, seed=2), cache_kind), ANPD(order=3, num_draft=2))
-    middle = DraftModelSession(Runner(cousin(base), cache_kind), DraftModel(lowest, num_draft=2))
+    lowest = DraftModelSession(Runner(similar_model(base, seed=2), cache_kind), ANPD(order=3, num_draft=2))
+    middle = DraftModelSession(Runner(similar_model(base), cache_kind), DraftModel(lowest, num_draft=2))
     asked = []
     write = lowest.write
     lowest.write = lambda seq, *arguments: asked.append(list(seq)) or write(seq, *arguments)
@@ -181,12 +181,12 @@ def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base,
 
 
 @pytest.mark.parametrize("index", range(9))
-def test_a_draft_ends_with_an_end_token_wherever_it_falls(make_base, index):
+def test_a_draft_ends_with_an_end_of_sequence_token_at_any_position(make_base, index):
     base, prompt = make_base(), prompt_of(17)
     truth = alone(base, prompt, 20)
     eos = frozenset({truth[index]})
     expected = alone(base, prompt, 20, eos)
-    for model in (base, cousin(base)):
+    for model in (base, similar_model(base)):
         inner = DraftModelSession(Runner(model))
         trees = []
         drafter = DraftModel(inner, num_draft=4)
@@ -199,7 +199,7 @@ def test_a_draft_ends_with_an_end_token_wherever_it_falls(make_base, index):
 
 @pytest.mark.parametrize("guessing", [False, True])
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.95])
-def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold, guessing):
+def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, threshold, guessing):
     base, ends = make_base(), 0
     inner = DraftModelSession(Runner(base), Guesses(0, 40) if guessing else None)
     if guessing:
@@ -228,9 +228,9 @@ def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold, guess
 
 @pytest.mark.parametrize("guessing", [False, True])
 @pytest.mark.parametrize("length", PROMPTS)
-def test_drawn_tokens_carry_the_distribution_they_were_drawn_from(make_base, length, guessing):
+def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(make_base, length, guessing):
     base, seq = make_base(), prompt_of(length)
-    sampler = RunningSampler(**LAW, seed=3)
+    sampler = RunningSampler(**SAMPLING, seed=3)
     inner = DraftModelSession(Runner(base), Guesses(1, 40) if guessing else None, sampler)
     inner.begin(seq)
     for _ in range(5):
@@ -244,10 +244,10 @@ def test_drawn_tokens_carry_the_distribution_they_were_drawn_from(make_base, len
         seq = [*seq, *written.tokens[:2], 7]
 
 
-def test_drawn_tokens_follow_their_distribution_though_a_model_below_drafts_them(make_base):
-    """The law of two tokens drawn through a sampled draft of another model, against the product of its conditionals."""
+def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(make_base):
+    """Two tokens drawn through a sampled draft of another model, against the product of their conditionals."""
     base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}
-    lowest = DraftModelSession(Runner(cousin(base)), sampler=RunningSampler(**distribution, seed=1))
+    lowest = DraftModelSession(Runner(similar_model(base)), sampler=RunningSampler(**distribution, seed=1))
     inner = DraftModelSession(Runner(base), DraftModel(lowest, num_draft=2), RunningSampler(**distribution, seed=2))
     counts, draws = {}, 600
     for _ in range(draws):
@@ -268,8 +268,8 @@ def test_drawn_tokens_follow_their_distribution_though_a_model_below_drafts_them
     assert square < 27, "chi-square of at most 8 degrees of freedom beyond its 0.9993 quantile"
 
 
-@pytest.mark.parametrize("sampler", [Greedy(), RunningSampler(**LAW)])
-def test_a_model_without_drafter_makes_one_forward_a_token(make_base, sampler):
+@pytest.mark.parametrize("sampler", [Greedy(), RunningSampler(**SAMPLING)])
+def test_a_draft_model_without_drafter_makes_one_forward_per_token(make_base, sampler):
     inner = DraftModelSession(Runner(make_base()), sampler=sampler)
     inner.begin([5, 6, 7])
     inner.write([5, 6, 7], 6)

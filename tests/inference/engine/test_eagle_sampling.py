@@ -1,4 +1,4 @@
-"""Chains drawn by EAGLE and EAGLE-3 and accepted by rejection leave the base's law as it is."""
+"""Chains drawn by EAGLE and EAGLE-3 and accepted by rejection sampling do not change the base's distribution."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def base(make_base):
 
 
 def expected_distribution(base):
-    """Of the second and third token of the base's text, summed over the first: (V, V)."""
+    """Joint distribution (V, V) of the second and third token of the base's text, summed over the first."""
     sampler = KeyedSampler()
 
     def after(*tokens):
@@ -34,7 +34,7 @@ def expected_distribution(base):
 
 
 def chi_square(base, drafter):
-    """Over many texts of four tokens; the first is the prefill's, the next two are drafted. And the share accepted."""
+    """Chi-square of many texts, the first token from the prefill and the next two drafted; and the share accepted."""
     counts, accepted, runner = torch.zeros(VOCAB, VOCAB, dtype=torch.float64), 0, Runner(base)
     for seed in range(RUNS):
         result = Session(runner, drafter, KeyedSampler(seed=seed)).run(PROMPT, 4)
@@ -47,22 +47,22 @@ def chi_square(base, drafter):
 
 
 @pytest.mark.parametrize(("kind", "draws"), [(EAGLE, 1), (EAGLE, 2), (EAGLE3, 1)])
-def test_drawn_chains_leave_the_joint_distribution_of_two_tokens(make_random_eagle, base, kind, draws):
+def test_drawn_chains_do_not_change_the_joint_distribution_of_two_tokens(make_random_eagle, base, kind, draws):
     drafter = make_random_eagle(kind, base, tree="chain", draws=draws, temperature=1.5)
     statistic, accepted = chi_square(base, drafter)
     assert statistic < ONE_IN_A_THOUSAND
-    assert accepted > 0.3, "the law says little where hardly anything is accepted"
+    assert accepted > 0.3, "the test proves little if hardly anything is accepted"
 
 
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-def test_drawn_chains_leave_the_greedy_text_as_it_is(make_random_eagle, base, kind):
+def test_drawn_chains_do_not_change_the_greedy_text(make_random_eagle, base, kind):
     expected = Session(Runner(base), NoDrafter()).run(PROMPT, 30).tokens
     drafter = make_random_eagle(kind, base, tree="chain", draws=2)
     result = Session(Runner(base), drafter).run(PROMPT, 30)
     assert result.tokens == expected and sum(step.accepted for step in result.steps) > 0
 
 
-def test_the_chi_square_finds_a_drafter_that_lies_about_its_distribution(make_random_eagle, base, monkeypatch):
+def test_the_chi_square_detects_a_drafter_that_reports_a_wrong_distribution(make_random_eagle, base, monkeypatch):
     drafter = make_random_eagle(EAGLE, base, tree="chain", draws=1, temperature=0.3)
     honest = drafter.propose
 

@@ -1,4 +1,4 @@
-"""Drafters in bfloat16 and float16 on a base of the same format: its own greedy text, but for near-ties."""
+"""Drafters in bfloat16 and float16 on a base of the same dtype: the base's own greedy text, except at near-ties."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_text_is_the_bases_own_up_to_a_near_tie(make_base, name, dtype):
+def test_greedy_text_is_the_bases_own_except_at_near_ties(make_base, name, dtype):
     base, (kind, arguments) = make_base(dtype=dtype), DRAFTERS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)

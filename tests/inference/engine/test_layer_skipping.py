@@ -1,4 +1,4 @@
-"""The base drafting for itself: the drafts, and that neither its cache nor its modules keep anything of them."""
+"""Self-speculative decoding: the drafts are right, and neither cache nor modules keep anything of them."""
 
 import copy
 import json
@@ -55,12 +55,12 @@ def session_of(base, skips, cache="static", sampler=None, inner_sampler=None, **
 
 @cache
 def written_alone(base, prompt):
-    """Sixteen tokens by transformers' own generate, which ends at EOS."""
+    """Sixteen tokens by transformers' own generate, which ends at EOS tokens."""
     return alone(base, list(prompt), 16, Greedy())
 
 
 def zeroed(base, skips):
-    """The same base with the last weights of those sublayers set to zero: what skipping must compute."""
+    """The same base with the output weights of these sublayers set to zero, which must compute the same as skipping."""
     model = copy.deepcopy(base.model)
     for layers, modules in zip(skips, sublayers(model.base_model), strict=True):
         for layer in layers:
@@ -73,7 +73,7 @@ def zeroed(base, skips):
 
 @torch.inference_mode()
 def drafted_by(base, skips, seq, cached, num_tokens, eos=frozenset(), threshold=0.0):
-    """The draft by whole forwards: the prefix by the base, the rest by the zeroed base on the prefix's cache."""
+    """The draft by plain forwards: the prefix by the base, the rest by the zeroed base on the prefix's cache."""
     model, tokens = zeroed(base, skips), []
     while len(tokens) < num_tokens:
         cache = base.model(torch.tensor([seq[:cached]]), use_cache=True).past_key_values
@@ -108,7 +108,7 @@ def assert_cache_is_fresh(runner, committed, tolerance):
 
 @each_base_and_cache
 @each_set
-def test_a_draft_is_what_the_base_with_zeroed_sublayers_writes_on_the_bases_cache(
+def test_a_draft_is_the_text_of_the_base_with_zeroed_sublayers_on_the_bases_cache(
     make_base, kind, attention, cache, skips
 ):
     base, prompt = make_base(kind, attention, layers=3), prompt_of(9)
@@ -123,7 +123,7 @@ def test_a_draft_is_what_the_base_with_zeroed_sublayers_writes_on_the_bases_cach
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.4, 0.9, 1.1])
-def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold):
+def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, threshold):
     base, skips = make_base(layers=3), SETS["one layer"]
     lengths = set()
     for length in range(2, 12):
@@ -135,7 +135,7 @@ def test_a_draft_ends_after_its_first_doubtful_token(make_base, threshold):
     assert threshold < 1 or lengths == {1}
 
 
-def test_a_draft_ends_after_an_end_token_and_where_the_context_ends(make_base):
+def test_a_draft_ends_after_an_end_of_sequence_token_and_where_the_context_ends(make_base):
     base, skips, prompt = make_base(layers=3, context=24), SETS["one layer"], prompt_of(9)
     session = LayerSkippingSession(primed(base, prompt, 8), *skips)
     whole = session.write(prompt, 100).tokens
@@ -146,13 +146,13 @@ def test_a_draft_ends_after_an_end_token_and_where_the_context_ends(make_base):
     assert session.write(prompt, 0).tokens == []
 
 
-def test_nothing_is_drafted_where_nothing_is_cached(make_base):
+def test_nothing_is_drafted_before_the_prefill(make_base):
     base = make_base(layers=3)
     session = LayerSkippingSession(Runner(base), *SETS["one layer"])
     assert session.write([5, 6], 8).tokens == [] and session.forwards == 0
 
 
-def test_drawn_drafts_carry_the_distributions_they_were_drawn_from(make_base):
+def test_drawn_drafts_come_with_the_distributions_they_were_drawn_from(make_base):
     base, skips, prompt = make_base(layers=3), SETS["one layer"], prompt_of(9)
     sampler = RunningSampler(0.7, top_k=9, seed=3)
     written = LayerSkippingSession(primed(base, prompt, 8), *skips, sampler).write(prompt, 5)
@@ -179,7 +179,7 @@ def forwards_of(model):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_what_is_skipped_does_not_run_and_comes_back(make_base, kind):
+def test_skipped_sublayers_do_not_run_and_are_restored(make_base, kind):
     model, ran = make_base(kind, layers=3).model.base_model, []
     attentions, mlps = sublayers(model)
     before = forwards_of(model)
@@ -203,7 +203,7 @@ def test_what_is_skipped_does_not_run_and_comes_back(make_base, kind):
             hook.remove()
 
 
-def test_a_forward_that_was_put_on_a_module_before_is_put_back(make_base):
+def test_a_forward_that_was_set_on_a_module_before_is_restored(make_base):
     model = make_base(layers=3, seed=5).model.base_model
     wrapped = sublayers(model)[1][1]
     wrapped.forward = own = lambda hidden, whole=wrapped.forward: whole(hidden)
@@ -217,7 +217,7 @@ def test_a_forward_that_was_put_on_a_module_before_is_put_back(make_base):
 
 @each_cache
 @pytest.mark.parametrize("layer", [0, 2])
-def test_an_exception_in_a_draft_leaves_neither_covers_nor_cache(make_base, cache, layer):
+def test_an_exception_in_a_draft_leaves_modules_and_cache_as_they_were(make_base, cache, layer):
     base, prompt = make_base(layers=3), prompt_of(9)
     runner, before = primed(base, prompt, 8, cache), forwards_of(base.model)
     session, calls = LayerSkippingSession(runner, (1,), (0,)), []
@@ -277,7 +277,7 @@ def test_greedy_text_is_the_bases_own(make_base, kind, attention, cache, skips):
 
 
 @each_set
-def test_sampled_text_is_the_one_the_base_draws_alone(make_base, skips):
+def test_sampled_text_is_the_one_sampled_without_a_drafter(make_base, skips):
     base = make_base(layers=3)
     for length, seed in [(1, 0), (3, 1), (17, 2)]:
         prompt, sampler = prompt_of(length), KeyedSampler(0.8, top_p=0.95, seed=seed)
@@ -286,7 +286,7 @@ def test_sampled_text_is_the_one_the_base_draws_alone(make_base, skips):
 
 
 @each_base_and_cache
-def test_skipping_nothing_has_every_draft_accepted(make_base, cache, kind, attention):
+def test_without_skips_every_draft_is_accepted(make_base, cache, kind, attention):
     base = make_base(kind, attention, layers=3)
     result = session_of(base, SETS["nothing"], cache, num_draft=5).run(prompt_of(3), 31)
     assert [(step.emitted, step.accepted) for step in result.steps] == [(1, 0)] + [(6, 5)] * 5
@@ -308,7 +308,7 @@ def test_text_ends_where_the_context_ends(make_base, length):
         assert result.tokens == expected and length + len(expected) == 24
 
 
-def test_nothing_follows_an_end_token_wherever_it_falls_in_a_draft(make_base):
+def test_text_ends_with_an_end_of_sequence_token_at_any_position_of_a_draft(make_base):
     base, prompt = make_base(layers=3), prompt_of(17)
     truth = session_of(base, SETS["nothing"]).run(prompt, 20).tokens
     for token in set(truth):
@@ -318,14 +318,14 @@ def test_nothing_follows_an_end_token_wherever_it_falls_in_a_draft(make_base):
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
-def test_short_answers_are_cut_where_asked(make_base, max_new_tokens):
+def test_short_answers_have_the_requested_number_of_tokens(make_base, max_new_tokens):
     base, prompt = make_base(layers=3), prompt_of(3)
     session = session_of(base, SETS["nothing"])
     assert session.run(prompt, max_new_tokens).tokens == session.run(prompt, 30).tokens[:max_new_tokens]
 
 
-def test_a_draft_model_that_drafts_for_itself_writes_the_same_ahead(make_base):
-    """An inner session goes back and leaves several tokens pending, as an outer one never does."""
+def test_a_draft_model_that_skips_layers_drafts_the_same_text(make_base):
+    """Unlike the base's own session, that of a draft model goes back and leaves several tokens pending."""
     base, prompt = make_base(layers=3), prompt_of(9)
     runner = Runner(base)
     inner = DraftModelSession(runner, SelfSpeculative(LayerSkippingSession(runner, (0,), (1,)), 4, 0.0))
@@ -347,7 +347,7 @@ def test_by_default_every_second_layer_is_skipped_and_never_the_first_or_last():
     assert all(attention == mlp for attention, mlp in map(default_skips, range(1, 9)))
 
 
-def test_the_command_lines_name_makes_the_drafter_on_the_very_runner(make_base, tmp_path):
+def test_the_named_drafter_uses_the_runner_of_the_base(make_base, tmp_path):
     base = make_base(layers=3)
     runner, file = Runner(base), tmp_path / "skips.json"
     file.write_text(json.dumps({"attention": [0, 2], "mlp": [1]}))
@@ -371,7 +371,7 @@ def test_a_file_without_a_skip_set_is_refused(tmp_path, text):
         read_skips(tmp_path / "skips.json", 3)
 
 
-def test_a_missing_file_and_one_for_another_depth_are_refused(tmp_path):
+def test_a_missing_file_and_one_for_another_number_of_layers_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read the skip set .*none\.json .*skip-search"):
         read_skips(tmp_path / "none.json", 3)
     (tmp_path / "skips.json").write_text('{"attention": [], "mlp": [], "num_layers": 5, "base": "big"}')
@@ -380,14 +380,14 @@ def test_a_missing_file_and_one_for_another_depth_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [(3,), (-1,), (1, 1), ("1",), (True,), (None,), ([1],)])
-def test_layers_that_are_not_there_or_twice_are_refused(make_base, layers):
+def test_layers_that_do_not_exist_or_are_named_twice_are_refused(make_base, layers):
     runner = Runner(make_base(layers=3))
     for skips in ((layers, ()), ((), layers)):
         with pytest.raises(ValueError, match="name layers 0 to 2 of toy-llama, none twice"):
             LayerSkippingSession(runner, *skips)
 
 
-def test_a_model_laid_out_otherwise_is_refused(toy_tokenizer):
+def test_a_model_with_another_layout_is_refused(toy_tokenizer):
     from transformers import AutoModelForCausalLM, OPTConfig
 
     config = OPTConfig(

@@ -1,4 +1,4 @@
-"""Calling the layers directly is the model's own forward, for every layer and both caches."""
+"""Calling the layers directly gives the hidden states of the model's own forward, with both caches."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KINDS = [(kind, attention) for kind in ("llama", "qwen2", "gpt2") for attention 
 @pytest.mark.parametrize(("kind", "attention"), KINDS)
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @torch.inference_mode()
-def test_states_are_those_that_transformers_gives(make_base, kind, attention, cache):
+def test_hidden_states_are_those_of_the_models_own_forward(make_base, kind, attention, cache):
     model = make_base(kind, attention, layers=3).model
     text = torch.tensor([[5, 6, 7, 8, 9, 10]])
     expected = model.base_model(text, output_hidden_states=True)

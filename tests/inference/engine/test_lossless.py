@@ -1,4 +1,4 @@
-"""One matrix: every drafter, on every cache, attention and kind of prompt and ending, writes the base's own text."""
+"""One matrix: with every drafter, cache, attention, prompt and ending, the text is the base's own."""
 
 import random
 from functools import cache
@@ -24,7 +24,7 @@ def prompt_of(length):
 
 
 def other_runner(runner, make_base):
-    """A draft model with a cache of the same kind: half of the base, so that it is right now and then."""
+    """A draft model with a cache of the same kind: half of the base, so that it is right sometimes."""
     base = make_base(layers=1)
     return Runner(base, "static" if type(runner._cache).__name__ == "BufferCache" else "dynamic")
 
@@ -36,7 +36,7 @@ def ouroboros(runner, make_base, **switches):
 
 
 def known_text(truth):
-    """A text in which parts of the truth stand among others, for the drafters that look things up."""
+    """A text with parts of the answer in it, for the drafters that look up n-grams."""
     rng = random.Random(0)
     noise = [[rng.randrange(3, 40) for _ in range(9)] for _ in range(6)]
     pieces = [list(truth[start : start + 8]) for start in range(0, len(truth), 5)]
@@ -49,7 +49,7 @@ def rest(runner, make_base, truth):
 
 
 def heads(kind, runner, **arguments):
-    """Medusa or Hydra, untrained but for output layers that begin as the base's."""
+    """Medusa or Hydra, untrained; their output layers start as copies of the base's."""
     base = runner.base
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -62,7 +62,7 @@ def heads(kind, runner, **arguments):
 
 
 def cascade_of_ctc(runner):
-    """A draft model that is drafted for by a learned drafter, which is taken back whenever its model is."""
+    """A draft model with a learned drafter of its own, which rewinds whenever the draft model does."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         inner = drafters.CTC(runner.base.shape, 5, 3, num_nodes=9, top_k=5)
@@ -165,7 +165,7 @@ KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdp
 
 
 def fitting(kind):
-    """The drafters that a kind of base can have."""
+    """The drafters that fit a kind of base."""
     return [name for name in DRAFTERS if kind != "gpt2" or name not in LLAMA_ONLY]
 
 
@@ -177,7 +177,7 @@ each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
 @cache
 @torch.inference_mode()
 def alone(base, prompt, max_new_tokens, eos=frozenset(), sampler="greedy"):
-    """The base with neither cache nor engine: one whole forward for every token."""
+    """The base's text without cache and engine: one whole forward per token."""
     seq = list(prompt)
     while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
         logits = base.model(torch.tensor([seq])).logits[0, -1:]
@@ -216,7 +216,7 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_
 
 @each_drafter
 @each_cache
-def test_an_end_token_ends_the_text_wherever_it_falls(session, make_base, name, cache_kind):
+def test_text_ends_with_an_end_of_sequence_token_at_any_position(session, make_base, name, cache_kind):
     base, prompt = make_base(), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
     runner = Runner(base, cache_kind)
@@ -229,7 +229,7 @@ def test_an_end_token_ends_the_text_wherever_it_falls(session, make_base, name, 
 
 @each_drafter
 @pytest.mark.parametrize("cap", [1, 2, 3, 7])
-def test_a_text_is_cut_where_asked(session, make_base, name, cap):
+def test_text_has_the_requested_number_of_tokens(session, make_base, name, cap):
     base, prompt = make_base(), prompt_of(3)
     truth = alone(base, prompt, LENGTH)
     assert session(name, Runner(base), prompt, truth).run(prompt, cap).tokens == truth[:cap]
@@ -267,7 +267,7 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_forward(
 
 
 @each_drafter
-def test_a_node_budget_changes_nothing(session, make_base, name):
+def test_a_node_budget_does_not_change_the_text(session, make_base, name):
     base, prompt = make_base(), prompt_of(5)
     truth = alone(base, prompt, LENGTH)
     for most in (0, 1, 3, 12):
@@ -296,7 +296,7 @@ def test_costs_add_up_and_a_step_is_one_base_forward(session, make_base, name):
 
 
 @each_drafter
-def test_a_drafter_writes_the_same_again_after_another_text(session, make_base, name):
+def test_a_second_text_with_the_same_drafter_is_the_bases_own_too(session, make_base, name):
     base, prompt, other = make_base(), prompt_of(3), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
     writing = session(name, Runner(base), prompt, truth)
@@ -306,8 +306,8 @@ def test_a_drafter_writes_the_same_again_after_another_text(session, make_base, 
     assert writing.run(prompt, LENGTH).tokens == truth
 
 
-def test_drafts_are_accepted_somewhere_in_the_matrix(session, make_base):
-    """Else it would prove little."""
+def test_every_drafter_has_some_draft_accepted(session, make_base):
+    """Otherwise the matrix would prove little."""
     base, prompt = make_base(), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
     gained = {}

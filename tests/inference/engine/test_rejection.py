@@ -1,4 +1,4 @@
-"""Multi-round rejection emits the base's own law, by enumeration of every draw; rules that are biased must fail."""
+"""Multi-round rejection emits from the base's own distribution, by enumeration of all draws; biased rules must fail."""
 
 from functools import partial
 from itertools import permutations, product
@@ -14,13 +14,13 @@ from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler, RunningSampler
 from inference.engine.session import Session
 
-BASE_LAWS = {
+BASE_DISTRIBUTIONS = {
     "plain": [0.5, 0.3, 0.15, 0.05],
     "with a zero": [0.6, 0.0, 0.4, 0.0],
     "one token": [0.0, 1.0, 0.0, 0.0],
     "flat": [0.25, 0.25, 0.25, 0.25],
 }
-DRAFT_LAWS = {
+DRAFT_DISTRIBUTIONS = {
     "near": [0.4, 0.3, 0.2, 0.1],
     "far": [0.05, 0.05, 0.3, 0.6],
     "the same": [0.5, 0.3, 0.15, 0.05],
@@ -29,7 +29,7 @@ DRAFT_LAWS = {
 
 
 def every_draw(distribution, count, replacement):
-    """Each way of drawing ``count`` tokens, with its probability."""
+    """All ways of drawing ``count`` tokens, each with its probability."""
     tokens = [token for token, p in enumerate(distribution) if p > 0]
     if replacement:
         for draws in product(tokens, repeat=count):
@@ -49,7 +49,7 @@ def tree_of(draws):
 
 
 def threshold(accepted):
-    """The number below which a uniform draw is accepted, by bisection: small numbers are accepted first."""
+    """Find the number below which a uniform draw is accepted, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -58,13 +58,13 @@ def threshold(accepted):
 
 
 def accepts(rule, p, distribution, tree, index, token, u):
-    """Whether draw ``index`` is taken at ``u``, those before it refused wherever they can be."""
+    """Whether draw ``index`` is accepted at ``u``, with all draws before it rejected where that is possible."""
     taken, choice, _ = rule(p, distribution, tree, lambda i: u if i == index else 1 - 1e-15)
     return bool(taken) and choice == token
 
 
 def emitted_distribution(rule, base_distribution, draft_distribution, count, replacement):
-    """What a rule emits after one node, over all draws and all uniform numbers."""
+    """Distribution of the token that a rule emits after one node, over all draws and all uniform numbers."""
     p, q = torch.tensor(base_distribution, dtype=torch.float64), torch.tensor(draft_distribution, dtype=torch.float64)
     emitted = torch.zeros_like(p)
     for draws, probability in every_draw(draft_distribution, count, replacement):
@@ -84,15 +84,19 @@ def emitted_distribution(rule, base_distribution, draft_distribution, count, rep
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("draft", DRAFT_LAWS)
-@pytest.mark.parametrize("base", BASE_LAWS)
-def test_what_is_emitted_follows_the_bases_distribution(base, draft, count, replacement):
-    distribution = emitted_distribution(multi_round_rejection, BASE_LAWS[base], DRAFT_LAWS[draft], count, replacement)
-    torch.testing.assert_close(distribution, torch.tensor(BASE_LAWS[base], dtype=torch.float64), rtol=0, atol=1e-7)
+@pytest.mark.parametrize("draft", DRAFT_DISTRIBUTIONS)
+@pytest.mark.parametrize("base", BASE_DISTRIBUTIONS)
+def test_the_emitted_token_follows_the_bases_distribution(base, draft, count, replacement):
+    distribution = emitted_distribution(
+        multi_round_rejection, BASE_DISTRIBUTIONS[base], DRAFT_DISTRIBUTIONS[draft], count, replacement
+    )
+    torch.testing.assert_close(
+        distribution, torch.tensor(BASE_DISTRIBUTIONS[base], dtype=torch.float64), rtol=0, atol=1e-7
+    )
 
 
 def drawn_afresh(distribution, children, tree, uniform):
-    """REST's rule: a child is taken with the base's probability of it, else a token is drawn from the whole law."""
+    """REST's rule: accept a child with its probability under the base, else draw from the whole distribution."""
     for index, node in enumerate(children.draws):
         if uniform(index) < distribution[tree.tokens[node]]:
             return torch.tensor(True), torch.tensor(tree.tokens[node]), distribution
@@ -100,17 +104,17 @@ def drawn_afresh(distribution, children, tree, uniform):
 
 
 def as_if_put_back(distribution, children, tree, uniform):
-    """Draws without replacement taken for draws with it."""
+    """Treat draws without replacement as draws with replacement."""
     return multi_round_rejection(
         distribution, ChildDistribution(children.parent, children.probs, children.draws, True), tree, uniform
     )
 
 
 @pytest.mark.parametrize(("rule", "replacement"), [(drawn_afresh, True), (as_if_put_back, False)])
-def test_a_biased_rule_is_found_out(rule, replacement):
-    distribution = emitted_distribution(rule, BASE_LAWS["plain"], DRAFT_LAWS["far"], 2, replacement)
+def test_a_biased_rule_is_detected(rule, replacement):
+    distribution = emitted_distribution(rule, BASE_DISTRIBUTIONS["plain"], DRAFT_DISTRIBUTIONS["far"], 2, replacement)
     assert distribution.sum().item() == pytest.approx(1)
-    assert (distribution - torch.tensor(BASE_LAWS["plain"], dtype=torch.float64)).abs().max() > 0.01
+    assert (distribution - torch.tensor(BASE_DISTRIBUTIONS["plain"], dtype=torch.float64)).abs().max() > 0.01
 
 
 # ---- through the whole engine
@@ -125,7 +129,7 @@ def bases(make_base):
 
 
 class TwoDraws(Drafter):
-    """Draws two children for the root, with or without replacement, from the law of a draft model."""
+    """Draws two children for the root, with or without replacement, from the distribution of a draft model."""
 
     def __init__(self, runner, replacement):
         self.runner, self.replacement = runner, replacement
@@ -142,7 +146,7 @@ class TwoDraws(Drafter):
 
 
 def chi_square(base, drafter, setting, decide=None):
-    """Of the first two tokens of many texts against the base's own joint law; 34 degrees of freedom at most."""
+    """Chi-square of the first two tokens against the base's joint distribution; at most 34 degrees of freedom."""
     sampler = KeyedSampler(**setting)
     first = sampler.probabilities(base.model(torch.tensor([PROMPT])).logits[0, -1:])[0]
     joint = torch.stack(
@@ -167,20 +171,20 @@ ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.95}], ids=["plain", "warped"])
-def test_drawn_drafts_leave_the_joint_distribution_of_two_tokens(bases, setting):
+def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, setting):
     base, small = bases
     drafter = DraftModel(DraftModelSession(Runner(small), sampler=RunningSampler(1.3, seed=9)), num_draft=2)
     assert chi_square(base, drafter, setting) < ONE_IN_A_THOUSAND
 
 
 @pytest.mark.parametrize("replacement", [True, False])
-def test_two_drawn_siblings_leave_the_joint_distribution_of_two_tokens(bases, replacement):
+def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(bases, replacement):
     base, small = bases
     drafter = TwoDraws(Runner(small), replacement)
     assert chi_square(base, drafter, {}) < ONE_IN_A_THOUSAND
 
 
-def judge_afresh(sampler, logits, tree, positions):
+def decide_afresh(sampler, logits, tree, positions):
     distributions = sampler.probabilities(logits)
     picks = sampler._draws(distributions, positions)
     for children in tree.distributions:
@@ -192,7 +196,7 @@ def judge_afresh(sampler, logits, tree, positions):
     return picks[:, None]
 
 
-def test_the_chi_square_finds_a_biased_rule(bases):
+def test_the_chi_square_detects_a_biased_rule(bases):
     base, small = bases
     drafter = TwoDraws(Runner(small), True)
-    assert chi_square(base, drafter, {}, judge_afresh) > ONE_IN_A_THOUSAND
+    assert chi_square(base, drafter, {}, decide_afresh) > ONE_IN_A_THOUSAND

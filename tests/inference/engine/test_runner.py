@@ -1,4 +1,4 @@
-"""The runner: every row of a tree forward is what the base says of that row's own text."""
+"""The runner: in the forward over a tree, the logits of each node are those of a plain forward over its path."""
 
 import random
 
@@ -39,7 +39,7 @@ def assert_cache_is_fresh(runner, tokens, tolerance):
 
 @pytest.mark.parametrize(("kind", "attention"), BASES)
 @pytest.mark.parametrize(("cached", "pending"), [(0, 1), (0, 4), (6, 1), (6, 3)])
-def test_a_row_is_the_flat_forward_of_its_own_path(make_base, kind, attention, cached, pending):
+def test_the_logits_of_a_node_are_those_of_a_plain_forward_over_its_path(make_base, kind, attention, cached, pending):
     base, rng = make_base(kind, attention), random.Random(cached + pending)
     for size in (0, 1, 5, 12):
         runner, seq, tree = (
@@ -58,7 +58,7 @@ def test_a_row_is_the_flat_forward_of_its_own_path(make_base, kind, attention, c
             torch.testing.assert_close(rows.logits[row], expected, rtol=0, atol=TOLERANCE[attention])
 
 
-def test_hidden_states_are_those_of_the_layers_asked_for(make_base):
+def test_hidden_states_are_those_of_the_requested_layers(make_base):
     base = make_base(layers=3)
     seq, tree, layers = [5, 6, 7], DraftTree([8, 9, 10], [-1, 0, -1]), (0, 2, -1)
     hidden = Runner(base).forward(seq, tree, RequiredOutputs(layers)).hidden
@@ -70,14 +70,14 @@ def test_hidden_states_are_those_of_the_layers_asked_for(make_base):
 
 
 @pytest.mark.parametrize("layers", [(-1,), (0, 1, -1)])
-def test_the_last_hidden_state_is_what_the_head_reads(make_base, layers):
+def test_the_last_hidden_state_is_the_input_of_the_lm_head(make_base, layers):
     base = make_base(layers=3)
     rows = Runner(base).forward([5, 6, 7], DraftTree(), RequiredOutputs(layers))
     torch.testing.assert_close(rows.hidden[-1:, -32:] @ base.base_weights.head.T, rows.logits)
 
 
 @pytest.mark.parametrize(("kind", "attention"), BASES)
-def test_no_row_sees_a_node_that_is_not_its_ancestor(make_base, kind, attention):
+def test_no_node_sees_a_node_that_is_not_its_ancestor(make_base, kind, attention):
     base, rng = make_base(kind, attention), random.Random(2)
     tree = random_tree(rng, 10)
     ancestor_mask = tree.ancestor_mask()
@@ -113,7 +113,7 @@ def test_the_cache_after_a_commit_is_that_of_the_accepted_text(make_base, kind, 
     assert_cache_is_fresh(runner, [*seq, 20, *(tree.tokens[node] for node in path)], TOLERANCE[attention])
 
 
-def test_a_truncated_cache_goes_on_as_if_the_rest_had_never_been(make_base):
+def test_after_truncation_the_rest_of_the_text_has_no_effect(make_base):
     runner = Runner(make_base())
     runner.forward([5, 6, 7, 8, 9], DraftTree(), NOTHING)
     runner.commit([])
@@ -131,7 +131,7 @@ def test_a_truncated_cache_goes_on_as_if_the_rest_had_never_been(make_base):
         runner.truncate(1)
 
 
-def test_a_reset_runner_knows_nothing_of_the_last_text(make_base):
+def test_after_a_reset_the_last_text_has_no_effect(make_base):
     runner = Runner(make_base())
     runner.forward([5, 6, 7], DraftTree([8], [-1]), NOTHING)
     runner.commit([0])
@@ -151,7 +151,7 @@ def test_the_cache_grows_beyond_its_first_buffer(make_base):
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_cache_is_a_list_that_is_added_to_and_cut(make_base, kind, seed):
+def test_a_cache_behaves_like_a_list_of_positions(make_base, kind, seed):
     rng, cache, held = random.Random(seed), make_cache(kind, make_base().model.config), torch.empty(2, 1, 2, 0, 4)
     for turn in range(25):
         if turn == 15:
@@ -173,7 +173,7 @@ def test_a_cache_is_a_list_that_is_added_to_and_cut(make_base, kind, seed):
         assert cache.get_seq_length() == held.shape[-2]
 
 
-def test_rows_that_stand_where_they_belong_are_not_copied(base, monkeypatch):
+def test_accepted_nodes_that_are_in_place_are_not_copied(base, monkeypatch):
     runner, asked = Runner(base), []
     tree = DraftTree([5, 6, 7, 8, 9], [-1, 0, 1, 1, -1])
     for path in ([], [0, 1], [0, 1, 3], [4]):
@@ -185,7 +185,7 @@ def test_rows_that_stand_where_they_belong_are_not_copied(base, monkeypatch):
     assert asked == [(2, []), (4, []), (4, [5]), (2, [6])]
 
 
-def test_the_static_cache_is_one_buffer_that_outlives_a_text(base):
+def test_the_static_cache_is_one_buffer_that_is_reused_for_the_next_text(base):
     runner = Runner(base)
     runner.reset(reserve=600)
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_the_static_cache_is_one_buffer_that_outlives_a_text(base):
     assert buffer.shape[:2] == (2, 2) and buffer.shape[-2] == 600
 
 
-def test_no_other_cache_is_known(base):
+def test_an_unknown_kind_of_cache_is_refused(base):
     with pytest.raises(ValueError, match="cache must be static or dynamic, not 'paged'"):
         Runner(base, "paged")
 

@@ -1,4 +1,4 @@
-"""The sampler's law: what it draws from, and that the draws follow it."""
+"""The samplers: the distribution they draw from, and that the draws follow it."""
 
 import random
 
@@ -44,7 +44,7 @@ def test_the_distribution_is_that_of_transformers_warpers(logits, setting):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_fine_grid_of_draws_meets_each_token_as_often_as_the_distribution_says(logits, setting, monkeypatch):
+def test_a_fine_grid_of_draws_picks_each_token_in_proportion_to_its_probability(logits, setting, monkeypatch):
     sampler, fine = KeyedSampler(**setting), 2000
     monkeypatch.setattr(sampler, "uniform", lambda position, stream=0: (position + 0.5) / fine)
     for row, distribution in zip(logits, warped(logits, **setting), strict=True):
@@ -55,7 +55,7 @@ def test_a_fine_grid_of_draws_meets_each_token_as_often_as_the_distribution_says
 
 
 @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
-def test_the_outermost_draws_pick_tokens_that_can_happen(draw, monkeypatch):
+def test_the_smallest_and_largest_draws_pick_tokens_with_probability_above_zero(draw, monkeypatch):
     sampler = KeyedSampler()
     monkeypatch.setattr(sampler, "uniform", lambda position, stream=0: draw)
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf], [0.3, -torch.inf, -torch.inf, -torch.inf]])
@@ -76,7 +76,7 @@ def test_draws_of_neighbouring_positions_are_independent():
     assert ((pairs - 1000) ** 2 / 1000).sum() < 16.3
 
 
-def test_a_draw_depends_on_seed_and_position_alone(logits):
+def test_a_draw_depends_only_on_seed_and_position(logits):
     sampler = KeyedSampler(temperature=1.5, seed=7)
     together = sampler.pick(logits, range(10, 16)).tolist()
     alone = [sampler.pick(logits[i : i + 1], [10 + i]).item() for i in reversed(range(6))]
@@ -102,8 +102,8 @@ def test_the_most_probable_token_is_torchs_argmax(dtype):
     assert most_probable(logits).equal(logits.argmax(-1))
 
 
-def judged_everywhere(sampler, logits, tree, positions):
-    """A pick for every node, on the accepted path or not."""
+def decisions_everywhere(sampler, logits, tree, positions):
+    """Decisions for all nodes, not only for those on the accepted path."""
     distributions = sampler.probabilities(logits)
     picks = sampler.pick(logits, positions)
     for children in tree.distributions:
@@ -132,8 +132,8 @@ def random_tree(rng, with_distributions, vocab=9):
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.5}, {"top_k": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("with_distributions", [True, False])
-def test_what_is_drawn_on_the_path_alone_is_what_is_drawn_everywhere(with_distributions, setting):
-    """Drawn with one number for each position and round; nodes off the path are not looked at."""
+def test_drawing_only_along_the_accepted_path_accepts_the_same_path(with_distributions, setting):
+    """Each position and round has one random number; nodes off the path are not drawn."""
     rng, lengths = random.Random(0), set()
     for seed in range(300):
         tree = random_tree(rng, with_distributions)
@@ -142,7 +142,7 @@ def test_what_is_drawn_on_the_path_alone_is_what_is_drawn_everywhere(with_distri
         sampler = KeyedSampler(seed=seed, **setting)
         decisions = sampler.decide(logits, tree, positions)
         path, emitted = sampler.accept(tree, decisions.tolist())
-        assert (path, emitted) == sampler.accept(tree, judged_everywhere(sampler, logits, tree, positions).tolist())
+        assert (path, emitted) == sampler.accept(tree, decisions_everywhere(sampler, logits, tree, positions).tolist())
         assert [row for row, pick in enumerate(decisions[:, 0].tolist()) if pick >= 0] == [
             0,
             *(1 + node for node in path),
@@ -154,14 +154,14 @@ def test_what_is_drawn_on_the_path_alone_is_what_is_drawn_everywhere(with_distri
 @pytest.mark.parametrize(
     "setting", [{"temperature": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}, {"seed": -1}]
 )
-def test_a_setting_without_meaning_is_refused_by_its_name(setting):
+def test_an_option_out_of_range_is_refused_by_its_name(setting):
     [(name, value)] = setting.items()
     with pytest.raises(ValueError, match=rf"^{name} must be .*, not {value}$"):
         KeyedSampler(**setting)
 
 
 @pytest.mark.parametrize(("setting", "said"), [({"top_k": 5}, "top_k 5"), ({"top_p": 0.5}, "top_p 0.5")])
-def test_what_greedy_decoding_would_leave_unused_is_refused(setting, said):
+def test_top_k_and_top_p_are_refused_at_temperature_0(setting, said):
     with pytest.raises(ValueError, match=f"{said} is for sampling, .*: give a temperature above 0"):
         make_sampler(**setting)
     assert isinstance(make_sampler(0.7, **setting), KeyedSampler)

@@ -1,4 +1,4 @@
-"""Speculation writes what the base alone writes, for any drafter, however bad."""
+"""Speculative decoding gives the base's own text, for any drafter, however bad."""
 
 import random
 from functools import cache
@@ -24,7 +24,7 @@ each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
 
 def with_fitting_drafters(kinds):
-    """Every kind of base with every drafter; a learned one is built from the numbers of a LLaMA-like base."""
+    """All pairs of a base and a drafter that fit; learned drafters need a LLaMA-like base."""
     return [(*kind, name) for kind in kinds for name in DRAFTERS if kind[0] != "gpt2" or not name.startswith("ctc")]
 
 
@@ -36,7 +36,7 @@ def prompt_of(length):
 @cache
 @torch.inference_mode()
 def naive(base, prompt, max_new_tokens, eos=NO_EOS, sampler=None):
-    """The base alone, with neither cache nor engine: one whole forward for every token."""
+    """The base's text without cache and engine: one whole forward per token."""
     seq = list(prompt)
     while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
         logits = base.model(torch.tensor([seq])).logits[0, -1:]
@@ -71,7 +71,7 @@ def test_greedy_text_is_the_bases_own(make_base, make_drafter, kind, attention, 
 
 @each_drafter
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
-def test_short_answers_are_cut_where_asked(base, make_drafter, name, max_new_tokens):
+def test_short_answers_have_the_requested_number_of_tokens(base, make_drafter, name, max_new_tokens):
     prompt = prompt_of(3)
     truth = [*prompt, *naive(base, prompt, 30)]
     result = Session(Runner(base), make_drafter(name, base, truth)).run(prompt, max_new_tokens)
@@ -90,7 +90,7 @@ def test_text_ends_where_the_context_ends(make_base, make_drafter, name, kind, l
 
 @pytest.mark.parametrize("name", ["oracle", "adversarial", "anpd", "ctc"])
 @pytest.mark.parametrize("index", range(9))
-def test_nothing_follows_an_end_token_wherever_it_falls_in_a_draft(base, make_drafter, name, index):
+def test_text_ends_with_an_end_of_sequence_token_at_any_position_of_a_draft(base, make_drafter, name, index):
     prompt = prompt_of(17)
     truth = naive(base, prompt, 30)
     eos = frozenset({truth[index]})
@@ -107,12 +107,12 @@ def test_nothing_follows_an_end_token_wherever_it_falls_in_a_draft(base, make_dr
         assert [(step.emitted, step.accepted) for step in result.steps] == [(len(expected), min(len(expected), 8))]
 
 
-def test_the_texts_above_hold_end_tokens_at_every_index_of_a_draft(base):
+def test_the_texts_above_have_end_of_sequence_tokens_at_most_positions_of_a_draft(base):
     truth = naive(base, prompt_of(17), 30)
     assert len({truth.index(token) for token in truth[:9]}) >= 6
 
 
-def test_transformers_ends_at_the_same_end_token(base):
+def test_transformers_ends_at_the_same_end_of_sequence_token(base):
     prompt = prompt_of(17)
     for token in naive(base, prompt, 30)[:9]:
         ids = torch.tensor([prompt])
@@ -124,7 +124,7 @@ def test_transformers_ends_at_the_same_end_token(base):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_adversarial_trees_change_nothing(base, adversary, seed):
+def test_adversarial_trees_do_not_change_the_text(base, adversary, seed):
     prompt = prompt_of(1 + seed)
     expected = naive(base, prompt, 40)
     drafter = adversary([*prompt, *expected], seed, most=25)
@@ -136,7 +136,7 @@ def test_adversarial_trees_change_nothing(base, adversary, seed):
 
 
 @pytest.mark.parametrize("nodes", [0, 1, 3])
-def test_a_node_budget_is_kept_and_changes_nothing(base, adversary, nodes):
+def test_a_node_budget_is_respected_and_does_not_change_the_text(base, adversary, nodes):
     prompt = prompt_of(3)
     expected = naive(base, prompt, 30)
     result = Session(Runner(base), adversary([*prompt, *expected]), max_nodes=nodes).run(prompt, 30)
@@ -144,7 +144,7 @@ def test_a_node_budget_is_kept_and_changes_nothing(base, adversary, nodes):
     assert max(step.fed_candidates for step in result.steps) == nodes
 
 
-def test_a_session_writes_the_same_again_after_another_text(base, make_drafter):
+def test_a_session_gives_the_same_text_again_after_another_one(base, make_drafter):
     prompt, other = prompt_of(3), prompt_of(17)
     for name in DRAFTERS:
         session = Session(Runner(base), make_drafter(name, base, [*prompt, *naive(base, prompt, 30)]))
@@ -152,7 +152,7 @@ def test_a_session_writes_the_same_again_after_another_text(base, make_drafter):
             assert session.run(asked, 30).tokens == naive(base, asked, 30)
 
 
-# ---- what every step leaves behind
+# ---- the state after every step
 
 
 @each_drafter
@@ -196,14 +196,14 @@ def test_the_costs_add_up(base, make_drafter, name):
     assert sum(sum(step.seconds) for step in result.steps) <= result.seconds
 
 
-def test_a_perfect_drafter_of_eight_tokens_gains_nine_a_step(base, oracle):
+def test_a_perfect_drafter_of_eight_tokens_emits_nine_per_step(base, oracle):
     prompt = prompt_of(3)
     truth = [*prompt, *naive(base, prompt, 30)]
     result = Session(Runner(base), oracle(truth, length=8)).run(prompt, 30)
     assert [step.emitted for step in result.steps] == [9, 9, 9, 3]
 
 
-def test_no_drafter_gains_one_token_a_step(base):
+def test_without_a_drafter_a_step_emits_one_token(base):
     result = Session(Runner(base), drafters.NoDrafter()).run(prompt_of(3), 10)
     assert [(step.emitted, step.fed_candidates) for step in result.steps] == [(1, 0)] * 10
 
@@ -222,7 +222,7 @@ class Rewinds(drafters.NoDrafter):
 
 
 @pytest.mark.parametrize("num_same", [1, 4, 9, 12])
-def test_a_resumed_text_keeps_the_cache_of_what_both_share_but_its_last_token(pseudo_runner, num_same):
+def test_a_resumed_text_keeps_the_cache_of_all_shared_tokens_but_the_last(pseudo_runner, num_same):
     runner, drafter = pseudo_runner(), Rewinds()
     session = Session(runner, drafter)
     text = [5, 6, 7, *session.run([5, 6, 7], 9).tokens]
@@ -235,13 +235,13 @@ def test_a_resumed_text_keeps_the_cache_of_what_both_share_but_its_last_token(ps
     assert written == pseudo_runner().greedy(other, 10)
 
 
-def test_the_comparison_of_two_texts_starts_behind_what_is_known():
+def test_the_comparison_of_two_texts_starts_after_the_known_prefix():
     assert common_prefix([1, 2, 3], [9, 9, 3, 4], num_known=2) == 3
     assert common_prefix([1, 2], [1, 2, 3]) == common_prefix([1, 2, 3], [1, 2]) == 2
     assert common_prefix([], [1]) == common_prefix([2], [1]) == 0
 
 
-def test_a_step_without_a_node_budget_of_its_own_has_that_of_the_session(pseudo_runner, oracle):
+def test_a_step_may_have_a_node_budget_of_its_own(pseudo_runner, oracle):
     session = Session(pseudo_runner(), oracle([5, 6, *pseudo_runner().greedy([5, 6], 30)], length=4), max_nodes=3)
     session.begin([5, 6])
     budgets = [None, 0, 1, 8]
@@ -264,7 +264,7 @@ def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
 
 @each_drafter
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5}])
-def test_sampled_text_is_the_one_the_base_draws_alone(make_base, make_drafter, name, setting):
+def test_sampled_text_is_the_one_sampled_without_a_drafter(make_base, make_drafter, name, setting):
     base = make_base()
     for length, seed in [(1, 0), (3, 1), (17, 2)]:
         prompt, sampler = prompt_of(length), KeyedSampler(**setting, seed=seed)
@@ -297,7 +297,7 @@ def test_a_prompt_that_fills_the_context_is_refused(make_base, length):
 
 
 def accept_unchecked(tree, picks):
-    """REST-like: the first drafted child goes through whatever the base picks."""
+    """Accept the first drafted child whatever the base picks, as REST does."""
     path, emitted, node = [], [], -1
     while node in tree.parents:
         node = list(tree.parents).index(node)
@@ -307,7 +307,7 @@ def accept_unchecked(tree, picks):
 
 
 def accept_by_the_parents_row(tree, picks):
-    """The child's own pick is read one row too early."""
+    """Read the pick of a child one row too early."""
     path, emitted, node, token = [], [picks[0]], -1, picks[0]
     while (child := tree.child(node, token)) is not None:
         path.append(child)
@@ -321,7 +321,7 @@ BROKEN = {
     "row off by one": lambda patch: patch.setattr(sampling_module, "accept", accept_by_the_parents_row),
     "positions without depth": lambda patch: patch.setattr(DraftTree, "depths", property(lambda t: [1] * len(t))),
     "siblings in sight": lambda patch: patch.setattr(
-        runner_module, "_known_mask", lambda pending, parents, *to: causal_tree_mask(pending + len(parents), (), *to)
+        runner_module, "_kept_mask", lambda pending, parents, *to: causal_tree_mask(pending + len(parents), (), *to)
     ),
     "no gather": lambda patch: patch.setattr(
         Runner, "commit", lambda r, path, whole=Runner.commit: whole(r, range(len(path)))
@@ -330,7 +330,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", [None, *BROKEN])
-def test_a_broken_engine_does_not_write_the_bases_text(base, adversary, monkeypatch, broken):
+def test_a_broken_engine_does_not_give_the_bases_text(base, adversary, monkeypatch, broken):
     prompts = [prompt_of(length) for length in range(1, 9)]
     expected = [naive(base, prompt, 30) for prompt in prompts]
     if broken:
@@ -345,7 +345,7 @@ def test_a_broken_engine_does_not_write_the_bases_text(base, adversary, monkeypa
 # ---- a real base
 
 
-def test_all_drafters_write_the_text_of_a_pretrained_base(shared, make_drafter):
+def test_all_drafters_give_the_text_of_a_pretrained_base(shared, make_drafter):
     base = load_base(str(shared("models/stories260K")))
     for text in ("Once upon a time", "Lily and Ben like to play in the park. One day"):
         prompt = base.tokenizer(text).input_ids

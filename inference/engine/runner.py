@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,26 @@ class ForwardOutput:
 
     logits: Tensor
     hidden: Tensor | None
+
+
+class TreeRunner(Protocol):
+    """What a `Session` needs of a runner; see `Runner`. Recorded answers can take the place of the base behind it."""
+
+    cached: int
+    context_length: int
+
+    @property
+    def base(self) -> Any:
+        """A `Base`, or what takes its place; at least a `BaseInfo`."""
+        ...
+
+    def reset(self, reserve: int = 0) -> None: ...
+
+    def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput: ...
+
+    def commit(self, path: Sequence[int]) -> None: ...
+
+    def truncate(self, length: int) -> None: ...
 
 
 class Runner:

@@ -25,7 +25,7 @@ from torch import Tensor
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
 from inference.engine.base import BaseInfo
-from inference.engine.runner import Runner
+from inference.engine.runner import TreeRunner
 from inference.engine.sampling import Greedy, Sampler, most_probable
 
 PHASES = ("propose", "forward", "accept", "commit", "observe")
@@ -82,7 +82,9 @@ class Session:
         max_nodes: Maximum number of draft tokens fed per step.
     """
 
-    def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024) -> None:
+    def __init__(
+        self, runner: TreeRunner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024
+    ) -> None:
         self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
         self.max_nodes = max_nodes
         self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,13 @@ MEASURED = {
 }
 
 Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
+
+
+class Decoded(Protocol):
+    """Any decoded text with the cost of its steps: a recorded turn, or what a session or `generate` returns."""
+
+    @property
+    def steps(self) -> Sequence[StepCost]: ...
 
 
 @dataclass(frozen=True)
@@ -166,12 +174,12 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     )
 
 
-def decode_steps(turns: Iterable[Turn]) -> list[StepCost]:
+def decode_steps(turns: Iterable[Decoded]) -> list[StepCost]:
     """All steps except the prefill, which is the first step of each turn."""
     return [step for turn in turns for step in turn.steps[1:]]
 
 
-def acceptance_length(turns: Iterable[Turn]) -> float | None:
+def acceptance_length(turns: Iterable[Decoded]) -> float | None:
     """Emitted tokens / base forwards, prefill excluded from both."""
     steps = decode_steps(turns)
     return _ratio(sum(step.emitted for step in steps), len(steps))

@@ -300,9 +300,14 @@ class Forked:
 
 @pytest.fixture(scope="session")
 def fork(tmp_path_factory):
-    """Starts `lightning` in a forked process; ``before`` is called there first."""
+    """Starts a command in a forked process at the repository's root, `lightning` unless ``main`` is another.
 
-    def start(*args: object, before: Callable[[], None] = lambda: None) -> Forked:
+    The copy has imported everything already, which a fresh process takes seconds for. ``before`` is called in it first.
+    """
+
+    def start(
+        *args: object, main: Callable[[list[str]], None] = lightning_command.main, before: Callable[[], None] = bool
+    ) -> Forked:
         log = tmp_path_factory.mktemp("forked") / "log.txt"
         if process := os.fork():
             return Forked(process, log)
@@ -311,8 +316,9 @@ def fork(tmp_path_factory):
             sys.stdout = sys.stderr = open(log, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
+            os.chdir(ROOT)
             before()
-            lightning_command.main([str(arg) for arg in args])
+            main([str(arg) for arg in args])
             code = 0
         except SystemExit as stopped:
             code = stopped.code or 0

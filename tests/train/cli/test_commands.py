@@ -180,20 +180,12 @@ def test_show_mask_prints_the_assistants_text(call, tiny):
     assert "of the assistant" in shown
 
 
-def test_show_mask_colours_the_tokens_that_the_loss_is_computed_on(fresh_python, tiny):
-    code = (
-        "import sys; from train.cli.commands import main; "
-        f"main(['show-mask', '--tokenizer', {str(tiny)!r}, '--files', 'embedded:1', '--max-length', '400'])"
-    )
-    import os
-
-    os.environ["FORCE_COLOR"] = "1"
-    try:
-        done = fresh_python("-c", code)
-    finally:
-        del os.environ["FORCE_COLOR"]
-    assert done.returncode == 0, done.stderr
-    assert "\x1b[1;32m" in done.stdout and "\x1b[2m" in done.stdout
+def test_show_mask_colours_the_tokens_that_the_loss_is_computed_on(fork, tiny, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    words = "show-mask", "--tokenizer", tiny, "--files", "embedded:1", "--max-length", 400
+    done = fork(*words, main=commands.main)
+    assert done.wait() == 0, done.log.read_text()
+    assert "\x1b[1;32m" in done.log.read_text() and "\x1b[2m" in done.log.read_text()
 
 
 def test_tokenizer_trains_a_vocabulary_with_the_chat_template(call, tmp_path):

@@ -1,9 +1,7 @@
 """Regenerated answers equal plain greedy decoding, survive interruptions and are read back token for token."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from copy import deepcopy
@@ -234,20 +232,16 @@ def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base,
 
 
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, tmp_path, number, ended):
+def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, fork, tmp_path, number, ended):
     out = tmp_path / "own.jsonl"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
-    code = f"import torch; torch.set_num_threads(1); from train.cli.commands import main; main({words!r})"
     partial = out.with_name("own.jsonl.partial")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    while running.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < 2):
+    running = fork(*words, main=commands.main)
+    while running.is_alive() and (not partial.exists() or partial.read_bytes().count(b"\n") < 2):
         time.sleep(0.001)
-    running.send_signal(number)
-    said = running.communicate()[1]
-    assert running.returncode == ended and not out.exists()
+    running.send(number)
+    assert running.wait() == ended and not out.exists()
+    said = running.log.read_text()
     assert "Traceback" not in said and ("stopped by Ctrl-C" in said) == (number == signal.SIGINT)
     with partial.open("ab") as stream:
         stream.write(b"[0,[[1,[5,")  # what a kill in the middle of writing leaves

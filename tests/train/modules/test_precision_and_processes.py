@@ -19,36 +19,44 @@ from train.modules.drafter_training import DrafterTraining
 ROOT = Path(__file__).parents[3]
 
 
-def fit(run, *arguments):
-    """``lightning fit --config ctc.yaml --config debug.yaml`` as the README has it, in a process of its own."""
-    command = [sys.executable, "-m", "train", "fit", "--config", "ctc.yaml", "--config", "debug.yaml"]
-    command += ["--trainer.default_root_dir", str(run), "--data.cache_dir", str(run / "cache"), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def debug_fit(run, *arguments):
+    """The words of ``lightning fit --config ctc.yaml --config debug.yaml``, as the README has it."""
+    words = ["fit", "--config", "ctc.yaml", "--config", "debug.yaml", "--trainer.default_root_dir", str(run)]
+    return [*words, "--data.cache_dir", str(run / "cache"), *arguments]
 
 
-def test_the_papers_config_trains_for_four_steps_with_the_debug_overlay(tmp_path):
-    done = fit(tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_papers_config_trains_for_four_steps_with_the_debug_overlay(fork, tmp_path):
+    done = fork(*debug_fit(tmp_path))
+    assert done.wait() == 0, done.log.read_text()[-2000:]
     saved = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
     assert saved["measured"]["step"] in (2, 4) and saved["measured"]["acceptance_length"] >= 1
-    again = fit(tmp_path)
-    assert again.returncode == 2 and "already holds checkpoints" in again.stderr
+    again = fork(*debug_fit(tmp_path))
+    assert again.wait() == 2 and "already holds checkpoints" in again.log.read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--trainer.precision", "bf16-mixed", "--model.base_dtype", "bfloat16"),
-        ("--config", "strategy/ddp.yaml", "--trainer.devices", "2"),
-    ],
-    ids=["bfloat16", "two processes"],
-)
-def test_a_training_runs_with(arguments, tmp_path):
-    done = fit(tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr[-2000:]
-    saved = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+SHORT = ("--trainer.max_steps", "2", "--data.batch_size", "2")
+
+
+def check_weights(run):
+    saved = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
     weights = [weight for name, weight in saved["state_dict"].items() if name.startswith("drafter.")]
     assert weights and all(weight.dtype == torch.float32 and weight.isfinite().all() for weight in weights)
+
+
+def test_it_also_trains_in_bfloat16(fork, tmp_path):
+    done = fork(*debug_fit(tmp_path, *SHORT, "--trainer.precision", "bf16-mixed", "--model.base_dtype", "bfloat16"))
+    assert done.wait() == 0, done.log.read_text()[-2000:]
+    check_weights(tmp_path)
+
+
+@pytest.mark.slow
+def test_it_also_trains_in_two_processes(tmp_path):
+    """The first starts the second by its own command line, and so is a fresh interpreter too."""
+    command = [sys.executable, "-m", "train"]
+    command += debug_fit(tmp_path, *SHORT, "--config", "strategy/ddp.yaml", "--trainer.devices", "2")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_weights(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""Drafters without weights, kept as baselines."""
+"""Drafters without trained weights: n-grams, retrieval, lookahead, smaller models and skipped layers."""

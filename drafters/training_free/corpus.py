@@ -1,4 +1,4 @@
-"""The corpus cache: what follows the last words most often in a large text, kept in one file."""
+"""The corpus cache: the most frequent n-grams of a large text, looked up by the tokens before them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ FORMAT = "drafters-corpus-1"
 
 @dataclass(frozen=True)
 class CorpusTable:
-    """Frequent n-grams by the tokens before them (Self-Draft paper, "Draft Cache Initialization").
+    """Frequent n-grams by the context before them (Self-Draft paper, "Draft Cache Initialization").
 
-    The contexts form a trie that is read backwards, from the last token on. Node 0 is the empty context; node i > 0
-    has the code ``keys[i - 1]`` = parent << 32 | token, its n-grams are ``grams[offsets[i - 1] : offsets[i]]``. A
-    context's ending is a context too, so codes that ascend put shorter contexts first and every parent has a number.
+    The contexts form a trie that is read backwards from the last token. Node 0 is the empty context. Node i > 0 has the
+    code ``keys[i - 1]`` = parent << 32 | token, and its n-grams are ``grams[offsets[i - 1] : offsets[i]]``. A suffix of
+    a context is a context too, so in ascending order of the codes a parent comes before its children.
 
         text ... the cat sat      "sat" = node a, "cat sat" = a << 32 | cat = node b, "the cat sat" = b << 32 | the
 
     Args:
-        keys: (K,) int64 codes, ascending.
-        offsets: (K + 1,) int64.
-        grams: (G, n) int32, the most frequent first within a context.
-        tokenizer_hash: Name of the vocabulary (`inference.engine.base.tokenizer_hash`).
-        min_count: N-grams seen less often were left out.
-        num_tokens: Size of the text.
-        sources: Names of the files it was built from.
+        keys: (K,) int64 codes of the contexts, ascending.
+        offsets: (K + 1,) int64 start of the n-grams of each context.
+        grams: (G, n) int32 n-grams, the most frequent first within a context.
+        tokenizer_hash: Hash of the vocabulary (`data.tokenizer.tokenizer_hash`).
+        min_count: N-grams that occur less often were left out.
+        num_tokens: Number of tokens of the text.
+        sources: Names of the files that the table was built from.
     """
 
     keys: np.ndarray
@@ -47,7 +47,7 @@ class CorpusTable:
     sources: tuple[str, ...] = ()
 
     def after(self, context: Sequence[int]) -> list[tuple[int, ...]]:
-        """The n-grams kept for exactly this context, the most frequent first."""
+        """Return the n-grams that follow exactly this context, the most frequent first."""
         node = 0
         for token in reversed(context):
             code = node << 32 | token
@@ -57,11 +57,18 @@ class CorpusTable:
         start, end = self.offsets[node - 1 : node + 1].tolist() if node else (0, 0)
         return list(map(tuple, self.grams[start:end].tolist()))
 
-    def retrieve(self, seq: Sequence[int], most: int, known: Collection[tuple[int, ...]] = ()) -> list[tuple[int, ...]]:
-        """At most ``most`` n-grams that may follow ``seq``: longer contexts first, then the more frequent.
+    def retrieve(
+        self, seq: Sequence[int], max_grams: int, known: Collection[tuple[int, ...]] = ()
+    ) -> list[tuple[int, ...]]:
+        """Return n-grams that may follow a text: those of longer contexts first, then the more frequent ones.
 
-        As in the code of Self-Draft, each context is asked for as many as are still missing, and those found before
-        or ``known`` are left out without replacement.
+        As in the code of Self-Draft, each context gives as many n-grams as are still missing, and duplicates among them
+        are left out without replacement.
+
+        Args:
+            seq: Tokens of the text.
+            max_grams: Largest number of n-grams to return.
+            known: N-grams to leave out.
         """
         nodes, node = [], 0
         for token in reversed(seq):
@@ -71,55 +78,56 @@ class CorpusTable:
                 break
             nodes.append(index)
             node = index + 1
-        found: list[tuple[int, ...]] = []
+        grams: list[tuple[int, ...]] = []
         for index in reversed(nodes):
             start, end = self.offsets[index : index + 2].tolist()
-            for gram in map(tuple, self.grams[start : min(end, start + most - len(found))].tolist()):
-                if gram not in found and gram not in known:
-                    found.append(gram)
-        return found
+            for gram in map(tuple, self.grams[start : min(end, start + max_grams - len(grams))].tolist()):
+                if gram not in grams and gram not in known:
+                    grams.append(gram)
+        return grams
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, which appears whole or not at all."""
+        """Write the table to one safetensors file, atomically."""
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ("keys", "offsets", "grams")}
-        rest = {name: getattr(self, name) for name in ("tokenizer_hash", "min_count", "num_tokens", "sources")}
-        about = {"format": FORMAT, "gram": self.grams.shape[1], **rest}
+        fields = {name: getattr(self, name) for name in ("tokenizer_hash", "min_count", "num_tokens", "sources")}
+        metadata = {"format": FORMAT, "gram": self.grams.shape[1], **fields}
         with atomic_write(path) as new:
-            save_file(arrays, new, {"corpus": json.dumps(about)})  # one entry: several are written in no fixed order
+            # A single entry, because safetensors writes several in no fixed order.
+            save_file(arrays, new, {"corpus": json.dumps(metadata)})
 
     @classmethod
     def load(cls, path: str | Path) -> CorpusTable:
-        """Read what `save` wrote.
+        """Read a table that `save` wrote.
 
         Raises:
-            ValueError: The file is missing, damaged, or no corpus cache.
+            ValueError: The file is missing, damaged, or not a corpus cache.
         """
         if not Path(path).is_file():
             raise ValueError(f"no corpus cache at {path}: make one with `drafters corpus OUT`")
         try:
             with safe_open(path, framework="np") as file:
-                about = json.loads((file.metadata() or {}).get("corpus", "{}"))
-                if about.pop("format", None) != FORMAT:
+                metadata = json.loads((file.metadata() or {}).get("corpus", "{}"))
+                if metadata.pop("format", None) != FORMAT:
                     raise ValueError("another kind of file")
-                gram, sources = about.pop("gram"), tuple(about.pop("sources"))
+                gram, sources = metadata.pop("gram"), tuple(metadata.pop("sources"))
                 arrays = {name: file.get_tensor(name) for name in ("keys", "offsets", "grams")}
-            table = cls(**arrays, **about, sources=sources)
-            places = (len(table.keys) + 1,), (table.offsets[-1], gram)
-            if (table.offsets.shape, table.grams.shape) != places:
+            table = cls(**arrays, **metadata, sources=sources)
+            expected = (len(table.keys) + 1,), (table.offsets[-1], gram)
+            if (table.offsets.shape, table.grams.shape) != expected:
                 raise ValueError("its arrays do not fit each other")
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is no corpus cache ({error}): build it again with `drafters corpus OUT`"
+                f"{path} is not a corpus cache ({error}): build it again with `drafters corpus OUT`"
             ) from error
         return table
 
 
 class CorpusCache(Drafter):
-    """The corpus cache alone: n-grams of a fixed text, found by the last tokens (Self-Draft paper).
+    """Drafts n-grams of a fixed text that follow the last tokens: the corpus cache of the Self-Draft paper on its own.
 
     Args:
         table: The n-grams.
-        num_chains: N-grams drafted a step.
+        num_chains: Number of n-grams drafted per step.
     """
 
     history_only = True

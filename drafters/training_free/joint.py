@@ -1,4 +1,4 @@
-"""The joint drafter: what training-free drafters know, weighed by how often it was right, in one best-first tree."""
+"""The joint drafter: combines several training-free sources, weighted by how often each was right, in one tree."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from drafters.training_free.followers import BITS, EXPERIENCES, FollowerTable, e
 from drafters.tree import DraftTree
 
 TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)
-_TOKEN = (1 << BITS) - 1
-_UNASKED = 1  # stands where heap entries have a token, negated
-_MOST_PAIRS = 1_000_000  # contexts of two tokens whose runners-up are remembered
-_MOST = 8  # followers of one context that a corpus is asked for
+TOKEN_MASK = (1 << BITS) - 1
+MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
+MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
+# In a heap entry, in place of the negated token: the remaining sources of the context are still to be read.
+NEXT_SOURCE = 1
 
 
 class Joint(Drafter):
-    """Context n-grams, history across texts, and the base's runner-up tokens in one best-first tree. Our own.
+    """Drafts the most probable continuations by n-grams, earlier texts and the base's runner-up tokens. Our own method.
 
-    For a context of the last ``order`` tokens and its shorter ends there are up to four sources: what followed it in
-    this text, what followed it in earlier texts, what follows it most often in a corpus, and what the base held most
-    probable after it when it was last fed, accepted or not. They are asked from the longest context down, as in PPM:
-    each is believed as often as it has held the next token so far (counted apart by source, width and how much it has
-    seen), what is left goes to the next. The tree takes the most probable nodes first, and stops at the budget or
-    where a node is too improbable to pay.
+    For the context of the last ``order`` tokens and each of its suffixes there are up to four sources: the tokens that
+    followed it in this text, those that followed it in earlier texts, those that follow it most often in a corpus, and
+    those that the base found most probable when the context was last fed, whether accepted or not. As in prediction by
+    partial matching (PPM), the sources are read from the longest context to the shortest. Each gets a share of the
+    remaining probability equal to the fraction of times it has held the next token so far, counted separately by kind
+    of source, length of context and experience; the rest goes to the next source. The tree takes the most probable
+    nodes first until it has ``num_nodes`` nodes or no node reaches ``min_probability``.
 
     Args:
-        num_nodes: Nodes of the tree at most.
-        min_probability: A node less probable than this is not fed.
-        order: Tokens of the longest context.
-        history: Whether texts decoded before are remembered.
-        runner_up: How many of the base's most probable tokens are remembered after each fed token; 0 makes the drafter
-            depend on tokens alone.
-        fade: What a follower weighs against the one seen next.
-        corpus: N-grams of a fixed text, if there is one.
+        num_nodes: Largest number of nodes of the tree.
+        min_probability: A node whose estimated probability is below this is not fed.
+        order: Number of tokens of the longest context.
+        history: Whether texts decoded earlier are remembered.
+        runner_up: Number of the base's most probable tokens remembered after each fed token. With 0 the drafter depends
+            on tokens only.
+        fade: Weight of a follower relative to the next one of the same context; 1 weights all equally.
+        corpus: N-grams of a fixed text, if any.
     """
 
     def __init__(
@@ -57,18 +59,18 @@ class Joint(Drafter):
         self.num_nodes, self.min_probability, self.order = num_nodes, min_probability, order
         self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
         self.corpus = corpus
-        self._in_corpus: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # what was asked for already
+        self._corpus_followers: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # a cache, by context
         self.required_outputs, self.history_only = RequiredOutputs(top_k=runner_up), runner_up == 0
         self.reset()
 
     def reset(self) -> None:
         self._past = FollowerTable(self.order, self.growth)
-        self._tops: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
+        self._runners_up: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})  # after one token, after two
         widths = range(self.order)
-        # Of each kind of source and width: times asked and times it held the token, by the source's experience.
-        self._right = [[[[2.0, 1.0] for _ in range(EXPERIENCES)] for _ in widths] for _ in range(4)]
-        # Of each kind whose sources are ranked: how often each rank was right.
-        ranks = [1 / (1 + rank) for rank in range(max(self.runner_up, _MOST))]
+        # By kind of source, length of context and experience: [times read, times it held the next token].
+        self._hits = [[[[2.0, 1.0] for _ in range(EXPERIENCES)] for _ in widths] for _ in range(4)]
+        # For kinds whose sources are ranked lists, by length of context: how often each rank was right.
+        ranks = [1 / (1 + rank) for rank in range(max(self.runner_up, MAX_CORPUS_FOLLOWERS))]
         self._ranks = {kind: [list(ranks) for _ in widths] for kind in (RUNNERS_UP, CORPUS)}
         self._text: list[int] = []
 
@@ -77,22 +79,23 @@ class Joint(Drafter):
             self._past.learn_text(self._text)
         self._here = FollowerTable(self.order, self.growth)
         self._tables = [list(self._lookups(num_keys)) for num_keys in range(self.order + 1)]
-        self._text, self._keys = [], []
+        self._text = []
+        self._keys: list[int] = []  # the contexts at the end of the text, the shortest first
         self._fed: tuple[DraftTree, list[list[int]]] | None = None
-        self._learn(prompt, weigh=False)
+        self._learn(prompt, scores_sources=False)
 
     def _lookups(self, num_keys: int) -> Iterator[tuple[int, Callable, list[list[float]], list[float]]]:
-        """The sources in the order of asking: width, look-up by context, how often it was right, weights of ranks."""
+        """Yield the sources in reading order: context length, look-up function, hit counts, weights of the ranks."""
         for width in reversed(range(num_keys)):
-            if width < len(self._tops):
-                yield width, self._tops[width].get, self._right[RUNNERS_UP][width], self._ranks[RUNNERS_UP][width]
-            yield width, self._here.widths[width].get, self._right[TEXT][width], []
-            yield width, self._past.widths[width].get, self._right[HISTORY][width], []
+            if width < len(self._runners_up):
+                yield width, self._runners_up[width].get, self._hits[RUNNERS_UP][width], self._ranks[RUNNERS_UP][width]
+            yield width, self._here.widths[width].get, self._hits[TEXT][width], []
+            yield width, self._past.widths[width].get, self._hits[HISTORY][width], []
             if self.corpus is not None:
-                yield width, partial(self._after, width), self._right[CORPUS][width], self._ranks[CORPUS][width]
+                yield width, partial(self._after, width), self._hits[CORPUS][width], self._ranks[CORPUS][width]
 
     def rewind(self, length: int) -> None:
-        """The n-grams of what was refused stay: they were this base's own guess."""
+        """Forget the rejected tokens; their n-grams stay, because the base has guessed them."""
         self._text = self._text[:length]
         self._keys = []
         for token in self._text[-self.order :]:
@@ -100,20 +103,20 @@ class Joint(Drafter):
 
     # ---- learning
 
-    def _learn(self, tokens: Sequence[int], weigh: bool = True) -> None:
+    def _learn(self, tokens: Sequence[int], scores_sources: bool = True) -> None:
         for token in tokens:
-            if weigh:
-                self._weigh(token)
+            if scores_sources:
+                self._score_sources(token)
             self._here.learn(self._keys, token)
             self._keys = extended(self._keys, token, self.order)
             self._text.append(token)
 
-    def _weigh(self, token: int) -> None:
-        """Count which sources held the token that came: those asked before the first that did were wrong."""
+    def _score_sources(self, token: int) -> None:
+        """Count which sources held the next token: the first that did was right, and those read before it wrong."""
         keys = self._keys
-        for width, table, right, ranks in self._tables[len(keys)]:
+        for width, table, hits, ranks in self._tables[len(keys)]:
             if source := table(keys[width]):
-                counts = right[0 if ranks else source.experience]
+                counts = hits[0 if ranks else source.experience]
                 counts[0] += 1
                 if token in (source if ranks else source.weights):
                     counts[1] += 1
@@ -122,82 +125,85 @@ class Joint(Drafter):
                     return
 
     def observe(self, step: StepResult) -> None:
-        self._learn(step.emitted)  # first, so that sources are weighed by what they held before this step
+        # First, so that the sources are scored by what they held before this step.
+        self._learn(step.emitted)
         if self.runner_up and self._fed and step.tree is self._fed[0]:
-            after_one, after_two = self._tops
+            after_one, after_two = self._runners_up
             for keys, top in zip(self._fed[1], map(tuple, step.top), strict=True):
                 after_one[keys[0]] = top
                 if len(keys) > 1:
                     after_two[keys[1]] = top
-            if len(after_two) > _MOST_PAIRS:
+            if len(after_two) > MAX_PAIRS:
                 after_two.clear()
 
     # ---- drafting
 
     def _after(self, width: int, key: int) -> tuple[int, ...]:
-        """The tokens that follow a context in the corpus, the most frequent first."""
-        known = self._in_corpus[width]
-        if key not in known:
-            context = [key >> BITS * place & _TOKEN for place in range(width, -1, -1)]
-            known[key] = tuple(dict.fromkeys(gram[0] for gram in self.corpus.after(context)))[:_MOST]
-        return known[key]
+        """Return the tokens that follow a context in the corpus, the most frequent first."""
+        assert self.corpus is not None
+        followers = self._corpus_followers[width]
+        if key not in followers:
+            context = [key >> BITS * place & TOKEN_MASK for place in range(width, -1, -1)]
+            distinct = dict.fromkeys(gram[0] for gram in self.corpus.after(context))
+            followers[key] = tuple(distinct)[:MAX_CORPUS_FOLLOWERS]
+        return followers[key]
 
     def _shares(self, keys: Sequence[int]) -> Iterator[tuple[float, dict[int, float], float]]:
-        """Ask one source after the other what follows the contexts ``keys``.
+        """Distribute the probability of the next token over the sources of the contexts ``keys``, one by one.
 
         Yields:
-            The probability of a weight of one, the weights of the tokens that no source before held, and the
-            probability left for later sources.
+            The probability per unit of weight, the weights of the tokens that no earlier source held, and the
+            probability that remains for later sources.
         """
-        left = 1.0
-        held: dict[int, float] = {}
-        for width, table, right, ranks in self._tables[len(keys)]:
+        remaining = 1.0
+        earlier: dict[int, float] = {}
+        for width, table, hits, ranks in self._tables[len(keys)]:
             source = table(keys[width])
             if not source:
                 continue
             if ranks:
-                asked, correct = right[0]
-                weights = dict(zip(source, ranks))  # noqa: B905 - the keyword would double its time
+                num_reads, num_hits = hits[0]
+                weights = dict(zip(source, ranks))  # noqa: B905 - strict= would take twice as long
                 total = sum(weights.values())
             else:
-                asked, correct = right[source.experience]
+                num_reads, num_hits = hits[source.experience]
                 weights, total = source.weights, source.total
-            if held:
-                weights = {token: weight for token, weight in weights.items() if token not in held}
+            if earlier:
+                weights = {token: weight for token, weight in weights.items() if token not in earlier}
                 if not weights:
                     continue
                 total = sum(weights.values())
-            share = left * (correct / asked)
-            left -= share
-            yield share / total, weights, left
-            held |= weights
+            share = remaining * (num_hits / num_reads)
+            remaining -= share
+            yield share / total, weights, remaining
+            earlier |= weights
 
     def following(self, keys: Sequence[int]) -> list[tuple[float, int]]:
-        """Probable next tokens after the contexts ``keys``, the most probable first.
+        """Return the tokens that may follow, the most probable first.
 
         Args:
-            keys: Contexts, the shortest first, as `extended` makes them.
+            keys: The contexts, from the shortest, as `extended` returns them.
 
         Returns:
-            (probability, token) pairs; the probabilities add up to one at most.
+            (probability, token) pairs. The probabilities add up to at most one.
         """
         shares = self._shares(keys)
-        found = [(unit * weight, token) for unit, weights, _ in shares for token, weight in weights.items()]
-        return sorted(found, reverse=True)
+        pairs = [(unit * weight, token) for unit, weights, _ in shares for token, weight in weights.items()]
+        return sorted(pairs, reverse=True)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._learn(seq[len(self._text) :])
-        least, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
+        min_probability, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
         tokens: list[int] = []
         parents: list[int] = []
-        # Of the root and of each node: its contexts, depth, probability, and the sources not yet asked what follows.
-        contexts, depths, probabilities, unasked = [self._keys], [0], [1.0], [self._shares(self._keys)]
-        # What may come next, the most probable first: (-probability, place of the contexts, -token). What a context has
-        # left for its next source waits among them, as no token of that source is more probable: so few are ever asked.
-        heap: list[tuple[float, int, int]] = [(-1.0, 0, _UNASKED)] if limits.max_depth > 0 else []
+        # Of the root and of each node: its contexts, depth, probability, and the sources that are not yet read.
+        contexts, depths, probabilities, sources = [self._keys], [0], [1.0], [self._shares(self._keys)]
+        # Heap of (-probability, index into `contexts`, -token). An entry with NEXT_SOURCE holds the probability that
+        # remains for the unread sources of a context. No token of theirs is more probable, so few sources are read.
+        heap: list[tuple[float, int, int]] = [(-1.0, 0, NEXT_SOURCE)] if limits.max_depth > 0 else []
         while heap and len(tokens) < room:
             negative, place, token = heappop(heap)
-            if token != _UNASKED:
+            if token != NEXT_SOURCE:
                 token = -token
                 tokens.append(token)
                 parents.append(place - 1)
@@ -205,18 +211,18 @@ class Joint(Drafter):
                 depths.append(depths[place] + 1)
                 probabilities.append(-negative)
                 place = len(tokens)
-                unasked.append(self._shares(contexts[place]))
+                sources.append(self._shares(contexts[place]))
                 if depths[place] >= limits.max_depth or token in limits.eos or place == room:
                     continue
             above = probabilities[place]
-            for unit, weights, left in unasked[place]:  # one source
+            for unit, weights, remaining in sources[place]:
                 for token, weight in weights.items():
                     probability = above * (unit * weight)
-                    if probability >= least:
+                    if probability >= min_probability:
                         heappush(heap, (-probability, place, -token))
-                if above * left >= least:
-                    heappush(heap, (-above * left, place, _UNASKED))
-                break
+                if above * remaining >= min_probability:
+                    heappush(heap, (-above * remaining, place, NEXT_SOURCE))
+                break  # the other sources are read when their NEXT_SOURCE entry is popped
         tree = DraftTree(tokens, parents)
         self._fed = tree, contexts
         return tree

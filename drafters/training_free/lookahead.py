@@ -1,4 +1,4 @@
-"""Lookahead decoding: the base guesses n-grams beside its text, and what it guessed before is verified."""
+"""Lookahead decoding: the base generates n-grams beside its text, and earlier ones are drafted."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from drafters.tree import ROOT, DraftTree
 
 
 class Lookahead(Drafter):
-    """Lookahead decoding (LADE; Fu et al., arXiv 2402.02057, section 3), for level N, window W, guesses G.
+    """Lookahead decoding (Fu et al., arXiv 2402.02057, section 3) with n-grams of N tokens, window W and G guesses.
 
-    The window is a comb of scratch nodes: a trunk below the root and, below the root and each trunk node, a tooth of
-    N - 2 levels. It is W columns wide; the base's argmaxes below the teeth make the next level.
+    The lookahead window consists of scratch nodes in the shape of a comb: a trunk below the root and, below the root
+    and each node of the trunk, a tooth of N - 2 levels. It is W columns wide. The base's argmaxes at the ends of the
+    teeth form the next level.
 
         root ─┬─ t1 ─┬─ t2 ── c1 ── c2      W = 3, N = 4: two trunk nodes, three teeth of two levels
               │      └─ b1 ── b2
               └─ a1 ── a2
 
-    Each step moves the window by one column, whatever was accepted, and never back: a column is a trajectory of
-    Jacobi iterations, and the n-gram that leads through it (key, levels, argmax) enters the pool. The first N - 2
-    steps fill the levels one by one; from then on the n-grams that the pool knows of the root are the candidates,
-    merged by common prefix.
+    Each step moves the window forward by one column, no matter how many tokens were accepted. A column is a trajectory
+    of Jacobi iterations, and its n-gram (key, levels, argmax) is added to the pool. The first N - 2 steps fill the
+    levels one by one. After that, the pool's n-grams for the root are the candidates, merged by common prefix.
 
-    Where the whole comb does not fit, beyond the candidates, into the nodes or the context that are left, none of it
-    is fed and the window rests. It is argmax that fills it under sampling too, end tokens stay in it as in the greedy
-    code of the paper, and candidates end with theirs.
+    If the whole comb does not fit into the nodes or the context that the candidates leave, none of it is fed and the
+    window does not move. The window is filled with argmaxes under sampling too. As in the authors' greedy code, it may
+    contain end-of-sequence tokens; candidates end with one.
 
     Args:
-        level: N, tokens of an n-gram with its key.
-        window: W, columns of the window.
-        guesses: G, n-grams kept and verified for a key; the newest. 0 sets no bound.
-        pool_from_prompt: Whether the n-grams of the text itself enter the pool: the prompt's, and what is written.
-        drop_last: Leave out the last token of each n-gram, as the authors' code does in effect: it never emits a
-            bonus token after a whole n-gram.
-        seed: Of the tokens that the window begins with, drawn anew from each prompt.
-        pool: One to share, which lives as long as its owner wants. Without it each text begins with an empty one.
+        level: N, number of tokens of an n-gram including its key.
+        window: W, number of columns of the window.
+        guesses: G, number of n-grams kept per key and drafted per step, the newest; 0 keeps and drafts all.
+        pool_from_prompt: Whether the n-grams of the text itself, prompt and answer, are added to the pool.
+        drop_last: Whether to leave out the last token of each n-gram. This matches the authors' code, which never emits
+            a bonus token after a whole n-gram.
+        seed: Seed of the random prompt tokens that fill the window at the start of a text.
+        pool: Pool to share with another drafter. By default the drafter has its own and empties it before each text.
     """
 
     required_outputs = RequiredOutputs(top_k=1)
@@ -61,7 +61,7 @@ class Lookahead(Drafter):
         self.pool = NgramPool(guesses) if pool is None else pool
         self._owns_pool = pool is None
         self.remembers = not self._owns_pool
-        # The layout depends on nothing but the levels filled, and its depth not even on those.
+        # The layout of the window depends only on the number of filled levels, and its depth is always the same.
         self._depth = window + level - 3
         self._combs = [comb(self._depth - filled, filled) for filled in range(level - 1)]
 
@@ -69,7 +69,7 @@ class Lookahead(Drafter):
         if self._owns_pool:
             self.pool.clear()
         draw = random.Random(self.seed).choice
-        self._levels = [[draw(prompt) for _ in range(self._depth)]]  # the trunk, and the levels filled so far
+        self._levels = [[draw(prompt) for _ in range(self._depth)]]  # the trunk and the filled levels
         self._num_read = 0
         self._read(prompt)
 
@@ -95,25 +95,25 @@ class Lookahead(Drafter):
         return tree
 
     def _guesses(self, limits: Limits) -> Iterator[Sequence[int]]:
-        """The candidate chains, newest first: should nodes be short, the oldest lack them."""
+        """Yield the candidate chains, the newest first, so that a limit on the nodes cuts the oldest."""
         if len(self._levels) < self.level - 1:
             return
-        most = min(limits.max_depth, self.level - 1 - self.drop_last)
+        max_len = min(limits.max_depth, self.level - 1 - self.drop_last)
         for gram in reversed(self.pool.newest(self._root, self.guesses or None)):
-            gram = gram[:most]
-            yield gram[: next((i + 1 for i, token in enumerate(gram) if token in limits.eos), most)]
+            gram = gram[:max_len]
+            yield gram[: next((i + 1 for i, token in enumerate(gram) if token in limits.eos), max_len)]
 
     def observe(self, step: StepResult) -> None:
-        if len(step.tree) != self._num_fed:  # the window rests, or was pruned
+        if len(step.tree) != self._num_fed:  # the window was not fed, or was pruned
             return
         width = len(self._levels[-1])
         self._slide([row[0] for row in step.top[-width:]])
 
     def _slide(self, after: list[int]) -> None:
-        """Move on by a column, with the argmaxes ``after`` the last level; they are the next one."""
+        """Move the window by one column. The argmaxes ``after`` its last level form the next level."""
         levels = self._levels
         if len(levels) == self.level - 1:
-            keys = [self._root, *levels[0]]  # of the step that was: what is the root now came later
+            keys = [self._root, *levels[0]]  # `_root` is still the root of the observed step
             for key, gram in zip(keys, zip(*levels[1:], after, strict=True), strict=True):
                 self.pool.insert(key, gram)
             self._levels = [levels[1][1:], *levels[2:], after]
@@ -121,19 +121,23 @@ class Lookahead(Drafter):
             self._levels = [level[1:] for level in levels] + [after if len(levels) == 1 else after[1:]]
 
     def rewind(self, length: int) -> None:
-        """The window goes on sliding whatever becomes of the text (as in Ouroboros' code)."""
+        """Forget the rejected tokens; the window keeps moving, as in the code of Ouroboros."""
         self._num_read = min(self._num_read, length)
 
     def reset(self) -> None:
-        """Forget the pool, a shared one too."""
+        """Empty the pool, even a shared one."""
         self.pool.clear()
 
 
 def comb(trunk: int, levels: int) -> list[int]:
-    """Parents of the window's nodes, counted from its first: the trunk, then level by level ``trunk + 1`` teeth.
+    """Return the parents of the window's nodes: the trunk, then level by level the nodes of ``trunk + 1`` teeth.
 
-    Node i of the first level hangs where its column branches off, those of the next below them: then the plain
-    ancestor mask and the depths are the paper's attention mask and positions.
+    With these parents, the ancestor mask and the depths of the tree are the attention mask and the relative positions
+    of the paper.
+
+    Args:
+        trunk: Number of nodes of the trunk.
+        levels: Number of filled levels.
 
     >>> comb(2, 2)
     [-1, 0, -1, 0, 1, 2, 3, 4]

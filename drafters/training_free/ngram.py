@@ -1,4 +1,4 @@
-"""N-gram drafters: what followed the same words earlier in this text follows them again."""
+"""N-gram drafters: draft what followed the last tokens earlier in the same text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Gram = tuple[int, ...]
 
 
 class _NgramIndex(Drafter):
-    """An index of the text's n-grams that grows token by token and is taken back token by token.
+    """An index of the n-grams of a text that can be extended and rewound token by token.
 
-    It reads the text itself when asked to propose, so it owes nothing to what it is told of a step: inside an inner
-    session parts of the text were never observed. A step costs what it adds to the text, however long that is.
+    It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. The
+    cost of a step is proportional to the tokens it adds, not to the length of the text.
 
     Args:
-        shortest, longest: Tokens of the shortest and of the longest n-gram.
+        shortest: Number of tokens of the shortest n-gram.
+        longest: Number of tokens of the longest n-gram.
     """
 
     history_only = True
@@ -45,34 +46,34 @@ class _NgramIndex(Drafter):
                 self._add(gram)
 
     def _last_grams(self) -> list[Gram]:
-        """The n-grams that end with the text's last token."""
+        """Return the n-grams at the end of the text."""
         tail = tuple(self._text[-self._longest :])
         return [tail[start:] for start in range(len(tail) - self._shortest + 1)]
 
     @abstractmethod
     def _clear(self) -> None:
-        """Forget every n-gram."""
+        """Remove all n-grams."""
 
     @abstractmethod
     def _add(self, gram: Gram) -> None:
-        """The text now ends with this n-gram."""
+        """Add an n-gram, with which the text now ends."""
 
     @abstractmethod
     def _remove(self, gram: Gram) -> None:
-        """Undo the `_add` of this n-gram, the last to be added; the text still ends with it."""
+        """Undo the most recent `_add`, of this n-gram; the text still ends with it."""
 
 
 class ANPD(_NgramIndex):
-    """Adaptive n-gram parallel decoding (ANPD paper, Algorithms 1 and 2).
+    """Adaptive n-gram parallel decoding (ANPD, arXiv 2404.08698, Algorithms 1 and 2).
 
-    Tables of order 2..N count which token followed each context of n - 1 tokens. Drafting asks the highest order
-    that knows the context; among equally frequent tokens the one first seen last wins. Each context holds its best
-    follower ready, so that asking is one look-up.
+    Tables of order 2 to N count which token followed each context of n - 1 tokens. Each drafted token comes from the
+    highest order that contains the context. Among equally frequent tokens, the one whose first occurrence is latest is
+    drafted. The best follower of each context is stored, so that a look-up takes constant time.
 
     Args:
-        order: N, the longest n-gram.
-        num_draft: K, tokens drafted a step.
-        update: Whether emitted tokens enter the tables; off keeps those of the prompt.
+        order: N, number of tokens of the longest n-gram.
+        num_draft: K, largest number of tokens drafted per step.
+        update: Whether emitted tokens are added to the tables. If false, only the n-grams of the prompt are used.
     """
 
     def __init__(self, order: int = 5, num_draft: int = 7, update: bool = True) -> None:
@@ -82,24 +83,24 @@ class ANPD(_NgramIndex):
         self.order, self.num_draft, self.update = order, num_draft, update
 
     def _clear(self) -> None:
-        self._seen: dict[Gram, tuple[int, int]] = {}  # n-gram -> its count, and where it first ended
+        self._counts: dict[Gram, tuple[int, int]] = {}  # n-gram -> its count and the end of its first occurrence
         self._best: dict[Gram, tuple[int, int, int]] = {}  # context -> the greatest (count, first end, token)
-        self._replaced: list[tuple[int, int, int] | None] = []  # the best before each count, to go back to
+        self._replaced: list[tuple[int, int, int] | None] = []  # the best before each `_add`, for `_remove`
 
     def _add(self, gram: Gram) -> None:
         context = gram[:-1]
-        count, first = self._seen.get(gram, (0, len(self._text)))
-        self._seen[gram] = count + 1, first
-        best, found = self._best.get(context), (count + 1, first, gram[-1])
+        count, first = self._counts.get(gram, (0, len(self._text)))
+        self._counts[gram] = count + 1, first
+        best, follower = self._best.get(context), (count + 1, first, gram[-1])
         self._replaced.append(best)
-        if best is None or found > best:
-            self._best[context] = found
+        if best is None or follower > best:
+            self._best[context] = follower
 
     def _remove(self, gram: Gram) -> None:
         context = gram[:-1]
-        count, first = self._seen.pop(gram)
+        count, first = self._counts.pop(gram)
         if count > 1:
-            self._seen[gram] = count - 1, first
+            self._counts[gram] = count - 1, first
         best = self._replaced.pop()
         if best is None:
             del self._best[context]
@@ -127,15 +128,16 @@ class ANPD(_NgramIndex):
 
 
 class PromptLookup(_NgramIndex):
-    """Prompt lookup decoding: copy what followed the leftmost earlier match of the last tokens (Saxena 2023).
+    """Prompt lookup decoding (Saxena 2023): copy what followed the leftmost earlier match of the last tokens.
 
-    Longer matches are tried first. The two known rules part where little text follows the match, and at its end.
+    Longer matches are tried first. The two public implementations differ if less than ``num_draft`` tokens follow the
+    match, and in the treatment of end-of-sequence tokens; ``partial`` selects one.
 
     Args:
-        max_ngram: Longest suffix looked for; shorter ones follow.
-        num_draft: Tokens copied at most.
-        partial: Copy what there is, up to an end-of-sequence token, as transformers does; off copies ``num_draft``
-            tokens or else tries a shorter match, as the original code does.
+        max_ngram: Number of tokens of the longest suffix to match; shorter ones are tried next.
+        num_draft: Largest number of tokens to copy.
+        partial: If true, copy the tokens that are there, up to an end-of-sequence token, as transformers does. If not,
+            copy exactly ``num_draft`` tokens or try a shorter match, as the original code does.
     """
 
     def __init__(self, max_ngram: int = 3, num_draft: int = 10, partial: bool = True) -> None:
@@ -145,7 +147,7 @@ class PromptLookup(_NgramIndex):
         self.max_ngram, self.num_draft, self.partial = max_ngram, num_draft, partial
 
     def _clear(self) -> None:
-        self._first: dict[Gram, int] = {}  # n-gram -> where its leftmost occurrence ends
+        self._first: dict[Gram, int] = {}  # n-gram -> the end of its leftmost occurrence
 
     def _add(self, gram: Gram) -> None:
         self._first.setdefault(gram, len(self._text))
@@ -167,15 +169,15 @@ class PromptLookup(_NgramIndex):
         return _chain(draft)
 
     def _match(self, seq: Sequence[int]) -> int | None:
-        """Where to copy from. Matches further right have less text behind them: the leftmost decides."""
+        """Return the position to copy from. The leftmost match decides, because it has the most text after it."""
         length = len(seq)
         tail = tuple(seq[-self.max_ngram :])
         for at in range(len(tail)):
             start = self._first[tail[at:]]
             width = len(tail) - at
-            # The original asks for a full copy, and that no token of the suffix itself is its first.
-            fits = start + self.num_draft <= length and start < length - width
-            if start < length if self.partial else fits:
+            # The original code needs a full copy whose first token lies before the suffix itself.
+            is_full = start + self.num_draft <= length and start < length - width
+            if start < length if self.partial else is_full:
                 return start
         return None
 

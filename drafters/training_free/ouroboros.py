@@ -1,4 +1,4 @@
-"""Ouroboros: a draft model drafts with phrases, phrases lengthen its drafts, and verification makes new ones."""
+"""Ouroboros: a pool of phrases speeds up and lengthens the drafts of a draft model, and verification refills it."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from drafters.tree import DraftTree
 
 
 class Ouroboros(Drafter):
-    """Phrase by phrase drafting (Ouroboros, EMNLP 2024). A phrase is a key token and the ``level - 1`` tokens after it.
+    """Phrase by phrase drafting (Ouroboros, arXiv 2402.13720). A phrase is a key token and ``level - 1`` more tokens.
 
-        root ── d1 ── … ── dγ ─┬─ phrase 1 of key dγ       the draft of the inner model, then tails from the pool
+        root ── d1 ── … ── dγ ─┬─ phrase 1 of key dγ       the draft of the inner model, then phrases from the pool
                                ├─ phrase 2
                                └─ phrase K
 
-    The four parts of the paper's Table 4:
+    Its four parts, as in the ablation of the paper's Table 4:
 
-    1. Phrases accelerate drafting (section 3.1): the drafter of ``inner`` is lookahead over the same ``pool``. With
-       an inner model that drafts token by token this part is off, and phrases come from verification alone.
-    2. Phrases lengthen drafts (3.2): ``lengthen``.
-    3. Phrases from verification (3.3): ``verify_phrases``. After a rejection every stretch of the discarded tail that
-       the base agrees with becomes a phrase, if it is a complete one; after full acceptance the tried phrases that were
-       not taken are corrected in place. (The authors' code corrects them after a rejection too, though the base has
-       read them behind a wrong draft, and the taken phrase as well; the paper does neither.)
-    4. Phrases live on from text to text (3.4): ``history``.
+    1. Phrases accelerate drafting (section 3.1): the drafter of ``inner`` is lookahead decoding over the same ``pool``.
+       If the inner model drafts token by token instead, phrases come from verification only.
+    2. Phrases lengthen drafts (section 3.2), see ``lengthen``.
+    3. Verification generates phrases (section 3.3), see ``verify_phrases``. After a rejection, each run of
+       ``level - 1`` tokens in the rejected part of the draft that the base agrees with becomes a phrase. After full
+       acceptance, the candidate phrases that were not accepted are corrected in place. The authors' code also corrects
+       them after a rejection, when the base has read them after a wrong draft, and corrects the accepted phrase; the
+       paper does neither.
+    4. Phrases are kept from text to text (section 3.4), see ``history``.
 
-    Without phrases this is draft-model speculation. As every draft is an argmax, sampled text is matched draw by draw.
+    Without phrases this is speculative decoding with a draft model. Every draft is an argmax, so under sampling a
+    drafted token is accepted if it equals the token that is sampled.
 
     Args:
-        inner: Session of the draft model; its own drafter may put phrases into ``pool``.
-        pool: Phrases, shared with the drafter of ``inner``.
-        num_draft: Gamma, tokens the draft model writes a step.
-        num_phrases: K, phrases hung on the draft's last token; the newest.
-        level: Tokens of a phrase with its key, as of lookahead decoding; the paper's beta is one more (Table 12).
-        lengthen: Part 2.
-        verify_phrases: Part 3.
-        history: Part 4; off, each text begins with an empty pool.
-        drop_last: Leave out the last token of each tail, as the authors' code does in effect: it never emits a bonus
-            token after a whole phrase.
+        inner: Session of the draft model. Its own drafter may add phrases to ``pool``.
+        pool: Pool of phrases, shared with the drafter of ``inner``.
+        num_draft: Gamma, number of tokens the draft model writes per step.
+        num_phrases: K, number of phrases appended to the last drafted token, the newest.
+        level: Number of tokens of a phrase including its key, as in lookahead decoding. The paper's beta (Table 12) is
+            one more.
+        lengthen: Whether phrases lengthen drafts (part 2).
+        verify_phrases: Whether verification generates phrases (part 3).
+        history: Whether phrases are kept from text to text (part 4). If false, each text starts with an empty pool.
+        drop_last: Whether to leave out the last token of each appended phrase. This matches the authors' code, which
+            never emits a bonus token after a whole phrase.
     """
 
     required_outputs = RequiredOutputs(top_k=1)
@@ -64,10 +67,7 @@ class Ouroboros(Drafter):
         self.num_draft, self.num_phrases, self.level = num_draft, num_phrases, level
         self.lengthen, self.verify_phrases, self.history = lengthen, verify_phrases, history
         self.drop_last = drop_last
-
-    @property
-    def draft_forwards(self) -> int:
-        return self.inner.forwards
+        self.draft_forwards = inner.forwards
 
     def begin(self, prompt: Sequence[int]) -> None:
         if not self.history:
@@ -77,17 +77,22 @@ class Ouroboros(Drafter):
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)
         draft = self.inner.write(seq, room, limits.eos).tokens if room > 0 else []
+        self.draft_forwards = self.inner.forwards
         self._draft, self._tokens, self._parents = draft, list(draft), list(range(-1, len(draft) - 1))
-        self._tried: list[tuple[tuple[int, ...], list[int]]] = []  # phrases and their nodes, the newest first
+        self._candidates: list[tuple[tuple[int, ...], list[int]]] = []  # phrases and their nodes, the newest first
         if self.lengthen and draft and draft[-1] not in limits.eos:
             children: dict[tuple[int, int], int] = {}
             for phrase in reversed(self.pool.newest(draft[-1], self.num_phrases)):
-                self._tried.append((phrase, self._hang(phrase, children, limits)))
+                self._candidates.append((phrase, self._append(phrase, children, limits)))
         return DraftTree(self._tokens, self._parents)
 
-    def _hang(self, phrase: tuple[int, ...], children: dict[tuple[int, int], int], limits: Limits) -> list[int]:
-        """Hang a phrase on the draft's last token as far as the limits allow, along what hangs there already."""
-        node, nodes = len(self._draft) - 1, []
+    def _append(self, phrase: tuple[int, ...], children: dict[tuple[int, int], int], limits: Limits) -> list[int]:
+        """Append a phrase to the last drafted token, as far as the limits allow, and return its nodes.
+
+        Nodes of phrases appended earlier, given in ``children``, are shared.
+        """
+        node = len(self._draft) - 1
+        nodes: list[int] = []
         room = min(limits.max_depth - len(self._draft), len(phrase) - self.drop_last)
         for token in phrase[:room]:
             child = children.get((node, token))
@@ -104,33 +109,33 @@ class Ouroboros(Drafter):
         return nodes
 
     def observe(self, step: StepResult) -> None:
-        if not self.verify_phrases or len(step.tree) != len(self._tokens):  # pruned: its rows are not those proposed
+        if not self.verify_phrases or len(step.tree) != len(self._tokens):  # pruned: the rows belong to other nodes
             return
         after = [row[0] for row in step.top[1:]]
         accepted = _common(self._draft, step.emitted)
         if accepted < len(self._draft):
             self._learn_from_tail(accepted, after)
-        elif self._tried:
+        elif self._candidates:
             self._correct(step.emitted[accepted:], after)
 
     def _learn_from_tail(self, first: int, after: list[int]) -> None:
-        """Phrases of the discarded tail: ``level - 1`` tokens of the base that the draft goes along with (Figure 4)."""
+        """Add phrases from the rejected part of the draft: runs on which base and draft agree (Figure 4)."""
         draft, width = self._draft, self.level - 1
         for key in range(first, len(draft) - width + 1):
             if draft[key + 1 : key + width] == after[key : key + width - 1]:
                 self.pool.insert(draft[key], after[key : key + width])
 
     def _correct(self, emitted: list[int], after: list[int]) -> None:
-        """Put what the base says in the place of the tried phrases, but for the one taken: of equals the oldest."""
-        tried = self._tried[::-1]
-        taken = [_common([self._tokens[node] for node in nodes], emitted) for _, nodes in tried]
-        most = max(taken)
-        corrected = []
-        for index, (phrase, nodes) in enumerate(tried):
-            is_taken = most > 0 and index == taken.index(most)
-            is_seen = len(nodes) >= len(phrase) - 1  # a phrase cut at a limit stays as it is
+        """Replace each candidate phrase by the base's tokens, except the accepted one: the oldest of the longest."""
+        candidates = self._candidates[::-1]
+        num_accepted = [_common([self._tokens[node] for node in nodes], emitted) for _, nodes in candidates]
+        longest = max(num_accepted)
+        corrected: list[Sequence[int]] = []
+        for index, (phrase, nodes) in enumerate(candidates):
+            is_accepted = longest > 0 and index == num_accepted.index(longest)
+            is_fed = len(nodes) >= len(phrase) - 1  # a phrase that was cut at a limit is not changed
             rows = [len(self._draft) - 1, *nodes][: len(phrase)]
-            corrected.append([after[row] for row in rows] if is_seen and not is_taken else phrase)
+            corrected.append([after[row] for row in rows] if is_fed and not is_accepted else phrase)
         self.pool.replace_newest(self._draft[-1], corrected)
 
     def rewind(self, length: int) -> None:
@@ -142,7 +147,7 @@ class Ouroboros(Drafter):
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the common prefix."""
     count = 0
     while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1

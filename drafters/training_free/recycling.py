@@ -1,4 +1,4 @@
-"""Token recycling: the base's runners-up, thrown away elsewhere, are the next drafts."""
+"""Token recycling: drafts the tokens that the base found probable after the same token before."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from heapq import heapify, heappop, heappush
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import ROOT, DraftTree
 
-Template = tuple["Template", ...]  # of a node: the templates of its children, the most probable first
+Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
 
 
 class TokenRecycling(Drafter):
-    """Token recycling (Luo et al., arXiv 2408.08696): a table gives each token its likely successors, and a fixed
-    tree of ranks says which of them, and which of theirs, are drafted.
+    """Token recycling (Luo et al., arXiv 2408.08696).
 
-    The successors of a token are the base's ``top_k`` where it was fed last, decided or drafted, accepted or not; of
-    several places in one step the last node counts. The table lives on from text to text. A token never fed has no
-    successors, and what would stand below it is left out. Nodes are in breadth-first order.
+    A table (the paper's adjacency matrix) maps each token to its likely successors. A fixed template of ranks says
+    which successors are drafted, and which successors of those, in breadth-first order.
+
+    The successors of a token are the base's ``top_k`` most probable tokens where it was last fed, as part of the text
+    or of a draft, accepted or not; if it occurs several times in a step, its last node counts. The table is kept from
+    text to text. A token that was never fed has no successors, so its part of the template is left out.
 
     Args:
-        num_nodes: Nodes of the tree of ranks; the paper's tree has 80.
-        top_k: Successors kept of a token.
+        num_nodes: Number of nodes of the template; the paper's has 80.
+        top_k: Number of successors kept per token.
     """
 
     def __init__(self, num_nodes: int = 80, top_k: int = 8) -> None:
@@ -58,23 +60,29 @@ class TokenRecycling(Drafter):
 
 
 def rank_probability(rank: int) -> float:
-    """How probable a token's successor of this rank, in the table, is the next one of the text.
+    """Return the probability that a token's successor of this rank in the table is the next token of the text.
 
-    Rounded from what two small chat bases do, the last of the table against the next of the text: 0.51, 0.076, 0.037,
-    0.026, 0.017, ... (GSM8K) and 0.33, 0.099, 0.040, 0.035, 0.030, ... (the embedded corpus).
+    Rounded from frequencies of two small chat bases: 0.51, 0.076, 0.037, 0.026, 0.017, ... (GSM8K) and 0.33, 0.099,
+    0.040, 0.035, 0.030, ... (the embedded corpus).
     """
     return 0.09 / rank if rank else 0.45
 
 
 @lru_cache(maxsize=64)
 def best_first(num_nodes: int, top_k: int) -> Template:
-    """The tree of the ``num_nodes`` most probable paths of ranks, where a path is as probable as the product of its
-    ranks: under `rank_probability` no other tree of so many nodes is accepted deeper on average.
+    """Return the template of the ``num_nodes`` most probable paths of ranks.
+
+    The probability of a path is the product of the `rank_probability` of its ranks. Under this model, no other template
+    with as many nodes has a larger expected acceptance length.
+
+    Args:
+        num_nodes: Number of nodes.
+        top_k: Number of ranks, the successors per token.
 
     >>> best_first(4, 8)  # ranks 0, 0-0, 0-0-0 and 1
     ((((),),), ())
     """
-    queue = [(-rank_probability(rank), (rank,)) for rank in range(top_k)]
+    queue: list[tuple[float, tuple[int, ...]]] = [(-rank_probability(rank), (rank,)) for rank in range(top_k)]
     heapify(queue)
     paths: list[tuple[int, ...]] = []
     while len(paths) < num_nodes:
@@ -83,6 +91,7 @@ def best_first(num_nodes: int, top_k: int) -> Template:
         for rank in range(top_k):
             heappush(queue, (weight * rank_probability(rank), (*path, rank)))
     below: dict[tuple[int, ...], Template] = {}
-    for path in reversed(paths):  # children come after their parents, and siblings after those of smaller rank
+    # In `paths`, children come after their parents, and siblings after those of smaller rank.
+    for path in reversed(paths):
         below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))
     return below.get((), ())

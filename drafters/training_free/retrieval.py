@@ -1,4 +1,4 @@
-"""Retrieval drafting: what followed the text's last words in a large text, found in its suffix array."""
+"""Retrieval drafter: drafts what followed the last tokens in a large text, found in its suffix array."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from drafters.protocol import Drafter, Limits
 from drafters.training_free.suffix_array import SuffixArray
 from drafters.tree import ROOT, DraftTree
 
-FEW = 32  # hits that Python counts before numpy's many calls have begun
+FEW_HITS = 32  # up to this many hits, counting in Python is faster than numpy
 
 
 class REST(Drafter):
     """Retrieval-based speculative decoding (REST, arXiv 2311.08252, section 3).
 
-    The longest end of the text that stands in the datastore is looked up. What follows it there, up to ``length``
-    tokens a hit and none of the next document, makes a trie that counts each prefix. The draft is the ``num_draft``
-    most frequent prefixes: of equally frequent ones the shorter, then the one of smaller tokens.
+    The longest suffix of the text that occurs in the datastore is looked up. The tokens after its occurrences there, up
+    to ``length`` each and within the same document, form a trie that counts each prefix. The draft tree consists of the
+    ``num_draft`` most frequent prefixes; among equally frequent ones the shorter come first, then those of smaller
+    token ids.
 
     Args:
         store: The datastore.
-        num_draft: Nodes of the tree at most.
-        longest: Tokens of the longest end that is looked up.
-        shortest: Tokens of the shortest.
-        num_hits: Hits looked at, the first in the suffix array's order.
-        length: Tokens of a continuation.
-        official_cut: Drop prefixes, those of most distinct tokens first, until their distinct tokens add up to no more
-            than ``num_draft``, as the paper's code does; it counts a token once for each prefix it is in.
+        num_draft: Largest number of nodes of the tree.
+        longest: Number of tokens of the longest suffix to look up.
+        shortest: Number of tokens of the shortest suffix to look up.
+        num_hits: Largest number of occurrences to read, the first in the order of the suffix array.
+        length: Largest number of tokens to read after an occurrence.
+        official_cut: Whether to limit the tree as the paper's code does: prefixes with the most distinct tokens are
+            dropped until the distinct tokens of all prefixes, summed per prefix, are at most ``num_draft``.
     """
 
     history_only = True
@@ -64,13 +65,13 @@ class REST(Drafter):
         if not matched or room < 1 or deepest < 1:
             return DraftTree()
         last = min(last, first + self.num_hits)
-        if last - first <= FEW:
+        if last - first <= FEW_HITS:
             paths = self.store.continuations(first, last, matched, deepest)
             tree = most_frequent([_until_eos(path, limits.eos) for path in paths], room)
         else:
             places = self.store.suffixes[first:last] + self._offsets[matched : matched + deepest]
-            found = self.store.tokens.take(places, mode="clip")  # the text ends in a border
-            tree = most_frequent_of_many(found, room, self.store.border, limits.eos)
+            columns = self.store.tokens.take(places, mode="clip")  # the last token of the text is a border
+            tree = most_frequent_of_many(columns, room, self.store.border, limits.eos)
         return officially_cut(tree, room) if self.official_cut else tree
 
 
@@ -80,12 +81,19 @@ def _until_eos(path: list[int], eos: frozenset[int]) -> list[int]:
     return path
 
 
-def most_frequent(paths: Sequence[Sequence[int]], most: int) -> DraftTree:
-    """The ``most`` frequent prefixes of ascending paths; of equals the shorter, then those of smaller tokens."""
+def most_frequent(paths: Sequence[Sequence[int]], max_nodes: int) -> DraftTree:
+    """Return the tree of the most frequent prefixes of some paths.
+
+    Among equally frequent prefixes the shorter come first, then those of smaller token ids.
+
+    Args:
+        paths: Paths of tokens in ascending order.
+        max_nodes: Largest number of prefixes.
+    """
     tokens: list[int] = []
     parents: list[int] = []
-    ranks: list[int] = []  # depth, less a great number for each further path through the node
-    trail: list[int] = []  # nodes of the path before
+    ranks: list[int] = []  # sort keys: the depth, minus 2^32 for each further path through the node
+    trail: list[int] = []  # the nodes of the previous path
     before: Sequence[int] = ()
     for path in paths:
         shared = 0
@@ -101,54 +109,60 @@ def most_frequent(paths: Sequence[Sequence[int]], most: int) -> DraftTree:
             tokens.append(path[depth])
             ranks.append(depth)
         before = path
-    if len(tokens) <= most:
+    if len(tokens) <= max_nodes:
         return DraftTree(tokens, parents)
-    chosen = sorted(range(len(tokens)), key=ranks.__getitem__)[:most]
+    chosen = sorted(range(len(tokens)), key=ranks.__getitem__)[:max_nodes]
     nodes = {old: new for new, old in enumerate(chosen)} | {ROOT: ROOT}
     return DraftTree([tokens[node] for node in chosen], [nodes[parents[node]] for node in chosen])
 
 
-def most_frequent_of_many(found: np.ndarray, most: int, border: int, eos: Iterable[int]) -> DraftTree:
-    """As `most_frequent`, for the columns of an array (depth, hits): slow to start, and fast.
+def most_frequent_of_many(columns: np.ndarray, max_nodes: int, border: int, eos: Iterable[int]) -> DraftTree:
+    """Compute `most_frequent` for the columns of an array with numpy, which is faster for many paths.
 
-    A prefix is a run in its row, and runs are numbered as they come: shorter prefixes first, then smaller tokens. A
-    count never exceeds that of a shorter prefix, so what is taken is a tree.
+    A prefix is a run of equal values in a row of the array. In the order of the flattened array, runs of shorter
+    prefixes come first, then those of smaller tokens. A prefix is never more frequent than a shorter one that it
+    extends, so the chosen prefixes form a tree.
 
     Args:
-        found: Tokens, columns in ascending order down to their borders.
-        most: Prefixes at most.
-        border: What ends a column; the tokens behind it are of another document.
-        eos: Tokens that end a column after themselves.
+        columns: (depth, hits) tokens; up to their borders, the columns are in ascending order.
+        max_nodes: Largest number of prefixes.
+        border: The value that ends a column; the tokens below it belong to another document.
+        eos: End-of-sequence tokens, each of which ends a column after itself.
     """
-    over = found == border
+    over = columns == border
     for token in eos:
-        over[1:] |= found[:-1] == token
+        over[1:] |= columns[:-1] == token
     np.logical_or.accumulate(over, out=over)
-    starting = np.ones(found.shape, dtype=bool)
-    np.not_equal(found[:, 1:], found[:, :-1], out=starting[:, 1:])
+    starting = np.ones(columns.shape, dtype=bool)
+    np.not_equal(columns[:, 1:], columns[:, :-1], out=starting[:, 1:])
     np.logical_or.accumulate(starting, out=starting)
     starts = starting.ravel().nonzero()[0]
     counts = np.empty(len(starts), dtype=np.int64)
     np.subtract(starts[1:], starts[:-1], out=counts[:-1])
-    counts[-1] = found.size - starts[-1]
+    counts[-1] = columns.size - starts[-1]
     counts[over.ravel()[starts]] = 0
-    order = (-counts).argsort(kind="stable")[:most]
+    order = (-counts).argsort(kind="stable")[:max_nodes]
     chosen = starts[order[: np.count_nonzero(counts[order])]]
-    width = found.shape[1]
-    above = starts[starts.searchsorted(chosen - width, "right") - 1].tolist()  # the run one row up
+    width = columns.shape[1]
+    above = starts[starts.searchsorted(chosen - width, "right") - 1].tolist()  # the run in the row above
     nodes = {start: node for node, start in enumerate(chosen.tolist())}
     parents = [nodes[run] if start >= width else ROOT for start, run in zip(nodes, above, strict=True)]
-    return DraftTree(found.ravel()[chosen].tolist(), parents)
+    return DraftTree(columns.ravel()[chosen].tolist(), parents)
 
 
-def officially_cut(tree: DraftTree, most: int) -> DraftTree:
-    """Drop prefixes of most distinct tokens, of equals the longer, until all that are left add up to ``most``."""
+def officially_cut(tree: DraftTree, max_tokens: int) -> DraftTree:
+    """Keep the prefixes with the fewest distinct tokens, then the shortest, within a budget.
+
+    Args:
+        tree: The tree of prefixes.
+        max_tokens: Largest sum of the numbers of distinct tokens of all prefixes kept.
+    """
     paths = [tree.path_tokens(node) for node in range(len(tree))]
     paths.sort(key=lambda path: (-len(set(path)), -len(path), path))
     total, kept = 0, []
     for path in reversed(paths):
         total += len(set(path))
-        if total > most:
+        if total > max_tokens:
             break
         kept.append(path)
     return DraftTree.from_paths(kept)

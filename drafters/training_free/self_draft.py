@@ -1,4 +1,4 @@
-"""Self-Draft: the base itself writes noisy branches beside the text, and their n-grams are drafted later."""
+"""Self-Draft: the base continues noisy branches beside the text, and their n-grams are drafted later."""
 
 from __future__ import annotations
 
@@ -11,42 +11,46 @@ from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.pool import NgramPool
 from drafters.tree import ROOT, DraftTree
 
-KEPT_GRAMS, KEPT_EVERY = 2, 2  # keep the newest two of each key, every two texts
+# Before every second text, all but the newest two n-grams of each key are dropped.
+TEXTS_PER_CLEANUP, GRAMS_AFTER_CLEANUP = 2, 2
+# N-grams drafted from the corpus cache, with free places in the context cache and without.
 CORPUS_CHAINS, CORPUS_CHAINS_BESIDE_A_FULL_CACHE = 3, 2
 
 
 class SelfDraft(Drafter):
-    """Multi-branch self-drafting (Self-Draft paper, Algorithm 1; timing and orders of its public code).
+    """Multi-branch self-drafting (Self-Draft paper, Algorithm 1).
 
-    Branches are scratch chains below the root. All but the first begin with pads, random words of the prompt; each
-    step the base's argmax at a branch's end is appended to it and its first token dropped, whatever was accepted.
-    Until the branches have grown to their lengths (``branch_len - 2`` steps) nothing else is fed:
+    Branches are chains of scratch nodes below the root. All but the first start with pads, random tokens of the prompt.
+    In each step the base's argmax at the end of a branch is appended to it and its first token is dropped, no matter
+    how many tokens were accepted. During the first ``branch_len - 2`` steps, while the branches grow to their full
+    length, nothing is drafted.
 
-        root ─┬─ a1 ─ a2 ─ a3 ─ a4             branch 0: what follows the root if nothing is refused
-              ├─ pad ─ b1 ─ b2 ─ b3 ─ b4       branches 1..N-1: one to max_pad pads, then branch_len - 2 tokens
+        root ─┬─ a1 ─ a2 ─ a3 ─ a4             branch 0: continues the root
+              ├─ pad ─ b1 ─ b2 ─ b3 ─ b4       branches 1 to N - 1: 1 to max_pad pads, then branch_len - 2 tokens
               └─ pad ─ pad ─ c1 ─ c2 ─ c3 ─ c4
 
-    Every ``gram`` tokens in a row and the argmax after them enter the context cache: the first is the key, the rest
-    an n-gram. What the cache holds for the root is drafted, oldest first, and then what the corpus cache holds.
-    The context cache outlives a text; after every two texts the newest two n-grams of each key stay.
+    Every ``gram`` consecutive tokens of a branch and the argmax after them are added to the context cache: the first
+    token is the key, the others an n-gram. The draft consists of the n-grams of the context cache for the root, the
+    oldest first, and then of those of the corpus cache. The context cache is kept from text to text, except that before
+    every second text all but the newest two n-grams of each key are dropped.
 
-    Other than the code, which this follows where it and the paper differ: candidates share their common prefixes; a
-    draft that is accepted whole gains the bonus token too (``drop_last`` gives the code's counts); an n-gram that ends
-    in the next token holds that token, not another branch's; each n-gram of a step is inserted once, in the order of
-    the text. In the paper the cache is fed by branches alone (``text_ngrams`` off), and branches are ``branch_len``
-    long, pads included.
+    Where the paper and its public code differ, this follows the code, with four exceptions: candidates are merged by
+    common prefix; a draft that is accepted completely also gains the bonus token (``drop_last`` gives the code's
+    counts); an n-gram that ends in the next token of the text holds that token and not one of another branch; and each
+    n-gram of a step is inserted once, in the order of the text. In the paper, only branches feed the context cache
+    (``text_ngrams=false``), and branches have ``branch_len`` tokens including pads.
 
-    Where the branches do not fit into the limits they stand still, and the caches draft alone.
+    If the branches do not fit into the limits, they are not fed and do not change, and only the caches draft.
 
     Args:
-        branch_len: L; branches have L - 2 tokens behind their pads.
-        num_branches: N, the first one included.
-        gram: G, tokens of an n-gram behind its key; less than branch_len.
-        max_pad: Pads of a branch at most.
-        cache_size: N-grams of a key that the context cache holds; the least recently inserted goes first.
-        text_ngrams: Whether the n-grams of prompt and answer enter the context cache too.
-        drop_last: Whether the last token of each n-gram is left out of the draft.
-        seed: Of the pads; every text starts with it anew.
+        branch_len: L. Branches have L - 2 tokens after their pads.
+        num_branches: N, number of branches including the first.
+        gram: G, number of tokens of an n-gram without its key; less than ``branch_len``.
+        max_pad: Largest number of pads of a branch.
+        cache_size: Number of n-grams per key in the context cache; the least recently inserted is dropped first.
+        text_ngrams: Whether the n-grams of the prompt and the answer are added to the context cache too.
+        drop_last: Whether to leave out the last token of each n-gram from the draft.
+        seed: Seed of the choice of pads, restarted for every text.
         corpus: The corpus cache, if any.
     """
 
@@ -77,22 +81,23 @@ class SelfDraft(Drafter):
 
     def reset(self) -> None:
         self.cache.clear()
-        self._texts = 0
+        self._num_texts = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        if self._texts and self._texts % KEPT_EVERY == 0:
-            self.cache.keep_newest(KEPT_GRAMS)
-        self._texts += 1
+        if self._num_texts and self._num_texts % TEXTS_PER_CLEANUP == 0:
+            self.cache.keep_newest(GRAMS_AFTER_CLEANUP)
+        self._num_texts += 1
         rng = random.Random(self.seed)
-        self._warm_up = self.branch_len - 2  # steps until the branches are full; each uses up one branch of one pad
+        # Steps until the branches have their full length. Each of them uses up one branch of a single pad.
+        self._warm_up = self.branch_len - 2
         self._branches = [
             rng.choices(prompt, k=1 if index < self._warm_up else rng.randint(1, self.max_pad))
             for index in range(self._warm_up + self.num_branches - 1)
         ]
-        self._learned = 0  # tokens of the text whose n-grams are in the cache
+        self._num_learned = 0  # number of tokens of the text whose n-grams are in the cache
 
     def rewind(self, length: int) -> None:
-        self._learned = min(self._learned, length)
+        self._num_learned = min(self._num_learned, length)
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         depth, size = max(map(len, self._branches)), sum(map(len, self._branches))
@@ -103,7 +108,7 @@ class SelfDraft(Drafter):
         tree = tree.pruned(limits.max_depth, limits.max_nodes - size if fits else limits.max_nodes, limits.eos)
         if not fits:
             return tree
-        self._tail = list(seq[max(0, self._learned - self.gram) if self.text_ngrams else -1 :])
+        self._tail = list(seq[max(0, self._num_learned - self.gram) if self.text_ngrams else -1 :])
         self._length = len(seq)
         return self._with_branches(tree)
 
@@ -111,8 +116,8 @@ class SelfDraft(Drafter):
         grams = self.cache.newest(seq[-1])
         if self.corpus is not None:
             free = self.cache_size - len(grams)
-            most = min(CORPUS_CHAINS, free) if free else CORPUS_CHAINS_BESIDE_A_FULL_CACHE
-            grams += self.corpus.retrieve(seq, most, grams)
+            max_grams = min(CORPUS_CHAINS, free) if free else CORPUS_CHAINS_BESIDE_A_FULL_CACHE
+            grams += self.corpus.retrieve(seq, max_grams, grams)
         return [gram[:-1] for gram in grams] if self.drop_last else grams
 
     def _with_branches(self, tree: DraftTree) -> DraftTree:
@@ -127,18 +132,18 @@ class SelfDraft(Drafter):
 
     def observe(self, step: StepResult) -> None:
         branches, size = self._branches, sum(map(len, self._branches))
-        if step.tree.num_scratch != size:  # they did not fit
+        if step.tree.num_scratch != size:  # the branches were not fed
             return
         picks = (row[0] for row in step.top[len(step.top) - size :])
-        after = [list(islice(picks, len(branch))) for branch in branches]  # the argmax at every token of every branch
+        after = [list(islice(picks, len(branch))) for branch in branches]  # the argmaxes of each branch
         if not self._warm_up:
             self._learn(after, step.emitted[0])
             self._branches = [[*branch[1:], picked[-1]] for branch, picked in zip(branches, after, strict=True)]
             return
         grown = [[*branch, picked[-1]] for branch, picked in zip(branches, after, strict=True)]
         if self._warm_up < self.branch_len - 2:
-            del grown[0]  # only the first step finds no branch 0
-        grown[0] = grown[0][1:]  # branch 0 has no pad: the text itself has grown by one token in its place
+            del grown[0]  # there is no branch 0 yet in the first step
+        grown[0] = grown[0][1:]  # branch 0 has no pad: the text has advanced by the token that is dropped
         self._branches = grown
         self._warm_up -= 1
 
@@ -152,7 +157,7 @@ class SelfDraft(Drafter):
         following = [*self._tail[1:], next_token, *after[0]]
         for start in range(len(line) - self.gram + 1):
             self._insert(line, following, start)
-        self._learned = self._length
+        self._num_learned = self._length
 
     def _insert(self, line: list[int], after: list[int], start: int) -> None:
         end = start + self.gram

@@ -1,4 +1,4 @@
-"""The suffix array of a large text: all places of a phrase lie side by side in it, and so do its continuations."""
+"""The suffix array of a large text, which finds all occurrences of a phrase by bisection."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -22,18 +23,18 @@ DTYPES = {"U16": np.uint16, "I32": np.int32, "U32": np.uint32, "U64": np.uint64}
 
 @dataclass(frozen=True, eq=False)
 class SuffixArray:
-    """A text whose places are sorted by what stands there, so that all places of one phrase lie side by side.
+    """The positions of a text, sorted by the tokens that follow, so that all occurrences of a phrase are adjacent.
 
-    Behind every document stands a border, the greatest number of the tokens' type; so among a phrase's places those
-    where its document ends come last.
+    After every document there is a border, the largest number of the tokens' dtype. Among the occurrences of a phrase,
+    those at the end of a document therefore come last.
 
     Args:
-        tokens: (N,) uint16 or int32 documents, each with a border behind it.
-        suffixes: (S,) uint32 places of the S tokens, sorted by the ``depth`` tokens from there on, then by place.
-        heads: (S,) uint64 the first four tokens (two, where tokens are int32) at each of these places, in one number.
-        depth: So many tokens of a place decide its rank.
-        tokenizer_hash: Name of the vocabulary (`inference.engine.base.tokenizer_hash`).
-        sources: Names of the files it was built from.
+        tokens: (N,) uint16 or int32 tokens of the documents, with a border after each.
+        suffixes: (S,) uint32 positions of the S tokens, sorted by the ``depth`` tokens from there, then by position.
+        heads: (S,) uint64 the first four tokens (two if tokens are int32) from each of these positions as one number.
+        depth: Number of tokens that the positions are sorted by.
+        tokenizer_hash: Hash of the vocabulary (`data.tokenizer.tokenizer_hash`).
+        sources: Names of the files that the text was read from.
     """
 
     tokens: np.ndarray
@@ -52,14 +53,14 @@ class SuffixArray:
         sources: tuple[str, ...] = (),
         sorted_by: Callable[[int], object] = lambda width: None,
     ) -> SuffixArray:
-        """Sort a text; memory holds about 45 bytes for each of its tokens.
+        """Build the suffix array of a text, which takes about 45 bytes of memory per token.
 
         Args:
-            documents: Token ids; empty ones are left out.
-            depth: Tokens to sort by, at least 2: those looked up and those that follow them, together.
-            tokenizer_hash: Name of the vocabulary.
+            documents: Token ids of the documents; empty ones are left out.
+            depth: Number of tokens to sort by, at least 2: the longest look-up and the tokens read after it, together.
+            tokenizer_hash: Hash of the vocabulary.
             sources: Names of the files.
-            sorted_by: Told after each round how many tokens the places are sorted by.
+            sorted_by: Called after each round of sorting with the number of tokens that the positions are sorted by.
 
         Raises:
             ValueError: The text is empty or too long, or the depth too small.
@@ -86,23 +87,23 @@ class SuffixArray:
 
     @property
     def num_documents(self) -> int:
-        """Each has its border."""
+        """Number of documents, each of which has one border."""
         return len(self.tokens) - len(self.suffixes)
 
     @cached_property
     def border(self) -> int:
-        """What stands behind every document."""
+        """The number after every document."""
         return int(np.iinfo(self.tokens.dtype).max)
 
     @cached_property
     def _views(self) -> tuple[memoryview, memoryview, memoryview]:
-        """Read one by one, numbers come several times faster from a memoryview than from an array."""
-        return memoryview(self.tokens), memoryview(self.suffixes), memoryview(self.heads)
+        """The arrays as memoryviews, from which single numbers are read several times faster."""
+        return self.tokens.data, self.suffixes.data, self.heads.data
 
     def row(self, phrase: Sequence[int], first: int = 0, last: int | None = None) -> int:
-        """The first of rows [first, last) where ``phrase``, or what comes after it, stands; ``last`` if there is none.
+        """Find the first of rows [first, last) whose tokens are not less than ``phrase``, or ``last``.
 
-        Most of the way goes over the heads, which are compared as numbers.
+        Most of the bisection compares the heads, which are plain numbers.
         """
         text, places, heads = self._views
         bits, in_head, width = 8 * text.itemsize, 8 // text.itemsize, len(phrase)
@@ -117,88 +118,92 @@ class SuffixArray:
         return bisect_left(places, rest, first, last, key=lambda at: text[at + in_head : at + width].tolist())
 
     def longest_match(self, seq: Sequence[int], longest: int, shortest: int) -> tuple[int, int, int]:
-        """Where the longest end of ``seq`` stands with a token of the same document behind it.
+        """Find the longest suffix of ``seq`` that occurs with a token of the same document after it.
 
-        Where a phrase stands its ends stand too: its length is galloped to from the shortest, then bisected.
+        If a phrase occurs, its suffixes occur too. So the length is found by galloping from the shortest, then by
+        bisection.
 
         Args:
             seq: Tokens, at least one.
-            longest: Tokens of the longest end that is looked up.
-            shortest: Tokens of the shortest.
+            longest: Number of tokens of the longest suffix to look up.
+            shortest: Number of tokens of the shortest suffix to look up.
 
         Returns:
-            Rows [first, last) of the hits and the length of the end; all 0 where there is none.
+            Rows [first, last) of the occurrences and the length of the suffix; all 0 if there is none.
         """
         text, places, _ = self._views
         tail, border = seq[-longest:], self.border
         first = length = 0
         low, stride = shortest - 1, 1
-        high = len(tail) + 1 if max(tail) < border else 0  # a token no document can hold
+        high = len(tail) + 1 if max(tail) < border else 0  # a border or a larger number occurs in no document
         while high - low > 1:
             width = min(low + stride, (low + high) // 2)
             phrase = tail[-width:]
             row = self.row(phrase)
             place = places[row] if row < len(places) else 0
-            there = text[place : place + width + 1].tolist()
-            if there[:width] == phrase and there[width] != border:
+            tokens = text[place : place + width + 1].tolist()
+            if tokens[:width] == phrase and tokens[width] != border:
                 first, length, low, stride = row, width, width, 2 * stride
             else:
                 high = width
         return (first, self.row([*tail[-length:], border], first), length) if length else (0, 0, 0)
 
     def continuations(self, first: int, last: int, offset: int, length: int) -> list[list[int]]:
-        """The ``length`` tokens from ``offset`` on behind rows [first, last), up to the document's end."""
+        """Return ``length`` tokens from ``offset`` on at each of rows [first, last), up to the document's end."""
         text, places, _ = self._views
-        found = []
+        result = []
         for place in places[first:last]:
             tokens = text[place + offset : place + offset + length].tolist()
-            found.append(tokens[: tokens.index(self.border)] if self.border in tokens else tokens)
-        return found
+            result.append(tokens[: tokens.index(self.border)] if self.border in tokens else tokens)
+        return result
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, which appears whole or not at all."""
+        """Write the suffix array to one safetensors file, atomically."""
         arrays = {name: getattr(self, name) for name in ("tokens", "suffixes", "heads")}
-        about = {name: getattr(self, name) for name in ("depth", "tokenizer_hash", "sources")}
+        metadata = {name: getattr(self, name) for name in ("depth", "tokenizer_hash", "sources")}
         with atomic_write(path) as new:
-            save_file(arrays, new, {"suffix_array": json.dumps({"format": FORMAT, **about})})
+            save_file(arrays, new, {"suffix_array": json.dumps({"format": FORMAT, **metadata})})
 
     @classmethod
     def open(cls, path: str | Path) -> SuffixArray:
-        """Map what `save` wrote into memory: its numbers are read when they are asked for, whatever its size.
+        """Map a file that `save` wrote into memory, so that only the parts that are used are read.
 
         Raises:
-            ValueError: The file is missing, damaged, or no datastore.
+            ValueError: The file is missing, damaged, or not a datastore.
         """
         if not Path(path).is_file():
             raise ValueError(f"no datastore at {path}: make one with `drafters datastore OUT`")
         try:
             with Path(path).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            start = 8 + int.from_bytes(mapped[:8], "little")  # the header's length, the header, the arrays
+            start = 8 + int.from_bytes(
+                mapped[:8], "little"
+            )  # layout of safetensors: length of the header, header, arrays
             header = json.loads(mapped[8:start])
-            about = json.loads(header["__metadata__"]["suffix_array"])
-            if about.pop("format") != FORMAT:
+            metadata = json.loads(header["__metadata__"]["suffix_array"])
+            if metadata.pop("format") != FORMAT:
                 raise ValueError("another kind of file")
-            arrays = {}
+            arrays: dict[str, Any] = {}
             for name in ("tokens", "suffixes", "heads"):
                 (size,), dtype = header[name]["shape"], DTYPES[header[name]["dtype"]]
                 arrays[name] = np.frombuffer(mapped, dtype, size, start + header[name]["data_offsets"][0])
-            store = cls(**arrays, **about | {"sources": tuple(about["sources"])})
+            store = cls(**arrays, **metadata | {"sources": tuple(metadata["sources"])})
             if not 0 < len(store.suffixes) == len(store.heads) < len(store.tokens):
                 raise ValueError("its arrays do not fit each other")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is no datastore ({error}): build it again with `drafters datastore OUT`"
+                f"{path} is not a datastore ({error}): build it again with `drafters datastore OUT`"
             ) from error
         return store
 
 
 def _sorted_places(tokens: np.ndarray, depth: int, sorted_by: Callable[[int], object]) -> np.ndarray:
-    """Places (N,) by the ``depth`` tokens from there on, then by place; the text's end is less than any token.
+    """Sort the positions (N,) by the ``depth`` tokens from there, then by position.
 
-    Prefix doubling: ranks by w tokens, taken in pairs w apart, sort by 2 w tokens.
+    Prefix doubling: pairs of ranks by w tokens, taken w apart, sort by 2 w tokens. The end of the text is less than any
+    token.
     """
-    ranks = tokens.astype(np.uint64) + 1  # by one token; 0 is the end
+    ranks = tokens.astype(np.uint64) + 1  # ranks by one token; 0 is the end of the text
     width = 1
     while width < depth:
         step = min(width, depth - width)

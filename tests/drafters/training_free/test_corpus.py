@@ -108,8 +108,8 @@ def test_what_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
     broken.save(tmp_path / "broken")
     for name, said in {
         "absent": "make one with `drafters corpus OUT`",
-        "short": "is no corpus cache",
-        "text": "is no corpus cache",
+        "short": "is not a corpus cache",
+        "text": "is not a corpus cache",
         "model": "another kind of file",
         "broken": "do not fit each other",
     }.items():

@@ -44,7 +44,7 @@ def test_a_follower_weighs_what_its_sightings_weigh_by_their_age(growth):
     seen = [rng.randrange(5) for _ in range(40)]
     followers = Followers(seen[0])
     for token in seen[1:]:
-        followers.add(token, growth, most=9)
+        followers.add(token, growth, max_tokens=9)
     for token in set(seen):
         share = sum(growth**age for age, other in enumerate(seen) if other == token) / sum(
             growth**age for age in range(40)
@@ -55,7 +55,7 @@ def test_a_follower_weighs_what_its_sightings_weigh_by_their_age(growth):
 def test_weights_stay_finite_for_ever():
     followers = Followers(0)
     for index in range(20_000):
-        followers.add(index % 3, 1.5, most=8)
+        followers.add(index % 3, 1.5, max_tokens=8)
     assert 0 < followers.total < 1e101
     assert sum(followers.weights.values()) == pytest.approx(followers.total)
 
@@ -63,13 +63,13 @@ def test_weights_stay_finite_for_ever():
 def test_of_too_many_followers_the_lightest_goes():
     followers = Followers(0)
     for token in (1, 1, 2, 0, 3):
-        followers.add(token, 1.0, most=3)
+        followers.add(token, 1.0, max_tokens=3)
     assert set(followers.weights) in ({0, 1, 2}, {0, 1, 3})
     assert followers.total == pytest.approx(sum(followers.weights.values()))
 
 
 def test_a_table_forgets_its_oldest_contexts_when_it_is_full():
-    table = FollowerTable(order=1, most_contexts=8)
+    table = FollowerTable(order=1, max_contexts=8)
     table.learn_text(range(10))
     assert 6 <= len(table.widths[0]) <= 8
     assert 8 in table.widths[0] and 0 not in table.widths[0]
@@ -151,14 +151,14 @@ def test_what_the_base_held_probable_is_drafted_where_nothing_else_is_known():
 def test_a_source_is_weighed_by_what_it_held_before_the_step():
     drafter = Joint(runner_up=2, history=False)
     drafter.begin([1, 2])
-    before = [list(counts) for counts in drafter._right[RUNNERS_UP][0]]
+    before = [list(counts) for counts in drafter._hits[RUNNERS_UP][0]]
     tree = drafter.propose([1, 2], FAR)
     drafter.observe(StepResult(2, tree, None, [], [3], [[3, 8]]))
-    assert drafter._right[RUNNERS_UP][0] == before, "the base's own row was no guess"
+    assert drafter._hits[RUNNERS_UP][0] == before, "the base's own row was no guess"
     drafter.begin([1, 2])
     tree = drafter.propose([1, 2], FAR)
     drafter.observe(StepResult(2, tree, None, [], [8], [[8, 3], *([0, 1] for _ in tree.tokens)]))
-    (asked, right), *_ = drafter._right[RUNNERS_UP][1]
+    (asked, right), *_ = drafter._hits[RUNNERS_UP][1]
     assert (asked, right) == (3, 2), "it had held 8 as its second guess"
 
 
@@ -177,7 +177,7 @@ def test_rows_of_a_tree_that_was_pruned_are_not_learned():
     drafter.begin([1, 2, 1])
     drafter.propose([1, 2, 1], FAR)
     drafter.observe(StepResult(1, DraftTree(), None, [], [2], [[3, 8, 9]]))
-    assert drafter._tops == ({}, {})
+    assert drafter._runners_up == ({}, {})
 
 
 # ---- the tree

@@ -191,7 +191,7 @@ def test_mask_and_positions_of_the_window_are_the_papers(pseudo_runner, level, w
                 positions.append(number + i)
                 column = [values[above][i] for above in range(1, number + 1)]
                 assert tree.path_tokens(node) == values[0][:i] + column
-        assert (tree.sees() == sees).all()
+        assert (tree.ancestor_mask() == sees).all()
         assert tree.depths == positions
         session.step(1000)
 

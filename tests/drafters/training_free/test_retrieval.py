@@ -135,7 +135,7 @@ def test_what_is_no_datastore_is_refused_in_one_line(tmp_path):
     SuffixArray.build(documents_of(2)).save(path)
     for data in damages(path.read_bytes()).values():
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"is no datastore .* build it again") as caught:
+        with pytest.raises(ValueError, match=r"is not a datastore .* build it again") as caught:
             SuffixArray.open(path)
         assert "\n" not in str(caught.value)
 
@@ -154,7 +154,7 @@ def test_a_text_without_tokens_and_a_depth_of_one_are_refused():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("vocab", "shift"), [(2, 0), (4, 0), (9, 0), (4, WIDE)])
 def test_the_draft_is_what_counting_every_prefix_gives(monkeypatch, few, seed, vocab, shift):
-    monkeypatch.setattr(retrieval, "FEW", few)
+    monkeypatch.setattr(retrieval, "FEW_HITS", few)
     rng = random.Random(seed)
     documents = documents_of(seed, vocab=vocab, shift=shift)
     store = SuffixArray.build(documents)

@@ -277,7 +277,7 @@ def _random_draft(base: Base, dtype: str) -> Base:
 
 
 def _questions(base: Base, count: int) -> list[list[int]]:
-    questions = benchmarks.load("embedded", None, 0, count)
+    questions = benchmarks.load_questions("embedded", None, 0, count)
     return [encode_messages(base, [("user", question.turns[0])], "tokenizer") for question in questions]
 
 

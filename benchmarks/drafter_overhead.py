@@ -219,7 +219,7 @@ def _text(data: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> lis
         ValueError: The conversations have too few tokens.
     """
     text: list[int] = []
-    for conversation in sharegpt.load([data])[0]:
+    for conversation in sharegpt.load_conversations([data])[0]:
         text += tokenizer("\n".join(words for _, words in conversation.messages)).input_ids
         if len(text) >= num_tokens:
             return text[:num_tokens]

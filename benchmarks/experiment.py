@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from data.benchmarks import load
+from data.benchmarks import load_questions
 from drafters import checkpoint
 from drafters.atomic_write import atomic_write
 from drafters.protocol import LearnedDrafter
@@ -186,7 +186,7 @@ def decoded_answers(
     base: Base, benchmark: str, questions: str, offset: int, limit: int | None, max_new_tokens: int, folder: Path
 ) -> list[GreedyAnswer]:
     """Return `own_answers` to the first turns of a benchmark's questions, stored in a folder."""
-    chosen = load(benchmark, None if benchmark == "embedded" else questions, offset, limit)
+    chosen = load_questions(benchmark, None if benchmark == "embedded" else questions, offset, limit)
     prompts = [encode_question(base, question, [("user", question.turns[0])], "tokenizer") for question in chosen]
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 

@@ -86,7 +86,7 @@ class Conversation:
         return [{"role": role, "content": text} for role, text in self.messages]
 
 
-def parse(record: object, index: int, needs_answers: bool = True) -> Conversation:
+def parse(record: object, index: int, requires_answers: bool = True) -> Conversation:
     """Parse a record in ShareGPT (`conversations`, `from`, `value`) or OpenAI form (`messages`, `role`, `content`).
 
     A single exchange may also be given as `question` and `answer` (GSM8K) or as `instruction`, `input` and `output`
@@ -100,7 +100,7 @@ def parse(record: object, index: int, needs_answers: bool = True) -> Conversatio
         record: The decoded JSON object. In place of the record, or of a turn in it, there may be a ValueError that says
             why it could not be read; it is raised.
         index: Position of the record in its file, used as the id of a record that has none.
-        needs_answers: Whether the assistant's turns must be present and not empty. Pass false where only the user's
+        requires_answers: Whether the assistant's turns must be present and not empty. Pass false where only the user's
             turns are read.
 
     Raises:
@@ -116,13 +116,13 @@ def parse(record: object, index: int, needs_answers: bool = True) -> Conversatio
     messages = messages[len(system) :]
     while messages and messages[0][0] == "assistant":
         messages.pop(0)
-    if "assistant" not in dict(messages) and (needs_answers or not messages):
-        raise ValueError(f"no {'assistant turn after a ' if needs_answers else ''}user turn")
+    if "assistant" not in dict(messages) and (requires_answers or not messages):
+        raise ValueError(f"no {'assistant turn after a ' if requires_answers else ''}user turn")
     if any(role != ("user", "assistant")[n % 2] for n, (role, _) in enumerate(messages)):
         raise ValueError("user and assistant do not alternate")
-    if needs_answers and any(role == "assistant" and not text.strip() for role, text in messages):
+    if requires_answers and any(role == "assistant" and not text.strip() for role, text in messages):
         raise ValueError("an assistant turn is empty")
-    recorded = _recorded_tokens(record) if needs_answers and "input_ids" in record else None
+    recorded = _recorded_tokens(record) if requires_answers and "input_ids" in record else None
     name = record.get("id")
     return Conversation(
         _valid(str(name), "its id") if isinstance(name, str | int) else str(index), (*system, *messages), recorded

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from data.batch import BucketSampler, collate
 from data.conversation import resolve_template
 from data.feature_store.store import FeatureStore, StoredRows
-from data.sharegpt import Statistics, lengths, load, tokenise
+from data.sharegpt import Statistics, lengths, load_conversations, tokenise
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -112,12 +112,12 @@ class ShareGPTData(L.LightningDataModule):
         self.tokenizer_object = load_tokenizer(options["tokenizer"])
         pad_ids = (self.tokenizer_object.pad_token_id, self.tokenizer_object.eos_token_id, 0)
         self.pad_id = next(token for token in pad_ids if token is not None)
-        train, dropped = load(options["files"], options["limit"])
+        train, dropped = load_conversations(options["files"], options["limit"])
         val: list[Conversation] = []
         if dropped.total:
             rank_zero_info(str(dropped))
         if options["val_files"]:
-            val, dropped = load(options["val_files"], options["limit"])
+            val, dropped = load_conversations(options["val_files"], options["limit"])
             if dropped.total:
                 rank_zero_info(f"validation: {dropped}")
         else:

@@ -94,15 +94,15 @@ def lengths(rows: Dataset) -> list[int]:
     return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
 
 
-def load(
-    files: Sequence[str], limit: int | None = None, needs_answers: bool = True
+def load_conversations(
+    files: Sequence[str], limit: int | None = None, requires_answers: bool = True
 ) -> tuple[list[Conversation], Dropped]:
     """Load conversations, and count the records that cannot be parsed.
 
     Args:
         files: Paths, `hub:OWNER/NAME` or `embedded`, see `data.sources.read_records`.
         limit: Largest number of conversations to load in total. None loads all.
-        needs_answers: Whether the assistant's turns must be present, see `parse`.
+        requires_answers: Whether the assistant's turns must be present, see `parse`.
 
     Raises:
         ValueError: A file cannot be read, or holds no usable conversation.
@@ -115,7 +115,7 @@ def load(
             if limit is not None and len(conversations) >= limit:
                 return conversations, dropped
             try:
-                conversations.append(parse(record, number, needs_answers))
+                conversations.append(parse(record, number, requires_answers))
                 read += 1
             except ValueError as error:
                 last_reason = str(error)

@@ -14,9 +14,9 @@ __all__ = [
     "Question",
     "benchmark_names",
     "check_selection",
-    "find",
+    "find_benchmark",
     "length_cap",
-    "load",
+    "load_questions",
 ]
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -33,7 +33,7 @@ def benchmark_names() -> list[str]:
     return [*BENCHMARKS]
 
 
-def find(name: str) -> tuple[Benchmark, Style]:
+def find_benchmark(name: str) -> tuple[Benchmark, Style]:
     """Return the benchmark and the prompt style that ``NAME`` or ``NAME:STYLE`` means.
 
     Raises:
@@ -55,10 +55,12 @@ def length_cap(name: str) -> int:
     MT-Bench (512) follows the answers released with CTC-drafter, and Spec-Bench (1024) its own evaluation. XSum uses
     the value of CNN/DM.
     """
-    return find(name)[0].max_new_tokens
+    return find_benchmark(name)[0].max_new_tokens
 
 
-def load(name: str, questions: str | None = None, offset: int = 0, limit: int | None = None) -> list[Question]:
+def load_questions(
+    name: str, questions: str | None = None, offset: int = 0, limit: int | None = None
+) -> list[Question]:
     """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
 
     Args:
@@ -72,7 +74,7 @@ def load(name: str, questions: str | None = None, offset: int = 0, limit: int | 
     Raises:
         ValueError: The benchmark is unknown, cannot be reached or is malformed, or no question is selected.
     """
-    benchmark, style = find(name)
+    benchmark, style = find_benchmark(name)
     check_selection(offset, limit)
     files = split_files(questions) if questions is not None else []
     num_question_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1

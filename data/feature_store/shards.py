@@ -69,7 +69,7 @@ def unpack(packed: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (packed.unflatten(-1, (scale.shape[-1], -1)).float() * scale[..., None]).flatten(-2).to(dtype)
 
 
-def keys(rows: Dataset) -> list[bytes]:
+def row_keys(rows: Dataset) -> list[bytes]:
     """Return the key of each row: a hash of its tokens and its loss mask, independent of the file it came from."""
     import numpy as np
 

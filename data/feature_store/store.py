@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from data.feature_store.shards import Shard, StoreDtype, keys
+from data.feature_store.shards import Shard, StoreDtype, row_keys
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LAST = -1  # the layer number of the normed last hidden state, which the LM head reads
+LAST_HIDDEN = -1  # the layer number of the normed last hidden state, which the LM head reads
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class FeatureStore:
                 )
             for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
                 places[name.tobytes()] = (number, start, end)
-        row_keys = keys(rows)
-        if missing := [row for row, key in enumerate(row_keys) if key not in places]:
+        keys = row_keys(rows)
+        if missing := [row for row, key in enumerate(keys) if key not in places]:
             raise ValueError(
-                f"{len(missing)} of {len(row_keys)} conversations are not in the feature store {self.folder}, the "
+                f"{len(missing)} of {len(keys)} conversations are not in the feature store {self.folder}, the "
                 f"first is {rows[missing[0]]['id']}: it was written from other files, or with another limit"
             )
-        return [places[key] for key in row_keys]
+        return [places[key] for key in keys]
 
     def read(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
         """Read one row, with its hidden states in the dtype of the store.
@@ -183,8 +183,8 @@ class FeatureStore:
 
         Returns:
             ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), the states of `layers`. If the
-            normed last hidden state is stored but not among `layers`, it is ``last`` (S, D). An int8 store adds the
-            scales ``hidden_scale`` (S, F) and ``last_scale`` (S, 1).
+            normed last hidden state is stored but not in `layers`, it is ``last_hidden`` (S, D). An int8 store adds the
+            scales ``hidden_scale`` (S, F) and ``last_hidden_scale`` (S, 1).
         """
         number, start, end = place
         with self._open(number) as opened:
@@ -193,8 +193,8 @@ class FeatureStore:
                 return opened.get_slice(name)[start:end]
 
             row = {name: part(name) for name in ("input_ids", "loss_mask", "labels")}
-            last = (LAST,) if LAST in self.manifest.layers and LAST not in self.layers else ()
-            for name, layers in (("hidden", self.layers), ("last", last)):
+            last = (LAST_HIDDEN,) if LAST_HIDDEN in self.manifest.layers and LAST_HIDDEN not in self.layers else ()
+            for name, layers in (("hidden", self.layers), ("last_hidden", last)):
                 if layers:
                     row[name] = torch.cat([part(f"layer.{layer}") for layer in layers], dim=-1)
                     if self.manifest.dtype == "int8":
@@ -223,7 +223,7 @@ class StoredRows(TorchDataset[dict[str, Tensor]]):
         return self.store.read(self.places[row])
 
 
-def differing(left: Manifest, right: Manifest) -> list[str]:
+def differing_settings(left: Manifest, right: Manifest) -> list[str]:
     """Return the names of the settings in which two stores differ; names, files and shards are not settings."""
     ignored = {"base", "files", "shards", "is_complete", "template_name"}
     names = [entry.name for entry in fields(Manifest) if entry.name not in ignored]

@@ -41,7 +41,7 @@ class QuestionOptions:
             ValueError: The benchmark is unknown, its file cannot be read, or the offset or limit is out of range.
         """
         benchmarks.check_selection(self.offset, self.limit)
-        return benchmarks.load(self.benchmark, self.questions, self.offset)
+        return benchmarks.load_questions(self.benchmark, self.questions, self.offset)
 
     def select(self, base: BaseInfo, questions: list[Question]) -> BenchmarkPrompts:
         """Select the questions whose prompts fit into the context of the base, up to the limit.
@@ -114,7 +114,7 @@ class BenchmarkOptions:
         if self.spaced and self.limit is None:
             raise ValueError("--spaced selects the questions of a --limit: give a --limit too")
         return {
-            name: benchmarks.load(name, file or None, self.offset)
+            name: benchmarks.load_questions(name, file or None, self.offset)
             for name, file in zip(names, files or [None] * len(names), strict=True)
         }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.conversation import Conversation, resolve_template
-from data.sharegpt import load
+from data.sharegpt import load_conversations
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from drafters.atomic_write import atomic_write
 from inference.engine.base import base_hash
@@ -112,7 +112,7 @@ def regenerate(
     answers.check()
     server.check()
     path = new_file(out, overwrite)
-    conversations, dropped = load(files, answers.limit, needs_answers=False)
+    conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
     tokenizer = load_tokenizer(base_model.base)
     resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers.max_length)

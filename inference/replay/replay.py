@@ -212,7 +212,7 @@ def read_recordings(recording: RecordingOptions, base: RecordedBase) -> Recordin
     Raises:
         ValueError: A file cannot be read, or the answers do not belong to the questions, tokenizer or template.
     """
-    questions = benchmarks.load(recording.benchmark, recording.questions)
+    questions = benchmarks.load_questions(recording.benchmark, recording.questions)
     return recordings.read(
         recording.answers, questions, base, recording.template, recording.max_new_tokens, recording.limit
     )

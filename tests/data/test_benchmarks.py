@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from data import embedded
-from data.benchmarks import BENCHMARKS, Checks, Question, benchmark_names, find, length_cap, load
+from data.benchmarks import BENCHMARKS, Checks, Question, benchmark_names, find_benchmark, length_cap, load_questions
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 MT_BENCH = [{"question_id": 81 + n, "category": "writing", "turns": [f"Ask {n}", "Again"]} for n in range(4)]
@@ -41,20 +41,22 @@ def write(tmp_path):
 
 
 def test_mt_bench_keeps_its_ids_and_turns(write):
-    questions = load("mt_bench", write(MT_BENCH), offset=1, limit=2)
+    questions = load_questions("mt_bench", write(MT_BENCH), offset=1, limit=2)
     assert [question.question_id for question in questions] == [82, 83]
     assert questions[0] == Question(82, "writing", ("Ask 1", "Again"), None)
 
 
 def test_gsm8k_ids_are_line_numbers_and_the_prompt_is_the_plain_question(write):
-    assert load("gsm8k", write(GSM8K), offset=2) == [
+    assert load_questions("gsm8k", write(GSM8K), offset=2) == [
         Question(2, "math", ("What is 2 + 1?",), "#### 3"),
         Question(3, "math", ("What is 3 + 1?",), "#### 4"),
     ]
 
 
 def test_the_embedded_benchmark_asks_the_held_out_questions():
-    assert [list(question.turns) for question in load("embedded")] == [row["turns"] for row in embedded.questions()]
+    assert [list(question.turns) for question in load_questions("embedded")] == [
+        row["turns"] for row in embedded.questions()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,32 +90,32 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
 )
 def test_a_malformed_file_is_named_with_its_line(write, name, rows, reason):
     with pytest.raises(ValueError, match=reason):
-        load(name, write(rows))
+        load_questions(name, write(rows))
 
 
 def test_an_offset_past_the_end_is_refused(write):
     with pytest.raises(ValueError, match="gsm8k has 4, offset is 9"):
-        load("gsm8k", write(GSM8K), offset=9)
+        load_questions("gsm8k", write(GSM8K), offset=9)
 
 
 @pytest.mark.parametrize(("offset", "limit"), [(-1, None), (-1, 2), (0, 0), (0, -1)])
 def test_an_offset_or_limit_out_of_range_is_refused(write, offset, limit):
     with pytest.raises(ValueError, match=f"at least 0 and limit at least 1, not {offset} and {limit}"):
-        load("gsm8k", write(GSM8K), offset, limit)
+        load_questions("gsm8k", write(GSM8K), offset, limit)
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     file = tmp_path / "latin.jsonl"
     file.write_bytes('{"question": "Grüße", "answer": ""}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
-        load("gsm8k", str(file))
+        load_questions("gsm8k", str(file))
 
 
 def test_an_unknown_benchmark_and_a_missing_file_are_named(tmp_path):
     with pytest.raises(ValueError, match=f"'mtbench'; choose one of: {', '.join(benchmark_names())}"):
-        load("mtbench")
+        load_questions("mtbench")
     with pytest.raises(ValueError, match="no such file"):
-        load("gsm8k", str(tmp_path / "nowhere.jsonl"))
+        load_questions("gsm8k", str(tmp_path / "nowhere.jsonl"))
 
 
 ON_THE_HUB = [name for name, benchmark in BENCHMARKS.items() if benchmark.hub]
@@ -126,18 +128,18 @@ def test_without_the_hub_the_error_says_what_to_download(name, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ValueError, match=r"cannot reach .*; download .* and pass --questions FILE"):
-        load(name)
+        load_questions(name)
 
 
 def test_the_columns_of_mt_bench_on_the_hub_are_read(monkeypatch):
     row = {"prompt": ["a", "b"], "category": "math", "prompt_id": 7, "reference": []}
     monkeypatch.setattr(datasets, "load_dataset", lambda *arguments, **options: [row])
-    assert load("mt_bench") == [Question(7, "math", ("a", "b"), None)]
+    assert load_questions("mt_bench") == [Question(7, "math", ("a", "b"), None)]
 
 
 def test_a_benchmark_without_a_copy_on_the_hub_says_what_to_download():
     with pytest.raises(ValueError, match=r"spec_bench has no copy on the hub; download .*question\.jsonl"):
-        load("spec_bench")
+        load_questions("spec_bench")
 
 
 @pytest.mark.parametrize(
@@ -159,8 +161,8 @@ def test_the_columns_of_the_hub_are_read(monkeypatch, name, rows, expected):
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", serve)
-    question = load(name)[0]
-    hub = find(name)[0].hub
+    question = load_questions(name)[0]
+    hub = find_benchmark(name)[0].hub
     assert asked[0][0] == (hub.repository, hub.configuration) and asked[0][1]["split"] == hub.split
     assert (question.question_id, question.category, question.reference) == (
         expected.question_id,
@@ -172,22 +174,22 @@ def test_the_columns_of_the_hub_are_read(monkeypatch, name, rows, expected):
 
 def test_few_shot_examples_come_from_the_train_split_on_the_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: NEWS[:1] if split == "train[:1]" else NEWS[1:])
-    question = load("cnn_dm:shot")[0]
+    question = load_questions("cnn_dm:shot")[0]
     assert question.turns == (
         f"Article: {NEWS[0]['article']}\nSummary: It is 0.\nArticle: {NEWS[1]['article']}\nSummary:",
     )
 
 
 def test_humaneval_questions_hold_the_tests_that_judge_the_answer(write):
-    first = load("humaneval", write(HUMANEVAL))[1]
+    first = load_questions("humaneval", write(HUMANEVAL))[1]
     assert first.checks == Checks(HUMANEVAL[1]["prompt"], "add1", f"{HUMANEVAL[1]['test']}\ncheck(add1)\n")
 
 
 def test_mbpp_asks_the_questions_of_its_test_or_validation_split(write):
     file = write(MBPP)
-    assert [question.question_id for question in load("mbpp", file)] == [11, 510]
-    assert [question.question_id for question in load("mbpp_validation", file)] == [511, 600]
-    assert load("mbpp", file)[0].checks == Checks("", "", "assert f() == 11")
+    assert [question.question_id for question in load_questions("mbpp", file)] == [11, 510]
+    assert [question.question_id for question in load_questions("mbpp_validation", file)] == [511, 600]
+    assert load_questions("mbpp", file)[0].checks == Checks("", "", "assert f() == 11")
 
 
 def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
@@ -196,7 +198,7 @@ def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
         {"question_id": 2, "category": "rag", "turns": ["c"], "reference": [["d", "e"]]},
         {"question_id": 3, "category": "translation", "turns": ["f"], "reference": ["g"]},
     ]
-    assert load("spec_bench", write(rows)) == [
+    assert load_questions("spec_bench", write(rows)) == [
         Question(1, "mt_bench", ("a", "b")),
         Question(2, "rag", ("c",), "d\n\ne"),
         Question(3, "translation", ("f",), "g"),
@@ -213,7 +215,7 @@ def test_summaries_are_read_from_every_public_format(write):
         ("cnn_dm:ouroboros", row, "The article.", "The summary."),
         ("xsum:ouroboros", whole, "Some news.", "News."),
     ):
-        question = load(name, write([form]))[0]
+        question = load_questions(name, write([form]))[0]
         assert question.turns[0].endswith(f"Document: {article}  Summary: ") and question.reference == summary
 
 
@@ -221,27 +223,27 @@ def test_parallel_text_files_are_paired_line_by_line(tmp_path):
     with gzip.open(tmp_path / "de.gz", "wt", encoding="utf-8") as file:
         file.write("Grüß Gott.\nZwei\n")
     (tmp_path / "en").write_text("Good day.\nTwo\n")
-    questions = load("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
+    questions = load_questions("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
     assert [question.turns[0].rpartition("\n")[2] for question in questions] == ["Grüß Gott.", "Zwei"]
     assert [question.reference for question in questions] == ["Good day.", "Two"]
     (tmp_path / "en").write_text("Good day.\n")
     with pytest.raises(ValueError, match=r"do not belong together: .*de\.gz has 2 lines, .*en has 1 lines"):
-        load("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
+        load_questions("wmt16", f"{tmp_path / 'de.gz'},{tmp_path / 'en'}")
 
 
 def test_a_gzip_file_is_read_and_a_truncated_one_is_named(tmp_path, write):
     data = gzip.compress(Path(write(GSM8K)).read_bytes())
     (tmp_path / "a.gz").write_bytes(data)
-    assert len(load("gsm8k", str(tmp_path / "a.gz"))) == 4
+    assert len(load_questions("gsm8k", str(tmp_path / "a.gz"))) == 4
     (tmp_path / "a.gz").write_bytes(data[:-10])
     with pytest.raises(ValueError, match=r"a\.gz is a broken gzip file"):
-        load("gsm8k", str(tmp_path / "a.gz"))
+        load_questions("gsm8k", str(tmp_path / "a.gz"))
 
 
 def test_a_few_shot_style_reads_its_examples_from_the_second_file(write):
     train = [{"question": f"Q{n}", "answer": f"A{n} #### {n}"} for n in range(9)]
     files = f"{write(GSM8K)},{write(train, 'train.jsonl')}"
-    question = load("gsm8k:shots", files, offset=3)[0]
+    question = load_questions("gsm8k:shots", files, offset=3)[0]
     shown = "".join(f"Q: Q{n}\nA: A{n} #### {n}\n\n" for n in range(8))
     assert question == Question(
         3, "math", (f"{shown}Q: What is 3 + 1?\nA:",), "#### 4", is_raw=True, stops=("\nQ:",)
@@ -249,7 +251,7 @@ def test_a_few_shot_style_reads_its_examples_from_the_second_file(write):
 
 
 def test_mbpp_examples_come_from_its_prompt_split(write):
-    question = load("mbpp:shots", write(MBPP))[0]
+    question = load_questions("mbpp:shots", write(MBPP))[0]
     assert question.turns[0].count("[DONE]") == 3 and question.turns[0].count("expert Python programmer") == 4
     assert "Return 3." in question.turns[0] and "Return 10." not in question.turns[0]
     assert question.turns[0].endswith("Return 11. Your code should pass these tests:\n\nassert f() == 11\n[BEGIN]\n")
@@ -269,11 +271,11 @@ def test_mbpp_examples_come_from_its_prompt_split(write):
 )
 def test_files_and_styles_that_do_not_fit_are_refused(write, name, files, reason):
     with pytest.raises(ValueError, match=reason):
-        load(name, files.format(write(GSM8K)))
+        load_questions(name, files.format(write(GSM8K)))
 
 
 def test_a_file_name_may_contain_a_comma(write):
-    assert len(load("gsm8k", write(GSM8K, "a,b.jsonl"))) == 4
+    assert len(load_questions("gsm8k", write(GSM8K, "a,b.jsonl"))) == 4
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -314,7 +316,7 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_files_are_read(name):
     files, count = REAL[name]
-    questions = load(name, ",".join(str(SHARED / file) for file in files.split(",")))
+    questions = load_questions(name, ",".join(str(SHARED / file) for file in files.split(",")))
     assert len(questions) == len({question.question_id for question in questions}) == count
     assert all(turn.strip() for question in questions for turn in question.turns)
     if name not in ("mt_bench", "spec_bench"):

@@ -14,7 +14,7 @@ from data import sources
 from data.conversation import RecordedTokens, encode, parse
 from data.feature_store.shards import pack, write_shard
 from data.feature_store.store import FeatureStore, Manifest
-from data.sharegpt import Dropped, load, tokenise
+from data.sharegpt import Dropped, load_conversations, tokenise
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}
 GOOD = [{"id": f"good-{n}", "conversations": [HUMAN, GPT]} for n in range(3)]
@@ -99,7 +99,7 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path, name):
     line, reason = COUNTED[name]
     file = tmp_path / "mixed.jsonl"
     file.write_bytes(b"\n".join([LINES[0], line, LINES[1], LINES[2]]))
-    conversations, dropped = load([str(file)])
+    conversations, dropped = load_conversations([str(file)])
     assert [conversation.id for conversation in conversations] == ["good-0", "good-1", "good-2"]
     assert dropped.total == 1
     assert dropped.examples[0].startswith("mixed.jsonl line 2: ") and reason in dropped.examples[0]
@@ -113,10 +113,10 @@ def test_a_broken_record_of_a_list_is_named_or_the_file_is_refused(tmp_path, nam
     file.write_bytes(b"[" + b",\n".join([LINES[0], line, LINES[1], LINES[2]]) + b"]")
     if reason.startswith(("invalid JSON", "not UTF-8")):
         with pytest.raises(ValueError, match=r"mixed\.json.*; (fetch it again|convert the file)") as error:
-            load([str(file)])
+            load_conversations([str(file)])
         assert "\n" not in str(error.value)
         return
-    conversations, dropped = load([str(file)])
+    conversations, dropped = load_conversations([str(file)])
     kept = ["good-0", "good-1", "good-2"]
     if "giant" in name:  # only a line has a greatest length: a list may stand in one
         assert [conversation.id for conversation in conversations] == ["good-0", "2", "good-1", "good-2"]
@@ -146,7 +146,7 @@ def test_unusual_but_valid_records_are_read(tmp_path, tokenizer, name, kind):
         text = mark + b"[" + b",\r\n".join(records) + b"]"
     file = tmp_path / f"odd.{kind}"
     file.write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
-    conversations, dropped = load([str(file)])
+    conversations, dropped = load_conversations([str(file)])
     assert [conversation.id for conversation in conversations] == ["good-0", "good-1", "good-2"]
     assert dropped.total == 0
     assert all(sum(encode(conversation, tokenizer, "vicuna_v1.1")[1]) for conversation in conversations)
@@ -197,7 +197,7 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path, name):
 
 def refusal(source):
     with pytest.raises(ValueError) as error:
-        load([str(source)])
+        load_conversations([str(source)])
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
     return str(error.value)
 
@@ -209,7 +209,7 @@ def test_links_are_followed_and_other_things_than_files_are_refused(tmp_path):
     (tmp_path / "circle.jsonl").symlink_to("circle.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert len(load([str(tmp_path / "link.jsonl")])[0]) == 3
+    assert len(load_conversations([str(tmp_path / "link.jsonl")])[0]) == 3
     assert "a broken link to gone.jsonl" in refusal(tmp_path / "dangling.jsonl")
     assert "a broken link to circle.jsonl" in refusal(tmp_path / "circle.jsonl")
     assert "a folder; give the files in it" in refusal(tmp_path / "folder.jsonl")
@@ -251,7 +251,7 @@ def test_broken_rows_of_a_parquet_file_are_named_and_the_others_are_read(tmp_pat
         {"id": "empty", "conversations": []},
     ]
     parquet.write_table(pa.Table.from_pylist([*GOOD[:1], *broken, *GOOD[1:]]), tmp_path / "mixed.parquet")
-    conversations, dropped = load([str(tmp_path / "mixed.parquet")])
+    conversations, dropped = load_conversations([str(tmp_path / "mixed.parquet")])
     assert [conversation.id for conversation in conversations] == ["good-0", "good-1", "good-2"]
     assert dropped.total == 4 and "mixed.parquet record 4: unknown speaker None" in dropped.examples
 
@@ -259,7 +259,7 @@ def test_broken_rows_of_a_parquet_file_are_named_and_the_others_are_read(tmp_pat
 def test_broken_utf8_in_parquet_is_named(tmp_path):
     texts = pa.array([b"Hi", b"H\xff", b"Ho"]).view(pa.string())
     parquet.write_table(pa.table({"question": texts, "answer": ["a", "b", "c"]}), tmp_path / "bytes.parquet")
-    conversations, dropped = load([str(tmp_path / "bytes.parquet")])
+    conversations, dropped = load_conversations([str(tmp_path / "bytes.parquet")])
     assert [conversation.messages[1][1] for conversation in conversations] == ["a", "c"]
     assert dropped.examples == ["bytes.parquet record 2: not UTF-8 (invalid start byte)"]
 

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from data import sharegpt, sources
 from data.conversation import TEMPLATES, encode
-from data.sharegpt import Statistics, load, tokenise
+from data.sharegpt import Statistics, load_conversations, tokenise
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 SAMPLE = SHARED / "data" / "sharegpt" / "sharegpt_sample.json"
@@ -37,21 +37,21 @@ def write(tmp_path):
     ],
 )
 def test_every_kind_of_file_is_read(write, name, text):
-    conversations, dropped = load([write(name, text)])
+    conversations, dropped = load_conversations([write(name, text)])
     assert [conversation.id for conversation in conversations] == ["good", "good"]
     assert dropped.total == 0
 
 
 def test_the_embedded_corpus_is_read_by_name():
-    assert [c.id for c in load(["embedded:3:9"])[0]] == ["embedded-9-0", "embedded-9-1", "embedded-9-2"]
-    assert load(["embedded:5"])[0] == load(["embedded:9:0"], limit=5)[0]
+    assert [c.id for c in load_conversations(["embedded:3:9"])[0]] == ["embedded-9-0", "embedded-9-1", "embedded-9-2"]
+    assert load_conversations(["embedded:5"])[0] == load_conversations(["embedded:9:0"], limit=5)[0]
     with pytest.raises(ValueError, match="embedded:COUNT"):
-        load(["embedded:many"])
+        load_conversations(["embedded:many"])
 
 
 def test_broken_records_are_counted_by_reason_and_named(write):
     file = write("mixed.json", json.dumps([GOOD, MUTE, "text", MUTE, GOOD, MUTE, MUTE]))
-    conversations, dropped = load([file])
+    conversations, dropped = load_conversations([file])
     assert len(conversations) == 2
     assert sorted(dropped.counts.values()) == [1, 4]
     lines = str(dropped).splitlines()
@@ -79,7 +79,7 @@ def test_every_record_format_is_read_from_every_kind_of_file(tmp_path, form, kin
         parquet.write_table(pa.Table.from_pylist(message), file)
     else:
         file.write_text(json.dumps(message) if kind == "json" else "\n".join(map(json.dumps, message)))
-    conversations, dropped = load([str(file)])
+    conversations, dropped = load_conversations([str(file)])
     assert [conversation.id for conversation in conversations] == ["a", "b"] and not dropped.total
     assert {conversation.messages for conversation in conversations} == {(("user", "Hi"), ("assistant", "Hello!"))}
 
@@ -91,7 +91,7 @@ def test_a_parquet_file_may_mix_record_formats_with_null_columns(tmp_path):
     parquet.write_table(
         pa.Table.from_pylist([dict.fromkeys(every_key) | record for record in both]), tmp_path / "mixed.parquet"
     )
-    conversations, dropped = load([str(tmp_path / "mixed.parquet")])
+    conversations, dropped = load_conversations([str(tmp_path / "mixed.parquet")])
     assert [conversation.id for conversation in conversations] == [*map(str, range(1, 8))] and not dropped.total
     assert {conversation.messages for conversation in conversations} == {(("user", "Hi"), ("assistant", "Hello!"))}
 
@@ -99,8 +99,8 @@ def test_a_parquet_file_may_mix_record_formats_with_null_columns(tmp_path):
 def test_files_of_different_kinds_are_read_as_one_set(write, tmp_path):
     parquet.write_table(pa.Table.from_pylist([GOOD] * 600), tmp_path / "many.parquet")
     files = [write("a.json", json.dumps([GOOD])), str(tmp_path / "many.parquet"), write("b.jsonl.gz", json.dumps(GOOD))]
-    assert len(load([*files, "embedded:3"])[0]) == 1 + 600 + 1 + 3
-    assert len(load([*files, "embedded:3"], limit=500)[0]) == 500
+    assert len(load_conversations([*files, "embedded:3"])[0]) == 1 + 600 + 1 + 3
+    assert len(load_conversations([*files, "embedded:3"], limit=500)[0]) == 500
 
 
 def test_json_lines_are_read_one_at_a_time(tmp_path):
@@ -123,11 +123,11 @@ def test_a_data_set_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatc
     (tmp_path / "cache" / "someone___talk").mkdir()
     (tmp_path / "cache" / "talk" / builder.config_id).rename(tmp_path / "cache" / "someone___talk" / "default")
     for source in ("hub:someone/talk", "hub:someone/talk:train", "hub:someone/talk:default:train"):
-        conversations, dropped = load([source])
+        conversations, dropped = load_conversations([source])
         assert [conversation.id for conversation in conversations] == ["good", "good"]
         assert dropped.total == 1 and dropped.examples[0].endswith(" record 2: no assistant turn after a user turn")
     with pytest.raises(ValueError, match=r'cannot be loaded from the hub \(Unknown split "test"'):
-        load(["hub:someone/talk:test"])
+        load_conversations(["hub:someone/talk:test"])
 
 
 def test_a_file_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_file_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
     (folder / "refs" / "main").write_text("0" * 40)
     (folder / "snapshots" / ("0" * 40) / "raw").mkdir(parents=True)
     (folder / "snapshots" / ("0" * 40) / "raw" / "a.jsonl").write_text(json.dumps(GOOD))
-    assert load(["hub:someone/talk/raw/a.jsonl"])[0][0].id == "good"
+    assert load_conversations(["hub:someone/talk/raw/a.jsonl"])[0][0].id == "good"
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_a_file_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
 )
 def test_a_source_missing_on_the_hub_is_refused_in_one_line(source, message):
     with pytest.raises(ValueError) as error:
-        load([source])
+        load_conversations([source])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_rows_hold_the_tokens_and_the_mask_of_encode(tokenizer, tmp_path):
-    conversations, _ = load(["embedded:6"])
+    conversations, _ = load_conversations(["embedded:6"])
     rows = tokenise(conversations, tokenizer, "vicuna_v1.1", 200, str(tmp_path))
     assert {name: str(rows.features[name].feature.dtype) for name in ("input_ids", "loss_mask")} == {
         "input_ids": "int32",
@@ -177,7 +177,7 @@ def test_rows_hold_the_tokens_and_the_mask_of_encode(tokenizer, tmp_path):
 def test_a_second_call_reads_the_cache_and_a_changed_one_does_not(tokenizer, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(sharegpt, "encode", lambda *arguments: calls.append(1) or encode(*arguments))
-    conversations, _ = load(["embedded:4"])
+    conversations, _ = load_conversations(["embedded:4"])
 
     def num_calls(template="vicuna_v1.1", max_length=300, message=conversations, tokenizer=tokenizer):
         calls.clear()
@@ -198,12 +198,12 @@ def test_a_second_call_reads_the_cache_and_a_changed_one_does_not(tokenizer, tmp
 
 def test_the_cache_folder_can_be_set_in_the_environment(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTERS_CACHE", str(tmp_path / "cache"))
-    tokenise(load(["embedded:2"])[0], tokenizer, "tokenizer", 300)
+    tokenise(load_conversations(["embedded:2"])[0], tokenizer, "tokenizer", 300)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_conversations_with_an_empty_loss_mask_are_left_out_and_an_empty_set_is_refused(tokenizer, tmp_path):
-    conversations, _ = load(["embedded:30"])
+    conversations, _ = load_conversations(["embedded:30"])
     first_seen = [encode(c, tokenizer, "vicuna_v1.1", None)[1].index(1) for c in conversations]
     longest = sorted(first_seen)[10]
     rows = tokenise(conversations, tokenizer, "vicuna_v1.1", longest, str(tmp_path))
@@ -213,13 +213,13 @@ def test_conversations_with_an_empty_loss_mask_are_left_out_and_an_empty_set_is_
 
 
 def test_tokenising_prints_nothing_outside_a_terminal(tokenizer, tmp_path, capfd):
-    tokenise(load(["embedded:5"])[0], tokenizer, "tokenizer", 300, str(tmp_path))
+    tokenise(load_conversations(["embedded:5"])[0], tokenizer, "tokenizer", 300, str(tmp_path))
     captured = capfd.readouterr()
     assert captured.out + captured.err == ""
 
 
 def test_statistics_count_the_tokens(tokenizer, tmp_path):
-    rows = tokenise(load(["embedded:7"])[0], tokenizer, "vicuna_v1.1", 300, str(tmp_path))
+    rows = tokenise(load_conversations(["embedded:7"])[0], tokenizer, "vicuna_v1.1", 300, str(tmp_path))
     statistics = Statistics.of(rows)
     assert statistics.num_tokens == sum(len(ids) for ids in rows["input_ids"]) == sum(sharegpt.lengths(rows))
     assert statistics.num_assistant_tokens == sum(sum(mask) for mask in rows["loss_mask"])
@@ -230,7 +230,7 @@ def test_statistics_count_the_tokens(tokenizer, tmp_path):
 
 @pytest.mark.skipif(not SAMPLE.is_file(), reason="the ShareGPT sample does not stand beside the project")
 def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, tmp_path):
-    conversations, dropped = load([str(SAMPLE)])
+    conversations, dropped = load_conversations([str(SAMPLE)])
     assert len(conversations) + dropped.total == 50 and len(conversations) >= 45
     ends = 0
     for row in tokenise(conversations, llama_tokenizer, "vicuna_v1.1", None, str(tmp_path)):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from data.conversation import encode
 from data.module import ShareGPTData
-from data.sharegpt import load
+from data.sharegpt import load_conversations
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
@@ -157,7 +157,7 @@ def examine_drafts(trained: LearnedDrafter, exported: LearnedDrafter, base: Base
 
 def _texts_with_roots(base: Base, sample: DraftSample) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the tokens (S,) of each text that has an answer, and positions in its answers."""
-    for conversation in load(sample.files, sample.num_texts)[0]:
+    for conversation in load_conversations(sample.files, sample.num_texts)[0]:
         ids, mask = encode(conversation, base.tokenizer, sample.template, base.context_length)
         positions = [position for position in range(1, len(ids) - 1) if mask[position]]
         num_roots = min(sample.num_roots, len(positions))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data.feature_store.shards import unpack
-from data.feature_store.store import LAST, FeatureStore
+from data.feature_store.store import LAST_HIDDEN, FeatureStore
 from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, base_hash
 
@@ -55,10 +55,10 @@ def read_features(
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
     other = batch["input_ids"], batch["labels"], batch["loss_mask"], step
-    if LAST in layers:
-        last_hidden = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST), :]
-    elif "last" in batch:
-        last_hidden = unpack(batch["last"], batch.get("last_scale"), dtype)
+    if LAST_HIDDEN in layers:
+        last_hidden = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST_HIDDEN), :]
+    elif "last_hidden" in batch:
+        last_hidden = unpack(batch["last_hidden"], batch.get("last_hidden_scale"), dtype)
     else:
         return BatchWithoutLastHidden(hidden, *other)
     return TrainingBatch(hidden, last_hidden, *other)

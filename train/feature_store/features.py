@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from data.conversation import resolve_template
 from data.feature_store.shards import BYTES_PER_ROW, StoreDtype, bytes_per_token
 from data.feature_store.store import MANIFEST, Manifest
-from data.sharegpt import Statistics, load, tokenise
+from data.sharegpt import Statistics, load_conversations, tokenise
 from data.tokenizer import short_hash, tokenizer_hash
 from inference.engine.base import Base, Dtype, base_hash, load_base, resolve_device
 from inference.runs.outputs import folder_above
@@ -117,7 +117,7 @@ def _describe(file: str) -> dict[str, object]:
 
 def _read_texts(base: Base, files: list[str], limit: int | None, manifest: Manifest, cache_dir: str | None) -> Texts:
     """Read and tokenise the conversations, and print how many there are."""
-    conversations, dropped = load(files, limit)
+    conversations, dropped = load_conversations(files, limit)
     if dropped.total:
         print(dropped)
     rows = tokenise(conversations, base.tokenizer, manifest.template_name, manifest.max_length, cache_dir)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from data.feature_store.shards import BYTES_PER_ROW, Shard, bytes_per_token, checksum, keys
-from data.feature_store.store import LAST, MANIFEST, Manifest, differing
+from data.feature_store.shards import BYTES_PER_ROW, Shard, bytes_per_token, checksum, row_keys
+from data.feature_store.store import LAST_HIDDEN, MANIFEST, Manifest, differing_settings
 from data.sharegpt import lengths
 from inference.runs.outputs import folder_above
 
@@ -35,7 +35,7 @@ class Texts:
 
     @classmethod
     def of(cls, rows: Dataset) -> Texts:
-        return cls(rows, keys(rows), lengths(rows))
+        return cls(rows, row_keys(rows), lengths(rows))
 
     def num_tokens(self, rows: Sequence[int]) -> int:
         """Return the number of tokens of some conversations."""
@@ -95,9 +95,9 @@ def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ..
         numbers = [int(layer) for layer in layers.split(",")]
     except ValueError:
         raise ValueError(f"layers is {layers!r}: give numbers with commas between them, as -1,2,5") from None
-    if with_last and LAST not in numbers:
-        numbers.append(LAST)
-    wrong = [layer for layer in numbers if not LAST <= layer <= num_layers or numbers.count(layer) > 1]
+    if with_last and LAST_HIDDEN not in numbers:
+        numbers.append(LAST_HIDDEN)
+    wrong = [layer for layer in numbers if not LAST_HIDDEN <= layer <= num_layers or numbers.count(layer) > 1]
     if wrong:
         raise ValueError(f"layer {wrong[0]} is not there or given twice: the base has -1, 0, ..., {num_layers}")
     return tuple(numbers)
@@ -139,7 +139,7 @@ def find_written_shards(folder: Path, manifest: Manifest, verify: bool) -> dict[
             raise ValueError(f"{folder} holds other files: give another --out")
         return {}
     earlier = Manifest.read(folder)
-    if changed := differing(manifest, earlier):
+    if changed := differing_settings(manifest, earlier):
         name, theirs, ours = changed[0], getattr(earlier, changed[0]), getattr(manifest, changed[0])
         name = {"rows": "set of conversations", "base_hash": "base"}.get(name, name)
         raise ValueError(f"{folder} holds a store of another {name} ({theirs}, not {ours}): give another --out")

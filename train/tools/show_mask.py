@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from data.conversation import encode, masked_text
-from data.sharegpt import load
+from data.sharegpt import load_conversations
 from data.tokenizer import load_tokenizer
 
 
@@ -22,7 +22,7 @@ def show_mask(
     from rich.console import Console
 
     loaded = load_tokenizer(tokenizer)
-    conversations, dropped = load(files, limit)
+    conversations, dropped = load_conversations(files, limit)
     console = Console()
     if dropped.total:
         console.print(str(dropped), markup=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from data import embedded
-from data.sharegpt import load
+from data.sharegpt import load_conversations
 
 
 def tokenizer(
@@ -24,7 +24,7 @@ def tokenizer(
         raise ValueError(f"{out} already holds a tokenizer: give another folder")
     if vocab_size < 259:
         raise ValueError(f"vocab_size {vocab_size} is less than 259: 256 bytes and three special tokens")
-    conversations, dropped = load(files or [f"embedded:{count}:{seed}"])
+    conversations, dropped = load_conversations(files or [f"embedded:{count}:{seed}"])
     if dropped.total:
         print(dropped)
     speakers = {"user": "human", "assistant": "gpt"}

@@ -91,7 +91,7 @@ def tree_search(
     if catalogue.split(drafter)[0] != "medusa":
         raise ValueError(f"a static tree is made of Medusa's heads: write medusa=FOLDER, not {drafter}")
     path = new_file(out, overwrite)
-    conversations, _ = sharegpt.load(data, limit)
+    conversations, _ = sharegpt.load_conversations(data, limit)
     loaded = load_base(base, dtype, resolve_device(device))
     medusa = catalogue.make(drafter, Runner(loaded))
     assert isinstance(medusa, Medusa)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data.batch import collate
-from data.feature_store.shards import BYTES_PER_ROW, bytes_per_token, keys, pack, unpack, write_shard
-from data.feature_store.store import FeatureStore, Manifest, StoredRows, differing
+from data.feature_store.shards import BYTES_PER_ROW, bytes_per_token, pack, row_keys, unpack, write_shard
+from data.feature_store.store import FeatureStore, Manifest, StoredRows, differing_settings
 from data.module import ShareGPTData
 from data.sharegpt import lengths
 from data.tokenizer import short_hash, tokenizer_hash
@@ -49,7 +49,7 @@ def written(make_data, tmp_path):
             )
         folder = tmp_path / f"store-{dtype}"
         folder.mkdir()
-        names, order = keys(rows), [7, 2, 9, 0, 4, 11, 1, 3, 5, 6, 8, 10]
+        names, order = row_keys(rows), [7, 2, 9, 0, 4, 11, 1, 3, 5, 6, 8, 10]
         shards = []
         for number in range(3):
             members = order[4 * number : 4 * number + 4]
@@ -108,9 +108,9 @@ def test_a_subset_of_the_layers_is_read_in_the_requested_order(written):
         store.layers = layers
         row = store.read((0, 0, len(texts[7]["input_ids"])))
         assert torch.equal(row["hidden"], torch.cat([parts[layer] for layer in layers], -1))
-        assert ("last" in row) == (-1 not in layers), "the last state comes once"
-        if "last" in row:
-            assert torch.equal(row["last"], parts[-1])
+        assert ("last_hidden" in row) == (-1 not in layers), "the last state comes once"
+        if "last_hidden" in row:
+            assert torch.equal(row["last_hidden"], parts[-1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,11 +176,11 @@ def test_row_keys_depend_on_tokens_and_mask_only(make_data):
     data = make_data(val_size=0)
     data.setup("fit")
     rows = data.train_set
-    names = keys(rows)
+    names = row_keys(rows)
     assert len(set(names)) == len(rows) == 12
-    assert keys(rows.select([5, 3])) == [names[5], names[3]], "not by their place"
+    assert row_keys(rows.select([5, 3])) == [names[5], names[3]], "not by their place"
     turned = rows.map(lambda row: {"loss_mask": [1 - value for value in row["loss_mask"]]})
-    assert not set(keys(turned)) & set(names)
+    assert not set(row_keys(turned)) & set(names)
 
 
 def test_collating_rows_without_stored_states_is_unchanged():
@@ -246,8 +246,8 @@ def test_a_shard_that_cannot_be_written_leaves_no_file_behind(written, tmp_path)
     assert not any((tmp_path / "full").iterdir())
 
 
-def test_differing_names_the_settings_that_the_hidden_states_depend_on(written):
+def test_differing_settings_names_those_that_the_hidden_states_depend_on(written):
     manifest = Manifest.read(written()[0])
     same = replace(manifest, base="elsewhere", files=({"name": "x"},), shards=(), is_complete=False)
-    assert differing(manifest, same) == []
-    assert differing(manifest, replace(manifest, dtype="int8", max_length=7)) == ["max_length", "dtype"]
+    assert differing_settings(manifest, same) == []
+    assert differing_settings(manifest, replace(manifest, dtype="int8", max_length=7)) == ["max_length", "dtype"]

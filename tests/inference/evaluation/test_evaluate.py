@@ -93,7 +93,7 @@ def texts(folder):
 def plan(asked):
     """The plan of the same run."""
     specs = ["none", *FORGETFUL, *REMEMBERING]
-    questions = benchmarks.load("mt_bench", str(asked / "questions.jsonl"))
+    questions = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))
     return EvaluationPlan(
         base=str(asked / "base"),
         drafters={spec: spec for spec in specs},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.benchmarks import Checks, Question, load
+from data.benchmarks import Checks, Question, load_questions
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.quality import final_number, needs_code, program, quality_of, score
 from inference.results.records import Answer, Turn
@@ -178,7 +178,7 @@ def test_recorded_answers_are_scored_by_their_first_turn_in_the_order_of_the_que
 
 @real
 def test_the_real_references_of_gsm8k_are_right_and_their_neighbours_are_wrong():
-    asked = load("gsm8k", str(SHARED / "gsm8k" / "test.jsonl"))
+    asked = load_questions("gsm8k", str(SHARED / "gsm8k" / "test.jsonl"))
     references = [question.reference for question in asked]
     assert score("gsm8k", asked, references) == {"exact match": 100.0}
     assert score("gsm8k", asked, references[1:] + references[:1])["exact match"] < 10
@@ -187,7 +187,7 @@ def test_the_real_references_of_gsm8k_are_right_and_their_neighbours_are_wrong()
 @real
 @pytest.mark.parametrize("style", ["instruct", "completion"])
 def test_real_solutions_of_humaneval_pass_and_others_fail(style):
-    asked = load(f"humaneval:{style}", str(SHARED / "humaneval" / "HumanEval.jsonl.gz"))
+    asked = load_questions(f"humaneval:{style}", str(SHARED / "humaneval" / "HumanEval.jsonl.gz"))
     chosen = [asked[number] for number in (0, 10, 32, 38, 50)]  # some build on functions that the prompt defines
     right = [question.reference for question in chosen]
     if style == "instruct":
@@ -200,7 +200,7 @@ def test_real_solutions_of_humaneval_pass_and_others_fail(style):
 
 @real
 def test_real_solutions_of_mbpp_pass_and_others_fail():
-    asked = load("mbpp", str(SHARED / "mbpp" / "mbpp.jsonl"), limit=5)
+    asked = load_questions("mbpp", str(SHARED / "mbpp" / "mbpp.jsonl"), limit=5)
     right = [question.reference for question in asked]
     assert score("mbpp", asked, right, allow_code=True) == {"pass@1": 100.0}
     assert score("mbpp", asked, right[1:] + right[:1], allow_code=True) == {"pass@1": 0.0}

@@ -6,7 +6,7 @@ import random
 import pytest
 
 import drafters
-from data.benchmarks import Question, load
+from data.benchmarks import Question, load_questions
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
 from drafters.checkpoint import DrafterConfig, save
@@ -317,7 +317,7 @@ def test_the_recorded_answers_of_vicuna_have_the_known_metrics(shared):
     """Section 8 of the reference: 146 of 160 turns, prefill counted as a step that may draft."""
     path = shared("data/base_outputs/ctc_drafter/vicuna-7b-mt_bench-greedy.jsonl")
     runner = ReplayRunner(RecordedBase("vicuna", load_tokenizer(str(shared("data/tokenizer")))))
-    questions = load("mt_bench", str(shared("data/mt_bench/question.jsonl")))
+    questions = load_questions("mt_bench", str(shared("data/mt_bench/question.jsonl")))
     recorded = recordings.read(path, questions, runner.base, "vicuna_v1.1")
     assert (len(recorded.turns), len(recorded.mismatches)) == (146, 14)
     known = {"anpd": 1.607, "anpd:update=false": 1.333, "prompt_lookup": 1.586, "prompt_lookup:partial=false": 1.579}

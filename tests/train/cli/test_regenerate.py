@@ -13,7 +13,7 @@ import torch
 
 from data.conversation import encode, encode_prompt, masked_text
 from data.module import ShareGPTData
-from data.sharegpt import load, tokenise
+from data.sharegpt import load_conversations, tokenise
 from inference.engine.base import load_base
 from inference.engine.options import ModelOptions
 from inference.regeneration import responders
@@ -39,7 +39,7 @@ def exact(tiny_base):
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
     """Conversations with several turns, some without an answer, one with a system message."""
-    said = load(["embedded:14:3"])[0]
+    said = load_conversations(["embedded:14:3"])[0]
     path = tmp_path_factory.mktemp("asked") / "asked.jsonl"
     rows = [{"id": each.id, "messages": each.as_dicts()} for each in said]
     rows[3]["messages"] = rows[3]["messages"][:1]
@@ -51,7 +51,10 @@ def asked(tmp_path_factory):
 
 
 def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
-    dialogues = [Dialogue(c, base.tokenizer, "tokenizer", num_turns) for c in load([asked], needs_answers=False)[0]]
+    dialogues = [
+        Dialogue(c, base.tokenizer, "tokenizer", num_turns)
+        for c in load_conversations([asked], requires_answers=False)[0]
+    ]
     with Journal(folder / "journal", {}) as journal:
         answerer = Answerer(LocalResponder(base), "weights", max_length)
         options = AnswerOptions(max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size)
@@ -62,7 +65,7 @@ def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_answer_is_plain_greedy_decoding_after_the_new_answers_before_it(exact, asked, tmp_path, batch_size):
     dialogues, counts = answered(exact, asked, tmp_path, batch_size)
-    conversations = load([asked], needs_answers=False)[0]
+    conversations = load_conversations([asked], requires_answers=False)[0]
     assert max(len(dialogue.is_cut) for dialogue in dialogues) > 1
     ends = []
     for dialogue, conversation in zip(dialogues, conversations, strict=True):
@@ -106,7 +109,7 @@ def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, ask
     assert not longest
     lengths = sorted(
         len(encode_prompt(c.messages[: 1 + (c.messages[0][0] == "system")], exact.tokenizer, "tokenizer"))
-        for c in load([asked], needs_answers=False)[0]
+        for c in load_conversations([asked], requires_answers=False)[0]
     )
     room = lengths[7] + 2
     dialogues, counts = answered(exact, asked, tmp_path / "b", max_length=room)
@@ -147,7 +150,7 @@ def written(tiny, asked, tmp_path_factory):
 
 def test_the_file_keeps_the_order_of_the_input_and_no_other_file_is_left(written, asked):
     rows = [json.loads(line) for line in written.read_text().splitlines()]
-    order = [each.id for each in load([asked], needs_answers=False)[0]]
+    order = [each.id for each in load_conversations([asked], requires_answers=False)[0]]
     assert [row["id"] for row in rows] == [name for name in order if name in {row["id"] for row in rows}]
     assert [path.name for path in written.parent.iterdir()] == [written.name]
 
@@ -174,7 +177,7 @@ def test_the_printed_share_of_round_trips_is_that_of_encoding_the_texts(call, ti
     alike = []
     vocabulary = load_base(str(tiny)).tokenizer
     for row in map(json.loads, out.read_text().splitlines()):
-        (as_text,), _ = load([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
+        (as_text,), _ = load_conversations([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
         alike.append(encode(as_text, vocabulary, "tokenizer")[0][: len(row["input_ids"])] == row["input_ids"])
     assert f"{sum(alike) / len(alike):.1%} of the answers encode back to the same tokens" in outcome.out
 
@@ -185,7 +188,7 @@ def write(path, row):
 
 
 def test_tokens_of_another_tokenizer_or_template_are_refused(written, llama_like, tiny_base, tmp_path):
-    conversations = load([str(written)])[0]
+    conversations = load_conversations([str(written)])[0]
     with pytest.raises(ValueError, match="written with another tokenizer"):
         encode(conversations[0], llama_like, "tokenizer")
     with pytest.raises(ValueError, match=r"refuses every conversation: .*written with another chat template"):
@@ -215,12 +218,12 @@ def test_records_with_broken_token_columns_are_counted_and_named(written, tmp_pa
     ]
     path = tmp_path / "broken.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [good, *(good | change for change in changes)]))
-    conversations, dropped = load([str(path)])
+    conversations, dropped = load_conversations([str(path)])
     assert len(conversations) == 1 and dropped.total == len(changes) and "line 2: input_ids" in str(dropped)
 
 
 def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base, tmp_path):
-    conversation = load([str(written)])[0][0]
+    conversation = load_conversations([str(written)])[0][0]
     changed = deepcopy(conversation)
     changed.recorded.loss_mask[-1] = 0
     masks = [
@@ -338,7 +341,7 @@ def test_a_server_can_answer_and_its_cut_answers_get_no_eos(call, chat_server, t
     for row in rows:
         assert (row["input_ids"][-1] == eos) == (not row["cut"][-1])
         if not any(row["cut"]):
-            (text,), _ = load([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
+            (text,), _ = load_conversations([write(tmp_path / "text.jsonl", {"messages": row["messages"]})])
             ids, mask = encode(text, tiny_base.tokenizer, "tokenizer")
             assert (ids, mask) == (row["input_ids"], row["loss_mask"])
     assert 1 < chat_server.most_open <= 3, "as many requests at a time as were asked for"
@@ -379,7 +382,7 @@ def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base
         "{%- else -%}{%- generation -%}{{- (m['content'] if loop.last else m['content'] | upper) + eos_token -}}"
         "{%- endgeneration -%}{%- endif -%}{%- endfor -%}"
     )
-    (conversation,) = load(["embedded:60:1"])[0][:1]
+    (conversation,) = load_conversations(["embedded:60:1"])[0][:1]
     conversation = replace(conversation, messages=(("user", "a"), ("assistant", "-"), ("user", "b")))
     dialogue, counts, eos = (
         Dialogue(conversation, vocabulary, "tokenizer", None),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost, check_prompt
 from inference.evaluation.verify import first_divergence
+
+if TYPE_CHECKING:
+    from transformers.generation import GenerationMixin
 
 PAIRS = ("vanilla", "prompt lookup", "draft model")
 OURS, THEIRS = "ours", "transformers"
@@ -160,9 +163,11 @@ def _ours(base: Base, drafter: Drafter, max_new_tokens: int, eos: frozenset[int]
 
 
 def _theirs(base: Base, options: dict[str, Any], max_new_tokens: int, eos: frozenset[int]) -> Decode:
+    model = cast("GenerationMixin", base.model)
+
     def decode(prompt: list[int]) -> tuple[list[int], list[StepCost]]:
         ids = torch.tensor([prompt], device=base.model.device)
-        written = base.model.generate(
+        written = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=min(max_new_tokens, base.context_length - len(prompt)),
@@ -174,6 +179,7 @@ def _theirs(base: Base, options: dict[str, Any], max_new_tokens: int, eos: froze
             no_repeat_ngram_size=0,
             **options,
         )
+        assert isinstance(written, torch.Tensor)
         return written[0, len(prompt) :].tolist(), []
 
     return decode
@@ -266,7 +272,7 @@ def _eos(base: Base) -> frozenset[int]:
 
 def _first_layers(base: Base, num_layers: int = 2) -> Base:
     """Return the first layers of the base as a draft model, for bases without one."""
-    model = copy.deepcopy(base.model)
+    model = cast(Any, copy.deepcopy(base.model))
     model.base_model.layers = model.base_model.layers[:num_layers]
     model.config.num_hidden_layers = num_layers
     return Base(f"its first {num_layers} layers", model, base.tokenizer)

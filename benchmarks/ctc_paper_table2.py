@@ -111,6 +111,7 @@ def measure_exported(
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if key not in known:
         drafter, config = checkpoint.load(folder, base.model.dtype)
+        assert isinstance(drafter, (Medusa, Block, CTC))  # the only ones that `table2` accepts
         ways = WAYS[config.class_path.removeprefix("drafters.")]
         known[key] = measure(drafter.to(base.model.device), base, answers, ways, budgets)
         with atomic_write(path) as new:
@@ -196,10 +197,10 @@ def result_table(results: dict[str, list[dict[str, Any]]], budgets: Sequence[int
         first = mean(run[next(iter(run))][largest]["length"] for run in runs)
         for way in runs[0]:
             cells = []
-            for budget in map(str, budgets):
-                lengths = [run[way][budget]["length"] for run in runs]
+            for size in map(str, budgets):
+                lengths = [run[way][size]["length"] for run in runs]
                 cells.append(f"{mean(lengths):.3f} ({min(lengths):.3f} to {max(lengths):.3f})")
-                cells.append(f"{mean(run[way][budget]['fed'] for run in runs):.1f}")
+                cells.append(f"{mean(run[way][size]['fed'] for run in runs):.1f}")
             last = mean(run[way][largest]["length"] for run in runs)
             table.rows.append([name, MODULES[ARMS[name].drafter], way, *cells, f"{last / first:.3f}"])
     return table

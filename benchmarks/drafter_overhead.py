@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import mean, median
 from time import perf_counter as clock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -13,7 +13,7 @@ from benchmarks.harness import ResultTable, alternate, main, percentile, show, s
 from data import sharegpt
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
-from inference.engine.runner import ForwardOutput
+from inference.engine.runner import ForwardOutput, Runner
 from inference.engine.session import PHASES, Session, StepCost
 from inference.registry import catalogue
 
@@ -146,7 +146,8 @@ def drafter_overhead(
         raise ValueError("steps, repeats and lengths must be at least 2")
     loaded = load_tokenizer(tokenizer)
     text = _text(data, loaded, max(lengths) + 16 * steps)
-    runner = RecitingRunner(text, len(loaded), loaded)
+    # Drafters without a model and sessions use only what a RecitingRunner has.
+    runner = cast(Runner, RecitingRunner(text, len(loaded), loaded))
     specs = catalogue.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
     sessions = {name: Session(runner, catalogue.make(spec, runner)) for name, spec in specs.items()}
     costs = {(name, length): Costs() for name in sessions for length in lengths}

@@ -218,6 +218,7 @@ def simulate(
     counts for every budget above its index. The CTC paper's tree spends its budget on frames. Below the largest budget
     it is cut to as many nodes as are fed, which is more than that number of frames would give.
     """
+    # For each budget: the count over all answers, and over those that end with an EOS token.
     emitted, steps, fed = ({budget: [0, 0] for budget in budgets} for _ in range(3))
     depths: list[int] = []
     for answer in answers:
@@ -236,12 +237,15 @@ def simulate(
                 for counter, amount in ((emitted, step.num_emitted), (steps, 1), (fed, num_fed)):
                     counter[budget][0] += amount
                     counter[budget][1] += amount * answer.ended
-    ratio = lambda kind, part: {str(b): part[b][kind] / max(1, steps[b][kind]) for b in budgets}  # noqa: E731
+
+    def per_step(counter: dict[int, list[int]], index: int) -> dict[str, float]:
+        return {str(budget): counter[budget][index] / max(1, steps[budget][index]) for budget in budgets}
+
     deepest = max(depths, default=0)
     return Simulation(
-        length=ratio(0, emitted),
-        ended=ratio(1, emitted),
-        fed=ratio(0, fed),
+        length=per_step(emitted, 0),
+        ended=per_step(emitted, 1),
+        fed=per_step(fed, 0),
         by_depth=[sum(count >= depth for count in depths) / len(depths) for depth in range(1, deepest + 1)],
     )
 

@@ -6,13 +6,13 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import get_type_hints
+from typing import TypeVar, get_type_hints
 
 import torch
 from rich.console import Console
@@ -21,6 +21,8 @@ from rich.table import Table
 from drafters.atomic_write import atomic_write
 from inference.engine.base import Base
 from inference.runs.progress import progress_bars
+
+ArmName = TypeVar("ArmName", bound=Hashable)
 
 # hidden size, intermediate size, layers, heads, key-value heads
 SHAPES = {
@@ -64,7 +66,7 @@ class ResultTable:
         return "\n\n".join([f"## {self.title}", table, "\n".join(f"- {note}" for note in self.notes)])
 
 
-def alternate(arms: Sequence[str], num_items: int, repeats: int, title: str) -> Iterator[tuple[int, int, str]]:
+def alternate(arms: Sequence[ArmName], num_items: int, repeats: int, title: str) -> Iterator[tuple[int, int, ArmName]]:
     """Yield (repeat, item, arm) in the order of the runs, and show a progress bar on a terminal.
 
     On each item, all arms run one after the other, starting with another arm each time. So a machine that slows down

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from statistics import median
 from time import perf_counter
@@ -34,14 +35,14 @@ def training_speeds(arms: Sequence[Arm], common: SharedSettings, num_batches: in
     modules = {}
     for arm in arms:
         torch.manual_seed(0)
-        kind = getattr(drafters, arm.drafter)
-        modules[arm.name] = DrafterTraining(common.base, lambda base, kind=kind, arm=arm: kind(base, **arm.arguments))
+        modules[arm.name] = DrafterTraining(common.base, partial(getattr(drafters, arm.drafter), **arm.arguments))
     optimizers = {name: torch.optim.AdamW(module.drafter.parameters()) for name, module in modules.items()}
     speeds: dict[str, list[float]] = {name: [] for name in modules}
     for _, index, name in alternate(list(modules), len(batches), 1, "training steps"):
         module, batch = modules[name], batches[index]
         started = perf_counter()
-        loss, _ = module.drafter.loss(module.look(batch["input_ids"], batch["loss_mask"]), module.base.base_weights)
+        training_batch = module.compute_batch(batch["input_ids"], batch["loss_mask"])
+        loss, _ = module.drafter.loss(training_batch, module.base.base_weights)
         loss.backward()
         optimizers[name].step()
         optimizers[name].zero_grad()

@@ -60,7 +60,7 @@ def panels(axes: Sequence[Axis], measured: Mapping[tuple[str, ...], float | None
             number = measured.get(tuple(place[axis.name] for axis in axes))
             values[position] = np.nan if number is None else number
         title = ", ".join(f"{axis.name} {short(fixed[axis.name])}" for axis in others if len(axis.values) > 1)
-        result.append(Panel(title, *shown, values))
+        result.append(Panel(title, shown[0], shown[1], values))
     return result
 
 

@@ -91,7 +91,7 @@ class Anchors:
         return loss.item()
 
 
-def _resident() -> tuple[int, int]:
+def resident_bytes() -> tuple[int, int]:
     """Return the bytes of memory that this process uses now, and its peak so far."""
     status = Path("/proc/self/status")
     if not status.exists():  # not Linux, where only the peak is known
@@ -107,9 +107,9 @@ def extra_bytes(sizes: tuple[int, ...], dtype: Dtype, max_bytes: int, rank: int,
     small = 2, *sizes[1:3], 16, 64
     Anchors(small, dtype, torch.device("cpu"), max_bytes, rank).step(arm)  # allocates the memory of the libraries
     anchors = Anchors(sizes, dtype, torch.device("cpu"), max_bytes, rank)
-    before, _ = _resident()
+    before, _ = resident_bytes()
     anchors.step(arm)
-    return _resident()[1] - before
+    return resident_bytes()[1] - before
 
 
 def _peak(anchors: Anchors, sizes: tuple[int, ...], dtype: Dtype, arm: str) -> int:

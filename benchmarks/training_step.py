@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show, spread
-from benchmarks.loss_memory import _resident
+from benchmarks.loss_memory import resident_bytes
 from drafters import CTC
 from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, Dtype, resolve_device
@@ -126,11 +126,11 @@ def peak_bytes(setting: TrainingSetting, num_anchors: int) -> int:
     torch.set_num_threads(setting.threads)
     small = TrainingSetting("draft", 64, setting.dtype, setting.precision, (1, 16), setting.drafter, setting.threads)
     TrainingStep(small, base_of(small, torch.device("cpu")), 4).run(STEP)  # allocates the memory of the libraries
-    before, _ = _resident()
+    before, _ = resident_bytes()
     step = TrainingStep(setting, base_of(setting, torch.device("cpu")), num_anchors)
     for _ in range(2):
         step.run(STEP)
-    return _resident()[1] - before
+    return resident_bytes()[1] - before
 
 
 def _peak(step: TrainingStep, num_anchors: int) -> int:

@@ -63,7 +63,7 @@ class Endpoint:
         if "@" in parts.netloc:
             raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
         stem = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
-        self.url, self.model, self.num_attempts = f"{stem}/v1/chat/completions", model, max_retries + 1
+        self.url, self.model = f"{stem}/v1/chat/completions", model
         self._client = openai.OpenAI(
             base_url=f"{stem}/v1",
             api_key="unused",  # each request carries the key from the environment, or none
@@ -90,17 +90,17 @@ class Endpoint:
                 extra_headers=_authorization(),
             )
         except openai.APIStatusError as error:
-            raise self._explained(error.status_code) from error
+            raise self._explained(error.status_code, num_attempts(error)) from error
         except openai.APIConnectionError as error:
             # Only the type of the cause: its text may quote the request's headers, and with them the key.
             reason = type(error.__cause__ or error).__name__
-            raise self._no_answer(reason) from None
+            raise self._no_answer(reason, num_attempts(error)) from None
         try:
             return _parsed(response.content)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{self.url} answers, but not as an OpenAI-compatible server does ({error!r})") from error
 
-    def _explained(self, code: int) -> Exception:
+    def _explained(self, code: int, attempts: int) -> Exception:
         """The exception for an HTTP status that is not a success."""
         # The standard phrase of the status, not the server's: a server may echo the key there.
         phrase = HTTPStatus(code).phrase if code in HTTPStatus.__members__.values() else ""
@@ -108,9 +108,9 @@ class Endpoint:
         if mistake := self._mistake(code):
             return ValueError(f"{self.url} refuses ({status}): {mistake}")
         if code >= 500:
-            return RequestFailed(f"{status}, {self.num_attempts} times")
+            return RequestFailed(f"{status}, {attempts} times")
         if code in (408, 409, 429):
-            return self._no_answer(status)
+            return self._no_answer(status, attempts)
         return RequestRefused(status)
 
     def _mistake(self, code: int) -> str | None:
@@ -121,10 +121,18 @@ class Endpoint:
             return f"the address or the model {self.model!r} is wrong"
         return "the server has moved: give its new address" if 300 <= code < 400 else None
 
-    def _no_answer(self, reason: str) -> ValueError:
+    def _no_answer(self, reason: str, attempts: int) -> ValueError:
         return ValueError(
-            f"{self.url} does not answer ({reason}), tried {self.num_attempts} times; repeat the command to continue"
+            f"{self.url} does not answer ({reason}), tried {attempts} times; repeat the command to continue"
         )
+
+
+def num_attempts(error: openai.APIError) -> int:
+    """Return how often the client sent a request before it raised the error.
+
+    It gives up early if the server asks it to wait for more than two minutes.
+    """
+    return 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
 
 
 def _authorization() -> Mapping[str, str | openai.Omit]:

@@ -16,7 +16,7 @@ def rows(markdown):
 
 
 @pytest.fixture(scope="module")
-def learned_run(harness, tmp_path_factory, repository):
+def learned_run(tmp_path_factory, repository):
     """Two arms trained for ten steps on the shipped base, and the arguments that did it."""
     folder = tmp_path_factory.mktemp("learned")
     arguments = {

@@ -91,7 +91,7 @@ COMMANDS = {
     "step-cost": Command(
         "inference.tuning.step_cost",
         "step_cost",
-        "measure what a step of the base costs by the nodes it feeds",
+        "measure the time of a decoding step by the size of the draft tree",
     ),
     "tree-search": Command(
         "train.tools.tree_search", "tree_search", "make Medusa's static tree by its heads' accuracies"
@@ -99,7 +99,7 @@ COMMANDS = {
     "skip-search": Command(
         "inference.tuning.skip_search",
         "skip_search",
-        "search what self_speculative lets the base leave out",
+        "search which sublayers of the base self_speculative skips",
     ),
 }
 TRAIN = "train a drafter: the same as lightning fit"

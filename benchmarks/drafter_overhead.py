@@ -195,15 +195,15 @@ def _run(session: Session, text: list[int], length: int, num_steps: int, costs: 
     session.begin(text[:length])
     costs.begin.append(1e6 * (clock() - started))
     session.step(len(text))  # the prefill, which is not measured
-    taken: list[StepCost] = []
-    while len(taken) < num_steps and len(session.seq) < len(text):
-        taken.append(session.step(len(text))[1])
+    measured: list[StepCost] = []
+    while len(measured) < num_steps and len(session.seq) < len(text):
+        measured.append(session.step(len(text))[1])
     assert session.seq == text[: len(session.seq)], "the loop writes what the base writes"
-    assert len(taken) == num_steps, "the text is long enough"
-    costs.propose.append([1e6 * step.seconds[PROPOSE] for step in taken])
-    costs.observe.append([1e6 * step.seconds[OBSERVE] for step in taken])
-    costs.emitted += sum(step.emitted for step in taken)
-    costs.fed += sum(step.fed for step in taken)
+    assert len(measured) == num_steps, "the text is long enough"
+    costs.propose.append([1e6 * step.seconds[PROPOSE] for step in measured])
+    costs.observe.append([1e6 * step.seconds[OBSERVE] for step in measured])
+    costs.emitted += sum(step.emitted for step in measured)
+    costs.fed += sum(step.fed for step in measured)
 
 
 def offered() -> list[str]:

@@ -169,10 +169,10 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     """Run a benchmark with the arguments of the command line, where ``--max-new-tokens`` stands for max_new_tokens."""
     from jsonargparse import auto_cli
 
-    given = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
     flags = [name for name, hint in get_type_hints(function).items() if hint is bool]
     args = []
-    for arg, after in zip(given, [*given, "--"][1:], strict=True):
+    for arg, after in zip(words, [*words, "--"][1:], strict=True):
         key, equals, value = arg.partition("=")
         if key.startswith("--"):
             key = f"--{key[2:].replace('-', '_')}"

@@ -204,10 +204,10 @@ NOTE = (
 
 def _table(title: str, peaks: dict[str, int], seconds: dict[str, list[float]], values: dict[str, float]) -> ResultTable:
     table = ResultTable(title, ["arm", "MB", "of plain", "s", "of plain", "spread", "loss"])
-    for arm, taken in seconds.items():
-        ratio = median(mine / plain for mine, plain in zip(taken, seconds[PLAIN], strict=True))
-        cells = [arm, f"{peaks[arm] / 1e6:.1f}", f"{peaks[arm] / max(peaks[PLAIN], 1):.3f}", f"{median(taken):.3f}"]
-        table.rows.append([*cells, f"{ratio:.2f}", f"{spread(taken):.0%}", f"{values[arm]:.4f}"])
+    for arm, times in seconds.items():
+        ratio = median(mine / plain for mine, plain in zip(times, seconds[PLAIN], strict=True))
+        cells = [arm, f"{peaks[arm] / 1e6:.1f}", f"{peaks[arm] / max(peaks[PLAIN], 1):.3f}", f"{median(times):.3f}"]
+        table.rows.append([*cells, f"{ratio:.2f}", f"{spread(times):.0%}", f"{values[arm]:.4f}"])
     return table
 
 

@@ -130,12 +130,12 @@ def _same_root(runner: Runner, arms: dict[str, DraftTree], context: int) -> None
 
 def _table(title: str, seconds: dict[str, list[float]], nodes: list[int], weight_seconds: float | None) -> ResultTable:
     table = ResultTable(title, ["arm", "ms", "ratio", "IQR", "pays from", *(["weights"] if weight_seconds else [])])
-    for name, taken in seconds.items():
-        ratio = median(step / vanilla for step, vanilla in zip(taken, seconds[VANILLA], strict=True))
-        low, _, high = quantiles(taken, n=4)
-        cells = [name, f"{1e3 * median(taken):.3f}", f"{ratio:.2f}×", f"{(high - low) / median(taken):.0%}"]
+    for name, times in seconds.items():
+        ratio = median(step / vanilla for step, vanilla in zip(times, seconds[VANILLA], strict=True))
+        low, _, high = quantiles(times, n=4)
+        cells = [name, f"{1e3 * median(times):.3f}", f"{ratio:.2f}×", f"{(high - low) / median(times):.0%}"]
         cells.append(f"{ratio - 1:+.2f}" if name != VANILLA else "")
-        table.rows.append(cells + ([f"{weight_seconds / median(taken):.0%}"] if weight_seconds else []))
+        table.rows.append(cells + ([f"{weight_seconds / median(times):.0%}"] if weight_seconds else []))
     return table
 
 

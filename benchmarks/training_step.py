@@ -206,8 +206,8 @@ def training(
         )
     parts = ResultTable(f"Parts of a step, A = {anchors[-1]}: {title}", ["what is done", "s", "of base", "spread"])
     seconds = timed(step, ARMS, repeats, "parts")
-    for arm, taken in seconds.items():
-        cells = f"{median(taken):.3f}", f"{ratio(taken, seconds[FORWARD]):.2f}", f"{spread(taken):.0%}"
+    for arm, times in seconds.items():
+        cells = f"{median(times):.3f}", f"{ratio(times, seconds[FORWARD]):.2f}", f"{spread(times):.0%}"
         parts.rows.append([arm, *cells])
     note = f"each row includes all above it; {repeats} repeats, arms alternate; drafter with {num_layers} layers"
     parts.notes.append(note)

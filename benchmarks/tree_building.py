@@ -127,10 +127,10 @@ def tree_building(
         cold: dict[str, list[float]] = {name: [] for name in BUILDS}
         for _, item, name in alternate(list(BUILDS), num_blocks, repeats, title):
             other_memory.sum()
-            for taken in (cold, seconds):
+            for times in (cold, seconds):
                 started = clock()
                 BUILDS[name](blocks[item], num_nodes)
-                taken[name].append(clock() - started)
+                times[name].append(clock() - started)
         tables.append(_table(title, seconds, cold, blocks, num_nodes))
     tables[-1].notes.append(f"{num_blocks} random blocks, {repeats} builds of each, arms alternate. {NOTE}")
     show(tables, torch.device("cpu"), out)
@@ -153,12 +153,12 @@ def _table(
     num_nodes: int,
 ) -> ResultTable:
     table = ResultTable(title, ["arm", "us", "ratio", "IQR", "cold us", "nodes", "gain"])
-    for name, taken in seconds.items():
-        ratio = median(mine / ours for mine, ours in zip(taken, seconds[OURS], strict=True))
-        low, _, high = quantiles(taken, n=4)
+    for name, times in seconds.items():
+        ratio = median(mine / ours for mine, ours in zip(times, seconds[OURS], strict=True))
+        low, _, high = quantiles(times, n=4)
         trees = [BUILDS[name](block, num_nodes) for block in blocks]
         gains = [gain(block, tree) for block, tree in zip(blocks, trees, strict=True)] if name in OF_CTC else None
-        cells = [name, f"{1e6 * median(taken):.1f}", f"{ratio:.2f}×", f"{(high - low) / median(taken):.0%}"]
+        cells = [name, f"{1e6 * median(times):.1f}", f"{ratio:.2f}×", f"{(high - low) / median(times):.0%}"]
         cells += [f"{1e6 * median(cold[name]):.1f}", f"{sum(map(len, trees)) / len(trees):.1f}"]
         table.rows.append([*cells, f"{sum(gains) / len(gains):.3f}" if gains else ""])
     return table

@@ -65,11 +65,11 @@ def read_axes(texts: Sequence[str], drafter: str) -> list[Axis]:
         ValueError: A text is not an axis, or an argument is set twice, by two axes or by an axis and the spec.
     """
     axes, (_, folder, arguments) = [read_axis(text) for text in texts], catalogue.split(drafter)
-    taken = [pair.partition("=")[0] for pair in arguments.split(",") if pair] + ([FILE] if folder else [])
+    used = [pair.partition("=")[0] for pair in arguments.split(",") if pair] + ([FILE] if folder else [])
     for axis in axes:
-        if axis.name in taken:
+        if axis.name in used:
             raise ValueError(f"{axis.name} is given twice: give it once, as an axis or in --drafter {drafter}")
-        taken.append(axis.name)
+        used.append(axis.name)
     return axes
 
 

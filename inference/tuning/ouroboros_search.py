@@ -119,10 +119,10 @@ def ouroboros_search(
     questions = selection.load()
     trial_file = TrialFile(out, trial_arguments(model, selection))
     base = model.load()
-    asked = selection.select(base, questions)
-    for note in asked.notes():
+    prompts = selection.select(base, questions)
+    for note in prompts.notes():
         Console(stderr=True).print(f"left out: {note}", markup=False, highlight=False)
-    trials, best = run(base, asked.questions, selection, options, drafter_model, trial_file)
+    trials, best = run(base, prompts.questions, selection, options, drafter_model, trial_file)
     print_table(trials, best, options.draft_cost)
     print(best.spec(drafter_model, options.num_phrases))
 

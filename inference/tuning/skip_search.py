@@ -102,11 +102,11 @@ def skip_search(
     survival = read_survival(journal)
     questions: list[Question] = selection.load()
     base = model.load()
-    asked = selection.select(base, questions)
+    prompts = selection.select(base, questions)
     with journal:
-        best, num_drafts = run(base, asked, selection.max_new_tokens, options, journal, survival)
+        best, num_drafts = run(base, prompts, selection.max_new_tokens, options, journal, survival)
     write(path, settings, best, options.cost)
-    print_result(model.base, out, asked.notes(), best, options.cost, num_drafts)
+    print_result(model.base, out, prompts.notes(), best, options.cost, num_drafts)
 
 
 def check(selection: QuestionOptions, options: SkipSearchOptions, out: str, overwrite: bool) -> tuple[Path, Path]:
@@ -163,7 +163,7 @@ def read_survival(journal: Journal) -> dict[SkipSet, list[float]]:
 
 def run(
     base: Base,
-    asked: BenchmarkPrompts,
+    prompts: BenchmarkPrompts,
     max_new_tokens: int,
     options: SkipSearchOptions,
     journal: Journal,
@@ -177,8 +177,8 @@ def run(
     num_layers = len(sublayers(base.model.base_model)[0])
     default = frozenset(layer + half * num_layers for half in (0, 1) for layer in default_skips(num_layers)[half])
     with progress_bars(transient=True) as progress:
-        prompts = progress.track(asked.prompts, description="the base answers")
-        texts = [(prompt, alone(base, prompt, max_new_tokens, Greedy())) for prompt in prompts]
+        tracked = progress.track(prompts.prompts, description="the base answers")
+        texts = [(prompt, alone(base, prompt, max_new_tokens, Greedy())) for prompt in tracked]
         probe = Probe(base, texts, options.num_draft, options.stride)
         shares = parameter_shares(base) if options.cost == "parameters" else measured_shares(base, texts[0][0])
         task = progress.add_task("skip sets", total=min(options.evaluations, 4**num_layers))

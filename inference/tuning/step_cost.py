@@ -99,10 +99,10 @@ def measure(runner: Runner, nodes: list[int], context: int, repeats: int) -> lis
             step_seconds(runner, tree, context)
     seconds: list[list[float]] = [[] for _ in nodes]
     for repeat in range(repeats):
-        for turn in range(len(nodes)):
-            size = (repeat + turn) % len(nodes)
+        for shift in range(len(nodes)):
+            size = (repeat + shift) % len(nodes)
             seconds[size].append(step_seconds(runner, trees[size], context))
-    return [median(taken) for taken in seconds]
+    return [median(times) for times in seconds]
 
 
 def prefill(runner: Runner, context: int, reserve: int) -> None:

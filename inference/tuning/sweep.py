@@ -42,13 +42,13 @@ class Workload:
     Args:
         runner: Runs the base.
         sampler: Chooses the tokens.
-        asked: The questions.
+        prompts: The questions and their prompts.
         options: How the questions are put to the base.
     """
 
     runner: Runner
     sampler: Greedy | KeyedSampler
-    asked: BenchmarkPrompts
+    prompts: BenchmarkPrompts
     options: QuestionOptions
 
 
@@ -87,7 +87,7 @@ def sweep(
     workload = Workload(Runner(base), sampling.sampler(), selection.select(base, questions), selection)
     errors = build_errors(all_cells, workload.runner)
     refuse_mistakes(axes, all_cells, errors)
-    notes = [*workload.asked.notes(), *(f"{cell.spec}: {error}" for cell, error in errors.items())]
+    notes = [*workload.prompts.notes(), *(f"{cell.spec}: {error}" for cell, error in errors.items())]
     print_lines([f"left out: {note}" for note in notes], style="yellow")
     settings = recorded_settings(model, sampling, workload)
     path = folder / "cells.jsonl"
@@ -104,7 +104,7 @@ def sweep(
         "command": " ".join(["drafters", *sys.argv[1:]]),
         "noise": round(sweep_report.noise(measured), 4),
         "left_out": {cell.spec: str(error) for cell, error in errors.items()},
-        "left_out_questions": "; ".join(workload.asked.notes()),
+        "left_out_questions": "; ".join(workload.prompts.notes()),
     }
     sweep_report.write(folder, axes, measured, context)
     for metric in sweep_plots.METRICS:
@@ -127,7 +127,7 @@ def build_errors(all_cells: Sequence[Cell], runner: Runner) -> dict[Cell, ValueE
 
 def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: Workload) -> dict[str, Any]:
     """Everything that the measurements depend on besides the cell, for the journal and the results."""
-    options, questions = workload.options, workload.asked.questions
+    options, questions = workload.options, workload.prompts.questions
     return {
         "format": 1,
         "base": model.base,
@@ -148,7 +148,7 @@ def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[
     num_missing = sum(identity not in known for identity in identities.values())
     measured = []
     with progress_bars() as progress:
-        task = progress.add_task("answers", total=2 * len(workload.asked.questions) * num_missing)
+        task = progress.add_task("answers", total=2 * len(workload.prompts.questions) * num_missing)
         for number, (cell, identity) in enumerate(identities.items(), start=1):
             if identity not in known:
                 summary, base_speed = measure_cell(cell, workload, lambda: progress.advance(task))
@@ -175,7 +175,7 @@ def measure_cell(cell: Cell, workload: Workload, advance: Callable[[], object]) 
     runner, options = workload.runner, workload.options
     sessions = {spec: Session(runner, catalogue.make(spec, runner), workload.sampler) for spec in ("none", cell.spec)}
     by_drafter: dict[str, list[Answer]] = {name: [] for name in sessions}
-    questions = workload.asked.questions
+    questions = workload.prompts.questions
     for answer in answer_questions(runner.base, sessions, questions, options.template, options.max_new_tokens):
         by_drafter[answer.drafter].append(answer)
         advance()

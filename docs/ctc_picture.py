@@ -41,7 +41,7 @@ def panel(axes: Axes, title: str, caption: str, width: float, height: float) -> 
 
 def draw_frames(axes: Axes) -> None:
     """Each frame a column, each symbol a row, the more probable the darker."""
-    panel(axes, "1  Frames", "one pass gives all three laws", 4.4, 6.4)
+    panel(axes, "1  Frames", "one pass predicts all three", 4.4, 6.4)
     for t, distribution in enumerate(FRAMES):
         axes.text(1.6 + t, 0.8, f"frame {t + 1}", ha="center", va="center", color=FAINT, fontsize=10)
         for symbol, probability in enumerate(distribution):

@@ -87,7 +87,7 @@ def enumerated(bias):
 NO_BIAS = np.zeros_like(BIAS)
 IS, BEGINS = enumerated(NO_BIAS)
 _, BEGINS_BIASED = enumerated(BIAS)
-LAWS = {"no bias": (NO_BIAS, BEGINS), "bias": (BIAS, BEGINS_BIASED)}
+DISTRIBUTIONS = {"no bias": (NO_BIAS, BEGINS), "bias": (BIAS, BEGINS_BIASED)}
 
 
 def columns(labels, bias):
@@ -109,7 +109,7 @@ def distributions_of(texts, bias):
 
 
 def search(num_nodes, bias):
-    """The prefix tree, with one law for all or one after each token."""
+    """The prefix tree, with one distribution for all or one after each token."""
     last = [ROOT_TOKEN] if not bias.any() else [0, 1, ROOT_TOKEN]
     probs = np.array([[distribution(frame, token, bias) for frame in range(T)] for token in last])
     tree, reached = prefix_search.search(probs[..., :2], probs[..., BLANK], np.arange(2), num_nodes, T)
@@ -123,7 +123,7 @@ def test_positions_mix_two_answers_and_frames_do_not():
     vocab = ["very", "good", "."]
     positions = [{"very": 0.5, "good": 0.5}, {"good": 0.5, ".": 0.5}]
     frames = torch.tensor([[0.5, 0, 0, 0.5], [0, 1, 0, 0], [0, 0, 1, 0]], dtype=torch.float64)
-    rows = TABLES["draft's first two tokens", "one law per position", "frames with a blank"]
+    rows = TABLES["draft's first two tokens", "one distribution per position", "frames with a blank"]
     assert {tuple(row[0].split()) for row in rows} == set(product(*positions))
     for draft, independent, shifted in rows:
         first, second = draft.split()
@@ -257,7 +257,7 @@ def test_the_papers_tree_is_the_collapse_of_the_most_probable_raw_sequences():
     spelling = max(p for symbols, p in raw.items() if tuple(collapse(torch.tensor(symbols), BLANK)) == (1, 0))
     assert sum(p > spelling + 1e-9 for p in raw.values()) == int(said)
     good = likeliest[[tuple(tree.path_tokens(node)) for node in range(len(tree))].index((1,))]
-    sums = re.search(r"\*good\* counts (\d+\.\d+) of its (\d+\.\d+)", PAGE)
+    sums = re.search(r"\*good\* counts with (\d+\.\d+) of its (\d+\.\d+)", PAGE)
     check(good, sums[1])
     check(BEGINS[(1,)], sums[2])
 
@@ -293,7 +293,7 @@ def test_the_biased_column_sums_over_all_alignments_and_all_functions_give_it():
     texts = [(), *(text_of(row[0]) for row in rows)]
     assert sorted(texts) == sorted(BEGINS) == sorted(BEGINS_BIASED)
     assert BEGINS_BIASED[()] == pytest.approx(1)
-    for column, (bias, begins) in enumerate(LAWS.values(), 1):
+    for column, (bias, begins) in enumerate(DISTRIBUTIONS.values(), 1):
         _, prefixes = distributions_of(texts, bias)
         paths, _, reached = search(99, bias)
         for index, row in enumerate(rows, 1):
@@ -390,7 +390,7 @@ def test_no_decimal_stands_in_the_text_that_no_table_or_equation_holds():
 
 
 def test_every_function_the_page_names_exists():
-    named = re.findall(r"`(alignment|laws|prefix|paper_tree|drawn)\.(\w+)`", PAGE)
+    named = re.findall(r"`(alignment|distributions|prefix_search|paper_tree|sampled_tree)\.(\w+)`", PAGE)
     assert len(named) >= 5
     for module, function in named:
         assert callable(getattr(importlib.import_module(f"drafters.learned.ctc.{module}"), function))

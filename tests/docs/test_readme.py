@@ -1,4 +1,4 @@
-"""What the README says to type is typed here."""
+"""The README stays short, and what it and the pages of docs/ say to type is typed here."""
 
 import re
 import shlex
@@ -8,15 +8,55 @@ from pathlib import Path
 
 import pytest
 
+from train.cli import commands, lightning_command
+
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.S)
-SHELL = [line.split("  #")[0].strip() for language, block in BLOCKS if language == "sh" for line in block.splitlines()]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]  # those of results/ record past runs
+ALL_PAGES = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "checkpoints" / "README.md", *sorted(DOCS.glob("results/*.md"))]
+ON_SITE_ONLY = "reference/"  # pages that the site generates
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+
+
+def typed(page):
+    """The command lines of a page, continued lines joined and comments dropped."""
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := line.split("  #")[0].strip():
+                yield command
+
+
+def lines_of(program):
+    lines = dict.fromkeys(line for page in PAGES for line in typed(page) if line.startswith(f"{program} "))
+    assert lines
+    return list(lines)
+
+
+def test_the_readme_has_at_most_900_words():
+    assert len(README.split()) <= 900
 
 
 def test_the_two_commands_are_those_that_ci_and_a_new_user_run():
-    assert [line for line in SHELL if line.startswith("make")] == ["make quickstart", "make test"]
+    assert [line for line in typed(ROOT / "README.md") if line.startswith("make")] == ["make quickstart", "make test"]
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_limits_stand_before_the_results():
+    headings = re.findall(r"^## (.+)$", README, flags=re.M)
+    assert headings.index("Limits") < headings.index("Your own model") < headings.index("Results")
+    assert "Nothing here has been measured on a GPU" in README
+
+
+def test_your_own_model_takes_six_commands():
+    section = README.split("## Your own model")[1]
+    lines = re.search(r"```sh\n(.*?)```", section, flags=re.S)[1].splitlines()
+    verbs = [tuple(line.split()[:2]) for line in lines]
+    assert verbs[0] == ("lightning", "fit")
+    assert [verb for _, verb in verbs[1:]] == ["export", "verify", "eval", "chat", "report"]
 
 
 def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
@@ -41,25 +81,32 @@ def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
         assert (tmp_path / "run" / "eval" / file).exists()
 
 
-def test_the_python_example_runs(monkeypatch, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/write-a-drafter.md"])
+def test_the_python_examples_run(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    (example,) = (block for language, block in BLOCKS if language == "python")
-    exec(compile(example, "README", "exec"), {})
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
+    examples = [block for block in blocks(ROOT / page, "python") if "load_base" in block]
+    assert examples
+    for example in examples:
+        exec(compile(example, page, "exec"), {})
     assert len(capsys.readouterr().out.split()) > 5
 
 
-@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("drafters ")])
-def test_every_drafters_line_parses(line):
-    from train.cli import commands
-
-    function, values = commands.parse(shlex.split(line)[1], shlex.split(line)[2:])
+@pytest.mark.parametrize("line", lines_of("drafters"))
+def test_every_drafters_line_parses(line, capsys):
+    name, *arguments = shlex.split(line)[1:]
+    if arguments == ["--help"]:
+        with pytest.raises(SystemExit) as ended:
+            commands.main([name, "--help"])
+        assert not ended.value.code and "usage" in capsys.readouterr().out
+        return
+    function, values = commands.parse(name, arguments)
     assert callable(function) and values
 
 
-@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("lightning ")])
+@pytest.mark.parametrize("line", lines_of("lightning"))
 def test_every_lightning_line_parses(line, monkeypatch, capsys):
-    from train.cli import lightning_command
-
+    monkeypatch.syspath_prepend(str(DOCS / "examples"))
     monkeypatch.setattr(sys, "argv", ["lightning"])
     with pytest.raises(SystemExit) as ended:
         lightning_command.main([*shlex.split(line)[1:], "--print_config"])
@@ -67,6 +114,24 @@ def test_every_lightning_line_parses(line, monkeypatch, capsys):
 
 
 def test_every_folder_and_file_the_map_names_exists():
-    table = README.split("## What is where")[1].split("\n## ")[0]
-    for name in re.findall(r"^\| `([^`]+)`", table, flags=re.M):
-        assert (ROOT / name).exists(), name
+    table = README.split("| folder | what is inside |")[1].split("\n\n")[0]
+    names = re.findall(r"^\| `([^`]+)`", table, flags=re.M)
+    assert len(names) >= 8
+    for name in names:
+        assert "NAME" in name or (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_to_a_file_leads_to_one(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+        if not target.startswith(("http:", "https:", ON_SITE_ONLY)):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_source_file_a_page_names_exists(page):
+    if page.name in ("CHANGELOG.md", "decisions.md"):  # they also name files of the past
+        return
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:data|drafters|inference|train|benchmarks|tests|configs|docs)/[\w/.-]+\.\w+)`", text):
+        assert "NAME" in name or (ROOT / name).exists(), name

@@ -1,0 +1,41 @@
+"""The map of the code in docs/design.md shows the folders and rooms that exist."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "design.md").read_text(encoding="utf-8")
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tree_of_the_page_names_the_folders_that_exist():
+    """After a change: ``python docs/layout.py``."""
+    layout = script("layout")
+    shown = [line.split("/")[0] for line in layout.BLOCK.search(PAGE)[2].splitlines()]
+    assert shown == [line.split("/")[0] for line in layout.tree().splitlines()]
+
+
+def test_the_picture_shows_every_room_that_the_layering_test_knows():
+    """After a change: ``python docs/rooms_picture.py``."""
+    picture = script("rooms_picture")
+    drawn = re.findall(r">([^<>\n]+)</text>", (DOCS / "rooms.svg").read_text(encoding="utf-8"))
+    for package, rooms in picture.rooms().items():
+        for room in rooms:
+            assert picture.title(package, room) in drawn
+
+
+def test_the_phases_of_a_step_are_in_the_order_of_the_engine():
+    from inference.engine.session import PHASES
+
+    step = PAGE.split("## The life of one step")[1].split("## ")[0]
+    places = [
+        step.index({"forward": "runner.forward", "commit": "runner.commit"}.get(phase, f"{phase}(")) for phase in PHASES
+    ]
+    assert places == sorted(places)

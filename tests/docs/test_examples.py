@@ -1,0 +1,92 @@
+"""The two drafters of docs/write-a-drafter.md are complete: they decode losslessly, and the learned one trains."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafters import DraftTree, Limits
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+from tests.conftest import toy_base
+from train.cli import lightning_command
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+PAGE = (ROOT / "docs" / "write-a-drafter.md").read_text(encoding="utf-8")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def linear_heads(base):
+    torch.manual_seed(0)
+    drafter = load("linear_heads").LinearHeads(base.shape).to(base.model.dtype)
+    drafter.attach_base_weights(base.base_weights)
+    return drafter
+
+
+def repeat_after(base):
+    return load("repeat_after").RepeatAfter()
+
+
+def test_each_example_is_under_sixty_lines_and_included_in_the_page():
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert [file.stem for file in files] == ["linear_heads", "repeat_after"]
+    for file in files:
+        assert len(file.read_text(encoding="utf-8").splitlines()) < 60
+        assert f"--8<--\ndocs/examples/{file.name}\n--8<--" in PAGE
+
+
+@pytest.mark.parametrize("make", [linear_heads, repeat_after], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_each_example_changes_no_token_of_the_greedy_text(make, seed):
+    base = toy_base(seed=seed)
+    prompt = [5, 6, 7, 5, 6]
+    expected = base.model.generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    assert Session(Runner(base), make(base)).run(prompt, 40).tokens == expected
+
+
+def test_the_training_free_example_drafts_both_successors_and_forgets_what_is_taken_back():
+    drafter = load("repeat_after").RepeatAfter(num_draft=2)
+    drafter.begin([1, 2, 3, 1, 4, 1])
+    tree = drafter.propose([1, 2, 3, 1, 4, 1], Limits(max_depth=8))
+    assert tree == DraftTree.from_paths([[4, 1], [2, 3]])
+    drafter.propose([1, 2, 3, 1, 4, 1, 9, 1], Limits(max_depth=8))
+    drafter.rewind(6)
+    assert drafter.propose([1, 2, 3, 1, 4, 1], Limits(max_depth=8)) == tree
+
+
+def test_the_learned_example_drafts_in_simulation_what_it_drafts_live():
+    base = toy_base()
+    drafter, prompt = linear_heads(base), [5, 6, 7, 8]
+    session = Session(Runner(base), drafter)
+    session.begin(prompt, reserve=64)
+    session.step(end=40)
+    proposed = drafter.propose(session.seq, Limits(max_depth=8))
+    hidden, _ = base.hidden_states(torch.tensor([session.seq]), (-1,))
+    anchor = torch.tensor([len(session.seq) - 1])
+    (simulated,) = drafter.draft_at(
+        hidden[0], torch.tensor(session.seq), anchor, base.base_weights, Limits(max_depth=8)
+    )
+    assert proposed == simulated and len(proposed) == 3
+
+
+def test_the_learned_example_trains_with_the_command_of_the_page(monkeypatch, tmp_path):
+    (line,) = [line for line in PAGE.splitlines() if line.startswith("lightning fit") and "linear_heads" in line]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["lightning"])
+    run = ["--trainer.default_root_dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
+    lightning_command.main([*line.partition("  #")[0].split()[1:], *run])
+    (checkpoint,) = (tmp_path / "run").rglob("*.ckpt")
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert {name.split(".")[1] for name in weights if name.startswith("drafter.")} == {"heads"}

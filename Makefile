@@ -7,7 +7,7 @@ PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=
 
-.PHONY: install quickstart test test-fast coverage lint tiny-chat clean
+.PHONY: install quickstart test test-fast coverage lint docs tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -41,6 +41,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, offline; a broken link or reference is an error. Open site/index.html.
+docs: install
+	$(BIN)/pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 # Rebuild the shipped base from scratch: train its tokenizer, pre-train the model, export it.
 tiny-chat: install

@@ -33,12 +33,18 @@ def folders() -> list[str]:
 
 
 def summary(folder: str) -> str:
-    """The first sentence of a package's docstring, or what stands before its colon."""
+    """The first sentence of a package's docstring, or the beginning of a long one."""
     if folder in PLAIN:
         return PLAIN[folder]
     text = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
     sentence = text.splitlines()[0].replace("`", "")
-    return sentence if len(sentence) <= 75 else sentence.partition(":")[0].rstrip(".") + "."
+    before, colon, after = sentence.partition(": ")
+    if colon and before.startswith("drafters "):  # the commands of a room come before what they do
+        sentence = after[0].upper() + after[1:]
+    for end in (":", ","):
+        if len(sentence) > 75:
+            sentence = sentence.partition(end)[0].rstrip(".") + "."
+    return sentence
 
 
 def tree() -> str:

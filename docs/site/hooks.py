@@ -99,7 +99,7 @@ def api_pages() -> dict[str, str]:
                 lines += [f"## {room}", "", summary(f"{room}.__init__"), ""]
             for module in modules:
                 if not module.endswith(("__init__", "__main__")):
-                    lines += [f"### {module}", "", f"::: {module}", ""]
+                    lines += [f"### {module.rpartition('.')[2]}", "", f"::: {module}", ""]
         pages[f"reference/api/{package}.md"] = "\n".join(lines)
     return pages
 

@@ -1,0 +1,55 @@
+"""What the documentation site generates from the code, and that every drafter has its place on it."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from inference.registry.catalogue import LEARNED, TRAINING_FREE
+
+ROOT = Path(__file__).parents[2]
+DRAFTERS = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+NAMES = [*LEARNED, *(name for name in TRAINING_FREE if name != "none")]
+
+
+@pytest.fixture(scope="module")
+def argument_tables():
+    spec = importlib.util.spec_from_file_location("argument_tables", ROOT / "docs" / "site" / "argument_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_on_drafters_has_a_table_of_arguments_for_each_of_the_catalogue():
+    assert sorted(re.findall(r"<!-- arguments: (\w+) -->", DRAFTERS)) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_each_argument_of_a_learned_drafter_has_a_meaning_in_its_table(name, argument_tables):
+    rows = re.findall(r"^    \| `([\w.]+)` \| `[^`]+` \| (.*) \|$", argument_tables.table(name), flags=re.M)
+    assert len(rows) >= 8
+    for argument, meaning in rows:
+        assert meaning.strip(), argument
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_decoding_may_change_is_marked_for_learned_drafters_only(name, argument_tables):
+    assert ("*(decoding)*" in argument_tables.table(name)) == (name in LEARNED)
+
+
+def test_every_page_stands_in_the_navigation_and_nothing_is_fetched_from_elsewhere():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = {page for section in config["nav"] for page in pages(section)}
+    written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert written <= listed
+    assert config["theme"]["font"] is False and "extra_javascript" not in config
+
+
+def pages(entry):
+    """The files below an entry of the navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    below = entry.values() if isinstance(entry, dict) else entry
+    return [page for part in below for page in pages(part)]

@@ -118,7 +118,7 @@ def test_every_folder_and_file_the_map_names_exists():
     names = re.findall(r"^\| `([^`]+)`", table, flags=re.M)
     assert len(names) >= 8
     for name in names:
-        assert "NAME" in name or (ROOT / name).exists(), name
+        assert (ROOT / name).exists(), name
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -135,3 +135,5 @@ def test_every_source_file_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
     for name in re.findall(r"`((?:data|drafters|inference|train|benchmarks|tests|configs|docs)/[\w/.-]+\.\w+)`", text):
         assert "NAME" in name or (ROOT / name).exists(), name
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {*re.findall(r"`(test_\w+\.py)`", text)} <= tests

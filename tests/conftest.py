@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test looks outside
 
+import gc
 import json
 import random
 import threading
@@ -28,6 +29,12 @@ EOS = 2
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session):
+    """Let the garbage collector leave alone what the imports made, as it stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

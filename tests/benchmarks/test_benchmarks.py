@@ -75,6 +75,7 @@ def test_a_random_base_is_causal_and_reproducible(num_kept):
     torch.testing.assert_close(again.model(tokens).logits, whole)
 
 
+@pytest.mark.slow
 def test_against_transformers_in_small(repository, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(repository)
     sizes = {"max_new_tokens": 10, "num_prompts": 2, "repeats": 2, "num_lookup": 4, "num_draft": 3}
@@ -204,6 +205,7 @@ def test_the_plain_beam_search_finds_our_tree_if_nothing_is_pruned():
         )
 
 
+@pytest.mark.slow
 def test_loss_memory_in_small(tmp_path):
     out = tmp_path / "out.md"
     sizes = {"num_anchors": 6, "num_frames": 5, "num_labels": 3, "hidden_size": 8, "vocab_size": 50, "rank": 2}
@@ -215,6 +217,7 @@ def test_loss_memory_in_small(tmp_path):
         loss_memory.loss_memory(arms=["ctx"])
 
 
+@pytest.mark.slow
 def test_training_step_in_small(tmp_path):
     out = tmp_path / "out.md"
     training_step.training([8], 4, 3, shape="draft", vocab_size=64, length=24, device="cpu", repeats=1, out=str(out))

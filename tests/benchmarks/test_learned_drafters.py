@@ -37,6 +37,7 @@ def learned_run(tmp_path_factory, repository):
     return folder, arguments
 
 
+@pytest.mark.slow
 def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(learned_run):
     folder, _ = learned_run
     headings, _, *arms = rows((folder / "table.md").read_text())
@@ -50,6 +51,7 @@ def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(
     assert {path.name for path in (folder / "plots").iterdir()} == {"budget.png", "depth.png", "blank_share.png"}
 
 
+@pytest.mark.slow
 def test_a_trained_arm_is_not_trained_again_and_other_settings_are_refused(learned_run):
     folder, arguments = learned_run
     weights = folder / "medusa" / "seed0" / "drafter" / "model.safetensors"
@@ -62,6 +64,7 @@ def test_a_trained_arm_is_not_trained_again_and_other_settings_are_refused(learn
         learned_drafters.learned_drafters(**arguments | {"arms": ["ctcc"]})
 
 
+@pytest.mark.slow
 def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
     """One tree of 64 nodes gives the same results for a smaller budget as drafting with that many nodes."""
     folder, arguments = learned_run
@@ -91,6 +94,7 @@ def table2_run(learned_run):
     return folder, given
 
 
+@pytest.mark.slow
 def test_table2_reads_each_module_as_tokens_and_as_frames(table2_run):
     folder, _ = table2_run
     _, _, *table = rows((folder / "table2.md").read_text())
@@ -104,6 +108,7 @@ def test_table2_reads_each_module_as_tokens_and_as_frames(table2_run):
     assert [row[-1] for row in table if row[2].startswith("plain")][::2] == ["1.000", "1.000"]
 
 
+@pytest.mark.slow
 def test_table2_has_the_same_acceptance_lengths_as_the_drafters(table2_run, learned_run):
     """For trees that the drafters build themselves, two independent simulations agree."""
     folder, _ = table2_run
@@ -118,6 +123,7 @@ def test_table2_has_the_same_acceptance_lengths_as_the_drafters(table2_run, lear
             assert found[way][budget]["fed"] == drafted["fed"][budget]
 
 
+@pytest.mark.slow
 def test_table2_continues_after_an_interruption_and_names_unsuitable_arms(table2_run):
     folder, given = table2_run
     kept = folder / "ctc" / "seed0" / "table2.json"
@@ -149,6 +155,7 @@ def test_there_can_be_more_lines_than_colours(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_other_answers_are_simulated_again(learned_run):
     """The number of answers is the same, but not their text."""
     folder, arguments = learned_run
@@ -193,6 +200,7 @@ def all_run(learned_run, tmp_path_factory, repository):
     return folder, arguments
 
 
+@pytest.mark.slow
 def test_all_drafters_are_trained_simulated_and_decoded(all_run):
     folder, _ = all_run
     learned, *live = [row for row in rows((folder / "table.md").read_text()) if row[0] not in ("drafter", "---")]
@@ -205,6 +213,7 @@ def test_all_drafters_are_trained_simulated_and_decoded(all_run):
     assert asked == [0, 2], "evenly spaced"
 
 
+@pytest.mark.slow
 def test_all_drafters_continues_after_an_interruption(all_run):
     folder, arguments = all_run
     kept = [folder / "run" / "text.jsonl", folder / "run" / "medusa" / "seed0" / "drafter" / "model.safetensors"]

@@ -95,6 +95,7 @@ def test_held_out_questions_occur_under_no_training_seed(seed):
     assert not asked & {row["turns"][0] for row in embedded.questions(100, seed)}
 
 
+@pytest.mark.slow
 def test_more_questions_than_the_templates_give_are_refused():
     with pytest.raises(ValueError, match=r"only \d+ different held-out questions, not 200"):
         embedded.questions(200)

@@ -59,6 +59,7 @@ def test_your_own_model_takes_six_commands():
     assert [verb for _, verb in verbs[1:]] == ["export", "verify", "eval", "chat", "report"]
 
 
+@pytest.mark.slow
 def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
     """The Makefile's own recipe, with fewer steps and questions; the environment is the one that runs the tests."""
     arguments = {

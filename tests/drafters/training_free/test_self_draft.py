@@ -183,6 +183,7 @@ def held(cache, vocab):
     return {key: cache.newest(key) for key in range(vocab) if cache.newest(key)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("with_corpus", [False, True])

@@ -280,6 +280,7 @@ def test_a_named_drafter_that_samples_gets_the_seed_of_the_call(base, monkeypatc
 # ---- the package
 
 
+@pytest.mark.slow
 def test_the_package_exports_its_names_and_imports_lazily(repository):
     code = (
         "import sys, inference; print('torch' in sys.modules); "

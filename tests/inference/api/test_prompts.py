@@ -97,6 +97,7 @@ def test_questions_are_selected_without_loading_the_weights(folder, make_base):
     assert asked == select_questions(make_base(context=CONTEXT), "mt_bench", EVERY, "tokenizer", 20)
 
 
+@pytest.mark.slow
 def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
     run(evaluate, folder, "fitting", out=str(tmp_path / "fitting"))
     capsys.readouterr()
@@ -114,6 +115,7 @@ def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, 
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
 
 
+@pytest.mark.slow
 def test_processes_share_the_questions_that_fit(folder, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     run(evaluate, folder, drafter=["anpd"], out=str(one))

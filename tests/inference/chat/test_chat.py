@@ -50,6 +50,7 @@ def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
 # ---- turns on one cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [None, KeyedSampler(0.8, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["none", *TRAINING_FREE, *LEARNED])
 def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, make, name, sampler):
@@ -65,6 +66,7 @@ def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, ma
         text += expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["anpd", "prompt_lookup", *LEARNED])
 def test_a_drafter_without_memory_drafts_in_a_later_turn_as_in_a_first_one(make_base, make, name):
     base = make_base(context=256)

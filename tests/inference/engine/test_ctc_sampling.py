@@ -82,7 +82,7 @@ class World:
             tree = draw(self.logits, self.bias, START, num_texts, max_nodes, max_depth, eos, script)
             yield tree, np.prod([self.texts[text] for text in texts])
 
-    @cache  # noqa: B019  a world lives as long as its test
+    @cache  # noqa: B019  a world lives as long as the tests
     def joint(self, path=()):
         """The base's distribution of all tokens that follow a path, up to T + 1 in all: (V, ..., V)."""
         distribution = self.base[path]
@@ -101,14 +101,15 @@ def threshold(accepted):
 
 
 class Acceptance:
-    """What multi-round rejection does at a node, found by trying it once for each text and series of draws."""
+    """What multi-round rejection does at a node, found by trying it once for each path, draws and distribution."""
 
     def __init__(self, world):
         self.world, self.known = world, {}
 
     def at(self, tree, distribution, path):
         """The share of numbers that accept each draw after the earlier ones were rejected, and the residual."""
-        key = path, tuple(tree.tokens[node] for node in distribution.draws)
+        tokens = tuple(tree.tokens[node] for node in distribution.draws)
+        key = path, tokens, tuple(distribution.probs.tolist())
         if key not in self.known:
             target = self.world.base[path]
 
@@ -116,7 +117,7 @@ class Acceptance:
                 taken, choice, _ = multi_round_rejection(
                     target, distribution, tree, lambda i: u if i == index else ALMOST_ONE
                 )
-                return bool(taken) and choice == key[1][index]
+                return bool(taken) and choice == tokens[index]
 
             shares = [threshold(partial(takes, index)) for index in range(len(distribution.draws))]
             residual = multi_round_rejection(target, distribution, tree, lambda i: ALMOST_ONE)[2]
@@ -142,9 +143,20 @@ class Acceptance:
         go_on(ROOT, (), weight)
 
 
+@cache
+def world_of(num_frames, vocab, biased):
+    """A world that tests share: what it remembers is what they would all compute again."""
+    return World(num_frames, vocab, biased)
+
+
+@cache
+def acceptance_in(world):
+    return Acceptance(world)
+
+
 def written_distribution(world, trees):
     """Distribution of T + 1 tokens, those of a step and the base's after it, over all trees and acceptances."""
-    acceptance, emissions = Acceptance(world), defaultdict(float)
+    acceptance, emissions = acceptance_in(world), defaultdict(float)
     for tree, weight in trees:
         acceptance.emitted(tree, weight, emissions)
     distribution = torch.zeros_like(world.joint())
@@ -169,28 +181,29 @@ EXACT = 1e-7
     ("num_frames", "vocab", "num_texts"), [(3, 3, 1), (3, 3, 2), (4, 3, 1), (4, 2, 2), (2, 3, 3), (3, 2, 3)]
 )
 def test_the_emitted_text_follows_the_bases_distribution(num_frames, vocab, num_texts, biased):
-    world = World(num_frames, vocab, biased)
+    world = world_of(num_frames, vocab, biased)
     assert distance(world, world.trees(num_texts)) < EXACT
 
 
+@pytest.mark.slow
 @each_bias
 @pytest.mark.parametrize("num_texts", [2, 3])
 @pytest.mark.parametrize(
     "limits", [{"max_nodes": n} for n in (1, 2, 3, 4)] + [{"max_depth": 1}, {"max_depth": 2, "max_nodes": 3}], ids=str
 )
 def test_limits_that_cut_the_tree_do_not_change_the_distribution(limits, num_texts, biased):
-    world = World(3, 3 if num_texts == 2 else 2, biased)
+    world = world_of(3, 3 if num_texts == 2 else 2, biased)
     assert distance(world, world.trees(num_texts, **limits)) < EXACT
 
 
 @each_bias
 def test_end_of_sequence_tokens_do_not_change_the_distribution(biased):
-    world = World(3, 3, biased)
+    world = world_of(3, 3, biased)
     assert distance(world, world.trees(2, max_nodes=3, eos={2})) < EXACT
 
 
 def test_the_sampler_accepts_as_the_enumeration_does():
-    world, rng = World(3, 3, True), random.Random(0)
+    world, rng = world_of(3, 3, True), random.Random(0)
     acceptance = Acceptance(world)
     lengths = defaultdict(int)
     for tree, _ in world.trees(2):
@@ -236,7 +249,7 @@ def begins(world, path):
 
 @each_bias
 def test_a_distribution_that_ignores_that_some_texts_end_is_detected(biased):
-    world = World(3, 3, biased)
+    world = world_of(3, 3, biased)
     trees = with_distributions(
         world.trees(2), lambda path, distribution: distribution * (1 - world.texts[path] / begins(world, path))
     )
@@ -245,13 +258,13 @@ def test_a_distribution_that_ignores_that_some_texts_end_is_detected(biased):
 
 @each_bias
 def test_a_frames_distribution_in_place_of_the_texts_distribution_is_detected(biased):
-    world = World(3, 3, biased)
+    world = world_of(3, 3, biased)
     trees = with_distributions(world.trees(2), lambda path, distribution: world.logits[len(path), :3].softmax(-1))
     assert distance(world, trees) > 0.01
 
 
 def test_a_distribution_without_its_bias_is_detected():
-    world, plain = World(3, 3, True), World(3, 3, False)
+    world, plain = world_of(3, 3, True), world_of(3, 3, False)
     assert world.logits.equal(plain.logits)
 
     def of_plain(path, distribution):
@@ -264,7 +277,7 @@ def test_a_distribution_without_its_bias_is_detected():
 @pytest.mark.parametrize("max_nodes", [1, 2])
 def test_cutting_nodes_after_the_draw_is_detected(max_nodes):
     """Then a draw is kept if it equals an earlier one, and dropped otherwise: a bias."""
-    world = World(3, 3, False)
+    world = world_of(3, 3, False)
     trees = ((tree.pruned(UNLIMITED, max_nodes, ()), weight) for tree, weight in world.trees(2))
     assert distance(world, trees) > 0.01
 
@@ -338,6 +351,7 @@ def chi_square(base, drafter):
     return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("biased", "num_nodes"), [(False, 64), (True, 3)], ids=["wide", "with bias and cut"])
 def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, biased, num_nodes):
     drafter = DrawnTexts(biased, 3, num_nodes)
@@ -345,5 +359,6 @@ def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, bi
     assert drafter.deepest == 2
 
 
+@pytest.mark.slow
 def test_the_chi_square_detects_a_wrong_distribution(base):
     assert chi_square(base, DrawnTexts(False, 3, 64, wrong=True)) > ONE_IN_A_THOUSAND

@@ -244,6 +244,7 @@ def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(make_base,
         seq = [*seq, *written.tokens[:2], 7]
 
 
+@pytest.mark.slow
 def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(make_base):
     """Two tokens drawn through a sampled draft of another model, against the product of their conditionals."""
     base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}

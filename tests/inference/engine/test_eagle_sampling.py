@@ -46,6 +46,7 @@ def chi_square(base, drafter):
     return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item(), accepted / RUNS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "draws"), [(EAGLE, 1), (EAGLE, 2), (EAGLE3, 1)])
 def test_drawn_chains_do_not_change_the_joint_distribution_of_two_tokens(make_random_eagle, base, kind, draws):
     drafter = make_random_eagle(kind, base, tree="chain", draws=draws, temperature=1.5)
@@ -62,6 +63,7 @@ def test_drawn_chains_do_not_change_the_greedy_text(make_random_eagle, base, kin
     assert result.tokens == expected and sum(step.accepted for step in result.steps) > 0
 
 
+@pytest.mark.slow
 def test_the_chi_square_detects_a_drafter_that_reports_a_wrong_distribution(make_random_eagle, base, monkeypatch):
     drafter = make_random_eagle(EAGLE, base, tree="chain", draws=1, temperature=0.3)
     honest = drafter.propose

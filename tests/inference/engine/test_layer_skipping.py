@@ -106,6 +106,7 @@ def assert_cache_is_fresh(runner, committed, tolerance):
 # ---- the draft
 
 
+@pytest.mark.slow
 @each_base_and_cache
 @each_set
 def test_a_draft_is_the_text_of_the_base_with_zeroed_sublayers_on_the_bases_cache(
@@ -264,6 +265,7 @@ def test_a_buffer_that_grows_during_a_draft_loses_nothing(make_base):
 # ---- the text
 
 
+@pytest.mark.slow
 @each_base_and_cache
 @each_set
 def test_greedy_text_is_the_bases_own(make_base, kind, attention, cache, skips):

@@ -202,7 +202,14 @@ def session(make_base, make_drafter):
     return make
 
 
-@pytest.mark.parametrize(("kind", "attention", "name"), [(*kind, name) for kind in KINDS for name in fitting(kind[0])])
+@pytest.mark.parametrize(
+    ("kind", "attention", "name"),
+    [
+        pytest.param(*kind, name, marks=[pytest.mark.slow] if kind != ("llama", "sdpa") else [])
+        for kind in KINDS
+        for name in fitting(kind[0])
+    ],
+)
 @each_sampler
 @each_cache
 def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_kind, sampler):
@@ -214,6 +221,7 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_
         assert session(name, runner, prompt, expected, sampler).run(prompt, LENGTH).tokens == expected
 
 
+@pytest.mark.slow
 @each_drafter
 @each_cache
 def test_text_ends_with_an_end_of_sequence_token_at_any_position(session, make_base, name, cache_kind):
@@ -235,6 +243,7 @@ def test_text_has_the_requested_number_of_tokens(session, make_base, name, cap):
     assert session(name, Runner(base), prompt, truth).run(prompt, cap).tokens == truth[:cap]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("llama", "gpt2") for name in fitting(kind)])
 @each_cache
 @pytest.mark.parametrize("length", [1, 14, 22, 23])
@@ -246,6 +255,7 @@ def test_a_text_ends_where_the_context_ends(session, make_base, name, kind, cach
     assert session(name, runner, prompt, expected).run(prompt, 100).tokens == expected
 
 
+@pytest.mark.slow
 @each_drafter
 @each_cache
 @pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-9), ("eager", 1e-4)])
@@ -266,6 +276,7 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_forward(
             torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @each_drafter
 def test_a_node_budget_does_not_change_the_text(session, make_base, name):
     base, prompt = make_base(), prompt_of(5)
@@ -295,6 +306,7 @@ def test_costs_add_up_and_a_step_is_one_base_forward(session, make_base, name):
         assert step.draft_forwards >= 0
 
 
+@pytest.mark.slow
 @each_drafter
 def test_a_second_text_with_the_same_drafter_is_the_bases_own_too(session, make_base, name):
     base, prompt, other = make_base(), prompt_of(3), prompt_of(17)

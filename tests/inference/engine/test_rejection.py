@@ -82,6 +82,7 @@ def emitted_distribution(rule, base_distribution, draft_distribution, count, rep
     return emitted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("draft", DRAFT_DISTRIBUTIONS)
@@ -170,6 +171,7 @@ def chi_square(base, drafter, setting, decide=None):
 ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.95}], ids=["plain", "warped"])
 def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, setting):
     base, small = bases
@@ -177,6 +179,7 @@ def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, 
     assert chi_square(base, drafter, setting) < ONE_IN_A_THOUSAND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
 def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(bases, replacement):
     base, small = bases
@@ -196,6 +199,7 @@ def decide_afresh(sampler, logits, tree, positions):
     return picks[:, None]
 
 
+@pytest.mark.slow
 def test_the_chi_square_detects_a_biased_rule(bases):
     base, small = bases
     drafter = TwoDraws(Runner(small), True)

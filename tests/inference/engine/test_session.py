@@ -57,6 +57,7 @@ def assert_cache_is_fresh(runner, committed, tolerance):
 # ---- greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "attention", "name"), with_fitting_drafters(BASES))
 def test_greedy_text_is_the_bases_own(make_base, make_drafter, kind, attention, name):
     base = make_base(kind, attention)

@@ -109,6 +109,7 @@ def plan(asked):
     )
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_numbers_but_for_times(run, whole, tmp_path):
     run(tmp_path / "again")
     assert results(tmp_path / "again") == results(whole)
@@ -117,6 +118,7 @@ def test_two_runs_give_the_same_numbers_but_for_times(run, whole, tmp_path):
     assert measured.keys() >= MEASURED and measured["acceptance_length"] > 1
 
 
+@pytest.mark.slow
 def test_a_run_cut_at_any_byte_goes_on_to_the_same_numbers(plan, whole, tmp_path):
     content = (whole / "journal" / "1.jsonl").read_bytes()
     first = content.index(b"\n") + 1
@@ -135,6 +137,7 @@ def test_a_run_cut_at_any_byte_goes_on_to_the_same_numbers(plan, whole, tmp_path
         ]
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_what_the_next_goes_on_with(run, whole, tmp_path, capsys):
     child = os.fork()
     if not child:
@@ -199,6 +202,7 @@ def test_a_mistake_found_late_leaves_the_old_results(run, whole):
     assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_questions_out_end_in_the_numbers_of_one(run, plan, whole, tmp_path):
     """For drafters that do not remember; what a process had done before a stop stays."""
     specs = ["none", *FORGETFUL]

@@ -14,6 +14,7 @@ def generated(base, prompt, max_new_tokens):
     return base.greedy(ids, torch.ones_like(ids), max_new_tokens)[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("size", [1, 3, 14])
 def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, kind, size):

@@ -191,6 +191,7 @@ def test_the_documentation_names_what_decoding_reads():
     assert named == {name: kind.decoding for name, kind in LEARNED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "key"), DECODING)
 def test_what_decoding_is_said_to_read_changes_what_is_drafted_with_the_same_weights(base, save_any, name, key):
     folder, beside = save_any(name), BESIDE.get(key, [])

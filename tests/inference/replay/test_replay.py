@@ -313,6 +313,7 @@ def test_the_metrics_of_two_questions_computed_by_hand():
     assert (found.fed_per_step, found.draft_hit_ratio) == ((3 + 0 + 2 + 3) / 3, 3 / 5)
 
 
+@pytest.mark.slow
 def test_the_recorded_answers_of_vicuna_have_the_known_metrics(shared):
     """Section 8 of the reference: 146 of 160 turns, prefill counted as a step that may draft."""
     path = shared("data/base_outputs/ctc_drafter/vicuna-7b-mt_bench-greedy.jsonl")

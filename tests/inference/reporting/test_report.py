@@ -255,6 +255,7 @@ def test_a_column_that_tells_nothing_is_left_out_and_intervals_stand_beside_thei
     assert tables.legend(headings, rows).startswith("Small: 95 % intervals")
 
 
+@pytest.mark.slow
 def test_answers_that_were_cut_are_counted_where_a_figure_rests_on_the_others(answers, tmp_path):
     def page():
         found = summarised(answers)

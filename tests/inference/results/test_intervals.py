@@ -30,6 +30,7 @@ def times(rng, num):
     return alone, tokens, alone / rng.lognormal(0.5, 0.4, num) * rng.lognormal(0, 0.05, num), tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [20, 40, 80])
 @pytest.mark.parametrize("make, powers", [(accepted, RATIO), (means, RATIO), (times, SPEEDUP)])
 def test_intervals_contain_the_true_value_as_often_as_their_level_says(make, powers, num):

@@ -49,6 +49,7 @@ def accepted_by_decoding(base, texts, skips, num_draft, stride):
 # ---- the prediction for a set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize(("num_draft", "stride"), [(1, 1), (3, 2), (4, 5)])
 def test_the_drafts_of_one_forward_are_those_of_decoding(make_base, kind, num_draft, stride):

@@ -154,6 +154,7 @@ def whole(tiny, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "grid"), [("anpd", GRID), ("joint:order=2", ["num_nodes=2,9"])])
 def test_a_cell_is_what_a_single_evaluation_measures(tiny, whole, tmp_path, drafter, grid):
     out = whole

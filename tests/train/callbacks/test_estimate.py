@@ -59,6 +59,7 @@ def test_the_largest_batch_holds_the_longest_rows(batch_size, max_tokens, expect
     assert memory.largest_batch([10, 40, 20], settings) == expected
 
 
+@pytest.mark.slow
 def test_a_training_prints_its_memory_before_the_first_step_and_its_time_after_some_steps(call, write_recipe, tmp_path):
     steps = estimate.NUM_STEPS + 10
     config = write_recipe(tmp_path, max_steps=steps, val_check_interval=steps)

@@ -22,6 +22,7 @@ def wait_for(condition, run):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
@@ -44,6 +45,7 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(
     assert all(len(losses) == 1 for losses in losses_of(tmp_path).values())
 
 
+@pytest.mark.slow
 def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_run, fork, tmp_path):
     """Its second batch is what the signal waits for; its first is not counted twice, nor left out."""
 
@@ -74,6 +76,7 @@ def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_r
     assert measured["stopped"] == measured["whole"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
     def never_ends():
         from train.modules.drafter_training import DrafterTraining
@@ -108,7 +111,10 @@ def test_a_benchmark_ends_with_the_exit_code_of_its_training(fork, tiny, tmp_pat
         DrafterTraining.training_step = training_step
         arm = experiment.Arm("medusa", "Medusa", {"num_heads": 2, "num_anchors": 8})
         experiment.train(
-            arm, 0, experiment.Common(str(tiny), ["embedded:24"], steps=100, batch_size=4, max_length=96), tmp_path
+            arm,
+            0,
+            experiment.SharedSettings(str(tiny), ["embedded:24"], steps=100, batch_size=4, max_length=96),
+            tmp_path,
         )
 
     run = fork(before=benchmark)
@@ -116,6 +122,7 @@ def test_a_benchmark_ends_with_the_exit_code_of_its_training(fork, tiny, tmp_pat
     assert read_checkpoint(tmp_path / "medusa" / "seed0" / "checkpoints" / "last.ckpt")["global_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, tmp_path):
     config, log = write_run(tmp_path, every=1000, max_steps=10**6), tmp_path / "log.txt"
     with log.open("w") as stream:

@@ -116,11 +116,13 @@ def killed(write_run, fork, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_ten_kills_at_any_moment_change_no_bit_of_the_losses_and_weights(killed, uninterrupted, assert_same_end):
     assert_same_end(killed, uninterrupted)
     assert not list((killed / "checkpoints").glob("*.new")), "temporary files of killed runs are deleted"
 
 
+@pytest.mark.slow
 def test_the_drafter_of_a_killed_and_resumed_run_decodes_losslessly(killed, call, tiny, tmp_path):
     assert call(commands.main, "export", killed / "checkpoints" / "last.ckpt", tmp_path / "drafter").code == 0
     verified = call(
@@ -131,6 +133,7 @@ def test_the_drafter_of_a_killed_and_resumed_run_decodes_losslessly(killed, call
     assert "3/3" in verified.out and "Nothing is lost" in verified.out
 
 
+@pytest.mark.slow
 def test_resuming_from_any_checkpoint_repeats_the_uninterrupted_run(write_run, fork, losses_of, tmp_path):
     """Within an epoch, between epochs, just before and after a validation, with a process that loads ahead."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -149,6 +152,7 @@ def test_resuming_from_any_checkpoint_repeats_the_uninterrupted_run(write_run, f
             assert best[0]["measured"] == best[1]["measured"]
 
 
+@pytest.mark.slow
 def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(write_run, fork, losses_of, tmp_path):
     """The error comes in the second of two accumulated batches, whose gradients no checkpoint holds."""
 
@@ -175,6 +179,7 @@ def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(writ
     assert all(len(losses) == 1 for losses in losses_of(tmp_path).values())
 
 
+@pytest.mark.slow
 def test_a_run_with_two_processes_resumes_exactly(write_run, fork, losses_of, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     two = "--trainer.strategy", "ddp_fork", "--trainer.devices", 2

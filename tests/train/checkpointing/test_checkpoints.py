@@ -94,6 +94,7 @@ def test_only_temporary_files_are_removed(tmp_path):
     assert set(tmp_path.iterdir()) == kept
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(write_run, fork, losses_of, tmp_path):
     config = write_run(tmp_path, every=1, keep=-1, max_steps=2)
     assert fork("fit", "--config", config).wait() == 0
@@ -106,6 +107,7 @@ def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(write_run, for
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_run_with_one_line_and_keeps_the_last_checkpoint(write_run, fork, tmp_path):
     config = write_run(tmp_path, every=1, max_steps=1)
     assert fork("fit", "--config", config).wait() == 0

@@ -252,6 +252,7 @@ LIGHTNING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row, said", LIGHTNING.items(), ids=LIGHTNING)
 def test_a_wrong_lightning_command_ends_with_one_line(call, place, row, said, tmp_path):
     outcome = call(lightning_command.main, *arguments(row, place), "--trainer.default_root_dir", str(tmp_path))
@@ -294,6 +295,7 @@ except ValueError as error:
     assert "Retrying" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_error_about_another_selection_in_the_same_folder_is_in_plain_words(call, place):
     row = EVAL + "--drafter anpd --out @kept "
     assert call(commands.main, *arguments(row, place)).code == 0

@@ -46,6 +46,7 @@ def test_every_documented_subcommand_explains_its_keys(call, subcommand):
     assert "Folder or hub id of the frozen base" in outcome.out, "the help of a key is its line in the docstring"
 
 
+@pytest.mark.slow
 def test_python_m_train_is_the_same_command(fresh_python):
     assert fresh_python("-m", "train").stdout == lightning_command.HELP
     done = fresh_python("-m", "train", "fit", "--config", "ctc.yaml", "--model.learning_rat", "1")

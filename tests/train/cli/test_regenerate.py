@@ -62,6 +62,7 @@ def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
     return dialogues, counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_answer_is_plain_greedy_decoding_after_the_new_answers_before_it(exact, asked, tmp_path, batch_size):
     dialogues, counts = answered(exact, asked, tmp_path, batch_size)
@@ -253,6 +254,7 @@ def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny,
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked, tmp_path, monkeypatch):
     base = load_base(str(tiny))
     monkeypatch.setattr(ModelOptions, "load", lambda self: base)

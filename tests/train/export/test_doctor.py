@@ -84,6 +84,7 @@ def test_a_changed_argument_is_named(call, best, copy):
     assert found["weights"][0] == "right" and found["drafts"][0] == "WRONG"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -111,6 +112,7 @@ def test_truncated_weights_are_reported_and_other_checkpoints_are_refused(call, 
     assert "holds no drafter" in call(commands.main, "doctor", tmp_path / "other.ckpt", copy).one_line_error("drafters")
 
 
+@pytest.mark.slow
 def test_an_acceptance_length_of_another_step_is_not_compared(call, best, tmp_path):
     saved = torch.load(best[0], weights_only=True)
     saved["measured"]["step"] += 1

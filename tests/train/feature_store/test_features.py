@@ -82,6 +82,7 @@ def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_process(tiny, stores, tmp_path, name):
     online = fit(tiny, RECIPES[name], tmp_path / "online")
@@ -94,6 +95,7 @@ def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_pro
         assert stored.base_forwards == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, tmp_path, dtype):
     online = fit(tiny, SMALL_CTC, tmp_path / "online")
@@ -249,6 +251,7 @@ def test_the_hash_of_a_base_depends_on_its_weights_only(tiny, make_tiny, tmp_pat
     assert base_hash(changed) != base_hash(base)
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stores, tmp_path):
     store = stores / "float32"
 

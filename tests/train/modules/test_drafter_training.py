@@ -35,6 +35,7 @@ def own_text(tiny_base):
     return with_own_answers(tiny_base, {"input_ids": rows, "loss_mask": mask}, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [SMALL_CTC, SMALL_BLOCK], ids=["ctc", "block"])
 def test_training_lowers_the_loss_raises_the_acceptance_length_and_does_not_change_the_base(
     tiny, own_text, tmp_path, drafter

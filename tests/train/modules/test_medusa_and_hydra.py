@@ -94,6 +94,7 @@ def trained(tiny, own_text, tmp_path_factory):
     return train
 
 
+@pytest.mark.slow
 @each_kind
 def test_training_lowers_the_loss_and_raises_the_acceptance_length(trained, kind):
     module, start, end = trained(kind)
@@ -102,6 +103,7 @@ def test_training_lowers_the_loss_and_raises_the_acceptance_length(trained, kind
     assert all(name.startswith("drafter.") for name in module.state_dict())
 
 
+@pytest.mark.slow
 @each_kind
 def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, trained, prompts, kind):
     emitted = []

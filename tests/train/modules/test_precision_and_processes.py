@@ -25,6 +25,7 @@ def debug_fit(run, *arguments):
     return [*words, "--data.cache_dir", str(run / "cache"), *arguments]
 
 
+@pytest.mark.slow
 def test_the_papers_config_trains_for_four_steps_with_the_debug_overlay(fork, tmp_path):
     done = fork(*debug_fit(tmp_path))
     assert done.wait() == 0, done.log.read_text()[-2000:]
@@ -43,6 +44,7 @@ def check_weights(run):
     assert weights and all(weight.dtype == torch.float32 and weight.isfinite().all() for weight in weights)
 
 
+@pytest.mark.slow
 def test_it_also_trains_in_bfloat16(fork, tmp_path):
     done = fork(*debug_fit(tmp_path, *SHORT, "--trainer.precision", "bf16-mixed", "--model.base_dtype", "bfloat16"))
     assert done.wait() == 0, done.log.read_text()[-2000:]

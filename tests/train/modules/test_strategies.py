@@ -77,6 +77,7 @@ def runs(write_recipe, tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *(f"deepspeed_{stage}" for stage in STAGES)])
 def test_two_processes_have_the_losses_of_one_with_the_doubled_batch(runs, strategy):
     expected, said = logged(runs / "one"), (runs / "said.txt").read_text()[-3000:]
@@ -86,6 +87,7 @@ def test_two_processes_have_the_losses_of_one_with_the_doubled_batch(runs, strat
     assert lengths and logged(runs / strategy, "val/acceptance_length") == pytest.approx(lengths, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_sharded_training_saves_the_checkpoint_of_a_single_process(runs, call, tmp_path):
     ours, one = (runs / name / "checkpoints" / "last.ckpt" for name in ("fsdp", "one"))
     saved, expected = (torch.load(path, weights_only=True) for path in (ours, one))
@@ -95,6 +97,7 @@ def test_a_resumed_sharded_training_saves_the_checkpoint_of_a_single_process(run
     assert (tmp_path / "drafter" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_deepspeed_shards_are_exported_as_the_drafter_of_a_single_process(runs, call, tmp_path, stage):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -120,6 +123,7 @@ class Planted:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "code"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_folder_with_a_missing_shard_or_with_code_is_refused_in_one_line(runs, call, tmp_path, stage, damage):

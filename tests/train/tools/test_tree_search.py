@@ -99,6 +99,7 @@ def test_hits_equal_those_of_a_loop_over_every_root(tiny_base, medusa):
     assert positions[0] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", ["greedy", "text"])
 def test_the_tree_fits_the_measured_accuracies_and_decodes_losslessly(call, search, tiny, folder, tmp_path, answers):
     out = tmp_path / "tree.json"

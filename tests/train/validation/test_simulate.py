@@ -114,6 +114,7 @@ def live_and_simulated(base, drafter, prompt, max_new_tokens, eos=frozenset()):
     return live, simulate(drafter, hidden, text, (len(prompt), len(text)), base.base_weights, eos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 50], ids=["random", "trained"])
 @pytest.mark.parametrize("name", [1, 3, "block"])
 def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, drafters, prompts, name, steps):
@@ -127,6 +128,7 @@ def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, drafter
         assert sum(seen) / len(seen) > 1.5, "the comparison says little where hardly anything is accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 def test_simulated_acceptance_of_eagle_equals_live_acceptance_and_rises_with_training(base, eagles, prompts, kind):
     lengths = {}
@@ -153,6 +155,7 @@ def test_the_simulation_stops_where_the_session_reaches_its_limit(base, drafters
         assert sum(simulated) == max_new_tokens - 1
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_equals_live_acceptance_on_answers_that_end_with_eos(drafters, prompts, ends_at):
     base = ends_at(None)
     written = [Session(Runner(base), NoDrafter()).run(prompt, 30).tokens for prompt in prompts]

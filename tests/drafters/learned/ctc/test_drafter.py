@@ -34,6 +34,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
     return torch.stack(frames), trees
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

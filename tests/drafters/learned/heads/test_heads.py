@@ -255,6 +255,7 @@ def test_arguments_that_mean_nothing_are_refused_by_name(shape, build, name, val
         build(shape, **{name: value})
 
 
+@pytest.mark.slow
 @each_kind
 def test_it_learns_a_text_that_repeats(shape, base_weights, kind):
     """A text of period five, whose hidden states tell the position in it: after training, drafts come true."""

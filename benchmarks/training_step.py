@@ -104,7 +104,7 @@ class TrainingStep:
         return clock() - started
 
     def estimated(self, num_rows: int | None = None) -> float:
-        """Return the peak memory in bytes that `train.callbacks.estimate` predicts."""
+        """Return the peak memory in bytes that `train.callbacks.memory` predicts."""
         # The estimate reads these attributes only of a LightningModule and of a Trainer.
         module = cast(Any, SimpleNamespace(base=self.base, drafter=self.drafter))
         trainer = cast(Any, SimpleNamespace(strategy=None, world_size=1))
@@ -191,7 +191,7 @@ def training(
     by_anchors = ResultTable(f"By anchors: {title}", headings)
     for num_anchors in anchors:
         step = TrainingStep(setting, base, num_anchors)
-        peak, seconds = _peak(step, num_anchors), timed(step, [FORWARD, STEP], repeats, f"A = {num_anchors}")
+        peak_memory, seconds = _peak(step, num_anchors), timed(step, [FORWARD, STEP], repeats, f"A = {num_anchors}")
         middle = median(seconds[STEP])
         by_anchors.rows.append(
             [
@@ -199,7 +199,7 @@ def training(
                 f"{middle:.3f}",
                 f"{batch_size * length / middle:.0f}",
                 f"{ratio(seconds[STEP], seconds[FORWARD]):.2f}",
-                f"{peak / 1e6:.0f}",
+                f"{peak_memory / 1e6:.0f}",
                 f"{step.estimated() / 1e6:.0f}",
                 str(step.max_rows(GPU_BYTES)),
             ]

@@ -18,7 +18,7 @@ from benchmarks.loss_memory import resident_bytes
 from drafters import CTC
 from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, Dtype, resolve_device
-from train.callbacks.memory import estimate_memory, peak
+from train.callbacks.memory import estimate_memory, peak_memory
 from train.feature_store.base_features import compute_features
 
 # The 7B shape with a sixteenth of the width and vocabulary: layers and head have the same shares of the work.
@@ -109,7 +109,7 @@ class TrainingStep:
         module = cast(Any, SimpleNamespace(base=self.base, drafter=self.drafter))
         trainer = cast(Any, SimpleNamespace(strategy=None, world_size=1))
         rows, positions = self.setting.sizes
-        return peak(estimate_memory(module, trainer, num_rows or rows, positions))
+        return peak_memory(estimate_memory(module, trainer, num_rows or rows, positions))
 
     def max_rows(self, available: float) -> int:
         """Return the largest batch size that fits into the memory by the estimate, or 0."""

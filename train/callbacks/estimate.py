@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from data.sharegpt import lengths
-from train.callbacks.memory import estimate_memory, largest_batch, peak
+from train.callbacks.memory import estimate_memory, largest_batch, peak_memory
 from train.modules.drafter_training import DrafterTraining
 
 NUM_WARM_UP_STEPS = 2
@@ -73,11 +73,11 @@ def show_memory(parts: dict[str, float], num_rows: int, num_positions: int, avai
         table.add_row(name, readable(part))
     table.add_section()
     of_available = f" of {readable(available)}" if available else ""
-    table.add_row("at the worst moment", readable(peak(parts)) + of_available)
+    table.add_row("at the worst moment", readable(peak_memory(parts)) + of_available)
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(f"memory of a device, for a batch of {num_rows} texts of {num_positions} tokens (estimated)")
     console.print(table)
-    if available and peak(parts) > 0.95 * available:
+    if available and peak_memory(parts) > 0.95 * available:
         console.print(
             "That is more than there is: lower data.batch_size (and raise trainer.accumulate_grad_batches), "
             "data.max_length or the drafter's num_anchors, or pass --model.activation_checkpointing true or "
@@ -86,18 +86,18 @@ def show_memory(parts: dict[str, float], num_rows: int, num_positions: int, avai
 
 
 @rank_zero_only
-def show_time(seconds: float, num_batches: float, peak_memory: int) -> None:
+def show_time(seconds: float, num_batches: float, peak_so_far: int) -> None:
     """Print the time of the remaining batches.
 
     Args:
         seconds: Time of one batch.
         num_batches: Number of remaining batches.
-        peak_memory: Largest number of bytes allocated so far.
+        peak_so_far: Largest number of bytes allocated so far.
     """
     remaining = timedelta(seconds=round(seconds * num_batches))
     print(
         f"{seconds:.3g} s a batch: {num_batches:,} more take about {remaining}, validation left out; "
-        f"peak memory so far {readable(peak_memory)}",
+        f"peak memory so far {readable(peak_so_far)}",
         flush=True,
     )
 

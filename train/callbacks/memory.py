@@ -51,7 +51,7 @@ def largest_batch(row_lengths: Iterable[int], settings: Any) -> tuple[int, int]:
 def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, num_positions: int) -> dict[str, float]:
     """Return the bytes needed on one device, by purpose.
 
-    The base's forward and the drafter's activations are never in memory at the same time, see `peak`.
+    The base's forward and the drafter's activations are never in memory at the same time, see `peak_memory`.
 
     Args:
         module: The training module, on its device.
@@ -73,7 +73,7 @@ def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, 
     return parts
 
 
-def peak(parts: dict[str, float]) -> float:
+def peak_memory(parts: dict[str, float]) -> float:
     """Return the bytes needed at the worst moment: the base's forward is over before the drafter's begins."""
     phases = FORWARD, ACTIVATIONS
     always = sum(part for name, part in parts.items() if name not in phases)

@@ -48,7 +48,7 @@ def test_weights_gradients_and_states_are_counted(tiny):
     assert parts["weights of the drafter"] == parts["their gradients"] == parts["their AdamW states"] / 2 == weights
     assert parts["weights of the base"] == 4 * sum(weight.numel() for weight in module.base.model.parameters())
     assert parts["hidden states of the base"] == 4 * 100 * 2 * 32 * 4, "what the drafter reads, and the last state"
-    assert max(parts.values()) < memory.peak(parts) < sum(parts.values())
+    assert max(parts.values()) < memory.peak_memory(parts) < sum(parts.values())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def test_every_command_explains_each_of_its_arguments(call, name):
     groups = commands.option_groups(function)
     documented = dict.fromkeys(signature(function).parameters.keys() - groups.keys(), function.__doc__)
     for group in groups.values():
-        documented |= dict.fromkeys(signature(group).parameters, group.__doc__)
+        inherited = "\n".join(parent.__doc__ or "" for parent in group.__mro__)
+        documented |= dict.fromkeys(signature(group).parameters, inherited)
     for argument, text in documented.items():
         assert f"--{argument}" in said
         line = text.partition(f" {argument}: ")[2].split(".")[0].split(";")[0]

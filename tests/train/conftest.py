@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def surroundings(tmp_path_factory):
-    """Nothing is looked up outside, and the tokenised data is kept in a folder of this run."""
+    """No test uses the network, and tokenised data is cached in a folder of this run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -48,7 +48,7 @@ def tiny_tokenizer():
 
 
 def save_llama(folder, tokenizer, hidden_size=32, vocab_size=None, num_layers=2, seed=2, **others):
-    """A random LLaMA of few layers whose next token hangs mostly on the last one, so that a drafter can learn it."""
+    """Save a random LLaMA whose next token depends mostly on the last one, so that a drafter can learn it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -93,7 +93,7 @@ def tiny(shared_folder, tiny_tokenizer):
 
 @pytest.fixture(scope="session")
 def tiny_base(tiny):
-    """The tiny base in float32. What a test changes in it, it puts back."""
+    """The tiny base in float32. A test that changes it restores it."""
     return load_base(str(tiny))
 
 
@@ -173,7 +173,7 @@ def trained(write_recipe, shared_folder):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -237,7 +237,7 @@ class Losses(L.Callback):
 
 
 def read_losses(folder):
-    """Rank, epoch and batch -> the losses it was ever given."""
+    """Return all losses that were recorded for each rank, epoch and batch."""
     losses = {}
     for line in (folder / "losses.txt").read_text(encoding="utf-8").splitlines():
         batch, loss = line.split()
@@ -337,7 +337,7 @@ def losses_of():
 
 @pytest.fixture
 def assert_same_end():
-    """Checks that two runs gave each batch one loss, the same, and ended with the same weights and optimizer state."""
+    """Checks that two runs computed the same loss for every batch and ended with the same weights and optimizer."""
 
     def check(one, other):
         mine, theirs = read_losses(one), read_losses(other)

@@ -1,4 +1,4 @@
-"""Signals end a run with a checkpoint and the exit code that schedulers know."""
+"""Signals end a run with a checkpoint and the exit code that schedulers expect."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(
 
 @pytest.mark.slow
 def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_run, fork, tmp_path):
-    """Its second batch is what the signal waits for; its first is not counted twice, nor left out."""
+    """The signal comes in the second validation batch; the first is neither counted twice nor left out."""
 
     def stop_in_validation():
         from train.modules.drafter_training import DrafterTraining

@@ -12,7 +12,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Line(L.LightningModule):
-    """A line whose loss is multiplied by what a table says of the batch and the rank, one elsewhere."""
+    """A linear model whose loss is multiplied by a factor that a table gives for each batch and rank."""
 
     def __init__(self, factors, gradient_factors=None):
         super().__init__()
@@ -85,7 +85,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run_and_name_what_to_lower()
 
 
 class Told(L.Callback):
-    """Says at the end of each process whether it stands as the others do."""
+    """Prints at the end of each process whether its weights equal those of the others."""
 
     def on_train_end(self, trainer, module):
         steps = torch.tensor([float(step) for _, step in module.seen])

@@ -31,7 +31,7 @@ SEEN = {
 
 @pytest.fixture(scope="module")
 def watched(write_recipe, tmp_path_factory):
-    """The tiny training without a word of callbacks in its config, in two loggers, its draft trees printed."""
+    """The tiny training with two loggers, printed draft trees, and no callbacks of ours in its config."""
     runs = tmp_path_factory.mktemp("watched")
     loggers = [
         {"class_path": f"lightning.pytorch.loggers.{name}", "init_args": {"save_dir": str(runs), "name": name}}
@@ -89,7 +89,7 @@ def test_the_anchor_count_equals_the_number_of_sampled_anchors(most):
 
 
 class Line(L.LightningModule):
-    """y = w x, its loss the squared error from 3."""
+    """y = w x with the squared error from 3 as its loss."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def test_the_gradient_norm_is_that_of_the_whole_gradient_before_clipping():
 
 
 def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeypatch):
-    """Two steps of 3 s each after 1 s of waiting, a validation of 100 s between them."""
+    """Two steps of 3 s after 1 s of waiting each, with a validation of 100 s between them."""
     clock = iter([1.0, 4.0, 104.0, 105.0, 108.0, 108.0])
     monkeypatch.setattr(training_speed.time, "perf_counter", lambda: next(clock))
     logged = {}

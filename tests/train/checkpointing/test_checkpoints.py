@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, and `last` is the newest that can be gone on from."""
+"""Checkpoints are complete or absent, and `last` is the newest one that can be continued."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from train.cli import lightning_command
 
 
 def save(folder, name, step, age=0.0, **others):
-    """A checkpoint of some bytes, so many seconds old."""
+    """Save a small checkpoint with a given age in seconds."""
     path = folder / f"{name}.ckpt"
     AtomicCheckpointIO().save_checkpoint({"step": step, "optimizer_states": [], "w": torch.zeros(1000), **others}, path)
     os.utime(path, (1e9 - age, 1e9 - age))
@@ -21,7 +21,7 @@ def save(folder, name, step, age=0.0, **others):
 
 
 def cut(path):
-    """Cut a file short, as a full disk or a broken copy does; its age stays."""
+    """Truncate a file like a full disk or an interrupted copy would, without changing its time."""
     times = path.stat().st_atime, path.stat().st_mtime
     os.truncate(path, path.stat().st_size // 2)
     os.utime(path, times)

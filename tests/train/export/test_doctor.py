@@ -12,7 +12,7 @@ from train.export.examine import probability_difference
 
 @pytest.fixture(scope="module")
 def best(trained, tmp_path_factory):
-    """The checkpoint of the fixture ``trained`` with the validation of its last step, and the folder made of it."""
+    """The checkpoint of the fixture ``trained`` after a validation at its last step, and the exported folder."""
     runs = tmp_path_factory.mktemp("best")
     monitored = {"dirpath": str(runs), "filename": "best", "monitor": "val/acceptance_length", "mode": "max"}
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": monitored}
@@ -25,12 +25,12 @@ def best(trained, tmp_path_factory):
 
 @pytest.fixture
 def copy(best, tmp_path):
-    """A copy of the folder, to be damaged."""
+    """A copy of the exported folder that a test may damage."""
     return shutil.copytree(best[1], tmp_path / "drafter")
 
 
 def rows(outcome):
-    """What was said of each thing examined."""
+    """Return the finding about each subject."""
     lines = [line.split(maxsplit=1) for line in outcome.out.splitlines() if line[:5] in ("right", "WRONG", "-----")]
     return {said.split(":")[0]: (mark, said) for mark, said in lines}
 

@@ -32,7 +32,7 @@ D, V, WIDTH, LAYERS = 32, 404, 64, 4  # of the base; the tokenizer has 400 token
 
 @pytest.fixture(scope="module")
 def base(make_tiny):
-    """A base whose numbers are nobody's defaults."""
+    """A base whose sizes are no library's defaults."""
     rope = {"rope_type": "default", "rope_theta": 700.0}
     folder = make_tiny("deep", vocab_size=V, num_layers=LAYERS, rms_norm_eps=1e-3, rope_parameters=rope)
     return load_base(str(folder))
@@ -47,7 +47,7 @@ def mask(base):
 
 @pytest.fixture(scope="module")
 def exported(base, mask, write_recipe, tmp_path_factory):
-    """Trains a drafter for two steps and exports it for vLLM; each kind once."""
+    """Trains each kind of drafter once for two steps and exports it for vLLM."""
     done = {}
 
     def export(kind):
@@ -195,7 +195,7 @@ def test_a_block_folder_has_the_keys_shapes_and_numbers_of_dspark(exported, base
 
 
 def reloaded(made, base):
-    """The inverse of the export: a block drafter of what the folder says."""
+    """The inverse of the export: build a block drafter from an exported folder."""
     config, weights = made.config, dict(made.weights)
     left, right = (weights.pop(f"markov_head.markov_w{i}.weight") for i in (1, 2))
     embedding = weights.pop("embed_tokens.weight")
@@ -311,7 +311,7 @@ def test_dspark_as_documented_gives_the_logits_and_the_chain_of_our_own_drafter(
 
 @each_block
 def test_wrong_layers_or_a_wrong_rotary_base_change_the_logits(exported, base, kind):
-    """That the test above sees what it compares."""
+    """The test above would notice a difference."""
     made = exported(kind)
     ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(0))
     layers = made.config["transformer_layer_config"]
@@ -329,7 +329,7 @@ def test_wrong_layers_or_a_wrong_rotary_base_change_the_logits(exported, base, k
 
 
 def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask, tmp_path):
-    """Two steps of training leave it too weak to turn a draft."""
+    """After two training steps the bias is too weak to change a draft, so the test makes it stronger."""
     init_args = BLOCK | {"markov_rank": 4}
     drafter = Block(base.shape, **init_args)
     with torch.random.fork_rng():

@@ -26,7 +26,7 @@ RECIPES = {
 
 
 def command(tiny, out, **changes):
-    """The command line of a store of three shards."""
+    """The command line that writes a store of three shards."""
     options = {"layers": ",".join(map(str, LAYERS)), "dtype": "float32", "max_length": 400, "shard_megabytes": 1}
     options |= {"base": tiny, "out": out, "files": "[embedded:24]"} | changes
     return ["features", *(f"--{name}={value}" for name, value in options.items())]
@@ -34,7 +34,7 @@ def command(tiny, out, **changes):
 
 @pytest.fixture(scope="module")
 def stores(tiny, tmp_path_factory):
-    """The same conversations in each number format."""
+    """Stores of the same conversations with each dtype."""
     folder = tmp_path_factory.mktemp("stores")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["pytest"])
@@ -44,7 +44,7 @@ def stores(tiny, tmp_path_factory):
 
 
 class Losses(L.Callback):
-    """Notes each step's loss and tokens, and how often the base runs in training."""
+    """Records the loss and the tokens of each step, and how often the base runs in training."""
 
     def __init__(self):
         self.losses, self.tokens, self.base_forwards = [], [], 0

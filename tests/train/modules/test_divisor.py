@@ -1,4 +1,4 @@
-"""An optimizer step shared out over processes or batches is that of one big batch."""
+"""An optimizer step over several processes or batches equals that of one large batch."""
 
 from functools import partial
 from itertools import zip_longest
@@ -26,7 +26,7 @@ ONE_COUNT = "CTC", "Block", "EAGLE"  # the other losses have terms of which each
 
 
 def texts(lengths, first_answers, seed=0):
-    """Rows whose answers begin at very unlike places, so that they have very unlike numbers of anchors."""
+    """Rows whose answers start at very different positions, so that their numbers of anchors differ widely."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(3, 400, (length,), generator=generator) for length in lengths]
     masks = [torch.arange(length) >= first for length, first in zip(lengths, first_answers, strict=True)]
@@ -107,7 +107,7 @@ def fitted(module, batches, folder, accumulated):
 
 @pytest.mark.parametrize("kind", ONE_COUNT)
 def test_accumulated_gradients_equal_those_of_one_large_batch(tiny, kind, tmp_path):
-    """Two whole steps of two batches each, and one that the end of the epoch leaves with a single batch."""
+    """Two steps of two batches each, and a last one of a single batch at the end of the epoch."""
     found = {}
     for accumulated, batches in ((2, [FEW, MANY, MANY, FEW, MANY]), (1, [BOTH, BOTH, MANY])):
         module = make(tiny, kind, learning_rate=1e-3)

@@ -25,7 +25,7 @@ def make(tiny, drafter=SMALL_CTC, **arguments):
 
 @pytest.fixture(scope="module")
 def own_text(tiny_base):
-    """A batch of the base's own greedy answers: what a drafter can be trained to foresee."""
+    """A batch of the base's own greedy answers, which a drafter can learn to predict."""
     prompts = [
         encode_messages(tiny_base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(6)
     ]

@@ -1,4 +1,4 @@
-"""Medusa and Hydra in training: they start from the base, get better, and simulated acceptance is the real one."""
+"""Medusa and Hydra start from the base's head, improve in training, and are accepted live as simulated."""
 
 from functools import partial
 
@@ -64,7 +64,7 @@ def prompts(base):
 
 @pytest.fixture(scope="module")
 def own_text(tiny_base, prompts):
-    """A batch of the base's own greedy answers: what a drafter can be trained to foresee."""
+    """A batch of the base's own greedy answers, which a drafter can learn to predict."""
     rows = torch.tensor([[*prompt, 7] for prompt in prompts])
     mask = torch.zeros_like(rows, dtype=torch.bool)
     mask[:, -1] = True
@@ -73,7 +73,7 @@ def own_text(tiny_base, prompts):
 
 @pytest.fixture(scope="module")
 def trained(tiny, own_text, tmp_path_factory):
-    """Trains a kind once: the module, and what validation logged before and after."""
+    """Trains a kind of drafter once, and returns the module with the validation metrics before and after."""
     made = {}
 
     def train(kind):

@@ -1,4 +1,4 @@
-"""The same training in bfloat16, over two processes, on a quantised base, and with activations computed again."""
+"""Training in bfloat16, in two processes, on a quantised base, and with activation checkpointing."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def debug_fit(run, *arguments):
-    """The words of ``lightning fit --config ctc.yaml --config debug.yaml``, as the README has it."""
+    """Arguments of ``lightning fit --config ctc.yaml --config debug.yaml``, which the README shows."""
     words = ["fit", "--config", "ctc.yaml", "--config", "debug.yaml", "--trainer.default_root_dir", str(run)]
     return [*words, "--data.cache_dir", str(run / "cache"), *arguments]
 
@@ -63,7 +63,7 @@ def test_it_also_trains_in_two_processes(tmp_path):
 
 @pytest.fixture(scope="module")
 def wide(make_tiny):
-    """A base as wide as a block of quantised numbers is long."""
+    """A base whose width is the block size of the quantisation."""
     return make_tiny("wide", hidden_size=64)
 
 
@@ -103,7 +103,7 @@ def test_a_quantised_base_without_bitsandbytes_is_refused(call, write_recipe, wi
 
 
 def kept_for_backward(module, batch):
-    """Bytes that a loss keeps for its backward pass, and the gradients that this gives."""
+    """Return the bytes that a loss keeps for its backward pass, and the gradients."""
     kept = {}
 
     def note(tensor):

@@ -1,4 +1,4 @@
-"""Two processes train as one does with the doubled batch, however the drafter is shared out between them."""
+"""Two processes train like one with twice the batch size, with every way of sharding the drafter."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ STAGES = (1, 2, 3) if HAS_DEEPSPEED else ()
 
 
 def arguments(config, folder, *more):
-    """A training that logs its losses, as other processes may do it: from the same rows."""
+    """A training that logs its losses and reads the same rows in every number of processes."""
     given = {
         "trainer.default_root_dir": folder,
         "trainer.max_steps": STEPS,
@@ -41,7 +41,7 @@ def arguments(config, folder, *more):
 
 
 def logged(folder, name="train/loss"):
-    """A value by step, of all the runs in a folder."""
+    """A logged value by step, over all runs in a folder."""
     found = {}
     for path in sorted(Path(folder).glob("log/version_*/metrics.csv")):
         with path.open() as file:
@@ -114,7 +114,7 @@ def test_deepspeed_shards_are_exported_as_the_drafter_of_a_single_process(runs, 
 
 
 class Planted:
-    """Makes a file where it is unpickled by a loader that runs what it reads."""
+    """Creates a file when it is unpickled by a loader that runs code."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""`drafters tree-search`: accuracies counted as a plain loop counts them, and a tree that decodes."""
+"""`drafters tree-search` counts like a plain loop, and its tree decodes losslessly."""
 
 import json
 
@@ -23,7 +23,7 @@ K, RANKS = 3, 4
 
 @pytest.fixture(scope="module")
 def own_text(tiny_base):
-    """The base's own greedy answers, to learn a little from."""
+    """The base's own greedy answers as training text."""
     prompts = [
         encode_messages(tiny_base, [("user", row["turns"][0])], "tokenizer")[-24:] for row in embedded.questions(6)
     ]

@@ -25,7 +25,7 @@ def base(tiny):
 
 @pytest.fixture
 def ends_at(base, monkeypatch):
-    """Gives the base another end-of-sequence token: its random text never holds the real one."""
+    """Gives the base another end-of-sequence token, because its random text never contains the real one."""
 
     def change(token):
         monkeypatch.setattr(base.model.generation_config, "eos_token_id", token)
@@ -41,7 +41,7 @@ def prompts(base):
 
 @pytest.fixture(scope="module")
 def texts(base, prompts):
-    """The base's own text after the ends of the prompts, which tokens it wrote, and its next token everywhere."""
+    """The base's own text after the prompts, the mask of the tokens it wrote, and its next token at every position."""
     session = Session(Runner(base), NoDrafter())
     starts = [prompt[-24:] for prompt in prompts]
     texts = torch.tensor([start + session.run(start, 40).tokens for start in starts])
@@ -54,7 +54,7 @@ def texts(base, prompts):
 
 @pytest.fixture(scope="module")
 def drafters(base, texts):
-    """CTC drafters on one layer and on three, and a block drafter, untrained and after steps on the base's own text."""
+    """CTC drafters on one and on three layers and a block drafter, untrained and trained on the base's own text."""
     texts, answers, labels = texts
     made = {}
     for name, layers in {1: (-1,), 3: (0, 1, -1), "block": (-1,)}.items():
@@ -80,7 +80,7 @@ def drafters(base, texts):
 
 @pytest.fixture(scope="module")
 def eagles(base, texts):
-    """EAGLE and EAGLE-3 as they start and after some steps on the base's own text, with the losses of those."""
+    """EAGLE and EAGLE-3, untrained and after some steps on the base's own text, with the losses of these steps."""
     texts, answers, labels = texts
     made = {}
     for kind in (EAGLE, EAGLE3):
@@ -105,7 +105,7 @@ def eagles(base, texts):
 
 
 def live_and_simulated(base, drafter, prompt, max_new_tokens, eos=frozenset()):
-    """Tokens each step emits after the prefill: as the session counts them, and as simulated on its text."""
+    """Tokens that each step emits after the prefill, counted by the session and simulated on its text."""
     decoded = Session(Runner(base), drafter).run(prompt, max_new_tokens, eos)
     text = torch.tensor([*prompt, *decoded.tokens])
     with torch.no_grad():

@@ -45,7 +45,7 @@ def find_config(name: str) -> str:
 
 def with_found_configs(args: list[str]) -> list[str]:
     """Replace the name after each ``--config`` or ``-c`` by the config's path."""
-    found, takes_config = [], False
+    result, takes_config = [], False
     for arg in args:
         arg = "--config" if arg == "-c" else arg
         if takes_config:
@@ -53,8 +53,8 @@ def with_found_configs(args: list[str]) -> list[str]:
         elif arg.startswith("--config="):
             arg = "--config=" + find_config(arg.removeprefix("--config="))
         takes_config = arg == "--config"
-        found.append(arg)
-    return found
+        result.append(arg)
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         with user_errors("lightning"):
-            found = with_found_configs(args)
+            args_with_paths = with_found_configs(args)
             from train.cli.lightning_cli import run
 
-            run(found, command=shlex.join(["lightning", *args]))
+            run(args_with_paths, command=shlex.join(["lightning", *args]))
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as stopped:

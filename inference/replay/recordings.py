@@ -117,7 +117,7 @@ class Recorded:
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
         return logits
 
-    def walk(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         path, emitted = accept(tree, [row[0] for row in decisions])
         assert NOT_RECORDED not in emitted, "a token was accepted that was not recorded"
         return path, emitted

@@ -186,7 +186,7 @@ def test_rows_off_the_recorded_text_hold_no_token(runner):
     runner.load([1, 5, 6, 7])
     rows = runner.forward([1], tree, RequiredOutputs())
     assert rows.logits.tolist() == [[5], [6], [NOT_RECORDED], [7], [NOT_RECORDED], [NOT_RECORDED], [NOT_RECORDED]]
-    assert Recorded().walk(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
+    assert Recorded().accept(tree, rows.logits.tolist()) == ([0, 2], [5, 6, 7])
     runner.commit([0, 2])
     assert runner.cached == 3
 
@@ -200,7 +200,7 @@ def test_accepting_a_token_that_was_not_recorded_raises(runner):
         session.run([4], 1)
     tree = DraftTree([5], [-1])
     with pytest.raises(AssertionError, match="was accepted that was not recorded"):
-        Recorded().walk(tree, [[5], [NOT_RECORDED]])
+        Recorded().accept(tree, [[5], [NOT_RECORDED]])
 
 
 @pytest.mark.parametrize("kind", ["model", "cascade", "learned", "hidden", "top", "told"])

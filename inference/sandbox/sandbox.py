@@ -119,7 +119,7 @@ def run(program: str, limits: ResourceLimits | None = None, use_kernel: bool = T
         output = _read(output_file, limits.output_chars)
         has_finished = not stopped and end == token
         if not stopped and process.returncode < 0:
-            stopped = f"was killed by {signal.Signals(-process.returncode).name}"
+            stopped = f"was killed by {_signal_name(-process.returncode)}"
         reason = "finished" if has_finished else stopped or end.strip() or "left before its last line"
         return Outcome(has_finished, reason, output, tuple(first.split()))
 
@@ -144,6 +144,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     except (ProcessLookupError, PermissionError):
         process.kill()
     process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
 
 
 def _size(entry: os.DirEntry[str]) -> int:

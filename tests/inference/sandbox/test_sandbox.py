@@ -55,6 +55,7 @@ def test_threads_are_allowed():
         ("import sys\nsys.exit(0)", "left before its last line"),
         ("import os\nos._exit(0)", "left before its last line"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL|refuses os.kill"),
+        ("import os\nos.kill(os.getpid(), 40)", "was killed by signal 40|refuses os.kill"),
         ("input()", "EOFError"),
     ],
 )

@@ -106,7 +106,7 @@ def page(page_file):
     return Page(page_file.read_text(encoding="utf-8"))
 
 
-def test_the_report_needs_nothing_but_itself(page):
+def test_the_page_is_self_contained(page):
     links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
     assert len(links) == 2 * 2 * 5  # benchmarks, themes, plots
     assert all(link.startswith("data:image/png;base64,") for link in links)
@@ -114,13 +114,13 @@ def test_the_report_needs_nothing_but_itself(page):
     assert page.scripts == 1 and not any(attrs for tag, attrs in page.tags if tag == "script")
 
 
-def test_the_spans_of_the_steps_hold_the_whole_answer_and_escape_it(page):
+def test_the_steps_together_are_the_whole_answer_and_are_escaped(page):
     other = decode((0, 1, 2, 5, 4, 5, 6, 7, 8))
     assert page.answers[:16] == [TEXT] * 2 * 8  # turns of eight answers of ctc; <script> is text here, no tag
     assert sorted(page.answers[16:]) == sorted([TEXT] * 2 * 7 + [other] * 2)  # and of ngram
 
 
-def test_a_reader_chooses_among_all_drafters_and_sees_the_fastest_first(page):
+def test_the_menu_lists_all_drafters_and_the_fastest_is_shown_first(page):
     assert page.options == ["ctc", "ngram"]
     blocks = [attrs for tag, attrs in page.tags if "data-drafter" in attrs]
     assert [(attrs["data-drafter"], "hidden" in attrs) for attrs in blocks] == [("ctc", False), ("ngram", True)]
@@ -161,7 +161,7 @@ def test_a_browser_shows_the_chosen_drafter_and_the_questions_that_were_unfolded
     assert unfolded == 2 * [True, False, True, *[False] * 5]
 
 
-def test_the_plots_are_files_too(page_file):
+def test_the_plots_are_also_written_as_files(page_file):
     drawn = sorted((page_file.parent / "plots").iterdir())
     assert [path.name for path in drawn] == [
         f"{name}-{plot}.png"
@@ -171,7 +171,7 @@ def test_the_plots_are_files_too(page_file):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
-def test_a_step_shows_accepted_tokens_apart_from_the_bonus_token():
+def test_a_step_distinguishes_accepted_tokens_from_the_bonus_token():
     spans = answer_viewer.step_spans(answer("ctc", 1, "math").turns[0], decode)
     assert [(span.accepted, span.bonus) for span in spans] == [
         ("", "The"),
@@ -181,7 +181,7 @@ def test_a_step_shows_accepted_tokens_apart_from_the_bonus_token():
     ]
 
 
-def test_a_character_of_several_tokens_is_not_torn_apart():
+def test_a_character_of_several_tokens_stays_in_one_step():
     whole = "né日本".encode()
     steps = [
         StepCost(1, 0, 1, 0, 0, 0, (0.0,) * 5),
@@ -194,7 +194,7 @@ def test_a_character_of_several_tokens_is_not_torn_apart():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_terminal_tables_fit_and_tell_who_is_not_lossless(summaries, width):
+def test_the_terminal_tables_fit_and_mark_drafters_that_are_not_lossless(summaries, width):
     console = Console(width=width, record=True, file=io.StringIO())
     for part in report.table(summaries):
         console.print(part)
@@ -211,7 +211,7 @@ def test_the_headline_names_the_fastest_drafter(summaries):
     assert report.markdown(summaries, {}).startswith(f"**{expected} 8 questions of 2 benchmarks (geometric means).**")
 
 
-def test_the_headline_does_not_hide_other_text_or_lost_speed(summaries):
+def test_the_headline_mentions_differing_text_and_lower_speed(summaries):
     of = summaries["gsm8k"]
     text = report.markdown({"gsm8k": {"none": of["none"], "ngram": of["ngram"]}}, {})
     assert text.startswith("**ngram writes in 3 of 4 answers the same text as the base, 1.8x faster")
@@ -232,14 +232,14 @@ def test_markdown_has_the_same_rows_and_the_context(summaries):
     assert tables.COUNTING_RULE.endswith("(micro average).")
 
 
-def test_results_hold_every_number(tmp_path, summaries):
+def test_results_json_contains_every_number(tmp_path, summaries):
     folders = json.loads(report.write_results(tmp_path, summaries, CONTEXT).read_text(encoding="utf-8"))
     assert folders["context"]["base"] == "tiny|chat"
     assert folders["results"]["mt_bench"]["ctc"]["acceptance_length"] == pytest.approx(8 / 3)
     assert folders["results"]["gsm8k"]["ngram"]["first_divergence"] == [3, 0, 3]
 
 
-def test_a_column_that_tells_nothing_is_left_out_and_intervals_stand_beside_their_numbers(summaries):
+def test_empty_columns_are_left_out_and_intervals_are_below_their_numbers(summaries):
     of = summaries["mt_bench"]
     headings, _ = tables.drafter_rows(of)
     assert "peak MiB" not in headings and "draft forwards/step" not in headings
@@ -255,8 +255,7 @@ def test_a_column_that_tells_nothing_is_left_out_and_intervals_stand_beside_thei
     assert tables.legend(headings, rows).startswith("Small: 95 % intervals")
 
 
-@pytest.mark.slow
-def test_answers_that_were_cut_are_counted_where_a_figure_rests_on_the_others(answers, tmp_path):
+def test_answers_cut_at_the_length_cap_are_counted(answers, tmp_path):
     def page():
         found = summarised(answers)
         of = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in found["gsm8k"].items()}
@@ -279,7 +278,7 @@ def save_tokenizer(folder, words):
     return str(folder)
 
 
-def test_task_quality_stands_in_every_form(summaries):
+def test_task_quality_is_in_markdown_and_in_the_terminal(summaries):
     of = summaries["mt_bench"]
     assert tables.quality_rows(of)[1] == [], "nothing was graded"
     summaries["mt_bench"] = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in of.items()}
@@ -371,7 +370,7 @@ def test_other_questions_or_another_baseline_text_never_share_a_ratio(make_folde
     assert len(folders.read_all([first, make_folder("c", benchmark="gsm8k")])) == 1, "another benchmark is no conflict"
 
 
-def test_the_page_of_several_folders_needs_nothing_but_itself(make_folder, tmp_path, capsys):
+def test_the_page_of_several_folders_is_self_contained(make_folder, tmp_path, capsys):
     folders = [make_folder("a"), make_folder("b", base="large", warnings="the machine was busy"), make_folder("c")]
     report.report(folders, out=str(tmp_path / "page"))
     html = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
@@ -385,7 +384,7 @@ def test_the_page_of_several_folders_needs_nothing_but_itself(make_folder, tmp_p
     assert told["decoding"] == [("3", "greedy, at most 9")], "what all share stands once"
     assert told["base"] == [("", "tiny"), ("", "tiny"), ("", "large")], "a column for each folder: a, c, b"
     assert told["warnings"] == [("", "–"), ("", "–"), ("", "the machine was busy")]
-    assert "2 evaluations side by side" in html and '<p class="note">the machine was busy</p>' in html
+    assert "2 evaluations side by side" in html and '<p class="note">Warning: the machine was busy.</p>' in html
     assert "Warning: the machine was busy." in capsys.readouterr().out
     markdown = (tmp_path / "page" / "results.md").read_text(encoding="utf-8")
     assert markdown.count("# a, c\n") == markdown.count("# b\n") == 1
@@ -457,9 +456,9 @@ def test_a_foreign_folder_is_refused_in_one_line(tmp_path, told, said):
     assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_several_folders_need_a_place_of_their_own(make_folder, tmp_path):
+def test_several_folders_need_an_output_folder(make_folder, tmp_path):
     folders = [make_folder("a"), make_folder("b")]
-    with pytest.raises(ValueError, match="needs a place: give --out FOLDER"):
+    with pytest.raises(ValueError, match="needs a folder of its own: give --out FOLDER"):
         report.report(folders)
     with pytest.raises(ValueError, match="is named twice: name each folder once"):
         report.report([folders[0], folders[0]], out=str(tmp_path / "page"))

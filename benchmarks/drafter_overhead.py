@@ -13,6 +13,7 @@ from benchmarks.harness import ResultTable, alternate, main, percentile, show, s
 from data import sharegpt
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
+from drafters.registry import registered
 from inference.engine.runner import ForwardOutput, Runner
 from inference.engine.session import PHASES, Session, StepCost
 from inference.registry import catalogue
@@ -208,7 +209,11 @@ def _run(session: Session, text: list[int], length: int, num_steps: int, costs: 
 
 def offered() -> list[str]:
     """Return the drafters that need neither a model nor a file, with both rules of prompt lookup."""
-    free = [name for name, kind in catalogue.TRAINING_FREE.items() if not kind.named or kind.optional]
+    free = [
+        name
+        for name, known in registered().items()
+        if not known.learned_class and (known.is_optional or not known.file)
+    ]
     specs = [name for name in free if name not in WITH_MODEL]
     return [*specs, "prompt_lookup:partial=false"]
 

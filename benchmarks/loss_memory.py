@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import ResultTable, alternate, main, show, spread
-from drafters.learned.ctc.loss import ctc_loss
+from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
+from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.chunks import MAX_BYTES
 from drafters.learned.losses.cross_entropy import cross_entropy
 from inference.engine.base import Dtype, resolve_device
@@ -56,15 +57,15 @@ class Anchors:
 
     def loss(self, arm: str) -> Tensor:
         """Return the loss of an arm."""
-        anchors = self.frames, self.labels, self.valid, self.roots, self.head
+        anchored = AnchoredFrames(self.frames, self.labels, self.valid, self.roots)
         if arm == PLAIN:
             return self._plain()
         if arm == CROSS:
-            return cross_entropy(*anchors, max_bytes=self.max_bytes)[0]
+            return cross_entropy(anchored, self.head, max_bytes=self.max_bytes)[0]
         markov = self.markov if arm == MARKOV else None
-        objective: Literal["ctc", "prefix"] = "ctc" if arm == CTC else "prefix"
-        blank = self.blank_row, self.blank_bias
-        return ctc_loss(*anchors, *blank, markov, objective, max_bytes=self.max_bytes)[0]
+        options = CTCLossOptions(objective="ctc" if arm == CTC else "prefix")
+        blank = BlankOutput(self.blank_row, self.blank_bias)
+        return ctc_loss(anchored, self.head, blank, markov, options, max_bytes=self.max_bytes)[0]
 
     def _plain(self) -> Tensor:
         logits = (self.frames.to(self.head.dtype) @ self.head.T).float()

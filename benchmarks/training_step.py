@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show, spread
 from benchmarks.loss_memory import resident_bytes
-from drafters import CTC
+from drafters import CTC, recipe
 from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, Dtype, resolve_device
 from train.callbacks.memory import estimate_memory, peak_memory
@@ -64,7 +64,7 @@ class TrainingStep:
         device = base.model.device
         torch.manual_seed(0)
         self.base, self.setting = base, setting
-        self.drafter = CTC(base.shape, num_anchors=num_anchors, **setting.drafter).to(device)
+        self.drafter = recipe.build(CTC, base.shape, {"num_anchors": num_anchors, **setting.drafter}).to(device)
         self.optimizer = torch.optim.AdamW(self.drafter.parameters())
         self.ids = torch.randint(setting.vocab_size, setting.sizes, device=device)
         self.mask = torch.ones_like(self.ids, dtype=torch.bool)

@@ -1,4 +1,6 @@
-"""What proposes: the drafters, the draft tree, and the folder a trained drafter is kept in."""
+"""The drafters, the draft tree, and the folder that a trained drafter is kept in."""
+
+from typing import Any
 
 from drafters.learned.autoregressive.eagle import EAGLE
 from drafters.learned.autoregressive.eagle3 import EAGLE3
@@ -17,6 +19,7 @@ from drafters.protocol import (
     StepResult,
     TrainingBatch,
 )
+from drafters.registry import register, registered
 from drafters.training_free.corpus import CorpusCache
 from drafters.training_free.draft_model import DraftModel
 from drafters.training_free.joint import Joint
@@ -61,4 +64,14 @@ __all__ = [
     "SuffixArray",
     "TokenRecycling",
     "TrainingBatch",
+    "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A registered drafter of this package that the list above leaves out, so that ``drafters.NAME`` always works."""
+    for registration in registered().values():
+        build = registration.build
+        if getattr(build, "__name__", "") == name and build.__module__.startswith("drafters."):
+            return build
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

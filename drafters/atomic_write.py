@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Write files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """A new file beside ``path`` to write, which takes its place when the block ends well and is gone otherwise.
+    """Yield a temporary file in the same folder, which replaces ``path`` if the block succeeds.
 
-    Its folder is made where it is not there. Whatever writes it, its permissions are those that `open` gives.
+    The folder is created if it does not exist. If the block raises, the temporary file is deleted and ``path`` stays as
+    it was. The file gets the permissions that `open` would give it, whatever writes it.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        new.touch()
-        mode = new.stat().st_mode
-        yield new
-        new.chmod(mode)  # safetensors makes files that only their owner reads
-        os.replace(new, path)
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)  # safetensors creates files that only their owner can read
+        os.replace(temporary, path)
     finally:
-        new.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

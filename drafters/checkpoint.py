@@ -1,4 +1,4 @@
-"""A trained drafter's folder: config.json (the recipe and the base it fits) and model.safetensors."""
+"""The folder of a trained drafter: config.json (the recipe and its base) and model.safetensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-import drafters
+from drafters import recipe, registry
 from drafters.atomic_write import atomic_write
 from drafters.protocol import BaseShape, LearnedDrafter
 
@@ -20,15 +20,15 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """What config.json holds.
+    """The contents of config.json.
 
     Args:
-        class_path: The drafter's class, as in the YAML.
-        init_args: Its arguments but for the base's numbers.
-        base: The numbers of the base.
-        base_name: Folder or hub id of the base it was trained for.
-        tokenizer_hash: Name of the base's vocabulary.
-        training: What is known of the training: data, steps, measured acceptance length, command.
+        class_path: Class of the drafter, as in the YAML.
+        init_args: Arguments of its constructor, without the base's shape. Flat keys of older recipes are read too.
+        base: Dimensions of the base.
+        base_name: Folder or hub id of the base that it was trained for.
+        tokenizer_hash: Hash of the base's vocabulary.
+        training: Record of the training: data, steps, measured acceptance length, command.
     """
 
     class_path: str
@@ -38,24 +38,29 @@ class DrafterConfig:
     tokenizer_hash: str
     training: dict[str, Any] = field(default_factory=dict)
 
+    def nested_init_args(self) -> dict[str, Any]:
+        """``init_args`` with every option in its group, also for a recipe with flat keys.
+
+        Raises:
+            ValueError: The class is not a registered drafter.
+        """
+        return recipe.nested(self.init_args, recipe.groups(registry.find_class(self.class_path)))
+
     def build(self) -> LearnedDrafter:
         """A drafter with fresh weights.
 
         Raises:
-            ValueError: The class is not one of this project's drafters, or the arguments do not fit it.
+            ValueError: The class is not a registered drafter, or the arguments do not fit it.
         """
-        name = str(self.class_path).removeprefix("drafters.")
-        kind = getattr(drafters, name, None) if name in drafters.__all__ else None
-        if not (isinstance(kind, type) and issubclass(kind, LearnedDrafter)):
-            raise ValueError(f"{self.class_path!r} is not a learned drafter of this project")
+        drafter_class = registry.find_class(self.class_path)
         try:
-            return kind(self.base, **self.init_args)
+            return recipe.build(drafter_class, self.base, self.init_args)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"the arguments of {self.class_path} do not fit: {error}") from error
 
 
 def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
-    """Write a drafter's folder; each file appears whole or not at all, the weights last."""
+    """Write a drafter's folder. Each file appears complete or not at all, the weights last."""
     text = json.dumps({"format": FORMAT, **asdict(config)}, indent=2)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     with atomic_write(folder / "model.safetensors") as new, atomic_write(folder / "config.json") as new_config:
@@ -64,7 +69,11 @@ def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
 
 
 def read_config(folder: Path) -> DrafterConfig:
-    """Read config.json; ValueError says what is wrong with it."""
+    """Read config.json.
+
+    Raises:
+        ValueError: The file is missing or is not a drafter's configuration.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"no drafter at {folder}: config.json is missing; make one with `drafters export CKPT OUT`")
@@ -83,12 +92,12 @@ def read_config(folder: Path) -> DrafterConfig:
 def load(
     folder: str | Path, dtype: torch.dtype = torch.float32, config: DrafterConfig | None = None
 ) -> tuple[LearnedDrafter, DrafterConfig]:
-    """Load a drafter for decoding; neither Lightning nor the training checkpoint is needed.
+    """Load a drafter for decoding. Needs neither Lightning nor the training checkpoint.
 
     Args:
-        folder: Where it was exported to.
-        dtype: Number format of its weights.
-        config: Its configuration, where the caller has changed an argument; else config.json.
+        folder: Folder that the drafter was exported to.
+        dtype: Dtype of its weights.
+        config: Its configuration, if the caller has changed an option; config.json by default.
 
     Raises:
         ValueError: The folder is missing, its weights are truncated, or they do not fit the recipe.

@@ -1,12 +1,11 @@
-"""What the decoding loop asks of a drafter, and what it tells it after each step."""
+"""The interface between the decoding loop, the training loop and the drafters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from drafters.tree import DraftTree
 
 @dataclass(frozen=True)
 class BaseShape:
-    """The numbers of a base that a learned drafter is built from.
+    """Dimensions of a base, from which a learned drafter is built.
 
     Args:
         hidden_size: Width D of the base's hidden states.
@@ -41,7 +40,12 @@ class BaseShape:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """The frozen tensors of the base that a learned drafter uses and never owns: both (V, D)."""
+    """Frozen weights of the base that a learned drafter uses but does not own.
+
+    Args:
+        embedding: (V, D) the token embedding.
+        head: (V, D) the LM head.
+    """
 
     embedding: Tensor
     head: Tensor
@@ -49,11 +53,11 @@ class BaseWeights:
 
 @dataclass(frozen=True)
 class RequiredOutputs:
-    """What a drafter wants to see of the base at fed positions.
+    """What a drafter needs from the base's forward pass, at every position that is fed.
 
     Args:
-        hidden_layers: Base layers whose output is handed over; 0 is the embedding, -1 the normed last state.
-        top_k: How many of the base's most probable tokens at the root and at every node, best first; 1 is its argmax.
+        hidden_layers: Base layers whose hidden states are needed; 0 is the embedding, -1 the normed last hidden state.
+        top_k: Number of the base's most probable tokens needed at the root and at every node; 1 is the argmax.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -62,16 +66,16 @@ class RequiredOutputs:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a proposal may not exceed.
+    """Limits of one proposal. Nodes beyond them are pruned.
 
-    What exceeds it is pruned. A drafter that looks at the rows of its own nodes keeps to it by itself, so that
-    ``step.tree`` is the very tree it proposed.
+    A drafter that reads the base's outputs at its own nodes has to stay within the limits itself, so that ``step.tree``
+    is exactly the tree it proposed.
 
     Args:
-        max_depth: Deepest candidate; deeper ones could never be emitted.
-        max_nodes: Most nodes the caller will feed.
-        eos: Tokens that end the text; no candidate stands below them.
-        max_scratch_depth: Deepest scratch node; deeper ones stand beyond the base's context.
+        max_depth: Largest depth of a candidate; deeper ones could never be emitted.
+        max_nodes: Largest number of nodes that will be fed.
+        eos: End-of-sequence tokens; no candidate may follow one.
+        max_scratch_depth: Largest depth of a scratch node; deeper ones lie beyond the base's context.
     """
 
     max_depth: int
@@ -84,53 +88,66 @@ UNLIMITED = Limits(max_depth=1024)
 
 
 def at_least_one(count: Tensor) -> Tensor:
-    """A count that a sum can be divided by."""
+    """The count, or 1 if it is 0, so that a sum can be divided by it."""
     return count.clamp(min=1)
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Texts, and what the frozen base says about them.
+    """A batch of texts with the base's hidden states and its own next tokens.
 
     Args:
-        hidden: (B, S, F * D) hidden states of the layers the drafter needs.
-        last: (B, S, D) the normed last state, which the head reads: the base's law of the next token.
-        input_ids: (B, S).
+        hidden: (B, S, F * D) hidden states of the drafter's layers, concatenated.
+        last_hidden: (B, S, D) normed last hidden states, from which the LM head reads the base's next-token
+            distribution; None if a feature store does not hold them. Losses read it by `required_last_hidden`.
+        input_ids: (B, S) the texts.
         labels: (B, S) the base's own next token at each position.
         loss_mask: (B, S) bool, true on assistant tokens.
-        step: Optimizer steps taken before this batch: what fades in or out in a loss goes by it, so that a resumed run
-            and one that accumulates gradients do the same.
-        divisor: Of a count, what a loss divides the sum over so many terms by; with several processes the mean of
-            their counts, so that the mean of their losses is that over all terms. All processes call it equally often.
+        step: Optimizer steps taken before this batch. Schedules inside a loss depend on it alone, so a resumed run and
+            one that accumulates gradients compute the same.
+        divisor: Maps a count of loss terms to the number that their sum is divided by. With several processes it is the
+            mean count, so that the mean of their losses is the mean over all terms; all processes must call it equally
+            often.
     """
 
     hidden: Tensor
-    last: Tensor
+    last_hidden: Tensor | None
     input_ids: Tensor
     labels: Tensor
     loss_mask: Tensor
     step: int = 0
     divisor: Callable[[Tensor], Tensor] = at_least_one
 
+    def required_last_hidden(self) -> Tensor:
+        """The last hidden states (B, S, D).
+
+        Raises:
+            ValueError: The batch comes from a feature store that does not hold them.
+        """
+        if self.last_hidden is None:
+            raise ValueError(
+                "this drafter's loss reads the base's last hidden states, which the feature store does not hold: "
+                "write it with `drafters features --with-last`"
+            )
+        return self.last_hidden
+
     def with_divisor(self, divisor: Callable[[Tensor], Tensor]) -> TrainingBatch:
         """The same batch with another divisor."""
-        other = copy(self)
-        object.__setattr__(other, "divisor", divisor)  # the class is frozen
-        return other
+        return replace(self, divisor=divisor)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step showed and decided.
+    """The outcome of one decoding step, as a drafter observes it.
 
     Args:
         num_pending: P, decided tokens that were fed; the last of them is the root.
-        tree: The draft tree as fed, M nodes.
-        hidden: (P + M, F * D) hidden states of the layers the drafter needs, or None.
+        tree: The draft tree that was fed, M nodes.
+        hidden: (P + M, F * D) hidden states of the drafter's layers, or None if it needs none.
         path: Accepted nodes, from the root down.
-        emitted: Tokens the text gained: the accepted path and the bonus token, after cuts.
-        top: 1 + M rows of the base's most probable tokens, as many as the drafter needs; row 0 is the root's, row
-            1 + i that of node i. Without effect on what is emitted, so sampling shows them too.
+        emitted: Tokens added to the text: the accepted path and the bonus token, unless the text was cut.
+        top_tokens: 1 + M lists of the base's most probable tokens, best first: the root's, then each node's. Their
+            length is the drafter's ``required_outputs.top_k``. They do not depend on how tokens are sampled.
     """
 
     num_pending: int
@@ -138,11 +155,11 @@ class StepResult:
     hidden: Tensor | None
     path: list[int]
     emitted: list[int]
-    top: Sequence[Sequence[int]] = ()
+    top_tokens: Sequence[Sequence[int]] = ()
 
     def committed_hidden(self) -> Tensor:
-        """Hidden states of the positions this step added to the base's cache: (P + len(path), F * D)."""
-        assert self.hidden is not None, "the drafter asked for no hidden states"
+        """Hidden states (P + len(path), F * D) of the positions that this step added to the base's KV cache."""
+        assert self.hidden is not None, "the drafter requires no hidden states"
         if not self.path:
             return self.hidden[: self.num_pending]
         rows = [*range(self.num_pending), *(self.num_pending + node for node in self.path)]
@@ -150,14 +167,14 @@ class StepResult:
 
 
 class Drafter(Protocol):
-    """What proposes. One text at a time: ``begin``, then ``propose`` and ``observe`` in turn.
+    """Proposes draft trees for one text at a time: `begin`, then `propose` and `observe` alternately.
 
     Args:
-        needs: What it wants to see of the base.
-        history_only: Whether proposals depend on nothing but the tokens of the texts so far; such a drafter can be
-            replayed on recorded answers.
-        remembers: Whether proposals may depend on texts decoded before, since the last `reset`.
-        draft_forwards: Forwards of a draft module or model made so far.
+        required_outputs: What it needs from the base's forward pass.
+        history_only: Whether proposals depend only on the tokens of the texts so far. Such a drafter can be replayed on
+            recorded answers.
+        remembers: Whether proposals may depend on texts decoded earlier, since the last `reset`.
+        draft_forwards: Number of forward passes of a draft module or draft model so far.
     """
 
     required_outputs: RequiredOutputs = RequiredOutputs()
@@ -166,26 +183,26 @@ class Drafter(Protocol):
     draft_forwards: int = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Forget the last text and look at the prompt of the next; what a drafter keeps across texts stays."""
+        """Start a new text. What the drafter keeps across texts stays."""
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        """Guess what follows ``seq``, whose last token is the root. No base forward happens inside."""
+        """Propose continuations of ``seq``, whose last token is the root. Must not run the base."""
 
     def observe(self, step: StepResult) -> None:
-        """Learn from what the step showed."""
+        """Update the drafter's state with the outcome of a step."""
 
     def rewind(self, length: int) -> None:
-        """Forget what lies beyond the first ``length`` tokens of the text: they were a draft, and rejected.
+        """Forget what lies beyond the first ``length`` tokens of the text, because they were rejected drafts.
 
-        The last token that stays is a root again: what was observed at its position is handed over once more.
+        The last remaining token is a root again: what was observed at its position will be observed once more.
         """
 
     def reset(self) -> None:
-        """Forget everything, what is kept across texts too."""
+        """Forget everything, including what is kept across texts."""
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing: the base alone, one token a step (vanilla decoding)."""
+    """Proposes nothing, so that the base decodes one token per step (vanilla decoding)."""
 
     history_only = True
     remembers = False
@@ -196,11 +213,11 @@ class NoDrafter(Drafter):
 
 @dataclass(frozen=True)
 class DraftedTokens:
-    """What an inner session wrote ahead.
+    """Tokens that a draft session wrote ahead of the base.
 
     Args:
-        tokens: At most as many as asked for; the last may end the text.
-        laws: (V,) the law of each token, where they were drawn; empty where they are argmaxes.
+        tokens: The tokens; the last may be an end-of-sequence token.
+        distributions: (V,) the probabilities that each token was drawn with; empty if they are argmaxes.
     """
 
     tokens: list[int]
@@ -208,22 +225,23 @@ class DraftedTokens:
 
 
 class DraftSession(Protocol):
-    """A model that writes ahead of the base, with its own cache and its own drafter; `inference.engine.draft_session`
-    makes them.
+    """A model that writes ahead of the base, with its own KV cache and its own drafter.
+
+    `inference.engine.draft_session` implements it.
 
     Args:
-        forwards: Forwards made so far.
-        remembers: Whether what it writes may depend on texts before this one.
+        forwards: Number of forward passes so far.
+        remembers: Whether what it writes may depend on earlier texts.
     """
 
     forwards: int
     remembers: bool
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Forget the last text."""
+        """Start a new text."""
 
     def rewind(self, length: int) -> None:
-        """Forget what lies beyond the first ``length`` tokens of the text: they were a draft, and rejected."""
+        """Forget what lies beyond the first ``length`` tokens of the text, because they were rejected drafts."""
 
     def reset(self) -> None:
         """Forget what its drafter keeps across texts."""
@@ -231,57 +249,85 @@ class DraftSession(Protocol):
     def write(
         self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
     ) -> DraftedTokens:
-        """Go on from ``seq``. What was written before and is not in it is taken back.
+        """Continue ``seq``. Tokens written earlier that are not part of it are dropped.
 
         Args:
-            seq: The text so far; it begins with what ``seq`` was at the call before.
-            num_tokens: Tokens at most.
-            eos: Writing stops after one of these.
-            threshold: Writing stops after a token that is less probable than this.
+            seq: The text so far; it extends the ``seq`` of the previous call.
+            num_tokens: Largest number of tokens to write.
+            eos: End-of-sequence tokens; writing stops after one.
+            threshold: Writing stops after a token whose probability is below this.
         """
 
 
 class LearnedDrafter(nn.Module, ABC):
-    """A drafter with weights, trained by ``train.DrafterTraining`` on a frozen base.
+    """A drafter with weights, trained on a frozen base by `train.modules.drafter_training.DrafterTraining`.
 
-    A subclass takes a `BaseShape` first and flat, typed arguments after it; those arguments are the recipe that
-    the YAML, the checkpoint and the exported folder share. ``decoding`` names those that decoding reads and may set
-    anew; training fixes the others. Besides `Drafter`'s three methods it has:
+    A subclass is registered by `drafters.registry.register`. Its constructor takes a `BaseShape` first; the other
+    arguments are its recipe, which the YAML, the training checkpoint and the exported folder share. Options that belong
+    together are grouped in frozen dataclasses. The group named ``draft`` holds the options that decoding may change;
+    training fixes all others.
+
+    Training calls `initialise` once and then `loss` for each batch; validation calls `draft_at`. Decoding calls
+    `attach_base_weights` once, and for each text `begin`, then `propose` and `observe` alternately, as for every
+    `Drafter`.
     """
 
-    decoding: ClassVar[frozenset[str]] = frozenset()
     required_outputs: RequiredOutputs
     history_only = False
     remembers = False
     draft_forwards = 0
     base_weights: BaseWeights | None = None
 
-    def attach_base_weights(self, base_weights: BaseWeights) -> None:
-        """Take the base's embedding and head for drafting; they stay outside ``state_dict``."""
-        self.__dict__["base_weights"] = base_weights
-
-    @abstractmethod
-    def rewind(self, length: int) -> None:
-        """As `Drafter.rewind`: observed positions from ``length - 1`` on are forgotten."""
-
-    def reset(self) -> None:
-        """Nothing is kept across texts."""
+    # ---- training
 
     def initialise(self, base_weights: BaseWeights) -> None:
-        """Start weights that begin as copies of the base's; called once, before training and before any checkpoint."""
+        """Copy weights of the base into those that start as copies.
+
+        Called once, before training and before a checkpoint is loaded. Does nothing by default.
+        """
 
     @abstractmethod
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """Training loss of a batch, a scalar, and scalars worth logging."""
+        """The training loss of a batch, a scalar, and further scalars to log, by name."""
 
     @abstractmethod
     def draft_at(
         self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
     ) -> list[DraftTree]:
-        """The trees that decoding would propose at several anchors of one known text.
+        """The trees that decoding would propose at several anchors of one known text, in one go.
 
         Args:
-            hidden: (S, F * D). input_ids: (S,). anchors: (A,) positions of the roots.
-            borrowed: The base's embedding and head.
-            limits: Of every proposal.
+            hidden: (S, F * D) hidden states of the drafter's layers.
+            input_ids: (S,) the text.
+            anchors: (A,) positions of the roots.
+            base_weights: The base's embedding and LM head.
+            limits: Limits of every proposal.
         """
+
+    # ---- decoding
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        """Give the drafter the base's embedding and LM head for decoding; they stay out of ``state_dict``."""
+        self.__dict__["base_weights"] = base_weights  # nn.Module would register them
+
+    @abstractmethod
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new text: empty the draft module's cache."""
+
+    @abstractmethod
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        """Propose continuations of ``seq``, whose last token is the root, from the hidden states observed so far.
+
+        The base has not processed the root yet, so its hidden state is not among them.
+        """
+
+    @abstractmethod
+    def observe(self, step: StepResult) -> None:
+        """Take over the hidden states of the positions that a step committed (`StepResult.committed_hidden`)."""
+
+    @abstractmethod
+    def rewind(self, length: int) -> None:
+        """Forget observed positions from ``length - 1`` on, as `Drafter.rewind` says."""
+
+    def reset(self) -> None:
+        """Forget what is kept across texts, such as the state of a random generator. Nothing by default."""

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from drafters.atomic_write import atomic_write
 from drafters.protocol import Drafter, Limits
+from drafters.registry import register
 from drafters.tree import DraftTree
 
 FORMAT = "drafters-corpus-1"
@@ -122,6 +123,7 @@ class CorpusTable:
         return table
 
 
+@register("corpus", "CORPUS", load=CorpusTable.load, argument="table", command="corpus")
 class CorpusCache(Drafter):
     """Drafts n-grams of a fixed text that follow the last tokens: the corpus cache of the Self-Draft paper on its own.
 

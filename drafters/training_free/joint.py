@@ -7,6 +7,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.followers import BITS, EXPERIENCES, FollowerTable, extended
 from drafters.tree import DraftTree
@@ -19,6 +20,7 @@ MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read fro
 NEXT_SOURCE = 1
 
 
+@register("joint", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
 class Joint(Drafter):
     """Drafts the most probable continuations by n-grams, earlier texts and the base's runner-up tokens. Our own method.
 
@@ -129,7 +131,7 @@ class Joint(Drafter):
         self._learn(step.emitted)
         if self.runner_up and self._fed and step.tree is self._fed[0]:
             after_one, after_two = self._runners_up
-            for keys, top in zip(self._fed[1], map(tuple, step.top), strict=True):
+            for keys, top in zip(self._fed[1], map(tuple, step.top_tokens), strict=True):
                 after_one[keys[0]] = top
                 if len(keys) > 1:
                     after_two[keys[1]] = top

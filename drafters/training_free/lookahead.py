@@ -6,10 +6,12 @@ import random
 from collections.abc import Iterator, Sequence
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.registry import register
 from drafters.training_free.pool import NgramPool
 from drafters.tree import ROOT, DraftTree
 
 
+@register("lookahead")
 class Lookahead(Drafter):
     """Lookahead decoding (Fu et al., arXiv 2402.02057, section 3) with n-grams of N tokens, window W and G guesses.
 
@@ -107,7 +109,7 @@ class Lookahead(Drafter):
         if len(step.tree) != self._num_fed:  # the window was not fed, or was pruned
             return
         width = len(self._levels[-1])
-        self._slide([row[0] for row in step.top[-width:]])
+        self._slide([row[0] for row in step.top_tokens[-width:]])
 
     def _slide(self, after: list[int]) -> None:
         """Move the window by one column. The argmaxes ``after`` its last level form the next level."""

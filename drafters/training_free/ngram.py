@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from drafters.protocol import Drafter, Limits
+from drafters.registry import register
 from drafters.tree import DraftTree
 
 Gram = tuple[int, ...]
@@ -63,6 +64,7 @@ class _NgramIndex(Drafter):
         """Undo the most recent `_add`, of this n-gram; the text still ends with it."""
 
 
+@register("anpd")
 class ANPD(_NgramIndex):
     """Adaptive n-gram parallel decoding (ANPD, arXiv 2404.08698, Algorithms 1 and 2).
 
@@ -127,6 +129,7 @@ class ANPD(_NgramIndex):
         return None
 
 
+@register("prompt_lookup")
 class PromptLookup(_NgramIndex):
     """Prompt lookup decoding (Saxena 2023): copy what followed the leftmost earlier match of the last tokens.
 

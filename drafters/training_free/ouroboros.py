@@ -111,7 +111,7 @@ class Ouroboros(Drafter):
     def observe(self, step: StepResult) -> None:
         if not self.verify_phrases or len(step.tree) != len(self._tokens):  # pruned: the rows belong to other nodes
             return
-        after = [row[0] for row in step.top[1:]]
+        after = [row[0] for row in step.top_tokens[1:]]
         accepted = _common(self._draft, step.emitted)
         if accepted < len(self._draft):
             self._learn_from_tail(accepted, after)

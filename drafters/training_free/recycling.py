@@ -7,11 +7,13 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
 
 Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
 
 
+@register("token_recycling")
 class TokenRecycling(Drafter):
     """Token recycling (Luo et al., arXiv 2408.08696).
 
@@ -53,7 +55,7 @@ class TokenRecycling(Drafter):
         return DraftTree(tokens, parents)
 
     def observe(self, step: StepResult) -> None:
-        self._successors.update(zip([self._root, *step.tree.tokens], step.top, strict=True))
+        self._successors.update(zip([self._root, *step.tree.tokens], step.top_tokens, strict=True))
 
     def reset(self) -> None:
         self._successors.clear()

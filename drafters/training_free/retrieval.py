@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from drafters.protocol import Drafter, Limits
+from drafters.registry import register
 from drafters.training_free.suffix_array import SuffixArray
 from drafters.tree import ROOT, DraftTree
 
 FEW_HITS = 32  # up to this many hits, counting in Python is faster than numpy
 
 
+@register("rest", "STORE", load=SuffixArray.open, argument="store", command="datastore")
 class REST(Drafter):
     """Retrieval-based speculative decoding (REST, arXiv 2311.08252, section 3).
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.pool import NgramPool
 from drafters.tree import ROOT, DraftTree
@@ -17,6 +18,7 @@ TEXTS_PER_CLEANUP, GRAMS_AFTER_CLEANUP = 2, 2
 CORPUS_CHAINS, CORPUS_CHAINS_BESIDE_A_FULL_CACHE = 3, 2
 
 
+@register("self_draft", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
 class SelfDraft(Drafter):
     """Multi-branch self-drafting (Self-Draft paper, Algorithm 1).
 
@@ -134,7 +136,7 @@ class SelfDraft(Drafter):
         branches, size = self._branches, sum(map(len, self._branches))
         if step.tree.num_scratch != size:  # the branches were not fed
             return
-        picks = (row[0] for row in step.top[len(step.top) - size :])
+        picks = (row[0] for row in step.top_tokens[len(step.top_tokens) - size :])
         after = [list(islice(picks, len(branch))) for branch in branches]  # the argmaxes of each branch
         if not self._warm_up:
             self._learn(after, step.emitted[0])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import encode_prompt
 from drafters.protocol import Drafter
+from drafters.registry import registered
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
 from inference.engine.options import SamplingOptions
@@ -242,7 +243,7 @@ def make_drafter(drafter: str | Drafter, runner: Runner, seed: int | None = None
     if not isinstance(drafter, str):
         return drafter
     name, _, arguments = catalogue.split(drafter)
-    kind = catalogue.TRAINING_FREE.get(name)
+    kind = registered().get(name)
     sets_seed = any(pair.startswith("seed=") for pair in arguments.split(","))
     if seed is not None and kind and not sets_seed and "seed" in inspect.signature(kind.build).parameters:
         drafter += f"{',' if arguments else ':'}seed={seed}"

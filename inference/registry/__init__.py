@@ -1,4 +1,4 @@
-"""Drafters by the names the command line uses, and how each is built.
+"""Drafters by the names that command lines use, and how each is built.
 
 May import `engine`.
 """

@@ -1,27 +1,24 @@
-"""How the drafters that need more than numbers are put together: a draft model, a file, the base itself.
+"""Builders of the drafters that need a second model or the base itself.
 
-Each function takes the base's runner and what ``NAME=...`` names, and then the flat arguments of the command line.
+Each function takes the base's runner, the model or file that ``NAME=...`` names, and then its options.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TypeVar
 
 import drafters
 from drafters.protocol import Drafter
-from drafters.training_free.corpus import CorpusTable
+from drafters.registry import register
 from drafters.training_free.pool import NgramPool
-from drafters.training_free.suffix_array import SuffixArray
 from inference.engine.base import Base, load_base, tokenizer_hash
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.engine.runner import Runner
 from inference.engine.sampling import RunningSampler
 
-Built = TypeVar("Built", CorpusTable, SuffixArray)
 
-
+@register("draft_model", "MODEL")
 def draft_model(
     runner: Runner,
     folder: str,
@@ -32,19 +29,21 @@ def draft_model(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Drafter:
-    """Draft-model speculation: greedy chains at temperature 0, drawn ones with exact rejection above it."""
+    """Draft-model speculation: greedy chains at temperature 0, above it sampled ones with exact rejection."""
     sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
     return drafters.DraftModel(
         DraftModelSession(model_runner(folder, runner.base), sampler=sampler), num_draft, threshold
     )
 
 
+@register("cascade", "MODEL")
 def cascade(runner: Runner, folder: str, num_draft: int = 5, inner_ngram: int = 3, inner_draft: int = 5) -> Drafter:
-    """Vertical cascade: prompt lookup drafts for the draft model, which drafts for the base."""
+    """Vertical cascade: prompt lookup drafts for the draft model, and the draft model for the base."""
     lowest = drafters.PromptLookup(inner_ngram, inner_draft)
     return drafters.DraftModel(DraftModelSession(model_runner(folder, runner.base), lowest), num_draft)
 
 
+@register("ouroboros", "MODEL")
 def ouroboros(
     runner: Runner,
     folder: str,
@@ -59,42 +58,18 @@ def ouroboros(
     drop_last: bool = False,
     seed: int = 0,
 ) -> Drafter:
-    """Ouroboros: the draft model drafts by lookahead over the pool that also lengthens its drafts; without
-    ``phrases_draft`` it drafts token by token. A key keeps as many phrases as the window is wide, as in the paper's
-    code."""
+    """Ouroboros: the draft model decodes by lookahead over the phrase pool that also lengthens its drafts.
+
+    Without ``phrases_draft`` it decodes token by token. A key keeps as many phrases as the window is wide, as in the
+    paper's code.
+    """
     pool = NgramPool(window)
     lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
     inner = DraftModelSession(model_runner(folder, runner.base), lookahead if phrases_draft else None)
     return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
 
 
-def corpus_table(file: str, base: Base) -> CorpusTable:
-    """A corpus cache of the base's vocabulary.
-
-    Raises:
-        ValueError: It is not there, or was built with another tokenizer.
-    """
-    return _of_the_bases_vocabulary(CorpusTable.load(file), f"corpus cache {file}", "corpus", base)
-
-
-def datastore(file: str, base: Base) -> SuffixArray:
-    """A datastore of the base's vocabulary.
-
-    Raises:
-        ValueError: It is not there, or was built with another tokenizer.
-    """
-    return _of_the_bases_vocabulary(SuffixArray.open(file), f"datastore {file}", "datastore", base)
-
-
-def _of_the_bases_vocabulary(built: Built, name: str, command: str, base: Base) -> Built:
-    if built.tokenizer_hash != tokenizer_hash(base.tokenizer):
-        raise ValueError(
-            f"the {name} was built with another tokenizer than that of {base.name}: "
-            f"build it again with `drafters {command} OUT --tokenizer {base.name}`"
-        )
-    return built
-
-
+@register("self_speculative", "SKIPS.json", is_optional=True)
 def self_speculative(
     runner: Runner,
     file: str | None = None,
@@ -107,9 +82,10 @@ def self_speculative(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Drafter:
-    """The base drafts for itself on its own cache, without the sublayers the file names, or every second layer.
+    """Self-speculation: the base drafts on its own KV cache, without the sublayers that the file names.
 
-    Greedy chains at temperature 0, drawn ones with exact rejection above it.
+    Without a file every second layer is skipped. Greedy chains at temperature 0, above it sampled ones with exact
+    rejection.
     """
     num_layers = runner.base.model.config.num_hidden_layers
     attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
@@ -119,10 +95,10 @@ def self_speculative(
 
 
 def model_runner(folder: str, base: Base) -> Runner:
-    """A draft model of the base's vocabulary, with a cache of its own.
+    """A runner of a draft model, with a KV cache of its own.
 
     Raises:
-        ValueError: It is not there, or has another vocabulary.
+        ValueError: The model cannot be loaded, or has another vocabulary than the base.
     """
     dtype = str(base.model.dtype).removeprefix("torch.")
     model = _load(folder, dtype, str(base.model.device))

@@ -1,176 +1,154 @@
-"""Drafters by the names a command line uses: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``."""
+"""Drafters from command-line specs: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import drafters
-from drafters import checkpoint
+from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter
-from inference.engine.base import Base, check_fit
+from drafters.registry import Registration, class_path, full_path, registered
+from inference.engine.base import Base, check_fit, tokenizer_hash
 from inference.engine.runner import Runner
-from inference.registry import builders
+from inference.registry import builders  # noqa: F401  registers the drafters that need a model
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A training-free drafter.
-
-    Args:
-        build: A class with flat arguments; or, where a model is named, a function of the base's runner, of what is
-            named, and of flat arguments.
-        named: What ``NAME=...`` names; empty where nothing.
-        optional: Whether it may be left out.
-        load: Where a file is named, what reads it, given the base.
-        loaded: Argument of ``build`` that takes what was read.
-    """
-
-    build: Callable[..., Drafter]
-    named: str = ""
-    optional: bool = False
-    load: Callable[[str, Base], object] | None = None
-    loaded: str = ""
-
-
-TRAINING_FREE = {
-    "none": Kind(drafters.NoDrafter),
-    "anpd": Kind(drafters.ANPD),
-    "prompt_lookup": Kind(drafters.PromptLookup),
-    "lookahead": Kind(drafters.Lookahead),
-    "token_recycling": Kind(drafters.TokenRecycling),
-    "joint": Kind(drafters.Joint, "CORPUS", True, builders.corpus_table, "corpus"),
-    "draft_model": Kind(builders.draft_model, "MODEL"),
-    "cascade": Kind(builders.cascade, "MODEL"),
-    "ouroboros": Kind(builders.ouroboros, "MODEL"),
-    "self_draft": Kind(drafters.SelfDraft, "CORPUS", True, builders.corpus_table, "corpus"),
-    "corpus": Kind(drafters.CorpusCache, "CORPUS", False, builders.corpus_table, "table"),
-    "rest": Kind(drafters.REST, "STORE", False, builders.datastore, "store"),
-    "self_speculative": Kind(builders.self_speculative, "SKIPS.json", optional=True),
-}
-LEARNED = {
-    "ctc": drafters.CTC,
-    "block": drafters.Block,
-    "medusa": drafters.Medusa,
-    "hydra": drafters.Hydra,
-    "eagle": drafters.EAGLE,
-    "eagle3": drafters.EAGLE3,
-}
-
-
-SPEC = re.compile(r"(?P<name>\w+)(=(?P<folder>.+?))?(:(?P<arguments>\w+=.*))?")
+SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
 
 
 def split(spec: str) -> tuple[str, str | None, str]:
-    """Take ``NAME[=FOLDER][:key=value,...]`` apart."""
+    """Split ``NAME[=FILE][:key=value,...]`` into its three parts."""
     match = SPEC.fullmatch(spec)
     if not match:
         raise ValueError(f"{spec!r} is no drafter: write NAME, NAME:key=value,... or NAME=FOLDER")
-    return match["name"], match["folder"], match["arguments"] or ""
+    return match["name"], match["file"], match["options"] or ""
 
 
 def label(spec: str) -> str:
-    """The name a drafter goes by in tables: its spec without the folder."""
-    name, _, arguments = split(spec)
-    return name + (f":{arguments}" if arguments else "")
+    """The name of a drafter in tables: its spec without the file or folder."""
+    name, _, options = split(spec)
+    return name + (f":{options}" if options else "")
 
 
 def labels(specs: Sequence[str]) -> dict[str, str]:
-    """A distinct name for each spec: its `label`, with the folder where two would be called alike.
+    """A distinct name for each spec: its `label`, or the whole spec if two labels are equal.
 
     Raises:
         ValueError: A drafter is named twice.
     """
-    named = {}
+    names: dict[str, str] = {}
     for spec in specs:
-        alike = sum(label(other) == label(spec) for other in specs) > 1
-        name = spec if alike else label(spec)
-        if name in named:
+        is_shared = sum(label(other) == label(spec) for other in specs) > 1
+        name = spec if is_shared else label(spec)
+        if name in names:
             raise ValueError(f"the drafter {spec} is named twice: name it once, or give it other arguments")
-        named[name] = spec
-    return named
+        names[name] = spec
+    return names
 
 
 def known() -> str:
-    """The names, each with what it needs."""
-    free = [
-        name + (f"[={kind.named}]" if kind.optional else f"={kind.named}" if kind.named else "")
-        for name, kind in TRAINING_FREE.items()
-    ]
-    return ", ".join([*free, *(f"{name}=FOLDER" for name in LEARNED)])
+    """The names of all drafters, each with what it needs, for messages."""
+    return ", ".join(_usage(registration) for registration in registered().values())
+
+
+def _usage(registration: Registration) -> str:
+    file = "FOLDER" if registration.learned_class else registration.file
+    if registration.is_optional:
+        return f"{registration.name}[={file}]"
+    return f"{registration.name}={file}" if file else registration.name
 
 
 def make(spec: str, runner: Runner) -> Drafter:
-    """Build the drafter that ``spec`` names, ready to decode with the base of ``runner``.
+    """Build the drafter that a spec names, ready to decode with the base of ``runner``.
 
     Raises:
-        ValueError: Unknown name or argument, a missing or damaged folder, or a drafter of another base.
+        ValueError: The name or an option is unknown, a file is missing or damaged, or the drafter fits another base.
     """
-    name, folder, text = split(spec)
-    if name in LEARNED:
-        return _learned(name, folder, text, runner.base)
-    if name not in TRAINING_FREE:
+    name, file, text = split(spec)
+    registration = registered().get(name)
+    if registration is None:
         raise ValueError(f"unknown drafter {name!r}; known are {known()}")
-    kind = TRAINING_FREE[name]
-    if folder and not kind.named:
+    if drafter_class := registration.learned_class:
+        return _learned(name, drafter_class, file, text, runner.base)
+    if file and not registration.file:
         raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
-    if not folder and kind.named and not kind.optional:
-        raise ValueError(f"the drafter {name} needs its {kind.named}: write {name}={kind.named}")
-    arguments = _arguments(name, kind.build, text)
-    if kind.load:
-        return kind.build(**arguments, **({kind.loaded: kind.load(folder, runner.base)} if folder else {}))
-    return kind.build(runner, folder, **arguments) if kind.named else kind.build(**arguments)
+    if not file and registration.file and not registration.is_optional:
+        raise ValueError(f"the drafter {name} needs its {registration.file}: write {name}={registration.file}")
+    options = _parse(name, text, _defaults(registration.build))
+    if not registration.file:
+        return registration.build(**options)
+    if not registration.load:
+        return registration.build(runner, file, **options)
+    if file:
+        options[registration.argument] = _load(registration, file, runner.base)
+    return registration.build(**options)
 
 
-def _learned(name: str, folder: str | None, text: str, base: Base) -> LearnedDrafter:
+def _load(registration: Registration, file: str, base: Base) -> Any:
+    """Read the file of a drafter.
+
+    Raises:
+        ValueError: The file is missing or damaged, or was built with another tokenizer.
+    """
+    assert registration.load is not None
+    loaded = registration.load(file)
+    if loaded.tokenizer_hash != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"the {registration.command} {file} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters {registration.command} OUT --tokenizer {base.name}`"
+        )
+    return loaded
+
+
+def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:
     if not folder:
         raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
     config = checkpoint.read_config(Path(folder))
-    kind = LEARNED[name]
-    if config.class_path != f"drafters.{kind.__name__}":
+    if config.class_path not in (class_path(drafter_class), full_path(drafter_class)):
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)
-    _refuse_fixed(kind, folder, config.init_args, text)
-    overrides = _arguments(name, kind, text)
-    drafter, _ = checkpoint.load(folder, base.model.dtype, replace(config, init_args=config.init_args | overrides))
+    init_args = config.nested_init_args()
+    defaults = recipe.draft_defaults(drafter_class)
+    _refuse_fixed(drafter_class, folder, init_args, text)
+    draft = {**init_args.get(recipe.DRAFT, {}), **_parse(name, text, defaults)}
+    if draft:
+        init_args[recipe.DRAFT] = draft
+    drafter, _ = checkpoint.load(folder, base.model.dtype, replace(config, init_args=init_args))
     drafter.to(base.model.device).attach_base_weights(base.base_weights)
     return drafter
 
 
-def _refuse_fixed(kind: type[LearnedDrafter], folder: str, init_args: dict[str, object], text: str) -> None:
-    """Refuse an argument that a drafter was trained with and that decoding does not read, or cannot change."""
-    defaults = {key: p.default for key, p in inspect.signature(kind).parameters.items() if p.default is not p.empty}
+def _refuse_fixed(drafter_class: type[LearnedDrafter], folder: str, init_args: Mapping[str, Any], text: str) -> None:
+    """Raise ValueError if a spec sets an option that training has fixed."""
+    values = recipe.training_defaults(drafter_class)
+    values |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
+    draft = recipe.draft_defaults(drafter_class)
     for key in (pair.partition("=")[0] for pair in text.split(",")):
-        if key in defaults and key not in kind.decoding:
-            value = json.dumps((defaults | init_args)[key])
-            reads = ", ".join(_settable(kind))
-            raise ValueError(f"{key} is fixed by training: {folder} has {value}; decoding reads {reads}")
+        if key in values and key not in draft:
+            value = json.dumps(values[key])
+            raise ValueError(f"{key} is fixed by training: {folder} has {value}; decoding reads {', '.join(draft)}")
 
 
-def _settable(build: Callable) -> dict[str, object]:
-    """The arguments that a spec may give, each with its default; of a trained drafter those that decoding reads."""
+def _defaults(build: Callable[..., Drafter]) -> dict[str, Any]:
+    """The options of a drafter without weights, with their defaults; arguments that are objects have none."""
     parameters = inspect.signature(build).parameters
-    given = getattr(build, "decoding", parameters)
-    return {key: p.default for key, p in parameters.items() if key in given and p.default not in (p.empty, None)}
+    return {key: p.default for key, p in parameters.items() if p.default not in (p.empty, None)}
 
 
-def _arguments(name: str, build: Callable, text: str) -> dict[str, object]:
-    """Typed arguments of ``key=value,...``; the types are those of the constructor."""
-    if not text:
-        return {}
-    known = _settable(build)
-    values: dict[str, object] = {}
-    for pair in text.split(","):
+def _parse(name: str, text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in ``key=value,...``, each of the type of its default."""
+    values: dict[str, Any] = {}
+    for pair in text.split(",") if text else ():
         key, equals, value = pair.partition("=")
-        if key not in known or not equals:
-            raise ValueError(f"{name} takes {', '.join(known) or 'no arguments'}; not {pair!r}")
-        default = known[key]
+        if key not in defaults or not equals:
+            raise ValueError(f"{name} takes {', '.join(defaults) or 'no arguments'}; not {pair!r}")
+        default = defaults[key]
         if isinstance(default, tuple):
-            values[key] = _entry(value, key)
+            values[key] = _read_entry(value, key)
             continue
         try:
             values[key] = _typed(value, type(default))
@@ -179,8 +157,8 @@ def _arguments(name: str, build: Callable, text: str) -> dict[str, object]:
     return values
 
 
-def _entry(file: str, key: str) -> object:
-    """What a JSON file, such as `drafters tree-search` writes, holds under the name of an argument."""
+def _read_entry(file: str, key: str) -> Any:
+    """The entry ``key`` of a JSON file, such as the one that `drafters tree-search` writes."""
     try:
         return json.loads(Path(file).read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -189,7 +167,7 @@ def _entry(file: str, key: str) -> object:
         ) from error
 
 
-def _typed(value: str, kind: type) -> object:
+def _typed(value: str, kind: type) -> Any:
     if kind is bool:
         if value.lower() not in ("true", "false"):
             raise ValueError(value)

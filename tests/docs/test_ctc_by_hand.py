@@ -14,9 +14,10 @@ import torch
 
 from drafters.learned.ctc import paper_tree, prefix_search, sampled_tree
 from drafters.learned.ctc.alignment import collapse, expected_acceptance, prefix_log_probs, states
-from drafters.learned.ctc.distributions import FrameDistributions, next_token_distribution, reach, stop_probability
-from drafters.learned.ctc.loss import ctc_loss
+from drafters.learned.ctc.distributions import FrameDistributions, next_token_distribution, spell, stop_probability
+from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
+from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.tree import ROOT
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -105,7 +106,7 @@ def distributions_of(texts, bias):
     parents = torch.tensor([texts.index(text[:-1]) if text else ROOT for text in texts])
     biases = torch.from_numpy(np.insert(bias, ROOT_TOKEN, 0.0, axis=1))[tokens]
     frames = FrameDistributions(torch.from_numpy(WITH_ROOT), biases if bias.any() else None)
-    return frames, reach(frames, tokens, parents)
+    return frames, spell(frames, tokens, parents)
 
 
 def search(num_nodes, bias):
@@ -328,9 +329,12 @@ def test_both_losses_are_those_of_the_example(row):
     assert "falling by a factor of 0.9 from label" in PAGE
     head = torch.eye(2, 3, dtype=torch.float64)  # the frames' states are their log-probabilities
     blank_row, blank_bias = torch.eye(3, dtype=torch.float64)[BLANK], torch.zeros((), dtype=torch.float64)
-    given = LOG_FRAMES[None], torch.tensor([labels]), torch.ones(1, len(labels), dtype=torch.bool), torch.tensor([0])
+    valid = torch.ones(1, len(labels), dtype=torch.bool)
+    anchored = AnchoredFrames(LOG_FRAMES[None], torch.tensor([labels]), valid, torch.tensor([0]))
+    blank = BlankOutput(blank_row, blank_bias)
     for cell, (objective, value) in zip(row[3:], expected.items(), strict=True):
-        ours, _ = ctc_loss(*given, head, blank_row, blank_bias, objective=objective, weights="decay", decay=0.9)
+        options = CTCLossOptions(objective=objective, weights="decay", decay=0.9)
+        ours, _ = ctc_loss(anchored, head, blank, options=options)
         check(value, cell)
         assert ours.item() == pytest.approx(value, abs=1e-5)
 

@@ -1,9 +1,9 @@
-"""A toy base's numbers and weights, without any base."""
+"""Dimensions and weights of a toy base, without a base."""
 
 import pytest
 import torch
 
-from drafters import CTC, BaseShape, BaseWeights
+from drafters import CTC, BaseShape, BaseWeights, recipe
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 
@@ -21,12 +21,13 @@ def base_weights():
 
 @pytest.fixture
 def make_ctc():
-    """Makes a CTC drafter with weights large enough that context matters, the same for the same arguments."""
+    """Makes a CTC drafter whose weights are large enough that context matters; equal options give equal weights."""
 
     def make(**arguments):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = CTC(SHAPE, **{"num_frames": 6, "num_labels": 4, "num_nodes": 12, "top_k": 4} | arguments)
+            options = {"num_frames": 6, "num_labels": 4, "num_nodes": 12, "top_k": 4} | arguments
+            drafter = recipe.build(CTC, SHAPE, options)
             for weight in drafter.parameters():
                 if weight.dim() == 2:
                     torch.nn.init.normal_(weight, std=0.3)

@@ -15,7 +15,10 @@ from drafters.checkpoint import DrafterConfig
 
 @pytest.fixture
 def config(shape):
-    arguments = {"num_frames": 6, "num_labels": 4, "hidden_layers": [1, -1], "objective": "prefix"}
+    arguments = {
+        "trunk": {"num_frames": 6, "hidden_layers": [1, -1]},
+        "loss": {"num_labels": 4, "objective": "prefix"},
+    }
     return DrafterConfig("drafters.CTC", arguments, shape, "toy", "0123456789abcdef", {"steps": 3})
 
 
@@ -131,7 +134,7 @@ def test_an_unknown_field_or_format_is_refused(folder):
 )
 def test_a_class_outside_the_project_is_refused(folder, class_path):
     edit(folder, class_path=class_path)
-    assert "not a learned drafter of this project" in refusal(folder)
+    assert "is not a registered learned drafter" in refusal(folder)
 
 
 def test_arguments_that_do_not_fit_are_refused(folder, config):
@@ -140,9 +143,9 @@ def test_arguments_that_do_not_fit_are_refused(folder, config):
 
 
 def test_weights_of_another_recipe_are_refused(folder, config):
-    edit(folder, init_args=config.init_args | {"num_frames": 8})
+    edit(folder, init_args=config.init_args | {"trunk": {"num_frames": 8}})
     assert "does not fit its config.json" in refusal(folder)
-    edit(folder, init_args=config.init_args | {"num_layers": 2})
+    edit(folder, init_args=config.init_args | {"trunk": {"num_layers": 2}})
     assert "does not fit its config.json" in refusal(folder)
 
 

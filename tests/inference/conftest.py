@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import drafters
-from drafters import DraftTree, RequiredOutputs
+from drafters import DraftTree, RequiredOutputs, recipe
 
 
 class AdversarialTrees(drafters.Drafter):
@@ -87,7 +87,7 @@ def make_random_ctc():
             torch.manual_seed(1)
             shape = base.shape
             usual = {"num_frames": 5, "num_nodes": 9, "top_k": 5} | ({"num_labels": 3} if kind is drafters.CTC else {})
-            drafter = kind(shape, **usual | arguments)
+            drafter = recipe.build(kind, shape, usual | arguments)
             for name, weight in drafter.named_parameters():
                 if name == "markov.right":  # it starts as no bias
                     torch.nn.init.normal_(weight)
@@ -104,7 +104,8 @@ def make_random_eagle():
     def make(kind, base, **arguments):
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            drafter = kind(base.shape, **{"depth": 4, "width": 3, "top_k": 4, "num_nodes": 9} | arguments)
+            options = {"depth": 4, "width": 3, "top_k": 4, "num_nodes": 9} | arguments
+            drafter = recipe.build(kind, base.shape, options)
         drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
         return drafter
 

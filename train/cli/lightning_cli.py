@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data.module import ShareGPTData
-from inference.registry.catalogue import LEARNED
+from drafters import recipe, registry
+from drafters.protocol import LearnedDrafter
 from inference.runs.outputs import folder_above
 from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate
@@ -36,11 +38,52 @@ class OneLineParser(LightningArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"allow_abbrev": False})
+        self._drafter_options: dict[str, type] = {}  # of a parser for one drafter's arguments, its groups of options
+
+    def add_class_arguments(self, theclass: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(theclass, type) and issubclass(theclass, LearnedDrafter):
+            self._drafter_options = recipe.groups(theclass)
+        return super().add_class_arguments(theclass, *args, **kwargs)
+
+    def parse_object(self, obj: Any, namespace: Namespace | None = None, *args: Any, **kwargs: Any) -> Namespace:
+        """Parse a drafter's arguments from a config; keys that older recipes had flat are moved into their groups."""
+        if self._drafter_options:
+            obj = recipe.nested(as_dict(self._without_unknown(obj)), self._drafter_options)
+            namespace = self._without_unknown(namespace)
+        return super().parse_object(obj, namespace, *args, **kwargs)
+
+    def parse_args(self, args: Any = None, namespace: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        """Parse arguments; a drafter's ``--num_nodes=12`` is taken as ``--draft.num_nodes=12``."""
+        if self._drafter_options:
+            args, namespace = [self._with_group(arg) for arg in args], self._without_unknown(namespace)
+        return super().parse_args(args, namespace, *rest, **kwargs)
+
+    def _with_group(self, arg: str) -> str:
+        key, equals, value = arg.removeprefix("--").partition("=")
+        (path,) = recipe.flattened(recipe.nested({key.removesuffix("+"): value}, self._drafter_options))
+        return f"--{path}{'+' if key.endswith('+') else ''}{equals}{value}"
+
+    def _without_unknown(self, values: Any) -> Any:
+        """Values parsed earlier, without options of another drafter whose class_path has been replaced since.
+
+        jsonargparse drops a replaced class's arguments, but not what is inside a group that both classes have. Groups
+        that have not been parsed yet are dictionaries; they stay, so that a mistake in them is reported.
+        """
+        if not isinstance(values, Namespace):
+            return values
+        known = values.clone()
+        for name, group in self._drafter_options.items():
+            if isinstance(parsed := known.get(name), Namespace):
+                options = {field.name for field in fields(group)}
+                known[name] = Namespace(**{key: value for key, value in vars(parsed).items() if key in options})
+        return known
 
     def error(self, message: str, *args: Any, **kwargs: Any) -> NoReturn:
         text = in_plain_words(str(message))
         text = re.sub(r"^--(?=\w+ takes)", "", text)  # jsonargparse names the argument without the keys above it
-        known = [f"drafters.{kind.__name__}" for kind in LEARNED.values()]
+        if self._drafter_options:
+            text = text.removeprefix("--")  # likewise for an option in one of the drafter's groups
+        known = [registry.class_path(kind) for kind in registry.learned().values()]
         class_path = re.search(r"model\.drafter\": .*Got value: (?:Namespace\(class_path=')?(drafters\.\w+)", text)
         if class_path and class_path[1] not in known:
             text = f"{class_path[1]} is no drafter to train: give --model.drafter one of {', '.join(known)}"
@@ -48,6 +91,12 @@ class OneLineParser(LightningArgumentParser):
             r"Option '[^']+' is not accepted|No module named '[^']+'|Subcommand '[^']+' does not accept[^.]*\S+", text
         )
         self.exit(2, f"lightning: error: {causes[-1] if causes else text} (lightning fit --help lists every key)\n")
+
+
+def as_dict(values: Namespace | dict[str, Any]) -> dict[str, Any]:
+    """The top level of a namespace or dictionary; groups of options become dictionaries."""
+    items = vars(values) if isinstance(values, Namespace) else values
+    return {name: as_dict(value) if isinstance(value, Namespace) else value for name, value in items.items()}
 
 
 class DrafterCLI(LightningCLI):

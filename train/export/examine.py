@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from inspect import signature
 from math import isnan
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from data.conversation import encode
 from data.module import ShareGPTData
 from data.sharegpt import load_conversations
+from drafters import recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
@@ -77,7 +78,10 @@ def examine_config(config: DrafterConfig, expected: DrafterConfig) -> Finding:
         for name in ("class_path", "base", "tokenizer_hash")
         if getattr(config, name) != getattr(expected, name)
     ]
-    ours, theirs = config.init_args, expected.init_args
+    ours, theirs = (
+        recipe.flattened(replace(each, class_path=expected.class_path).nested_init_args())
+        for each in (config, expected)
+    )
     wrong += [
         f"{name} is {ours.get(name, 'missing')!r}, in the checkpoint {theirs.get(name, 'missing')!r}"
         for name in sorted({*ours, *theirs})

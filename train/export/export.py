@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from data.tokenizer import load_tokenizer
-from drafters import checkpoint
+from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train.checkpointing.checkpoint_reader import read_checkpoint
@@ -92,6 +93,7 @@ def drafter_of(
         tokenizer_hash=trained_for["tokenizer_hash"],
         training=_describe_training(saved, arguments),
     )
+    config = replace(config, init_args=config.nested_init_args())
     drafter = config.build()
     drafter.load_state_dict(
         {
@@ -144,7 +146,7 @@ def model_card(config: DrafterConfig, num_parameters: int) -> str:
         if length
         else "not measured in training"
     )
-    arguments = "\n".join(f"| {key} | {value} |" for key, value in config.init_args.items())
+    arguments = "\n".join(f"| {key} | {value} |" for key, value in recipe.flattened(config.init_args).items())
     return f"""---
 base_model: {config.base_name}
 library_name: drafters

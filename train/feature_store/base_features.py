@@ -54,30 +54,12 @@ def read_features(
         step: Optimizer steps taken before this batch.
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
-    other = batch["input_ids"], batch["labels"], batch["loss_mask"], step
+    last_hidden: Tensor | None = None  # few losses read it, so a store need not hold it
     if LAST_HIDDEN in layers:
         last_hidden = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST_HIDDEN), :]
     elif "last_hidden" in batch:
         last_hidden = unpack(batch["last_hidden"], batch.get("last_hidden_scale"), dtype)
-    else:
-        return BatchWithoutLastHidden(hidden, *other)
-    return TrainingBatch(hidden, last_hidden, *other)
-
-
-class BatchWithoutLastHidden(TrainingBatch):
-    """A batch of a store that does not hold the base's last hidden states, which only few losses read."""
-
-    def __init__(self, hidden: Tensor, input_ids: Tensor, labels: Tensor, loss_mask: Tensor, step: int) -> None:
-        values = {"hidden": hidden, "input_ids": input_ids, "labels": labels, "loss_mask": loss_mask}
-        for name, value in (values | {"step": step}).items():
-            object.__setattr__(self, name, value)  # the class is frozen
-
-    @property
-    def last(self) -> Tensor:
-        raise ValueError(
-            "this drafter's loss reads the base's last states, which the feature store does not hold: "
-            "write it with `drafters features --with-last`"
-        )
+    return TrainingBatch(hidden, last_hidden, batch["input_ids"], batch["labels"], batch["loss_mask"], step)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,74 +1,66 @@
-"""EAGLE: one decoder layer that foresees the base's last hidden states, one after another."""
+"""EAGLE: one decoder layer that predicts the base's last hidden states, one after another."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, Tree
+from drafters.checks import check_at_least
+from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.distillation import soft_cross_entropy
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
+from drafters.registry import register
 
 
+@dataclass(frozen=True)
+class EAGLELossOptions:
+    """EAGLE's loss.
+
+    Args:
+        feature_weight: Weight of the smooth L1 distance between predicted and actual features.
+        token_weight: Weight of the soft cross-entropy between the base's next-token distribution and the drafter's.
+        noise: Width of the uniform noise added to features in training, times 512 / S.
+        chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
+        chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
+    """
+
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    noise: float = 0.2
+    chunk_positions: int = 512
+    chunk_anchors: int = 16
+
+    def __post_init__(self) -> None:
+        check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
+
+
+@register("eagle")
 class EAGLE(AutoregressiveDrafter):
     """EAGLE (arXiv 2401.15077) with the dynamic draft tree of EAGLE-2 (arXiv 2406.16858).
 
-    Position p's last hidden state, the feature the base's head reads, is joined with the embedding of token p + 1; one
-    LLaMA layer makes of it the feature of position p + 1, which the frozen head reads as the law of token p + 2.
-    Training knows every feature of a text; below the root the layer goes on from its own.
+    A feature is a last hidden state of the base, which its LM head reads. The feature of position p is joined with the
+    embedding of token p + 1; one LLaMA layer predicts the feature of position p + 1 from it, and the frozen LM head
+    reads the distribution of token p + 2. Training uses the features of the text; below the root the layer uses its
+    own.
 
     Args:
-        base: Numbers of the base; filled in by the trainer.
-        depth: Levels of a draft tree, each one pass of the layer.
-        width: Nodes expanded at each level.
-        top_k: Children of an expanded node.
-        num_nodes: M, nodes of a draft tree at most.
-        min_probability: Draft tokens less probable than this are not fed to the base.
-        tree: ``dynamic``, the most probable nodes found, or ``chain``, the most probable token at each level.
-        draws: Children drawn at random at each link of a chain, for exact rejection; 0 takes the most probable.
-        temperature: Of the law they are drawn from.
-        feature_weight: Weight of the features' smooth L1 distance in the loss.
-        token_weight: Weight of the soft cross-entropy between the base's law and the drafter's.
-        noise: Width of the uniform noise on training features, times 512 / S.
-        chunk_positions: Positions whose logits are held at once in training; lower it where memory is short.
-        chunk_anchors: Anchors drafted for at once in validation.
+        base: Dimensions of the base; filled in by the trainer.
+        loss: The loss.
+        draft: The draft tree.
     """
 
     def __init__(
         self,
         base: BaseShape,
-        depth: int = 6,
-        width: int = 10,
-        top_k: int = 10,
-        num_nodes: int = 60,
-        min_probability: float = 0.0,
-        tree: Tree = "dynamic",
-        draws: int = 0,
-        temperature: float = 1.0,
-        feature_weight: float = 1.0,
-        token_weight: float = 0.1,
-        noise: float = 0.2,
-        chunk_positions: int = 512,
-        chunk_anchors: int = 16,
+        loss: EAGLELossOptions = EAGLELossOptions(),
+        draft: AutoregressiveDraftOptions = AutoregressiveDraftOptions(),
     ) -> None:
-        super().__init__(
-            base,
-            num_inputs=1,
-            hidden_layers=(-1,),
-            depth=depth,
-            width=width,
-            top_k=top_k,
-            num_nodes=num_nodes,
-            min_probability=min_probability,
-            tree=tree,
-            draws=draws,
-            temperature=temperature,
-            chunk_anchors=chunk_anchors,
-        )
-        self.feature_weight, self.token_weight, self.noise = feature_weight, token_weight, noise
-        self.chunk_positions = chunk_positions
+        super().__init__(base, num_inputs=1, hidden_layers=(-1,), draft=draft, chunk_anchors=loss.chunk_anchors)
+        self.loss_options, self.chunk_positions = loss, loss.chunk_positions
         self.fc = nn.Linear(2 * base.hidden_size, base.hidden_size)
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -82,18 +74,20 @@ class EAGLE(AutoregressiveDrafter):
         return gathered_logits.logits(states, base_weights.head)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """Section 3.2: features and laws at every position whose next token is an assistant's."""
-        given = batch.hidden[:, :-2].to(self.dtype)  # pair p foresees the feature of p + 1 and the token of p + 2
-        if self.training and self.noise:
-            given = given + (torch.rand_like(given) - 0.5) * (self.noise * 512 / batch.hidden.shape[1])
-        foreseen = self(given, batch.input_ids[:, 1:-1], base_weights)
+        """Section 3.2: features and distributions at every position whose next token is the assistant's."""
+        options = self.loss_options
+        inputs = batch.hidden[:, :-2].to(self.dtype)  # pair p predicts the feature of p + 1 and the token of p + 2
+        if self.training and options.noise:
+            inputs = inputs + (torch.rand_like(inputs) - 0.5) * (options.noise * 512 / batch.hidden.shape[1])
+        predicted = self(inputs, batch.input_ids[:, 1:-1], base_weights)
         counts = batch.loss_mask[:, 2:]
-        foreseen, features = foreseen[counts], batch.hidden[:, 1:-1][counts]  # (N, D)
-        num = batch.divisor(counts.sum())
-        distance = F.smooth_l1_loss(foreseen, features.to(foreseen.dtype), reduction="none").mean(-1).sum() / num
-        crossed = soft_cross_entropy(
-            foreseen, lambda states: self.read(states, base_weights), features, base_weights.head, self.chunk_positions
+        predicted, features = predicted[counts], batch.hidden[:, 1:-1][counts]  # (N, D)
+        num_terms = batch.divisor(counts.sum())
+        distances = F.smooth_l1_loss(predicted, features.to(predicted.dtype), reduction="none").mean(-1)
+        feature_loss = distances.sum() / num_terms
+        cross_entropies = soft_cross_entropy(
+            predicted, lambda states: self.read(states, base_weights), features, base_weights.head, self.chunk_positions
         )
-        token_loss = crossed.sum() / num
-        loss = self.feature_weight * distance + self.token_weight * token_loss
-        return loss, {"feature_loss": distance.detach(), "token_loss": token_loss.detach()}
+        token_loss = cross_entropies.sum() / num_terms
+        loss = options.feature_weight * feature_loss + options.token_weight * token_loss
+        return loss, {"feature_loss": feature_loss.detach(), "token_loss": token_loss.detach()}

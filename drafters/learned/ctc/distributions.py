@@ -1,4 +1,4 @@
-"""The exact law of the text that frames collapse to: what follows a prefix, and how often it stops there."""
+"""The exact distribution of the text that CTC frames collapse to: the next token after a prefix, and stopping there."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from torch import Tensor
 
 
 class FrameDistributions:
-    """p_t(v | l) = softmax_v(z_t(v) + B[l, v]): the law of frame t, given the last token l emitted before it.
+    """p_t(v | l) = softmax_v(z_t(v) + B[l, v]), the distribution of frame t given the last emitted token l.
 
-    The softmax of a sum is a product of two factors over their inner product, so (G, T, V) is never held. Everything
-    is in float64: a prefix's probability is a product over all frames. The logits of a frame and the biases of a
-    token may each spread over some hundreds.
+    The softmax of a sum is the product of two factors divided by their inner product, so (G, T, V) is never held. All
+    is computed in float64, because the probability of a prefix is a product over all frames. The logits of a frame and
+    the biases of a token may each span several hundred.
 
     Args:
         logits: (T, V + 1) z_t, the blank last.
-        biases: (G, V + 1) B[l_g, :] of the last token of each of G prefixes; without, no frame looks at it.
+        biases: (G, V + 1) B[l_g, :] for the last token of each of G prefixes; without them, frames are independent of
+            the emitted tokens.
     """
 
     def __init__(self, logits: Tensor, biases: Tensor | None = None) -> None:
         logits = logits.double()
+        self._bias: Tensor | None = None
         if biases is None:
-            self._frame, self._bias = logits.softmax(-1), None
+            self._frame = logits.softmax(-1)
             return
         biases = biases.double()
         self._frame = (logits - logits.amax(-1, keepdim=True)).exp()  # (T, V + 1)
@@ -40,14 +42,14 @@ class FrameDistributions:
         return self._frame.shape[1] - 1
 
     def at(self, prefixes: Tensor, symbols: Tensor) -> Tensor:
-        """p_t(symbol | last token of the prefix) for N pairs of an index into the G prefixes and a symbol: (N, T)."""
+        """p_t(symbol | last token of the prefix) for N pairs of a prefix index and a symbol: (N, T)."""
         probs = self._frame[:, symbols].T
         if self._bias is None:
             return probs
         return probs * self._bias[prefixes, symbols][:, None] / self._total[prefixes]
 
     def mixed(self, weights: Tensor) -> Tensor:
-        """sum_t w_t(g) p_t(v | last token of g) for weights (G, T): (G, V + 1), one matmul."""
+        """sum_t w_t(g) p_t(v | last token of g) for weights (G, T): (G, V + 1), as one matrix product."""
         if self._bias is None:
             return weights @ self._frame
         return (weights / self._total) @ self._frame * self._bias
@@ -55,35 +57,36 @@ class FrameDistributions:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """How the frames come to spell each of G prefixes (Graves 2006, section 4.1).
+    """How the frames spell each of G prefixes (Graves 2006, section 4.1).
 
     Args:
-        tokens: (G,) last token; that of the empty prefix is the root.
-        blank_end: (G, T + 1) b_t, probability that frames 1..t collapse to the prefix and end in blank, t = 0..T.
-        label_end: (G, T + 1) n_t, the same and end in its last token.
-        reached: (G,) P(the text begins with the prefix).
+        tokens: (G,) last token of each prefix; that of the empty prefix is the root.
+        blank_end: (G, T + 1) b_t, probability that frames 1..t collapse to the prefix and end in a blank, t = 0..T.
+        label_end: (G, T + 1) n_t, probability that they collapse to the prefix and end in its last token.
+        probs: (G,) P(the text begins with the prefix).
     """
 
     tokens: Tensor
     blank_end: Tensor
     label_end: Tensor
-    reached: Tensor
+    probs: Tensor
 
 
-def reach(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefixes:
-    """Walk the frames for all prefixes at once; with l the last token of g,
+def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefixes:
+    """Run the prefix recursion for all prefixes at once. With l the last token of g,
 
         enter_t(g.c) = p_t(c | l) * [b_{t-1}(g) + (c != l) * n_{t-1}(g)]
         n_t(g.c)     = p_t(c | c) * n_{t-1}(g.c) + enter_t(g.c)
         b_t(g)       = p_t(blank | l) * (b_{t-1}(g) + n_{t-1}(g))
         P(text begins with g.c) = sum_t enter_t(g.c)
 
-    Nothing is emitted in the empty prefix, so its l is the root and the first token enters even if it equals the root.
+    Nothing is emitted in the empty prefix, so its l is the root, and the first token can enter even if it equals the
+    root.
 
     Args:
-        frames: Laws of the frames; with biases, those of these prefixes.
-        tokens: (G,) last tokens. Prefix 0 is the empty one, and its token the root.
-        parents: (G,) index of each prefix without its last token; that of prefix 0 is not looked at.
+        frames: Distributions of the frames; with biases, the biases of these prefixes.
+        tokens: (G,) last tokens. Prefix 0 is the empty one, and its token is the root.
+        parents: (G,) index of each prefix without its last token; that of prefix 0 is ignored.
     """
     own = torch.arange(len(tokens), device=tokens.device)
     parents = parents.clamp(min=0)
@@ -95,15 +98,15 @@ def reach(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefix
 
     blank_end, label_end = enter.new_zeros(2, frames.num_frames + 1, len(tokens))
     blank_end[0, 0] = 1.0
-    entered = enter.new_zeros(len(tokens))
+    probs = enter.new_zeros(len(tokens))
     for t in range(frames.num_frames):
         b, n = blank_end[t], label_end[t]
-        arriving = enter[:, t] * (b[parents] + enters_from_label * n[parents])
-        entered = entered + arriving
-        label_end[t + 1] = stay[:, t] * n + arriving
+        entering = enter[:, t] * (b[parents] + enters_from_label * n[parents])
+        probs = probs + entering
+        label_end[t + 1] = stay[:, t] * n + entering
         blank_end[t + 1] = blank[:, t] * (b + n)
-    entered[0] = 1.0
-    return Prefixes(tokens, blank_end.T, label_end.T, entered)
+    probs[0] = 1.0
+    return Prefixes(tokens, blank_end.T, label_end.T, probs)
 
 
 def next_token_distribution(frames: FrameDistributions, prefixes: Prefixes) -> Tensor:
@@ -111,11 +114,11 @@ def next_token_distribution(frames: FrameDistributions, prefixes: Prefixes) -> T
     blank_end, label_end = prefixes.blank_end[:, :-1], prefixes.label_end[:, :-1]
     begins = frames.mixed(blank_end + label_end)[:, :-1]
     own = torch.arange(len(begins), device=begins.device)
-    # a token repeats only after a blank
+    # A token is repeated only after a blank.
     begins[own, prefixes.tokens] = (frames.at(own, prefixes.tokens) * blank_end).sum(-1)
-    return begins / prefixes.reached[:, None]
+    return begins / prefixes.probs[:, None]
 
 
 def stop_probability(prefixes: Prefixes) -> Tensor:
     """stop(g) = P(the text is g) / P(the text begins with g) = (b_T + n_T)(g) / P(text begins with g): (G,)."""
-    return (prefixes.blank_end[:, -1] + prefixes.label_end[:, -1]) / prefixes.reached
+    return (prefixes.blank_end[:, -1] + prefixes.label_end[:, -1]) / prefixes.probs

@@ -1,4 +1,4 @@
-"""The laws of CTC frames, as far as known labels need them: from frame states to the recursion's columns."""
+"""The distributions of CTC frames as far as known labels need them: from frame states to the recursion's columns."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from torch.nn import functional as F
 from drafters.learned.ctc.alignment import is_possible
 from drafters.learned.losses import gathered_logits
 
-LEAST_LOG_PROB = -60.0
-"""Distillation takes what the draft cannot say for this improbable, lest one such token be the whole loss."""
+MIN_LOG_PROB = -60.0
+"""Distillation counts tokens that the draft cannot produce as this improbable, so that one of them cannot dominate."""
 
 
 class Emissions(NamedTuple):
-    """Laws of the frames of A anchors; C is U + 1, root and y_1..y_U, with a Markov bias, else 1.
+    """Frame distributions of A anchors. C is U + 1 (root and y_1..y_U) with a Markov bias, else 1.
 
     Args:
-        enter, stay, blank: (A, T, U), (A, T, U) and (A, T, C) log-probabilities, as ``alignment.states`` takes them.
-        exponentials: (A, T, V) exp(z - most), z the logits without bias.
-        most: (A, T, 1).
+        enter: (A, T, U) log-probabilities, as `alignment.states` takes them.
+        stay: (A, T, U) likewise.
+        blank: (A, T, C) likewise.
+        exponentials: (A, T, V) exp(z - largest), where z are the logits without the bias.
+        largest: (A, T, 1) largest logit of each frame.
         log_sum: (A, T, C) log of the sum of exp(z + B) over tokens and blank.
-        highest: (A, 1, C) the largest B of a token after each of C, zero without a bias.
-        left, right: (A, C, R) and (V + 1, R) factors of B, or None.
+        largest_bias: (A, 1, C) largest B of a token after each of the C tokens; zero without a bias.
+        left: (A, C, R) left factor of B, or None.
+        right: (V + 1, R) right factor of B, or None.
     """
 
     enter: Tensor
     stay: Tensor
     blank: Tensor
     exponentials: Tensor
-    most: Tensor
+    largest: Tensor
     log_sum: Tensor
-    highest: Tensor
+    largest_bias: Tensor
     left: Tensor | None = None
     right: Tensor | None = None
 
@@ -47,48 +50,56 @@ def emit(
     left: Tensor | None = None,
     right: Tensor | None = None,
 ) -> Emissions:
-    """Laws p_t(v | l) = softmax_v(z_t(v) + B[l, v]) over V tokens and the blank, l the last emitted label.
+    """p_t(v | l) = softmax_v(z_t(v) + B[l, v]) over V tokens and the blank, where l is the last emitted label.
 
-    The normalisers of T frames after U + 1 labels are one product of matrices, sum_v exp z_t(v) exp B[l, v].
+    The normalisers of T frames after U + 1 labels are one matrix product, sum_v exp z_t(v) exp B[l, v].
 
     Args:
-        frames: (A, T, D). labels: (A, U). head: (V, D), frozen. blank_row: (D,). blank_bias: ().
-        left: (A, U + 1, R) the bias's factor of root, y_1..y_U. right: (V + 1, R); without the two, no bias.
+        frames: (A, T, D) frame states.
+        labels: (A, U) labels y_1..y_U.
+        head: (V, D) the base's frozen LM head.
+        blank_row: (D,) the blank's weights.
+        blank_bias: () the blank's bias.
+        left: (A, U + 1, R) left factor of the Markov bias, for the root and y_1..y_U; no bias by default.
+        right: (V + 1, R) its right factor.
     """
     index = labels[:, None].expand(-1, frames.shape[1], -1)
-    exponentials, most, picked = gathered_logits.exponentials(gathered_logits.logits(frames, head), index)
-    work = most.dtype
-    blank = (frames.to(work) @ blank_row.to(work) + blank_bias.to(work))[..., None]  # (A, T, 1)
+    exponentials, largest, picked = gathered_logits.exponentials(gathered_logits.logits(frames, head), index)
+    dtype = largest.dtype
+    blank = (frames.to(dtype) @ blank_row.to(dtype) + blank_bias.to(dtype))[..., None]  # (A, T, 1)
     if left is None or right is None:
-        log_sum = torch.logaddexp(gathered_logits.log_sum(exponentials, most), blank)
+        log_sum = torch.logaddexp(gathered_logits.log_sum(exponentials, largest), blank)
         enter = picked - log_sum
-        highest = torch.zeros_like(most[:, :1])
-        return Emissions(enter, enter, blank - log_sum, exponentials, most, log_sum, highest)
-    left, right = left.to(work), right.to(work)
+        largest_bias = torch.zeros_like(largest[:, :1])
+        return Emissions(enter, enter, blank - log_sum, exponentials, largest, log_sum, largest_bias)
+    left, right = left.to(dtype), right.to(dtype)
     biases = left @ right[:-1].T  # (A, U + 1, V)
-    factors, highest, _ = gathered_logits.exponentials(biases, labels.new_empty(*biases.shape[:2], 0))
-    highest = highest.mT  # (A, 1, U + 1)
+    factors, largest_bias, _ = gathered_logits.exponentials(biases, labels.new_empty(*biases.shape[:2], 0))
+    largest_bias = largest_bias.mT  # (A, 1, U + 1)
     blank = blank + (left @ right[-1])[:, None]  # (A, T, U + 1)
-    sums = gathered_logits.products(exponentials, factors).clamp(min=torch.finfo(work).tiny)
-    log_sum = torch.logaddexp(sums.log() + most + highest, blank)
-    of_labels = F.embedding(labels, right)
-    of_enter, of_stay = ((part * of_labels).sum(-1)[:, None] for part in (left[:, :-1], left[:, 1:]))  # (A, 1, U)
-    enter, stay = picked + of_enter - log_sum[..., :-1], picked + of_stay - log_sum[..., 1:]
-    return Emissions(enter, stay, blank - log_sum, exponentials, most, log_sum, highest, left, right)
+    sums = gathered_logits.products(exponentials, factors).clamp(min=torch.finfo(dtype).tiny)
+    log_sum = torch.logaddexp(sums.log() + largest + largest_bias, blank)
+    label_columns = F.embedding(labels, right)
+    enter_bias, stay_bias = ((part * label_columns).sum(-1)[:, None] for part in (left[:, :-1], left[:, 1:]))
+    enter, stay = picked + enter_bias - log_sum[..., :-1], picked + stay_bias - log_sum[..., 1:]  # (A, T, U)
+    return Emissions(enter, stay, blank - log_sum, exponentials, largest, log_sum, largest_bias, left, right)
 
 
 def divergence(
-    distributions: Emissions, states: tuple[Tensor, ...], labels: Tensor, teacher: Tensor, head: Tensor
+    emissions: Emissions, states: tuple[Tensor, ...], labels: Tensor, teacher: Tensor, head: Tensor
 ) -> Tensor:
-    """KL(base's law || q(. | y_<u)) for u = 1..U, where q sums the draft's alignments exactly:
+    """KL(base's distribution || q(. | y_<u)) for u = 1..U, where q sums the draft's alignments exactly:
 
         q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
 
-    What q leaves to stopping counts as lost. Where no alignment reaches y_<u, the number means nothing.
+    The probability that the draft stops counts as lost. Where no alignment reaches y_<u the result is meaningless.
 
     Args:
-        laws: Of A anchors. states: What ``alignment.states`` made of them. labels: (A, U).
-        teacher: (A, U, D) last states of the base at the positions that decide y_1..y_U. head: (V, D).
+        emissions: Frame distributions of A anchors.
+        states: The result of `alignment.states` for them.
+        labels: (A, U) labels y_1..y_U.
+        teacher: (A, U, D) last hidden states of the base at the positions that decide y_1..y_U.
+        head: (V, D) the base's frozen LM head.
 
     Returns:
         (A, U) nats.
@@ -99,21 +110,19 @@ def divergence(
     prefix = torch.where(is_possible(prefix), prefix, 0.0)
     at_blank = blank_end[:, :-1, :num_labels] - prefix  # (A, T, U)
     anywhere = torch.logaddexp(at_blank, label_end[:, :-1, :num_labels] - prefix)
-    shares = (anywhere + distributions.most + (distributions.highest - distributions.log_sum)[..., :num_labels]).exp()
-    q = shares.mT @ distributions.exponentials  # (A, U, V), but for the factor exp(bias)
-    distribution, negative_entropy = gathered_logits.teacher_distribution(teacher, head)
-    cross = -torch.einsum(
-        "auv,auv->au", distribution, q.clamp(min=torch.finfo(q.dtype).tiny).log().clamp(min=LEAST_LOG_PROB)
-    )
-    if (
-        distributions.left is not None and distributions.right is not None
-    ):  # the mean of the bias left out of q, less its maximum
-        mean = ((distribution @ distributions.right[:-1]) * distributions.left[:, :num_labels]).sum(-1)
-        cross = cross - mean + distributions.highest[:, 0, :num_labels]
-    # the last label again needs a blank before it: put that one token right
-    again, wrong = (
-        (source[..., 1:] + distributions.stay[..., :-1]).logsumexp(1).clamp(min=LEAST_LOG_PROB)
+    offsets = (emissions.largest_bias - emissions.log_sum)[..., :num_labels]
+    shares = (anywhere + emissions.largest + offsets).exp()
+    q = shares.mT @ emissions.exponentials  # (A, U, V), without the factor exp(bias)
+    probs, negative_entropy = gathered_logits.teacher_distribution(teacher, head)
+    log_q = q.clamp(min=torch.finfo(q.dtype).tiny).log().clamp(min=MIN_LOG_PROB)
+    cross = -torch.einsum("auv,auv->au", probs, log_q)
+    if emissions.left is not None and emissions.right is not None:  # add the bias that q left out, less its maximum
+        mean = ((probs @ emissions.right[:-1]) * emissions.left[:, :num_labels]).sum(-1)
+        cross = cross - mean + emissions.largest_bias[:, 0, :num_labels]
+    # A repetition of the last label needs a blank before it: correct q at that one token.
+    correct, wrong = (
+        (source[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).clamp(min=MIN_LOG_PROB)
         for source in (at_blank, anywhere)
     )
-    of_again = distribution[:, 1:].gather(-1, labels[:, :-1, None])[..., 0]  # (A, U - 1)
-    return negative_entropy + cross - F.pad(of_again * (again - wrong), (1, 0))
+    repeat_probs = probs[:, 1:].gather(-1, labels[:, :-1, None])[..., 0]  # (A, U - 1)
+    return negative_entropy + cross - F.pad(repeat_probs * (correct - wrong), (1, 0))

@@ -1,18 +1,19 @@
-"""What Medusa and Hydra share: one small head for each draft token, all on the state that decided the root."""
+"""What Medusa and Hydra share: one small head per draft token, all reading the state that decided the root."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from drafters.checks import check_at_least
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
-from drafters.learned.parallel.drafter import check_at_least
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -26,46 +27,87 @@ from drafters.protocol import (
 from drafters.tree import DraftTree
 
 
-class Block(nn.Module):
+@dataclass(frozen=True)
+class HeadOptions:
+    """The heads.
+
+    Args:
+        num_heads: K, number of heads, one per draft token after the root.
+        num_layers: Residual layers of each head; 1 is Medusa's and Hydra's, 4 that of Hydra++.
+        own_heads: Give each head an output layer of its own, as in the papers. Otherwise all use the base's frozen LM
+            head.
+    """
+
+    num_heads: int = 5
+    num_layers: int = 1
+    own_heads: bool = True
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_heads=self.num_heads, num_layers=self.num_layers)
+
+
+@dataclass(frozen=True)
+class HeadLossOptions:
+    """The loss of the heads.
+
+    Args:
+        decay: Head k is weighted by decay^k; 0.8 is Medusa's, 1 that of Hydra's code.
+        num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
+        chunk_anchors: Rows whose logits are computed at once; lower it to save memory.
+    """
+
+    decay: float = 0.8
+    num_anchors: int = 64
+    chunk_anchors: int = 512
+
+    def __post_init__(self) -> None:
+        check_at_least(1, chunk_anchors=self.chunk_anchors)
+        check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
+
+
+class ResidualBlock(nn.Module):
     """Residual layers x + SiLU(W x + b), the identity before training (Medusa, section 2.1.1).
 
     Args:
         hidden_size: D.
-        num_layers: Layers.
-        num_read: Embeddings that the first layer reads beside x (Hydra, section 3): its W is (D, (1 + n) * D).
+        num_layers: Number of layers.
+        num_embeddings: Number n of embeddings that the first layer reads beside x (Hydra, section 3); its W is then
+            (D, (1 + n) * D).
     """
 
-    def __init__(self, hidden_size: int, num_layers: int, num_read: int = 0) -> None:
+    def __init__(self, hidden_size: int, num_layers: int, num_embeddings: int = 0) -> None:
         super().__init__()
-        check_at_least(1, num_layers=num_layers)
-        widths = [(1 + num_read) * hidden_size, *[hidden_size] * (num_layers - 1)]
+        widths = [(1 + num_embeddings) * hidden_size, *[hidden_size] * (num_layers - 1)]
         self.layers = nn.ModuleList(nn.Linear(width, hidden_size) for width in widths)
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, read: Tensor | None = None) -> Tensor:
-        """(..., D), with what is read beside it (..., n * D), to (..., D)."""
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return next(self.parameters()).dtype
+
+    def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """States (..., D), from states (..., D) and the embeddings (..., n * D) beside them."""
         first, *others = self.layers
-        x = x + F.silu(first(x if read is None else torch.cat([x, read.to(x.dtype)], dim=-1)))
+        x = x + F.silu(first(x if embeddings is None else torch.cat([x, embeddings.to(x.dtype)], dim=-1)))
         for layer in others:
             x = x + F.silu(layer(x))
         return x
 
 
 class HeadDrafter(LearnedDrafter):
-    """K heads, each a `Block` and an output layer; head k guesses the k-th token after the root.
+    """K heads, each a `ResidualBlock` and an output layer; head k predicts the k-th token after the root.
 
-    At an anchor a the heads read the base's last state at position a - 1, which decided the root. The modules bear
-    the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
+    At an anchor a the heads read the base's last hidden state at position a - 1, which decided the root. The modules
+    have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
 
     Args:
-        base: Numbers of the base.
-        blocks: One a head.
-        own_heads: Whether each head has an output layer of its own, or all use the base's, frozen.
-        decay: Head k weighs decay^k in the loss.
-        num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
-        chunk_anchors: Rows whose logits are held at once.
-        distillation: Whether the base's whole law is learned, not only its argmax.
+        base: Dimensions of the base.
+        blocks: One per head.
+        heads: Options of the heads.
+        loss: Options of the loss.
+        distillation: Train on the base's whole distribution instead of its argmax.
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together
@@ -73,26 +115,29 @@ class HeadDrafter(LearnedDrafter):
     def __init__(
         self,
         base: BaseShape,
-        blocks: Sequence[Block],
-        own_heads: bool,
-        decay: float,
-        num_anchors: int,
-        chunk_anchors: int,
+        blocks: Sequence[ResidualBlock],
+        heads: HeadOptions,
+        loss: HeadLossOptions,
         distillation: bool = False,
     ) -> None:
         super().__init__()
-        check_at_least(1, num_heads=len(blocks), chunk_anchors=chunk_anchors)
-        check_at_least(0, decay=decay, num_anchors=num_anchors)
         self.required_outputs = RequiredOutputs((-1,))
-        self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, len(blocks), own_heads
-        self.decay, self.distillation = decay, distillation
-        self.num_anchors, self.chunk_anchors = num_anchors, chunk_anchors
+        self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, heads.num_heads, heads.own_heads
+        self.decay, self.distillation = loss.decay, distillation
+        self.num_anchors, self.chunk_anchors = loss.num_anchors, loss.chunk_anchors
         self.blocks = nn.ModuleList(blocks)
-        outputs = self.num_heads if own_heads else 0
-        self.lm_heads = nn.ModuleList(nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(outputs))
+        num_outputs = heads.num_heads if heads.own_heads else 0
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(num_outputs)
+        )
         for head in self.lm_heads:
             nn.init.normal_(head.weight, std=0.02)
-        self._states: list[Tensor] = []  # the base's last state at every committed position
+        self._states: list[Tensor] = []  # the base's last hidden state at every committed position
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return next(self.blocks.parameters()).dtype
 
     @torch.no_grad()
     def initialise(self, base_weights: BaseWeights) -> None:
@@ -100,72 +145,76 @@ class HeadDrafter(LearnedDrafter):
             head.weight.copy_(base_weights.head)
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """The states that heads read, at every position (B, S, D) of whole texts."""
-        return hidden.to(self.blocks[0].layers[0].weight.dtype)
+        """The states that the heads read, at every position (B, S, D) of whole texts."""
+        return hidden.to(self.dtype)
 
     @abstractmethod
     def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:
-        """What the output layers read: K of (N, D).
+        """The states that the output layers read: K tensors of (N, D).
 
         Args:
-            states: (N, D), as `encode` gives them.
+            states: (N, D) as `encode` returns them.
             path: (N, K) the root and the K - 1 tokens after it.
-            embedding: (V, D) of the base.
+            embedding: (V, D) the base's embedding.
         """
 
     @abstractmethod
     def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        """The draft trees below roots (A,), drafted from states (A, D); one copy to the host."""
+        """The draft trees below roots (A,), from states (A, D); copied to the host at once."""
 
     def logits(self, head: int, x: Tensor, base_weights: BaseWeights) -> Tensor:
-        """(..., D) to (..., V), in float32 at least."""
-        return (
-            gathered_logits.wide(self.lm_heads[head](x))
-            if self.own_heads
-            else gathered_logits.logits(x, base_weights.head)
-        )
+        """Logits (..., V) of a head's states (..., D), in float32 at least."""
+        if self.own_heads:
+            return gathered_logits.at_least_float32(self.lm_heads[head](x))
+        return gathered_logits.logits(x, base_weights.head)
 
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum over heads of decay^k times the mean cross-entropy of head k (Medusa, equation 1).
 
-        Where a head reads draft tokens, it reads those of the text, and its label is the base's own token after
-        them: a path and its continuation, whether or not the base would have taken that path.
+        A head that reads draft tokens reads those of the text, and its label is the base's own token after them,
+        whether or not the base would have written the text itself.
         """
-        anchors, kept = anchor_positions.sample(batch.loss_mask, self.num_anchors or batch.loss_mask.shape[1])
+        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors or batch.loss_mask.shape[1])
         targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_heads)
-        valid = (valid & kept[..., None]).flatten(0, 1)  # (N, K)
+        valid = (valid & is_valid[..., None]).flatten(0, 1)  # (N, K)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        decided = anchors[..., None] + torch.arange(self.num_heads, device=anchors.device)  # (B, A, K)
-        decided = decided.clamp(max=batch.labels.shape[1] - 1)
+        deciding = anchors[..., None] + torch.arange(self.num_heads, device=anchors.device)  # (B, A, K)
+        deciding = deciding.clamp(max=batch.labels.shape[1] - 1)
         states = self.encode(batch.hidden)[rows, (anchors - 1).clamp(min=0)].flatten(0, 1)  # (N, D)
-        path = batch.input_ids[rows[..., None], decided].flatten(0, 1)
-        teacher = batch.last[rows[..., None], decided].flatten(0, 1) if self.distillation else None  # (N, K, D)
+        path = batch.input_ids[rows[..., None], deciding].flatten(0, 1)
+        teacher: Tensor | None = None
+        if self.distillation:
+            teacher = batch.required_last_hidden()[rows[..., None], deciding].flatten(0, 1)  # (N, K, D)
         targets = targets.flatten(0, 1)
-        total, seen = states.new_zeros(()), {}
+        total = states.new_zeros(())
+        metrics: dict[str, Tensor] = {}
         for head, x in enumerate(self.head_states(states, path, base_weights.embedding)):
-            summed, right = 0.0, 0.0
-            for at in range(0, len(x), self.chunk_anchors):
-                part = slice(at, at + self.chunk_anchors)
-                given = None if teacher is None else teacher[part, head]
-                chunk = (head, x[part], targets[part, head], valid[part, head], given, base_weights)
-                one, hits = checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
-                summed, right = summed + one, right + hits
+            head_loss = num_right = torch.zeros((), device=states.device)
+            for start in range(0, len(x), self.chunk_anchors):
+                part = slice(start, start + self.chunk_anchors)
+                part_teacher = None if teacher is None else teacher[part, head]
+                chunk = (head, x[part], targets[part, head], valid[part, head], part_teacher, base_weights)
+                part_loss, part_right = checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+                head_loss, num_right = head_loss + part_loss, num_right + part_right
             count = batch.divisor(valid[:, head].sum())
-            total = total + self.decay ** (head + 1) * summed / count
-            seen[f"accuracy_{head + 1}"] = right / count
-        return total, seen
+            total = total + self.decay ** (head + 1) * head_loss / count
+            metrics[f"accuracy_{head + 1}"] = num_right / count
+        return total, metrics
 
     def _chunk(
         self, head: int, x: Tensor, targets: Tensor, valid: Tensor, teacher: Tensor | None, base_weights: BaseWeights
     ) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy of one head on some anchors, and how often its most probable token is the label."""
         logits = self.logits(head, x, base_weights)  # (n, V)
-        goal = targets if teacher is None else gathered_logits.logits(teacher, base_weights.head).softmax(-1)
-        losses = F.cross_entropy(logits, goal.to(logits.dtype) if goal.is_floating_point() else goal, reduction="none")
-        right = (logits.detach().argmax(-1) == targets) & valid
-        return torch.where(valid, losses, 0.0).sum(), right.sum()
+        if teacher is None:
+            losses = F.cross_entropy(logits, targets, reduction="none")
+        else:
+            probs = gathered_logits.logits(teacher, base_weights.head).softmax(-1)
+            losses = F.cross_entropy(logits, probs.to(logits.dtype), reduction="none")
+        is_right = (logits.detach().argmax(-1) == targets) & valid
+        return torch.where(valid, losses, 0.0).sum(), is_right.sum()
 
     # ---- drafting
 
@@ -173,12 +222,12 @@ class HeadDrafter(LearnedDrafter):
         self._states = []
 
     def state(self) -> Tensor:
-        """What the heads read below the root: (1, D)."""
+        """The state (1, D) that the heads read below the root."""
         return self._states[-1][None]
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        assert self.base_weights is not None, "borrow() comes before propose()"
+        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
         if not self._states or min(limits.max_depth, limits.max_nodes) < 1:
             return DraftTree()
         self.draft_forwards += 1
@@ -187,8 +236,8 @@ class HeadDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        hidden = step.committed_hidden().to(self.blocks[0].layers[0].weight.dtype)
-        self._states.extend(hidden.clone())  # without the clone, rows of rejected nodes would be kept alive
+        hidden = step.committed_hidden().to(self.dtype)
+        self._states.extend(hidden.clone())  # without the clone, rows of rejected nodes would stay in memory
 
     def rewind(self, length: int) -> None:
         del self._states[max(length - 1, 0) :]
@@ -199,7 +248,8 @@ class HeadDrafter(LearnedDrafter):
     ) -> list[DraftTree]:
         if min(limits.max_depth, limits.max_nodes) < 1:
             return [DraftTree()] * len(anchors)
-        states, trees = self.encode(hidden[None])[0], []
+        states = self.encode(hidden[None])[0]
+        trees: list[DraftTree] = []
         for part in anchors.split(max(1, self.chunk_anchors // self.rows_per_anchor)):
             trees += self.trees(states[(part - 1).clamp(min=0)], input_ids[part], base_weights, limits)
         return [tree if anchor else DraftTree() for tree, anchor in zip(trees, anchors.tolist(), strict=True)]

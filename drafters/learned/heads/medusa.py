@@ -1,67 +1,70 @@
-"""Medusa: heads that guess the next tokens independently of each other, and trees of their combinations."""
+"""Medusa: heads that predict the next tokens independently of each other, and trees of their combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.learned.heads.heads import Block, HeadDrafter
-from drafters.learned.parallel.drafter import check_at_least
+from drafters.checks import check_at_least, check_choices
+from drafters.learned.heads.heads import HeadDrafter, HeadLossOptions, HeadOptions, ResidualBlock
 from drafters.learned.trees import best_first
 from drafters.protocol import BaseShape, BaseWeights, Limits
+from drafters.registry import register
 from drafters.tree import DraftTree
 
-Tree = Literal["best_first", "chain"]
+
+@dataclass(frozen=True)
+class MedusaDraftOptions:
+    """How Medusa's heads become a draft tree; decoding may change these options.
+
+    Args:
+        tree: ``best_first``, the most probable combinations, or ``chain``, the most probable token of each head.
+        num_nodes: M, largest number of nodes in a draft tree.
+        top_k: Most probable tokens of each head that may enter the tree.
+        static: A fixed tree instead of ``tree``: paths of ranks, parents first, as `drafters tree-search` writes them.
+    """
+
+    tree: Literal["best_first", "chain"] = "best_first"
+    num_nodes: int = 32
+    top_k: int = 10
+    static: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(1, top_k=self.top_k)
+        check_at_least(0, num_nodes=self.num_nodes)
 
 
+@register("medusa")
 class Medusa(HeadDrafter):
     """Medusa-1 (arXiv 2401.10774, section 2): K residual heads on a frozen base.
 
-    Head k gives the law of the k-th token after the root, which the base's own head has decided. Output layers begin
-    as the base's head. A draft is one forward.
+    Head k predicts the k-th token after the root, which the base's own LM head has decided. The output layers start as
+    copies of that LM head. A draft is one forward pass.
 
     Args:
-        base: Numbers of the base; filled in by the trainer.
-        num_heads: K, draft tokens after the root.
-        num_layers: Residual layers of each head; 1 is the paper's.
-        own_heads: Each head has an output layer of its own, as in the paper; off, all use the base's, frozen.
-        decay: Head k weighs decay^k in the loss.
-        num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
-        chunk_anchors: Anchors whose logits are held at once; lower it where memory is short.
-        tree: ``best_first``, the most probable combinations, or ``chain``, the most probable token of each head.
-        num_nodes: M, nodes of a draft tree at most.
-        top_k: Tokens of each head that may enter the tree.
-        static: A fixed tree in place of ``tree``: paths of ranks, parents first, as `drafters tree-search` writes them.
+        base: Dimensions of the base; filled in by the trainer.
+        heads: The heads.
+        loss: The loss.
+        draft: The draft tree.
     """
-
-    decoding = frozenset({"tree", "num_nodes", "top_k", "static"})
 
     def __init__(
         self,
         base: BaseShape,
-        num_heads: int = 5,
-        num_layers: int = 1,
-        own_heads: bool = True,
-        decay: float = 0.8,
-        num_anchors: int = 64,
-        chunk_anchors: int = 512,
-        tree: Tree = "best_first",
-        num_nodes: int = 32,
-        top_k: int = 10,
-        static: Sequence[Sequence[int]] = (),
+        heads: HeadOptions = HeadOptions(),
+        loss: HeadLossOptions = HeadLossOptions(),
+        draft: MedusaDraftOptions = MedusaDraftOptions(),
     ) -> None:
-        blocks = [Block(base.hidden_size, num_layers) for _ in range(num_heads)]
-        super().__init__(base, blocks, own_heads, decay, num_anchors, chunk_anchors)
-        if tree not in get_args(Tree):
-            raise ValueError(f"tree must be one of {', '.join(get_args(Tree))}, not {tree!r}")
-        check_at_least(1, top_k=top_k)
-        check_at_least(0, num_nodes=num_nodes)
-        self.tree, self.num_nodes, self.top_k = tree, num_nodes, min(top_k, base.vocab_size)
-        self.static = _checked(static, num_heads, base.vocab_size)
+        blocks = [ResidualBlock(base.hidden_size, heads.num_layers) for _ in range(heads.num_heads)]
+        super().__init__(base, blocks, heads, loss)
+        self.draft_options, self.top_k = draft, min(draft.top_k, base.vocab_size)
+        self.static = _checked(draft.static, heads.num_heads, base.vocab_size)
         if self.static:
             self.top_k = 1 + max(path[-1] for path in self.static)
 
@@ -72,10 +75,12 @@ class Medusa(HeadDrafter):
         """The most probable tokens of every head.
 
         Args:
-            states: (A, D) the base's last states before the roots.
+            states: (A, D) the base's last hidden states before the roots.
+            base_weights: The base's embedding and LM head.
+            top_k: k, tokens per head.
 
         Returns:
-            Probabilities and tokens, both (A, K, k), the most probable first.
+            Probabilities and tokens, both (A, K, k), most probable first.
         """
         distributions = (
             self.logits(head, block(states), base_weights).softmax(-1) for head, block in enumerate(self.blocks)
@@ -91,18 +96,22 @@ class Medusa(HeadDrafter):
     def _tree(self, probs: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
         if self.static:
             return best_first.fill(self.static, tokens).pruned(limits.max_depth, limits.max_nodes, limits.eos)
-        grow = best_first.chain if self.tree == "chain" else best_first.search
-        num_nodes = min(self.num_nodes, limits.max_nodes)
-        tree, reached = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos)
-        return DraftTree(tree.tokens, tree.parents, probabilities=reached)
+        grow = best_first.chain if self.draft_options.tree == "chain" else best_first.search
+        num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
+        tree, path_probs = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos)
+        return DraftTree(tree.tokens, tree.parents, probabilities=path_probs.tolist())
 
 
 def _checked(static: Sequence[Sequence[int]], num_heads: int, vocab_size: int) -> list[best_first.RankPath]:
-    """The rank paths as tuples; ValueError where they are no tree of these heads."""
+    """The rank paths as tuples.
+
+    Raises:
+        ValueError: They are not a tree of these heads.
+    """
     try:
         paths = [tuple(int(rank) for rank in path) for path in static]
     except (TypeError, ValueError):
         raise ValueError("static must be a list of rank paths such as [[0], [0, 0], [1]]") from None
-    most = min(vocab_size, 1 + max((path[-1] for path in paths if path), default=0))
-    best_first.fill(paths, np.zeros((num_heads, most), dtype=np.int64))
+    num_ranks = min(vocab_size, 1 + max((path[-1] for path in paths if path), default=0))
+    best_first.fill(paths, np.zeros((num_heads, num_ranks), dtype=np.int64))
     return paths

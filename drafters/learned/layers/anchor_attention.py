@@ -1,7 +1,8 @@
-"""Who sees whom when many anchors of one text are trained at once, and attention under that mask."""
+"""The attention mask of training, where frames of many anchors are computed at once, and attention under that mask."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,15 +14,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 @dataclass(frozen=True)
 class AnchorMask:
-    """A frame sees the context strictly before its anchor, and the frames of its own block.
+    """Lets a frame attend to the context strictly before its anchor and to the frames of its own block.
 
-    The anchor itself is left out because, when drafting, the base has not yet seen it.
+    The anchor itself is excluded because during decoding the base has not processed it yet.
 
     Args:
         anchors: (B, A) positions.
         num_frames: T, frames of each anchor.
-        num_context: S, positions of the context, which stand before the frames among the keys.
-        causal: Whether a frame sees only itself and the frames before it in its block.
+        num_context: S, context positions; they come before the frames among the keys.
+        causal: Whether a frame attends only to itself and to earlier frames of its block.
     """
 
     anchors: Tensor
@@ -29,38 +30,38 @@ class AnchorMask:
     num_context: int
     causal: bool = False
 
-    def sees(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether frame ``query`` (of A * T) sees key ``key`` (of S + A * T); the three broadcast."""
+    def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether frame ``query`` (of A * T) may attend to key ``key`` (of S + A * T); the three broadcast."""
         own, frames = key - self.num_context, self.num_frames
         before = (key < self.num_context) & (key < self.anchors[batch, query // frames])
         block = (own >= 0) & (torch.div(own, frames, rounding_mode="floor") == query // frames)
         return before | (block & (own <= query) if self.causal else block)
 
     def dense(self) -> Tensor:
-        """(B, 1, A * T, S + A * T) bool."""
+        """The mask as a tensor, (B, 1, A * T, S + A * T) bool."""
         device, num_queries = self.anchors.device, self.anchors.shape[1] * self.num_frames
         batch = torch.arange(len(self.anchors), device=device)[:, None, None, None]
         query = torch.arange(num_queries, device=device)[:, None]
         key = torch.arange(self.num_context + num_queries, device=device)
-        return self.sees(batch, query, key)
+        return self.allows(batch, query, key)
 
-    def pieces(self, size: int = 16) -> Pieces:
-        """The same, cut along the anchors: most of it is false, and need not be multiplied.
+    def pieces(self, num_anchors: int = 16) -> Pieces:
+        """The mask cut along the anchors: most of it is false, and those keys need not be multiplied.
 
         Args:
-            size: Anchors of a piece.
+            num_anchors: Anchors per piece.
         """
-        found = []
-        for anchors in self.anchors.split(size, dim=1):
-            num_seen = min(int(anchors.max()), self.num_context)
-            found.append((num_seen, AnchorMask(anchors, self.num_frames, num_seen, self.causal).dense()))
-        return Pieces(tuple(found), self.num_context)
+        parts = []
+        for anchors in self.anchors.split(num_anchors, dim=1):
+            length = min(int(anchors.max()), self.num_context)
+            parts.append((length, AnchorMask(anchors, self.num_frames, length, self.causal).dense()))
+        return Pieces(tuple(parts), self.num_context)
 
     def sparse(self) -> BlockMask:
-        """The same for FlexAttention, which skips the blocks nobody looks at."""
+        """The mask for FlexAttention, which skips blocks that no frame attends to."""
         num_queries = self.anchors.shape[1] * self.num_frames
         return create_block_mask(
-            lambda batch, head, query, key: self.sees(batch, query, key),
+            lambda batch, head, query, key: self.allows(batch, query, key),
             B=len(self.anchors),
             H=None,
             Q_LEN=num_queries,
@@ -69,13 +70,13 @@ class AnchorMask:
         )
 
     def best(self) -> BlockMask | Pieces:
-        """What attends fastest on this device: sparse on CUDA, in pieces elsewhere."""
+        """The form of the mask that is fastest on this device: sparse on CUDA, pieces elsewhere."""
         return self.sparse() if self.anchors.is_cuda else self.pieces()
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """An `AnchorMask` in pieces: the frames of a few neighbouring anchors, and only the keys that these may see.
+    """An `AnchorMask` in pieces: the frames of a few neighbouring anchors with only the keys they may attend to.
 
     Args:
         parts: For each piece the number s of context positions before its last anchor, and its mask (B, 1, Q, s + Q)
@@ -87,23 +88,24 @@ class Pieces:
     num_context: int
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of (B, h, Q, d) over (B, h, S + Q, d), piece by piece."""
         lengths = [mask.shape[-2] for _, mask in self.parts]
-        before, own = zip(*(x.split([self.num_context, sum(lengths)], dim=-2) for x in (keys, values)), strict=True)
-        each = zip(self.parts, *(x.split(lengths, dim=-2) for x in (queries, *own)), strict=True)
-        found = [
+        context, own = zip(*(x.split([self.num_context, sum(lengths)], dim=-2) for x in (keys, values)), strict=True)
+        pieces = zip(self.parts, *(x.split(lengths, dim=-2) for x in (queries, *own)), strict=True)
+        attended = [
             F.scaled_dot_product_attention(
-                query, *(torch.cat([x[..., :num_seen, :], y], -2) for x, y in zip(before, of_own, strict=True)), mask
+                query, *(torch.cat([x[..., :length, :], y], -2) for x, y in zip(context, of_own, strict=True)), mask
             )
-            for (num_seen, mask), query, *of_own in each
+            for (length, mask), query, *of_own in pieces
         ]
-        return torch.cat(found, -2)
+        return torch.cat(attended, -2)
 
 
 Mask = Tensor | BlockMask | Pieces | None
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of any kind."""
+    """Attention of (B, h, Q, d) over (B, h, K, d) under a mask of any form."""
     if isinstance(mask, Pieces):
         return mask.attend(queries, keys, values)
     if isinstance(mask, BlockMask):
@@ -114,6 +116,6 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
 
 
 @cache
-def _compiled():
-    """FlexAttention is fast only when compiled; once a process."""
+def _compiled() -> Callable[..., Tensor]:
+    """Compiled FlexAttention, compiled once per process; it is fast only when compiled."""
     return torch.compile(flex_attention, dynamic=True)

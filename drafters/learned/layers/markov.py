@@ -1,4 +1,4 @@
-"""A Markov bias: what a drafter's law of the next token adds for the token before it."""
+"""A Markov bias: what the previous token adds to a drafter's logits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from torch import Tensor, nn
 
 
 class Markov(nn.Module):
-    """Low-rank bias B[l, v] = left[l] . right[v] on the logits, given the last token l.
+    """Low-rank bias B[l, v] = left[l] . right[v] on the logits, given the previous token l.
 
-    ``right`` starts at zero, so that training starts without a bias.
+    ``right`` starts at zero, so training starts without a bias.
 
     Args:
-        num_tokens: V, tokens that may come before.
-        rank: Of B.
-        num_columns: Symbols the bias is about: V for cross-entropy, V + 1 for CTC, whose last column is the blank.
+        num_tokens: V, number of tokens that may come before.
+        rank: Rank of B.
+        num_columns: Number of symbols that are biased: V for cross-entropy, V + 1 for CTC, where the last column is the
+            blank's.
     """
 
     def __init__(self, num_tokens: int, rank: int, num_columns: int) -> None:
@@ -25,6 +26,9 @@ class Markov(nn.Module):
         self.right = nn.Parameter(torch.zeros(num_columns, rank))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """B of tokens (...): (..., columns), at least float32: in less, a row would hang on the others of its batch."""
-        work = torch.promote_types(self.left.dtype, torch.float32)
-        return nn.functional.embedding(tokens, self.left).to(work) @ self.right.to(work).T
+        """The rows of B for tokens (...): (..., columns), in float32 at least.
+
+        In bfloat16 a row would depend on which other rows are in its batch.
+        """
+        dtype = torch.promote_types(self.left.dtype, torch.float32)
+        return nn.functional.embedding(tokens, self.left).to(dtype) @ self.right.to(dtype).T

@@ -1,47 +1,87 @@
-"""Anchors: the training positions a draft starts from, and the labels that follow them."""
+"""Anchors: the training positions that drafts start from, and the labels that follow them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class AnchoredFrames:
+    """Frames drafted at A anchors, and what they should predict.
+
+    Args:
+        frames: (A, T, D) frame states.
+        labels: (A, U) the base's next tokens y_1..y_U.
+        valid: (A, U) bool, a leading run: the labels inside the assistant's turn.
+        roots: (A,) tokens at the anchors.
+        teacher: (A, U, D) the base's last hidden states that decide y_1..y_U; only distillation needs them.
+        teacher_valid: (A, U) bool, where the base has read y_1..y_{u-1} itself; everywhere by default.
+    """
+
+    frames: Tensor
+    labels: Tensor
+    valid: Tensor
+    roots: Tensor
+    teacher: Tensor | None = None
+    teacher_valid: Tensor | None = None
+
+    def distillation_inputs(self, distillation: float) -> dict[str, Tensor]:
+        """The teacher's states, and (A, U) bool at which labels they count, by name; empty without distillation.
+
+        Raises:
+            ValueError: There is distillation, but no teacher.
+        """
+        if not distillation:
+            return {}
+        if self.teacher is None:
+            raise ValueError(f"distillation ({distillation}) needs the base's last hidden states, but teacher is None")
+        valid = self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
+        return {"teacher": self.teacher, "teacher_counts": valid}
+
+
 def valid_positions(loss_mask: Tensor) -> Tensor:
-    """(B, S) bool: positions whose next token is an assistant token, and before which something stands."""
+    """(B, S) bool: positions that have a predecessor and whose next token is an assistant token."""
     valid = torch.zeros_like(loss_mask)
     valid[:, :-1] = loss_mask[:, 1:]
-    valid[:, 0] = False  # nothing stands before the first position
+    valid[:, 0] = False  # a draft at the first position would have no context
     return valid
 
 
 def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
-    """Draw anchors without replacement among positions whose next token is an assistant token.
+    """Sample anchors without replacement among the valid positions of each sequence.
 
     Args:
         loss_mask: (B, S) bool, true on assistant tokens.
+        num_anchors: Largest number of anchors per sequence.
 
     Returns:
-        ``anchors`` (B, A), sorted, and ``kept`` (B, A) bool, false where a sequence has fewer valid positions.
-        A is at most ``num_anchors`` and at least 1.
+        ``anchors`` (B, A), sorted, and ``is_valid`` (B, A) bool, false where a sequence has fewer valid positions than
+        A. A is at least 1.
     """
     valid = valid_positions(loss_mask)
-    most = int(valid.sum(1).max().clamp(1, num_anchors))
+    num_sampled = int(valid.sum(1).max().clamp(1, num_anchors))
     scores = torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0)
-    anchors = scores.topk(most, dim=1).indices.sort(1).values
+    anchors = scores.topk(num_sampled, dim=1).indices.sort(1).values
     return anchors, valid.gather(1, anchors)
 
 
 def following(labels: Tensor, loss_mask: Tensor, anchors: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
-    """The base's next tokens y_1..y_U after each anchor, as far as the assistant's turn goes.
+    """The base's next tokens y_1..y_U after each anchor, up to the end of the assistant's turn.
 
     Args:
-        labels: (B, S) next token at each position. loss_mask: (B, S) bool. anchors: (B, A).
+        labels: (B, S) the base's next token at each position.
+        loss_mask: (B, S) bool, true on assistant tokens.
+        anchors: (B, A) positions.
+        num_labels: U.
 
     Returns:
         ``targets`` (B, A, U) and ``valid`` (B, A, U) bool, true on a leading run.
     """
     num_positions = labels.shape[1]
-    at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): label u stands at a + u
+    at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): y_u stands at a + u - 1
     inside = at + 1 < num_positions
     at = at.clamp(max=num_positions - 2)
     batch = torch.arange(len(labels), device=labels.device)[:, None, None]
@@ -50,23 +90,25 @@ def following(labels: Tensor, loss_mask: Tensor, anchors: Tensor, num_labels: in
 
 
 def deciding(
-    last: Tensor, input_ids: Tensor, labels: Tensor, anchors: Tensor, num_labels: int
+    last_hidden: Tensor, input_ids: Tensor, labels: Tensor, anchors: Tensor, num_labels: int
 ) -> tuple[Tensor, Tensor]:
-    """The base's states that decided the labels of each anchor: its law of y_u given the text up to y_{u-1}.
+    """The base's last hidden states that decide the labels of each anchor: y_u given the text up to y_{u-1}.
 
     Args:
-        last: (B, S, D) normed last states. input_ids: (B, S). labels: (B, S). anchors: (B, A).
+        last_hidden: (B, S, D) normed last hidden states.
+        input_ids: (B, S) the texts.
+        labels: (B, S) the base's next token at each position.
+        anchors: (B, A) positions.
+        num_labels: U.
 
     Returns:
-        ``states`` (B, A, U, D), and ``read`` (B, A, U) bool, true where the text before goes on with y_1..y_{u-1}: the
-        base's law is that of another text where it does not.
+        ``states`` (B, A, U, D), and ``valid`` (B, A, U) bool, true where the text continues with y_1..y_{u-1}. Where it
+        does not, the state belongs to another prefix.
     """
     at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): y_u is decided at a + u - 1
     inside = at < input_ids.shape[1]
     at = at.clamp(max=input_ids.shape[1] - 1)
-    batch = torch.arange(len(last), device=last.device)[:, None, None]
-    follows = (
-        labels[batch, (at - 1).clamp(min=0)] == input_ids[batch, at]
-    )  # (B, A, U): the text at a + u is y_u, from u = 1
-    follows[..., 0] = True  # the root is decided already
-    return last[batch, at], (follows & inside).int().cumprod(-1).bool()
+    batch = torch.arange(len(last_hidden), device=last_hidden.device)[:, None, None]
+    is_label = labels[batch, (at - 1).clamp(min=0)] == input_ids[batch, at]  # (B, A, U): the token there is y_{u-1}
+    is_label[..., 0] = True  # the root is decided already
+    return last_hidden[batch, at], (is_label & inside).int().cumprod(-1).bool()

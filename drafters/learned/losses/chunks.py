@@ -1,4 +1,4 @@
-"""A sum over anchors and its gradient, a chunk of anchors at a time, each chunk's tensors gone before the next."""
+"""A sum over anchors and its gradient, computed one chunk of anchors at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_BYTES = 2**26
-"""Memory for the tensors of one chunk unless told otherwise: 64 MiB."""
+"""Default memory for the tensors of one chunk: 64 MiB."""
 
 
 def anchors_per_chunk(floats_per_anchor: int, max_bytes: int, bytes_per_float: int = 4) -> int:
-    """Anchors whose tensors fit into a budget; one at the least.
+    """The number of anchors whose tensors fit into a memory budget, at least one.
 
     Raises:
-        ValueError: if the budget is not positive.
+        ValueError: The budget is not positive.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes, the memory of one chunk of the loss, must be positive, not {max_bytes}")
@@ -26,21 +26,21 @@ def anchors_per_chunk(floats_per_anchor: int, max_bytes: int, bytes_per_float: i
 def chunked(
     sums: Callable[..., tuple[Tensor, Tensor]], per_anchor: dict[str, Tensor], shared: dict[str, Tensor], size: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum a loss over anchors without holding more than one chunk's intermediate tensors.
+    """Sum a loss over anchors while holding the intermediate tensors of only one chunk.
 
-    Where a gradient is asked for, it is taken chunk by chunk in the same pass as the value and handed out by the
-    backward pass times the upstream gradient: nothing is computed twice, as it would be by checkpointing. That is
-    right because the whole is a plain sum of the chunks' losses. Tensors that ``sums`` closes over get no gradient.
+    If a gradient is needed, it is computed chunk by chunk in the same pass as the loss; the backward pass only
+    multiplies it by the upstream gradient. Nothing is computed twice, as checkpointing would. This is correct because
+    the loss is a plain sum over chunks. Tensors that ``sums`` closes over get no gradient.
 
     Args:
-        sums: Takes, by name, a chunk of each of ``per_anchor`` and all of ``shared``; gives the chunk's loss, a
-            scalar, and numbers to be summed over chunks, whose gradient is not wanted. Autocast is off inside.
-        per_anchor: Tensors (A, ...), cut along the anchors.
-        shared: Tensors that every chunk uses whole, as weights.
-        size: Anchors of a chunk.
+        sums: Takes, by name, a chunk of each tensor of ``per_anchor`` and all of ``shared``. Returns the chunk's loss,
+            a scalar, and numbers to be summed over chunks without a gradient. Runs with autocast disabled.
+        per_anchor: Tensors (A, ...), split along the anchors.
+        shared: Tensors that every chunk uses whole, such as weights.
+        size: Anchors per chunk.
 
     Returns:
-        The loss, and the summed numbers, without gradient.
+        The loss, and the summed numbers, which have no gradient.
     """
     tensors = per_anchor | shared
     return _Chunked.apply(sums, size, len(per_anchor), torch.is_grad_enabled(), tuple(tensors), *tensors.values())
@@ -48,31 +48,31 @@ def chunked(
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sums: Callable, size: int, num_cut: int, wants_gradient: bool, names: tuple, *tensors: Tensor):
+    def forward(ctx, sums: Callable, size: int, num_split: int, needs_gradient: bool, names: tuple, *tensors: Tensor):
         whole = dict(zip(names, tensors, strict=True))
-        cut = set(names[:num_cut])
+        split = set(names[:num_split])
         gradients = {}
         for name, tensor in whole.items():
-            if wants_gradient and tensor.requires_grad:  # what is shared adds up over chunks: in float32 at least
-                dtype = tensor.dtype if name in cut else torch.promote_types(tensor.dtype, torch.float32)
+            if needs_gradient and tensor.requires_grad:  # gradients of shared tensors add up: in float32 at least
+                dtype = tensor.dtype if name in split else torch.promote_types(tensor.dtype, torch.float32)
                 gradients[name] = torch.zeros_like(tensor, dtype=dtype)
         loss, numbers = 0.0, 0.0
         with torch.autocast(tensors[0].device.type, enabled=False), torch.set_grad_enabled(bool(gradients)):
             for start in range(0, max(len(tensors[0]), 1), size):
                 here = slice(start, start + size)
-                parts = {name: (x[here] if name in cut else x).detach() for name, x in whole.items()}
+                parts = {name: (x[here] if name in split else x).detach() for name, x in whole.items()}
                 for name in gradients:
                     parts[name].requires_grad_()
                 part_loss, part_numbers = sums(**parts)
                 if part_loss.requires_grad:
                     leaves = [parts[name] for name in gradients]
-                    found = torch.autograd.grad(part_loss, leaves, allow_unused=True)
-                    for (name, into), gradient in zip(gradients.items(), found, strict=True):
+                    part_gradients = torch.autograd.grad(part_loss, leaves, allow_unused=True)
+                    for (name, into), gradient in zip(gradients.items(), part_gradients, strict=True):
                         if gradient is not None:
-                            (into[here] if name in cut else into).add_(gradient)
-                    del leaves, found, gradient, into
+                            (into[here] if name in split else into).add_(gradient)
+                    del leaves, part_gradients, gradient, into
                 loss, numbers = loss + part_loss.detach(), numbers + part_numbers.detach()
-                del parts, part_loss, part_numbers
+                del parts, part_loss, part_numbers  # the next chunk must not stand beside this one
         ctx.has_gradient, ctx.dtypes = [name in gradients for name in names], [x.dtype for x in tensors]
         ctx.save_for_backward(*gradients.values())
         ctx.mark_non_differentiable(numbers)

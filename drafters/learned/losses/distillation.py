@@ -1,4 +1,4 @@
-"""Soft cross-entropy to the base's law, a chunk of positions at a time."""
+"""Soft cross-entropy to the base's next-token distribution, a chunk of positions at a time."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from drafters.learned.losses import gathered_logits
 
 
 def soft_cross_entropy(
-    states: Tensor, read: Callable[[Tensor], Tensor], last: Tensor, head: Tensor, chunk_positions: int
+    states: Tensor, read: Callable[[Tensor], Tensor], last_hidden: Tensor, head: Tensor, chunk_positions: int
 ) -> Tensor:
-    """-sum_v p(v) log q(v) at each position, p the base's law and q the drafter's, without ever holding (N, V).
+    """-sum_v p(v) log q(v) at each position, where p is the base's distribution and q the drafter's.
 
-    Positions are read a chunk at a time, and a chunk's logits are computed again in the backward pass.
+    Logits are computed for a chunk of positions at a time and again in the backward pass, so (N, V) is never held.
 
     Args:
-        states: (N, D) the drafter's. read: From (n, D) to logits (n, V).
-        last: (N, D) the base's normed last states. head: (V, D), frozen.
+        states: (N, D) the drafter's states.
+        read: Maps states (n, D) to the drafter's logits (n, V).
+        last_hidden: (N, D) the base's normed last hidden states.
+        head: (V, D) the base's frozen LM head.
+        chunk_positions: Positions per chunk.
 
     Returns:
-        (N,), float32 at least.
+        (N,), in float32 at least.
     """
 
-    def losses(states: Tensor, last: Tensor) -> Tensor:
-        distribution = gathered_logits.logits(last, head).softmax(-1)
-        return -(distribution * gathered_logits.wide(read(states)).log_softmax(-1)).sum(-1)
+    def losses(states: Tensor, last_hidden: Tensor) -> Tensor:
+        probs = gathered_logits.logits(last_hidden, head).softmax(-1)
+        return -(probs * gathered_logits.at_least_float32(read(states)).log_softmax(-1)).sum(-1)
 
-    parts = zip(states.split(chunk_positions), last.split(chunk_positions), strict=True)
+    parts = zip(states.split(chunk_positions), last_hidden.split(chunk_positions), strict=True)
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -1,4 +1,4 @@
-"""What a loss needs of the logits over the vocabulary: a few columns, and the exponentials the rest is summed from."""
+"""Logits over the vocabulary with little memory: a few gathered columns, and exponentials for the normaliser."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.autograd.function import once_differentiable
 
 
 class _Exponentials(torch.autograd.Function):
-    """Written over the logits, and in the backward pass over themselves: one (a, T, V) is alive, not four."""
+    """Overwrites the logits, then in the backward pass the exponentials: one (a, T, V) is alive instead of four."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         picked = logits.gather(-1, columns)
-        most = logits.amax(-1, keepdim=True)
-        exponentials = logits.sub_(most).exp_()
+        largest = logits.amax(-1, keepdim=True)
+        exponentials = logits.sub_(largest).exp_()
         ctx.mark_dirty(logits)
-        ctx.mark_non_differentiable(most)
+        ctx.mark_non_differentiable(largest)
         ctx.save_for_backward(exponentials, columns)
-        return exponentials, most, picked
+        return exponentials, largest, picked
 
     @staticmethod
     @once_differentiable
@@ -41,50 +41,55 @@ class _Products(torch.autograd.Function):
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
-    """Sums over the vocabulary of (A, T, V) times (A, C, V): (A, T, C).
+    """``left @ right.mT`` of (A, T, V) and (A, C, V): sums over the vocabulary, (A, T, C).
 
-    As ``left @ right.mT``, whose own gradient multiplies (A, V, T) by (A, T, C), five times as slow as its mirror.
+    The gradient that torch derives multiplies (A, V, T) by (A, T, C), which is five times as slow as its transpose;
+    this one multiplies the transpose.
     """
     return _Products.apply(left, right)
 
 
-def wide(x: Tensor) -> Tensor:
-    """In float32 at the least: sums over a vocabulary need it."""
+def at_least_float32(x: Tensor) -> Tensor:
+    """The tensor in float32, or in its own dtype if that is wider: sums over a vocabulary need the precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def logits(states: Tensor, head: Tensor) -> Tensor:
-    """What the frozen head (V, D) reads from states (..., D): multiplied in its format, (..., V) at least float32."""
-    return wide(states.to(head.dtype) @ head.detach().T)
+    """Logits (..., V) of states (..., D) under a frozen head (V, D).
+
+    They are multiplied in the head's dtype and returned in float32 at least.
+    """
+    return at_least_float32(states.to(head.dtype) @ head.detach().T)
 
 
 def exponentials(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Take logits apart in their own memory.
+    """Turn logits into exponentials in place.
 
-    The logits are used up. So are the exponentials, once, by the backward pass.
+    The logits are overwritten. The backward pass overwrites the exponentials and can run only once.
 
     Args:
-        logits: (A, T, V). columns: (A, T, K) indices into V.
+        logits: (A, T, V) logits z.
+        columns: (A, T, K) indices into V.
 
     Returns:
-        ``exponentials`` (A, T, V), exp(z - max z); ``most`` (A, T, 1), max z, without gradient, as no result should
-        depend on it; and ``picked`` (A, T, K), z at the columns.
+        ``exponentials`` (A, T, V), exp(z - max z); ``largest`` (A, T, 1), max z, without a gradient because no result
+        should depend on it; and ``picked`` (A, T, K), z at the columns.
     """
     return _Exponentials.apply(logits, columns)
 
 
-def log_sum(exponentials: Tensor, most: Tensor) -> Tensor:
-    """log sum_v exp z_v (A, T, 1) from what ``exponentials`` gave."""
-    return exponentials.sum(-1, keepdim=True).log() + most
+def log_sum(exponentials: Tensor, largest: Tensor) -> Tensor:
+    """log sum_v exp z_v, (A, T, 1), from the results of `exponentials`."""
+    return exponentials.sum(-1, keepdim=True).log() + largest
 
 
 @torch.no_grad()
-def teacher_distribution(states: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """The base's law at the positions of its last states (A, U, D), and its negative entropy in nats.
+def teacher_distribution(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """The base's next-token distribution at its last hidden states (A, U, D), and its negative entropy in nats.
 
     Returns:
         (A, U, V) and (A, U).
     """
-    scores = logits(states, head)
-    distribution = scores.softmax(-1)
-    return distribution, torch.einsum("auv,auv->au", distribution, scores) - scores.logsumexp(-1)
+    scores = logits(last_hidden, head)
+    probs = scores.softmax(-1)
+    return probs, torch.einsum("auv,auv->au", probs, scores) - scores.logsumexp(-1)

@@ -1,19 +1,40 @@
-"""How much each label of an anchor counts in a loss: by its depth, or by how often a verifier gets that far."""
+"""The weight of each label in a loss: by its depth, or by the probability that a verifier reaches it."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from drafters.checks import check_at_least, check_choices
+
 Weights = Literal["decay", "survival"]
 
 
-def check(weights: Weights) -> None:
-    """Refuse a kind of weights there is not."""
-    if weights not in get_args(Weights):
-        raise ValueError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
+@dataclass(frozen=True)
+class LabelLossOptions:
+    """How the labels after an anchor enter the loss.
+
+    Args:
+        weights: Weight of each label: ``decay`` falls with its depth; ``survival`` is the draft's own probability of
+            the labels before it.
+        decay: Weight of label u relative to label u - 1.
+        distillation: Weight of the KL divergence between the base's next-token distribution and the draft's; 0 turns
+            distillation off.
+        num_anchors: Anchors sampled from each training sequence.
+    """
+
+    weights: Weights = "decay"
+    decay: float = 0.9
+    distillation: float = 0.0
+    num_anchors: int = 64
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(0, decay=self.decay, distillation=self.distillation)
+        check_at_least(1, num_anchors=self.num_anchors)
 
 
 def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,36 +44,38 @@ def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -
 
 
 def by_survival(prefix: Tensor, counts: Tensor) -> Tensor:
-    """Weights that make a mean of -log P(prefix) climb the expected acceptance: w_u = P_u / sum_i P_i, detached.
+    """Weights that make a mean of -log P(prefix) increase the expected acceptance: w_u = P_u / sum_i P_i, detached.
 
-    P_u is the probability that the draft's first u tokens are y_1..y_u, so a = sum_u P_u is what a verifier accepts
-    of a draft drawn from its law. As grad P_u = P_u grad log P_u,
+    P_u is the probability that the draft's first u tokens are y_1..y_u, so a = sum_u P_u is the number of tokens that a
+    verifier accepts on average from a sampled draft. As grad P_u = P_u grad log P_u,
 
         grad sum_u w_u * -log P_u = -grad a / a = grad -log a.
 
-    The division by a keeps the size of the gradient where the draft is still poor.
+    Dividing by a keeps the gradient large while the draft is still poor.
 
     Args:
-        prefix: (A, U) log P_u, finite. counts: (A, U) bool, the labels that count.
+        prefix: (A, U) log P_u, finite.
+        counts: (A, U) bool, the labels that count.
 
     Returns:
-        (A, U), of sum one where some label counts, else zero.
+        (A, U), with sum one where some label counts, else zero.
     """
-    most = prefix.detach().masked_fill(~counts, -torch.inf).amax(-1, keepdim=True).clamp(min=-1e30)
-    weights = torch.where(counts, (prefix.detach() - most).exp(), 0.0)
+    largest = prefix.detach().masked_fill(~counts, -torch.inf).amax(-1, keepdim=True).clamp(min=-1e30)
+    weights = torch.where(counts, (prefix.detach() - largest).exp(), 0.0)
     return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
 
 
 def by_token_survival(log_probs: Tensor, counts: Tensor) -> Tensor:
-    """The same for a mean of -log p_u of single tokens, where P_u = p_1 * ... * p_u (as in D-PACE).
+    """As `by_survival`, for a mean of -log p_u of single tokens, where P_u = p_1 * ... * p_u (as in D-PACE).
 
-    Token u counts in every prefix that goes through it: w_u = sum_{i >= u} P_i / sum_i P_i, detached.
+    Token u is part of every prefix that passes through it: w_u = sum_{i >= u} P_i / sum_i P_i, detached.
 
     Args:
-        log_probs: (A, U) log p_u. counts: (A, U) bool, a leading run.
+        log_probs: (A, U) log p_u.
+        counts: (A, U) bool, a leading run.
 
     Returns:
-        (A, U), falling from w_1 = 1; zero where no label counts.
+        (A, U), decreasing from w_1 = 1; zero where no label counts.
     """
     weights = by_survival(torch.where(counts, log_probs.detach(), 0.0).cumsum(-1), counts)
     return weights.flip(-1).cumsum(-1).flip(-1) * counts

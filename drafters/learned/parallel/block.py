@@ -1,121 +1,85 @@
-"""The block drafter: the trunk of the CTC drafter, trained with cross-entropy, one frame a token (DFlash)."""
+"""The block drafter: the CTC drafter's trunk trained with cross-entropy, one token per frame (DFlash)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from drafters.learned.layers.markov import Markov
 from drafters.learned.losses.cross_entropy import cross_entropy
-from drafters.learned.losses.label_weights import Weights
-from drafters.learned.parallel.drafter import ParallelDrafter, check_at_least
+from drafters.learned.losses.label_weights import LabelLossOptions
+from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import best_first
 from drafters.learned.trees.candidates import tables
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
+from drafters.registry import register
 from drafters.tree import DraftTree
 
-Tree = Literal["best_first", "chain"]
+
+@dataclass(frozen=True)
+class BlockTrunkOptions(TrunkOptions):
+    """The network of the block drafter.
+
+    Args:
+        frames_differ: Give each frame an input embedding of its own. Otherwise they share one and differ only by their
+            position.
+    """
+
+    frames_differ: bool = False
 
 
+@dataclass(frozen=True)
+class BlockDraftOptions(ParallelDraftOptions):
+    """How the block drafter's frames become a draft tree; decoding may change these options.
+
+    Args:
+        tree: ``best_first``, the most probable paths, or ``chain``, the most probable token of each frame.
+    """
+
+    tree: Literal["best_first", "chain"] = "best_first"
+
+
+@register("block")
 class Block(ParallelDrafter):
-    """A block of masked frames filled in one pass (DFlash, arXiv 2602.06036); frame u guesses the u-th next token.
+    """A block of masked frames filled in one pass (DFlash, arXiv 2602.06036); frame u predicts the u-th next token.
 
-    Frame 0 carries the root's embedding, all others one mask embedding. Unlike DFlash's, frame 0 guesses too, as in
+    Frame 0 carries the root's embedding, all others one mask embedding. Unlike in DFlash, frame 0 predicts too, as in
     DSpark (arXiv 2607.05147), whose Markov bias is an option.
 
     Args:
-        base: Numbers of the base; filled in by the trainer.
-        num_frames: Draft tokens at most.
-        num_layers: Layers of the draft module.
-        hidden_layers: Base layers fused as context.
-        root_everywhere: Every frame carries the root's embedding; off, only frame 0 does.
-        frames_differ: Each frame has an input embedding of its own; off, they share one and differ by position.
-        causal: Whether a frame sees only the frames before it; else all frames of its draft.
-        markov_rank: Rank of a bias on each frame's logits given the token before; 0 for none.
-        weights: How labels weigh in the loss: by ``decay``, or by their own ``survival`` so far (D-PACE).
-        decay: Weight of label u against label u - 1.
-        distillation: Factor of the divergence from the base's law of the next token to the draft's.
-        num_anchors: Anchors sampled from each training sequence.
-        tree: ``best_first``, the most probable paths, or ``chain``, the most probable token of each frame.
-        num_nodes: M, nodes of a draft tree at most.
-        top_k: The T * top_k tokens that are most probable in any frame may enter the tree.
-        min_probability: Draft tokens less probable than this are not fed to the base.
-        step_costs: File that ``drafters step-cost`` wrote; with it a tree stops growing where it no longer pays.
+        base: Dimensions of the base; filled in by the trainer.
+        trunk: The network.
+        loss: The loss.
+        draft: The draft tree.
     """
-
-    decoding = ParallelDrafter.decoding | {"tree"}
 
     def __init__(
         self,
         base: BaseShape,
-        num_frames: int = 8,
-        num_layers: int = 1,
-        hidden_layers: Sequence[int] = (-1,),
-        root_everywhere: bool = False,
-        frames_differ: bool = False,
-        causal: bool = False,
-        markov_rank: int = 0,
-        weights: Weights = "decay",
-        decay: float = 0.9,
-        distillation: float = 0.0,
-        num_anchors: int = 64,
-        tree: Tree = "best_first",
-        num_nodes: int = 32,
-        top_k: int = 8,
-        min_probability: float = 0.0,
-        step_costs: str = "",
+        trunk: BlockTrunkOptions = BlockTrunkOptions(),
+        loss: LabelLossOptions = LabelLossOptions(),
+        draft: BlockDraftOptions = BlockDraftOptions(),
     ) -> None:
-        if tree not in get_args(Tree):
-            raise ValueError(f"tree must be one of {', '.join(get_args(Tree))}, not {tree!r}")
-        if weights not in get_args(Weights):
-            raise ValueError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
-        check_at_least(0, markov_rank=markov_rank, decay=decay, distillation=distillation)
-        super().__init__(
-            base,
-            num_frames=num_frames,
-            num_labels=num_frames,
-            num_layers=num_layers,
-            hidden_layers=hidden_layers,
-            root_everywhere=root_everywhere,
-            frames_differ=frames_differ,
-            causal=causal,
-            num_anchors=num_anchors,
-            num_nodes=num_nodes,
-            top_k=top_k,
-            min_probability=min_probability,
-            step_costs=step_costs,
-        )
-        self.weights, self.decay, self.distillation = weights, decay, distillation
-        self.tree = tree
-        self.markov = Markov(base.vocab_size, markov_rank, base.vocab_size) if markov_rank else None
+        super().__init__(base, trunk, trunk.num_frames, loss, draft, trunk.frames_differ)
+        self.loss_options = loss
+        rank = trunk.markov_rank
+        self.markov = Markov(base.vocab_size, rank, base.vocab_size) if rank else None
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        anchored = self.sampled_anchors(batch, base_weights)
-        teacher, read = anchored.teacher(batch) if self.distillation else (None, None)
-        return cross_entropy(
-            anchored.frames,
-            anchored.labels,
-            anchored.valid,
-            anchored.roots,
-            base_weights.head,
-            self.markov,
-            weights=self.weights,
-            decay=self.decay,
-            distillation=self.distillation,
-            teacher=teacher,
-            teacher_valid=read,
-            divisor=batch.divisor,
-        )
+        anchored = self.sample_anchors(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
+        return cross_entropy(anchored, base_weights.head, self.markov, self.loss_options, divisor=batch.divisor)
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         logits = self.logits(frames, base_weights.head)
-        each = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
-        return [self._tree(*draft, limits) for draft in each]
+        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
+        return [self._tree(probs, tokens, limits) for probs, tokens in drafts]
 
     def _tree(self, probs: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
-        grow = best_first.chain if self.tree == "chain" else best_first.search
-        num_nodes = min(self.num_nodes, limits.max_nodes)
-        return self.worth_feeding(*grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, self.min_probability))
+        options = self.draft_options
+        grow = best_first.chain if options.tree == "chain" else best_first.search
+        num_nodes = min(options.num_nodes, limits.max_nodes)
+        tree = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, options.min_probability)
+        return self.cut_to_budget(*tree)

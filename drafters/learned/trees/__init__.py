@@ -1,4 +1,4 @@
-"""From token probabilities to a draft tree: best-first, dynamic (EAGLE-2) and static trees, and their node budget.
+"""Draft trees from token probabilities: best-first, dynamic (EAGLE-2) and static trees, and their node budget.
 
 May import `layers`.
 """

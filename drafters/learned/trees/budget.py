@@ -1,4 +1,4 @@
-"""How many nodes to feed: the draft tree grows while what it gains pays for what the base's step costs."""
+"""The most profitable number of draft tokens to feed, given how the base's step time grows with it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 
 def best_size(probabilities: np.ndarray, seconds: np.ndarray, draft_seconds: float = 0.0) -> int:
-    """The number of nodes that emits the most tokens a second.
+    """The number of nodes that maximises the expected tokens per second.
 
-    Feeding the n most probable nodes emits 1 + p_1 + ... + p_n tokens a step on average, the bonus token among them,
+    Feeding the n most probable nodes emits 1 + p_1 + ... + p_n tokens per step on average, including the bonus token,
     where p_i is the probability that node i is accepted.
 
     Args:
-        probabilities: (M,) of the nodes, the most probable first.
-        seconds: (N + 1,) of the base's step that feeds 0, 1, ..., N nodes; N at least M.
-        draft_seconds: What else a step takes, whatever it feeds: the drafter's pass.
+        probabilities: (M,) acceptance probabilities of the nodes, most probable first.
+        seconds: (N + 1,) duration of a base step that feeds 0, 1, ..., N nodes; N is at least M.
+        draft_seconds: Duration of the rest of a step, which does not depend on n: the drafter's pass.
 
     Returns:
-        n in 0..M; of equally good ones the smallest.
+        n in 0..M; the smallest if several are equally good.
 
     Raises:
-        ValueError: The cost of so many nodes is not known.
+        ValueError: The cost of M nodes is not known.
     """
     num_nodes = len(probabilities)
     if len(seconds) <= num_nodes:
@@ -34,13 +34,13 @@ def best_size(probabilities: np.ndarray, seconds: np.ndarray, draft_seconds: flo
 
 
 def read_costs(path: str | Path) -> np.ndarray:
-    """The curve that ``drafters step-cost`` wrote, with a straight line between the sizes it measured.
+    """Read the curve that ``drafters step-cost`` wrote, interpolated linearly between the measured sizes.
 
     Returns:
         (N + 1,) seconds of a step that feeds 0, 1, ..., N nodes.
 
     Raises:
-        ValueError: The file is missing or no such curve; the message says what to do.
+        ValueError: The file is missing or does not hold such a curve.
     """
     again = "write it with drafters step-cost"
     try:

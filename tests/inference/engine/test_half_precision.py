@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drafters import CTC, Block
+from drafters import CTC, Block, recipe
 from inference.engine.runner import Runner
 from inference.engine.session import Session
 
@@ -24,7 +24,8 @@ def test_greedy_text_is_the_bases_own_except_at_near_ties(make_base, name, dtype
     base, (kind, arguments) = make_base(dtype=dtype), DRAFTERS[name]
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = kind(base.shape, num_frames=5, **({"num_labels": 4} if kind is CTC else {}), **arguments)
+        options = {"num_frames": 5, **({"num_labels": 4} if kind is CTC else {}), **arguments}
+        drafter = recipe.build(kind, base.shape, options)
         for weight in drafter.parameters():
             if weight.dim() == 2:
                 torch.nn.init.normal_(weight, std=0.3)

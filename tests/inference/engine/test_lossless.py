@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import drafters
+from drafters import recipe
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession
 from inference.engine.runner import Runner
@@ -53,7 +54,7 @@ def heads(kind, runner, **arguments):
     base = runner.base
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = kind(base.shape, **{"num_heads": 4, "num_nodes": 9, "top_k": 4} | arguments)
+        drafter = recipe.build(kind, base.shape, {"num_heads": 4, "num_nodes": 9, "top_k": 4} | arguments)
         for weight in drafter.blocks.parameters():
             torch.nn.init.normal_(weight, std=0.1)
     drafter.initialise(base.base_weights)
@@ -65,7 +66,9 @@ def cascade_of_ctc(runner):
     """A draft model with a learned drafter of its own, which rewinds whenever the draft model does."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        inner = drafters.CTC(runner.base.shape, 5, 3, num_nodes=9, top_k=5)
+        inner = recipe.build(
+            drafters.CTC, runner.base.shape, {"num_frames": 5, "num_labels": 3, "num_nodes": 9, "top_k": 5}
+        )
     inner.to(runner.base.model.dtype).eval().requires_grad_(False).attach_base_weights(runner.base.base_weights)
     return drafters.DraftModel(DraftModelSession(runner, inner), num_draft=4)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import Drafter, DraftTree
+from drafters import Drafter, DraftTree, registry
 from inference.engine import runner
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.sampling import Greedy, KeyedSampler
@@ -51,7 +51,7 @@ def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
 
 
 def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
-    monkeypatch.setitem(catalogue.TRAINING_FREE, "lossy", catalogue.Kind(Lossy))
+    monkeypatch.setitem(registry._REGISTRATIONS, "lossy", registry.Registration("lossy", Lossy))
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
     monkeypatch.setattr(runner, "_kept_mask", everything)
     monkeypatch.setattr(runner, "causal_tree_mask", everything)
@@ -83,9 +83,8 @@ def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, ora
     base, prompt = make_base(seed=5), [5, 6, 7]
     written = alone(base, prompt, 20, Greedy())
     assert len(written) == 20
-    monkeypatch.setitem(
-        catalogue.TRAINING_FREE, "oracle", catalogue.Kind(lambda: oracle([*prompt, *written], length=2))
-    )
+    make = lambda: oracle([*prompt, *written], length=2)  # noqa: E731
+    monkeypatch.setitem(registry._REGISTRATIONS, "oracle", registry.Registration("oracle", make))
     # the prefill emits three tokens, then five steps three each, and the last two of three
     assert compared(base, "oracle", [prompt], 20, Greedy()) == Comparison(1, 17 / 6, [])
     assert compared(base, "none", [prompt], 20, Greedy()) == Comparison(1, 1.0, [])

@@ -1,6 +1,5 @@
 """Drafters by name: what a spec may say, and what is refused in one line."""
 
-import inspect
 import json
 import re
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import drafters
-from drafters import checkpoint
+from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference.engine.base import tokenizer_hash
 from inference.engine.runner import Runner
@@ -85,7 +84,7 @@ def test_arguments_take_the_type_of_their_default(base):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("nothing", "unknown drafter 'nothing'; known are none, anpd, prompt_lookup, "),
+        ("nothing", "unknown drafter 'nothing'; known are anpd, cascade=MODEL, corpus=CORPUS, "),
         ("anpd=runs/one", "has no weights"),
         ("ctc", "needs its folder"),
         ("ctc:num_nodes=3", "needs its folder"),
@@ -106,7 +105,8 @@ def test_what_cannot_be_is_refused_with_what_can(base, spec, said):
 @pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])
 def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, save, name):
     drafter = catalogue.make(f"ctc={save(config, name)}:num_nodes=4,min_probability=0.001", Runner(base))
-    assert (drafter.num_nodes, drafter.min_probability, drafter.num_frames) == (4, 0.001, 5)
+    assert (drafter.draft_options.num_nodes, drafter.draft_options.min_probability) == (4, 0.001)
+    assert drafter.num_frames == 5
     assert drafter.frame_embedding.dtype == base.model.dtype
     result = Session(Runner(base), drafter).run([5, 6, 7], 8)
     assert result.tokens == Session(Runner(base), catalogue.make("none", Runner(base))).run([5, 6, 7], 8).tokens
@@ -138,11 +138,9 @@ def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, s
     assert said.format(folder=folder) in refusal(f"ctc={folder}:{argument}", base)
 
 
-LEARNED = catalogue.LEARNED.items()
-DECODING = [(name, key) for name, kind in LEARNED for key in sorted(kind.decoding)]
-FIXED = [
-    (name, key) for name, kind in LEARNED for key in inspect.signature(kind).parameters if key not in kind.decoding
-]
+LEARNED = registry.learned().items()
+DECODING = [(name, key) for name, kind in LEARNED for key in sorted(recipe.draft_defaults(kind))]
+FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaults(kind)]
 OTHER = {
     **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
     **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
@@ -156,7 +154,7 @@ def save_any(base, tmp_path, monkeypatch):
     """Saves a drafter of a name, with lively weights, and the files that its arguments may name; returns its folder."""
 
     def save(name):
-        kind = catalogue.LEARNED[name]
+        kind = registry.learned()[name]
         fits = base.shape, base.name, tokenizer_hash(base.tokenizer)
         config = DrafterConfig(f"drafters.{kind.__name__}", {"num_nodes": 16}, *fits)
         drafter = config.build()
@@ -188,7 +186,7 @@ def test_the_documentation_names_what_decoding_reads():
     page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|$", page.partition("| drafter | keys |")[2], re.MULTILINE)
     named = {name: set(keys.split(", ")) for names, keys in rows for name in names.split(", ")}
-    assert named == {name: kind.decoding for name, kind in LEARNED}
+    assert named == {name: set(recipe.draft_defaults(kind)) for name, kind in LEARNED}
 
 
 @pytest.mark.slow
@@ -208,11 +206,13 @@ def test_what_decoding_is_said_to_read_changes_what_is_drafted_with_the_same_wei
     assert drafted(other, base) != trees
 
 
-@pytest.mark.parametrize(("name", "key"), [pair for pair in FIXED if pair[1] != "base"])
+@pytest.mark.parametrize(("name", "key"), FIXED)
 def test_what_only_training_reads_is_refused_at_decoding(base, save_any, name, key):
     message = refusal(f"{name}={save_any(name)}:{key}=1", base)
     assert f"{key} is fixed by training: drafter has " in message
-    assert set(message.partition("decoding reads ")[2].split(", ")) == catalogue.LEARNED[name].decoding
+    assert set(message.partition("decoding reads ")[2].split(", ")) == set(
+        recipe.draft_defaults(registry.learned()[name])
+    )
 
 
 @pytest.mark.parametrize(("number", "other"), [("hidden_size", 64), ("vocab_size", 41), ("num_layers", 3)])

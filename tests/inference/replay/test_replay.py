@@ -8,7 +8,7 @@ import pytest
 import drafters
 from data.benchmarks import Question, load_questions
 from data.tokenizer import load_tokenizer
-from drafters import DraftTree, RequiredOutputs
+from drafters import DraftTree, RequiredOutputs, registry
 from drafters.checkpoint import DrafterConfig, save
 from inference.engine.base import tokenizer_hash
 from inference.engine.runner import Runner
@@ -28,8 +28,8 @@ SPECS = [
 ]
 SPECS += [
     name
-    for name, kind in catalogue.TRAINING_FREE.items()
-    if not kind.named and kind.build().history_only and name not in SPECS
+    for name, kind in registry.registered().items()
+    if not kind.file and not kind.learned_class and kind.build().history_only and name not in SPECS
 ]
 QUESTIONS = [
     Question(7, "first", ("w5 w6 w7 w5 w6", "w9 w5")),
@@ -215,7 +215,8 @@ def test_a_drafter_that_needs_the_base_is_refused_in_one_line(runner, base, tmp_
         history_only = False
 
     for other in (Hidden, Top, Told):
-        monkeypatch.setitem(catalogue.TRAINING_FREE, other.__name__.lower(), catalogue.Kind(other))
+        name = other.__name__.lower()
+        monkeypatch.setitem(registry._REGISTRATIONS, name, registry.Registration(name, other))
     config = DrafterConfig(
         "drafters.CTC", {"num_frames": 4, "num_labels": 3}, base.shape, "toy", tokenizer_hash(base.tokenizer)
     )

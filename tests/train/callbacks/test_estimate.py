@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import drafters
+from drafters import recipe
 from train.callbacks import estimate, memory
 from train.cli import lightning_command
 from train.modules.drafter_training import DrafterTraining
@@ -24,7 +25,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_activations_of_long_texts_are_extrapolated_from_short_ones(tiny, tiny_base, kind):
-    drafter = getattr(drafters, kind)(tiny_base.shape, **KINDS[kind])
+    drafter = recipe.build(getattr(drafters, kind), tiny_base.shape, KINDS[kind])
     size = memory.BatchSize(num_rows=3, num_positions=300, num_anchors=80)
     estimated = memory.drafter_activations(drafter, tiny_base.shape, tiny_base.base_weights, size)
     kept = memory.kept_bytes(drafter, tiny_base.shape, tiny_base.base_weights, size)
@@ -32,7 +33,7 @@ def test_the_activations_of_long_texts_are_extrapolated_from_short_ones(tiny, ti
 
 
 def test_the_estimate_leaves_the_random_generator_as_it_was(tiny_base):
-    drafter = drafters.CTC(tiny_base.shape, **KINDS["CTC"])
+    drafter = recipe.build(drafters.CTC, tiny_base.shape, KINDS["CTC"])
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -41,7 +42,7 @@ def test_the_estimate_leaves_the_random_generator_as_it_was(tiny_base):
 
 
 def test_weights_gradients_and_states_are_counted(tiny):
-    module = DrafterTraining(str(tiny), partial(drafters.Medusa, num_heads=2))
+    module = DrafterTraining(str(tiny), partial(recipe.build, drafters.Medusa, init_args={"num_heads": 2}))
     trainer = SimpleNamespace(strategy=None, world_size=1)
     parts = memory.estimate_memory(module, trainer, 4, 100)
     weights = 4 * sum(weight.numel() for weight in module.drafter.parameters())

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader
 
-from drafters import CTC, DraftTree
+from drafters import CTC, DraftTree, recipe
 from drafters.learned.losses import anchors
 from drafters.protocol import Limits
 from train.callbacks import training_speed
@@ -195,7 +195,9 @@ def test_a_large_tree_is_drawn_with_its_first_and_its_accepted_nodes():
 
 
 def test_drawings_show_the_text_the_tree_and_what_is_accepted(tiny_base):
-    drafter = CTC(tiny_base.shape, num_frames=4, num_labels=3, num_nodes=200, top_k=40).eval()
+    drafter = recipe.build(
+        CTC, tiny_base.shape, {"num_frames": 4, "num_labels": 3, "num_nodes": 200, "top_k": 40}
+    ).eval()
     text = torch.randint(3, 400, (40,), generator=torch.Generator().manual_seed(0))
     hidden = tiny_base.hidden_states(text[None], (-1,))[0][0]
     roots = choose_roots((10, 40), 6)

@@ -215,10 +215,10 @@ LIGHTNING = {
     FIT + "--model.base @hollow": "is a folder without config.json",
     FIT + "--model.base @base-cut": "cannot load the base",
     FIT + "--model.drafter drafters.CTCC": "drafters.CTCC is no drafter to train: give --model.drafter one of "
-    "drafters.CTC, drafters.Block, drafters.Medusa,",
+    "drafters.Block, drafters.CTC, drafters.EAGLE,",
     FIT + "--model.drafter.class_path drafters.ANPD": "drafters.ANPD is no drafter to train: give --model.drafter one",
     FIT + "--model.drafter nonsense.Own": "No module named 'nonsense'",
-    FIT + "--model.drafter.init_args.num_frames x": "error: num_frames takes a whole number, not 'x'",
+    FIT + "--model.drafter.init_args.num_frames x": "error: trunk.num_frames takes a whole number, not 'x'",
     FIT + "--model.drafter.init_args.num_frame 3": "num_frame",
     FIT + "--model.learning_rate -1 --model.base @nowhere": "learning_rate must be at least 0, not -1",
     FIT + "--model.warmup_steps -1 --model.base @nowhere": "warmup_steps must be at least 0, not -1",

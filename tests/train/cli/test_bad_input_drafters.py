@@ -199,9 +199,12 @@ def test_a_wrong_drafter_spec_ends_with_one_line(call, place, spec, said):
 
 
 def test_every_drafter_without_training_is_in_the_table():
-    from inference.registry.catalogue import TRAINING_FREE, split
+    from drafters.registry import registered
+    from inference.registry.catalogue import split
 
-    assert {split(spec)[0] for spec in SPECS} == set(TRAINING_FREE)
+    assert {split(spec)[0] for spec in SPECS} == {
+        name for name, known in registered().items() if not known.learned_class
+    }
 
 
 CORPUS, STORE = "corpus --tokenizer @tiny", "datastore --tokenizer @tiny"

@@ -98,7 +98,7 @@ def test_later_configs_and_arguments_override_earlier_ones(call, tmp_path):
     overlay.write_text("model: {learning_rate: 0.5, warmup_steps: 7}", encoding="utf-8")
     values = yaml.safe_load(printed(call, "--config", "ctc.yaml", f"--config={overlay}", "--model.warmup_steps", "9"))
     assert (values["model"]["learning_rate"], values["model"]["warmup_steps"]) == (0.5, 9)
-    assert values["model"]["drafter"]["init_args"]["num_frames"] == 12
+    assert values["model"]["drafter"]["init_args"]["trunk"]["num_frames"] == 12
     swapped = yaml.safe_load(printed(call, "--config", overlay, "--config", "ctc.yaml"))
     assert (swapped["model"]["learning_rate"], swapped["model"]["warmup_steps"]) == (3e-5, 500)
 
@@ -106,8 +106,8 @@ def test_later_configs_and_arguments_override_earlier_ones(call, tmp_path):
 def test_an_argument_of_the_drafter_is_set_on_the_command_line(call):
     given = "--model.drafter.init_args.num_frames=16"
     values = yaml.safe_load(printed(call, "--config", "ctc.yaml", given))
-    assert values["model"]["drafter"]["init_args"]["num_frames"] == 16
-    assert values["model"]["drafter"]["init_args"]["num_labels"] == 8
+    assert values["model"]["drafter"]["init_args"]["trunk"]["num_frames"] == 16
+    assert values["model"]["drafter"]["init_args"]["loss"]["num_labels"] == 8
 
 
 def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafters import CTC, DraftTree
+from drafters import CTC, DraftTree, recipe
 from train.cli import commands, lightning_command
 from train.export.examine import probability_difference
 
@@ -77,10 +77,10 @@ def test_missing_and_foreign_weights_and_files_are_named(call, best, copy):
 
 def test_a_changed_argument_is_named(call, best, copy):
     config = json.loads((copy / "config.json").read_text())
-    config["init_args"]["num_nodes"] = 3
+    config["init_args"]["draft"]["num_nodes"] = 3
     (copy / "config.json").write_text(json.dumps(config))
     found = rows(call(commands.main, "doctor", best[0], copy, "--acceptance", "false"))
-    assert found["configuration"] == ("WRONG", "configuration: num_nodes is 3, in the checkpoint 8")
+    assert found["configuration"] == ("WRONG", "configuration: draft.num_nodes is 3, in the checkpoint 8")
     assert found["weights"][0] == "right" and found["drafts"][0] == "WRONG"
 
 
@@ -134,7 +134,7 @@ def test_probabilities_of_two_trees_are_compared_on_the_paths_of_both():
 
 
 def test_a_pruned_tree_keeps_the_probabilities_of_its_paths(tiny_base):
-    drafter = CTC(tiny_base.shape, num_frames=4, num_labels=3, num_nodes=12, top_k=3).eval()
+    drafter = recipe.build(CTC, tiny_base.shape, {"num_frames": 4, "num_labels": 3, "num_nodes": 12, "top_k": 3}).eval()
     text = torch.randint(3, 400, (12,), generator=torch.Generator().manual_seed(0))
     hidden = tiny_base.hidden_states(text[None], (-1,))[0][0]
     (tree,) = drafter.draft_at(hidden, text, torch.tensor([6]), tiny_base.base_weights)

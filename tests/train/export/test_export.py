@@ -4,7 +4,7 @@ import pytest
 import torch
 import yaml
 
-from drafters import CTC, checkpoint
+from drafters import CTC, checkpoint, recipe
 from inference.engine.base import load_base, tokenizer_hash
 from train.cli import commands, lightning_command
 
@@ -26,14 +26,14 @@ def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card
         "embedded:24, 8 steps",
         f"{saved['measured']['acceptance_length']:.2f} tokens per base forward",
         f"`lightning fit --config {trained.config}`",
-        "| num_frames | 6 |",
+        "| trunk.num_frames | 6 |",
     ):
         assert said in card
 
 
 def test_an_exported_drafter_drafts_the_trees_of_the_training_module(trained, tiny_base):
     saved = torch.load(trained.ckpt, weights_only=True)
-    module = CTC(tiny_base.shape, **saved["hyper_parameters"]["drafter"]["init_args"])
+    module = recipe.build(CTC, tiny_base.shape, saved["hyper_parameters"]["drafter"]["init_args"])
     module.load_state_dict({name.removeprefix("drafter."): weight for name, weight in saved["state_dict"].items()})
     exported, config = checkpoint.load(trained.folder)
     assert config.base == tiny_base.shape

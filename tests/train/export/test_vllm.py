@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from drafters import EAGLE, Block, Hydra, Medusa
+from drafters import EAGLE, Block, Hydra, Medusa, recipe
 from drafters.checkpoint import DrafterConfig
 from inference.engine.base import load_base, tokenizer_hash
 from train.cli import commands, lightning_command
@@ -111,7 +111,11 @@ def test_a_medusa_folder_has_the_keys_shapes_and_numbers_that_vllm_reads(exporte
 def test_an_exported_medusa_reloads_with_equal_weights_and_vllms_forward_gives_its_chain(exported, base):
     made = exported("medusa")
     config = made.config
-    drafter = Medusa(base.shape, config["num_heads"], config["num_hidden_layers"], tree="chain")
+    drafter = recipe.build(
+        Medusa,
+        base.shape,
+        {"num_heads": config["num_heads"], "num_layers": config["num_hidden_layers"], "tree": "chain"},
+    )
     drafter.load_state_dict(made.weights)
     assert made.weights.keys() == made.trained.keys()
     assert all(torch.equal(weight, made.trained[name]) for name, weight in made.weights.items())
@@ -199,15 +203,15 @@ def reloaded(made, base):
     config, weights = made.config, dict(made.weights)
     left, right = (weights.pop(f"markov_head.markov_w{i}.weight") for i in (1, 2))
     embedding = weights.pop("embed_tokens.weight")
-    drafter = Block(
-        base.shape,
-        num_frames=config["block_size"],
-        num_layers=config["transformer_layer_config"]["num_hidden_layers"],
-        hidden_layers=config["aux_hidden_state_layer_ids"],
-        markov_rank=config["markov_rank"] if right.any() else 0,
-        tree="chain",
-        top_k=V,
-    )
+    init_args = {
+        "num_frames": config["block_size"],
+        "num_layers": config["transformer_layer_config"]["num_hidden_layers"],
+        "hidden_layers": config["aux_hidden_state_layer_ids"],
+        "markov_rank": config["markov_rank"] if right.any() else 0,
+        "tree": "chain",
+        "top_k": V,
+    }
+    drafter = recipe.build(Block, base.shape, init_args)
     markov = {"markov.left": left, "markov.right": right} if right.any() else {}
     trunk = {f"trunk.{name}": weight for name, weight in weights.items()}
     drafter.load_state_dict(trunk | markov | {"frame_embedding": embedding[config["mask_token_id"]][None]})
@@ -331,7 +335,7 @@ def test_wrong_layers_or_a_wrong_rotary_base_change_the_logits(exported, base, k
 def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask, tmp_path):
     """After two training steps the bias is too weak to change a draft, so the test makes it stronger."""
     init_args = BLOCK | {"markov_rank": 4}
-    drafter = Block(base.shape, **init_args)
+    drafter = recipe.build(Block, base.shape, init_args)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for weight in drafter.markov.parameters():
@@ -379,7 +383,7 @@ def test_only_medusa_and_block_have_a_vllm_format(base, tmp_path, kind):
 
 
 def test_a_medusa_that_uses_the_bases_head_is_refused(base, tmp_path):
-    drafter, config = Medusa(base.shape, own_heads=False), config_of("Medusa", base, own_heads=False)
+    drafter, config = recipe.build(Medusa, base.shape, {"own_heads": False}), config_of("Medusa", base, own_heads=False)
     with pytest.raises(ValueError, match="own_heads: true"):
         vllm.write(tmp_path / "a", drafter, config, None)
 
@@ -397,7 +401,7 @@ def test_a_medusa_that_uses_the_bases_head_is_refused(base, tmp_path):
 )
 def test_a_block_drafter_that_dspark_cannot_describe_is_refused(base, mask, tmp_path, init_args, message):
     init_args = {"hidden_layers": [1]} | init_args
-    drafter, config = Block(base.shape, **init_args), config_of("Block", base, **init_args)
+    drafter, config = recipe.build(Block, base.shape, init_args), config_of("Block", base, **init_args)
     with pytest.raises(ValueError, match=message):
         vllm.write(tmp_path / "a", drafter, config, mask)
     assert not (tmp_path / "a").exists()

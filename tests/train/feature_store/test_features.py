@@ -8,7 +8,7 @@ import torch
 
 from data.feature_store.store import FeatureStore, Manifest
 from data.module import ShareGPTData
-from drafters import CTC, EAGLE, EAGLE3
+from drafters import CTC, EAGLE, EAGLE3, recipe
 from inference.engine.base import base_hash, load_base
 from train.cli import commands, lightning_command
 from train.feature_store.plan import divide_into_shards, parse_layers, require_space
@@ -16,12 +16,14 @@ from train.modules.drafter_training import DrafterTraining
 
 DATA = {"files": ["embedded:24"], "max_length": 400}
 LAYERS = (0, 1, -1)
-SMALL_CTC = partial(CTC, num_frames=6, num_labels=4, num_anchors=16, num_nodes=8, top_k=4)
+SMALL = {"num_frames": 6, "num_labels": 4, "num_anchors": 16, "num_nodes": 8, "top_k": 4}
+SMALL_CTC = partial(recipe.build, CTC, init_args=SMALL)
+SMALL_EAGLE = {"depth": 2, "width": 2, "top_k": 2, "num_nodes": 4}
 RECIPES = {
     "ctc": SMALL_CTC,
-    "ctc over fused layers": partial(SMALL_CTC, hidden_layers=(1, 0)),
-    "eagle": partial(EAGLE, depth=2, width=2, top_k=2, num_nodes=4),
-    "eagle3": partial(EAGLE3, hidden_layers=(0, 1), depth=2, width=2, top_k=2, num_nodes=4),
+    "ctc over fused layers": partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (1, 0)}),
+    "eagle": partial(recipe.build, EAGLE, init_args=SMALL_EAGLE),
+    "eagle3": partial(recipe.build, EAGLE3, init_args=SMALL_EAGLE | {"hidden_layers": (0, 1)}),
 }
 
 
@@ -264,7 +266,7 @@ def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stor
         return str(error.value)
 
     assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
-        drafter=partial(SMALL_CTC, hidden_layers=(2, 0))
+        drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
     )
     assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(base_dtype="bfloat16")
     assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import drafters
+from drafters import recipe
 from train.modules.divisor import SharedDivisor
 from train.modules.drafter_training import DrafterTraining
 
@@ -47,7 +48,9 @@ BOTH = {
 def make(tiny, kind, **arguments):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return DrafterTraining(str(tiny), partial(getattr(drafters, kind), **KINDS[kind]), **arguments)
+        return DrafterTraining(
+            str(tiny), partial(recipe.build, getattr(drafters, kind), init_args=KINDS[kind]), **arguments
+        )
 
 
 def gradients(module):

@@ -9,7 +9,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 from data import embedded
-from drafters import Hydra, Medusa, NoDrafter
+from drafters import Hydra, Medusa, NoDrafter, recipe
 from inference.api.prompts import encode_messages
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
@@ -21,11 +21,17 @@ from train.validation.simulate import simulate
 
 SMALL = {"num_heads": 4, "num_anchors": 24, "num_nodes": 8, "top_k": 4}
 KINDS = {
-    "medusa": partial(Medusa, **SMALL),
-    "medusa, static": partial(Medusa, **SMALL, static=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [2]]),
-    "medusa, the base's head": partial(Medusa, **SMALL, own_heads=False),
-    "hydra": partial(Hydra, **SMALL),
-    "hydra++": partial(Hydra, **SMALL, num_layers=4, prefix_attention=True, distillation=True, width=4),
+    "medusa": partial(recipe.build, Medusa, init_args=SMALL),
+    "medusa, static": partial(
+        recipe.build, Medusa, init_args=SMALL | {"static": [[0], [1], [0, 0], [0, 1], [0, 0, 0], [2]]}
+    ),
+    "medusa, the base's head": partial(recipe.build, Medusa, init_args=SMALL | {"own_heads": False}),
+    "hydra": partial(recipe.build, Hydra, init_args=SMALL),
+    "hydra++": partial(
+        recipe.build,
+        Hydra,
+        init_args=SMALL | {"num_layers": 4, "prefix_attention": True, "distillation": True, "width": 4},
+    ),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -132,7 +138,8 @@ def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, trained
 
 @pytest.mark.parametrize("kind", [Medusa, Hydra])
 def test_output_layers_start_as_the_bases_head_and_are_restored_from_a_checkpoint(tiny, own_text, tmp_path, kind):
-    make = partial(DrafterTraining, str(tiny), partial(kind, **SMALL), learning_rate=1e-2, val_answers="text")
+    drafter = partial(recipe.build, kind, init_args=SMALL)
+    make = partial(DrafterTraining, str(tiny), drafter, learning_rate=1e-2, val_answers="text")
     module, batches = make(), DataLoader([own_text], batch_size=None)
     head = module.base.base_weights.head
     assert all(torch.equal(weight, head) for weight in heads_of(module))
@@ -160,7 +167,10 @@ def test_a_drafter_is_initialised_only_once_over_several_trainings(tiny, own_tex
             calls.append(base_weights.head.shape)
             super().initialise(base_weights)
 
-    module, batches = DrafterTraining(str(tiny), partial(Counted, **SMALL)), DataLoader([own_text], batch_size=None)
+    module, batches = (
+        DrafterTraining(str(tiny), partial(recipe.build, Counted, init_args=SMALL)),
+        DataLoader([own_text], batch_size=None),
+    )
     for _ in range(2):
         run = trainer(tmp_path, max_steps=1)
         run.validate(module, batches, verbose=False)
@@ -180,4 +190,5 @@ def test_the_shipped_configs_hold_the_papers_settings(call, name, expected):
     assert outcome.code == 0, outcome.err
     model = yaml.safe_load(outcome.out)["model"]
     assert (model["learning_rate"], model["schedule"]) == (1e-3, "cosine")
-    assert model["drafter"]["init_args"].items() >= expected.items()
+    options = {key.rpartition(".")[2]: value for key, value in recipe.flattened(model["drafter"]["init_args"]).items()}
+    assert options.items() >= expected.items()

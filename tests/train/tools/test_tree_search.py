@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import Medusa, TrainingBatch, checkpoint
+from drafters import Medusa, TrainingBatch, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.learned.trees import best_first
 from inference.api.prompts import encode_messages
@@ -41,7 +41,9 @@ def own_text(tiny_base):
 def medusa(tiny_base, own_text):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        drafter = Medusa(tiny_base.shape, K, num_anchors=8, top_k=RANKS, num_nodes=5)
+        drafter = recipe.build(
+            Medusa, tiny_base.shape, {"num_heads": K, "num_anchors": 8, "top_k": RANKS, "num_nodes": 5}
+        )
         drafter.initialise(tiny_base.base_weights)
         optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
         for _ in range(30):

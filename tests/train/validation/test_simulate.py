@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import CTC, EAGLE, EAGLE3, Block, DraftTree, NoDrafter, TrainingBatch
+from drafters import CTC, EAGLE, EAGLE3, Block, DraftTree, NoDrafter, TrainingBatch, recipe
 from inference.api.prompts import encode_messages
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
@@ -88,7 +88,8 @@ def eagles(base, texts):
             torch.manual_seed(0)
             for steps in (0, 80):
                 arguments = {"num_unroll": 4} if kind is EAGLE3 else {"noise": 0.0, "token_weight": 1.0}
-                drafter = kind(base.shape, depth=4, width=3, top_k=3, num_nodes=8, **arguments).double()
+                options = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 8, **arguments}
+                drafter = recipe.build(kind, base.shape, options).double()
                 with torch.no_grad():
                     hidden, last = base.hidden_states(texts, drafter.required_outputs.hidden_layers)
                 optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)

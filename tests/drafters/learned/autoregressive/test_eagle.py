@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, checkpoint
+from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.learned.autoregressive.eagle3 import low_middle_high, unroll_mask
 from drafters.learned.losses.distillation import soft_cross_entropy
@@ -22,7 +22,8 @@ def make(shape):
     def make(kind, **arguments):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = kind(shape, **{"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12} | arguments).double()
+            options = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12} | arguments
+            drafter = recipe.build(kind, shape, options).double()
             for weight in drafter.parameters():
                 if weight.dim() == 2:
                     torch.nn.init.normal_(weight, std=0.3)
@@ -330,7 +331,7 @@ def test_eagle3s_loss_is_the_papers_written_out(make, base_weights):
                 target = anchor + 1 + depth  # the position of the token that is foreseen
                 if target < 9 and batch.loss_mask[row, anchor + 1 : target + 1].all():
                     path = ids[anchor + 1 : target].tolist()
-                    distribution = (base_weights.head @ batch.last[row, target - 1]).softmax(-1)
+                    distribution = (base_weights.head @ batch.last_hidden[row, target - 1]).softmax(-1)
                     crossed.append(
                         -(
                             distribution
@@ -420,7 +421,7 @@ def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
     """As validation does in a bfloat16 training, on a base in bfloat16 whose states are handed over so."""
     drafter = make(kind).float().train()
     batch = batch_for(drafter)
-    batch = replace(batch, hidden=batch.hidden.bfloat16(), last=batch.last.bfloat16())
+    batch = replace(batch, hidden=batch.hidden.bfloat16(), last_hidden=batch.last_hidden.bfloat16())
     half = type(base_weights)(base_weights.embedding.bfloat16(), base_weights.head.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = drafter.loss(batch, half)

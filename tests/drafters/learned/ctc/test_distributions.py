@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.learned.ctc.distributions import FrameDistributions, next_token_distribution, reach, stop_probability
-from drafters.learned.ctc.sampled_tree import alignments, draw, merge
+from drafters.learned.ctc.distributions import FrameDistributions, next_token_distribution, spell, stop_probability
+from drafters.learned.ctc.sampled_tree import draw, merge, sample_alignments
 from drafters.tree import ROOT
 
 V, BLANK, START = 3, 3, 1  # tokens 0, 1, 2; the root is token 1
@@ -52,7 +52,7 @@ def distributions_of(texts, logits, table):
     tokens = torch.tensor([text[-1] if text else START for text in texts])
     parents = torch.tensor([texts.index(text[:-1]) if text else -1 for text in texts])
     frames = FrameDistributions(logits, None if table is None else table[tokens])
-    prefixes = reach(frames, tokens, parents)
+    prefixes = spell(frames, tokens, parents)
     return prefixes, next_token_distribution(frames, prefixes)
 
 
@@ -68,7 +68,7 @@ def test_the_distribution_of_the_next_token_sums_over_every_alignment(num_frames
     every = torch.tensor([begins[text] for text in texts], dtype=torch.float64)
     after = torch.tensor([[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]).to(every)
     stops = torch.tensor([is_text.get(text, 0.0) for text in texts]).to(every)
-    torch.testing.assert_close(prefixes.reached, every, rtol=1e-12, atol=0)
+    torch.testing.assert_close(prefixes.probs, every, rtol=1e-12, atol=0)
     torch.testing.assert_close(distribution, after / every[:, None], rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(stop_probability(prefixes), stops / every, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(stop_probability(prefixes), 1 - distribution.sum(-1), rtol=0, atol=1e-12)
@@ -129,7 +129,7 @@ def test_the_numbers_that_draw_an_alignment_fill_its_probability(biased):
         low, high, share = intervals(logits, table, symbols)
         assert share == pytest.approx(probability, abs=1e-12)
         inside = torch.from_numpy(np.stack([low + 1e-9, (low + high) / 2, high - 1e-9], axis=1))
-        drawn = alignments(logits, looked_up(table), START, inside)
+        drawn = sample_alignments(logits, looked_up(table), START, inside)
         assert drawn.tolist() == [list(symbols)] * 3
 
 
@@ -165,7 +165,7 @@ def test_a_drawn_tree_is_the_merged_texts_with_the_distributions_of_those_that_g
 def test_many_drawn_texts_follow_the_distribution(biased):
     logits, table = random_frames(4, biased, seed=2)
     uniforms = torch.from_numpy(np.random.default_rng(0).random((4, 20_000)))
-    drawn = alignments(logits, looked_up(table), START, uniforms).tolist()
+    drawn = sample_alignments(logits, looked_up(table), START, uniforms).tolist()
     counts = defaultdict(int)
     for symbols in drawn:
         counts[tuple(symbols)] += 1

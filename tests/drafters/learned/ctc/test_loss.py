@@ -7,8 +7,10 @@ import torch
 
 from drafters import TrainingBatch
 from drafters.learned.ctc.alignment import collapse
-from drafters.learned.ctc.loss import ctc_loss
+from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
+from drafters.learned.losses.anchors import AnchoredFrames
+from drafters.learned.losses.chunks import MAX_BYTES
 
 T, V, U, D, R, BLANK = 5, 3, 3, 4, 2, 3
 ALIGNMENTS = torch.tensor(list(product(range(V + 1), repeat=T)))
@@ -53,9 +55,13 @@ class Case:
         for leaf in self.leaves:
             leaf.requires_grad_()
 
-    def loss(self, **settings):
-        weights = self.head, self.blank_row, self.blank_bias, self.markov
-        return ctc_loss(self.frames, LABELS, VALID, ROOTS, *weights, **settings)
+    def loss(self, teacher=None, teacher_valid=None, warm_up=0.0, max_bytes=MAX_BYTES, **options):
+        anchored = AnchoredFrames(self.frames, LABELS, VALID, ROOTS, teacher, teacher_valid)
+        return self.loss_of(anchored, warm_up, max_bytes, **options)
+
+    def loss_of(self, anchored, warm_up=0.0, max_bytes=MAX_BYTES, **options):
+        blank, settings = BlankOutput(self.blank_row, self.blank_bias), {"warm_up": warm_up, "max_bytes": max_bytes}
+        return ctc_loss(anchored, self.head, blank, self.markov, CTCLossOptions(**options), **settings)
 
     def log_distributions(self, anchor):
         """(T, V, V + 1): the law of each frame after each last label."""
@@ -205,17 +211,17 @@ def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero
 def test_labels_no_alignment_reaches_add_nothing(has_bias, objective):
     """Three frames hold y y but not y y y."""
     case = Case(has_bias)
-    short = [case.frames[:2, :3], torch.tensor([[1, 1, 1], [1, 2, 0]])]
-    rest = torch.tensor([0, 0]), case.head, case.blank_row, case.blank_bias, case.markov, objective
+    short, roots = [case.frames[:2, :3], torch.tensor([[1, 1, 1], [1, 2, 0]])], torch.tensor([0, 0])
     all_valid, two_valid = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True] * 3])
-    loss, _ = ctc_loss(*short, all_valid, *rest)
+    loss, _ = case.loss_of(AnchoredFrames(*short, all_valid, roots), objective=objective)
     gradients = torch.autograd.grad(loss, case.leaves)
     assert all(gradient.isfinite().all() for gradient in gradients)
     if objective == "ctc":
         assert gradients[0][0].eq(0).all()
         assert loss > 0
     else:
-        torch.testing.assert_close(loss, ctc_loss(*short, two_valid, *rest)[0])
+        expected, _ = case.loss_of(AnchoredFrames(*short, two_valid, roots), objective=objective)
+        torch.testing.assert_close(loss, expected)
 
 
 @has_bias
@@ -223,10 +229,9 @@ def test_a_token_the_draft_cannot_say_costs_a_finite_divergence(has_bias):
     """In four frames 1 1 may go on to 0 but not to a third 1, which the base still holds possible."""
     case = Case(has_bias)
     labels, valid = torch.tensor([[1, 1, 0]]), torch.ones(1, 3, dtype=torch.bool)
-    rest = torch.tensor([0]), case.head, case.blank_row, case.blank_bias, case.markov
-    settings = {"teacher": case.teacher[:1], "weights": "survival"}
-    plain, _ = ctc_loss(case.frames[:1, :4], labels, valid, *rest, weights="survival")
-    loss, _ = ctc_loss(case.frames[:1, :4], labels, valid, *rest, distillation=1.0, **settings)
+    anchored = AnchoredFrames(case.frames[:1, :4], labels, valid, torch.tensor([0]), case.teacher[:1])
+    plain, _ = case.loss_of(anchored, weights="survival")
+    loss, _ = case.loss_of(anchored, weights="survival", distillation=1.0)
     assert plain < loss < plain + 60
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, case.leaves))
 
@@ -245,11 +250,11 @@ def test_half_precision_multiplies_coarsely_and_sums_finely(has_bias, head_dtype
         markov = Markov(num_tokens, R, num_tokens + 1)
         torch.nn.init.normal_(markov.right, std=0.1)
     valid = torch.ones_like(labels, dtype=torch.bool)
-    exact = ctc_loss(
-        frames.double(), labels, valid, roots, head.to(head_dtype).double(), *(x.double() for x in blank), markov
-    )[0]
+    anchored, wide = AnchoredFrames(frames, labels, valid, roots), AnchoredFrames(frames.double(), labels, valid, roots)
+    wide_blank = BlankOutput(*(x.double() for x in blank))
+    exact, _ = ctc_loss(wide, head.to(head_dtype).double(), wide_blank, markov)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, _ = ctc_loss(frames, labels, valid, roots, head.to(head_dtype), *blank, markov)
+        ours, _ = ctc_loss(anchored, head.to(head_dtype), BlankOutput(*blank), markov)
     assert ours.dtype == torch.float32
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[head_dtype]
     torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters import DraftTree, Hydra, Limits, Medusa, StepResult, TrainingBatch
+from drafters import DraftTree, Hydra, Limits, Medusa, StepResult, TrainingBatch, recipe
 
 S, V, K = 18, 23, 3
 KINDS = {
@@ -27,7 +27,8 @@ def make(shape, base_weights):
         build, usual = KINDS[kind]
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = build(shape, **{"num_heads": K, "num_nodes": 9, "top_k": 4} | usual | arguments).double()
+            options = {"num_heads": K, "num_nodes": 9, "top_k": 4} | usual | arguments
+            drafter = recipe.build(build, shape, options).double()
             for weight in drafter.parameters():
                 torch.nn.init.normal_(weight, std=0.3)
         drafter.attach_base_weights(wide(base_weights))
@@ -90,7 +91,7 @@ def test_the_loss_is_that_of_every_root_decoded_one_by_one(make, batch, kind):
                 logits = distribution(drafter, states[root], batch.input_ids[row, root : at + 1].tolist())
                 goal = batch.labels[row, at]
                 if drafter.distillation:
-                    goal = (batch.last[row, at] @ drafter.base_weights.head.T).softmax(-1)
+                    goal = (batch.last_hidden[row, at] @ drafter.base_weights.head.T).softmax(-1)
                 losses[head].append(F.cross_entropy(logits[None], goal[None]))
     expected = sum(0.7 ** (head + 1) * torch.stack(each).mean() for head, each in enumerate(losses))
     torch.testing.assert_close(loss, expected)
@@ -151,7 +152,9 @@ def test_the_loss_has_the_gradient_that_differences_show(make, batch, kind):
 @each_kind
 def test_a_batch_without_anchors_gives_nothing_and_touches_every_weight(make, batch, kind):
     drafter = make(kind)
-    empty = TrainingBatch(batch.hidden, batch.last, batch.input_ids, batch.labels, torch.zeros_like(batch.loss_mask))
+    empty = TrainingBatch(
+        batch.hidden, batch.last_hidden, batch.input_ids, batch.labels, torch.zeros_like(batch.loss_mask)
+    )
     loss, _ = drafter.loss(empty, drafter.base_weights)
     loss.backward()
     assert loss == 0
@@ -161,7 +164,7 @@ def test_a_batch_without_anchors_gives_nothing_and_touches_every_weight(make, ba
 @each_kind
 def test_before_training_every_head_says_what_the_base_said_of_the_root(shape, base_weights, kind):
     build, arguments = KINDS[kind]
-    drafter = build(shape, **arguments)
+    drafter = recipe.build(build, shape, arguments)
     drafter.initialise(base_weights)
     hidden = torch.randn(1, S, 16)
     states, path = drafter.encode(hidden)[0], torch.randint(0, V, (S, drafter.num_heads))
@@ -176,7 +179,7 @@ def test_before_training_every_head_says_what_the_base_said_of_the_root(shape, b
 @each_kind
 def test_weights_of_the_base_stay_outside_the_state(shape, base_weights, kind):
     build, arguments = KINDS[kind]
-    drafter = build(shape, **arguments)
+    drafter = recipe.build(build, shape, arguments)
     before = set(drafter.state_dict())
     drafter.attach_base_weights(base_weights)
     drafter.initialise(base_weights)
@@ -252,7 +255,7 @@ def test_drafts_keep_to_their_limits(make, batch, kind, depth, nodes):
 @pytest.mark.parametrize("build", [Medusa, Hydra])
 def test_arguments_that_mean_nothing_are_refused_by_name(shape, build, name, value, least):
     with pytest.raises(ValueError, match=f"^{name} must be at least {least}, not {value}$"):
-        build(shape, **{name: value})
+        recipe.build(build, shape, {name: value})
 
 
 @pytest.mark.slow
@@ -267,7 +270,7 @@ def test_it_learns_a_text_that_repeats(shape, base_weights, kind):
     hidden = torch.randn(5, 16).repeat(8, 1).expand(4, -1, -1)
     last = 20 * F.one_hot(labels, V).float() @ torch.linalg.pinv(base_weights.head).T  # its law is the label
     mask = torch.ones_like(ids, dtype=torch.bool)
-    drafter = build(shape, **{"num_heads": 4, "num_anchors": 12} | arguments)
+    drafter = recipe.build(build, shape, {"num_heads": 4, "num_anchors": 12} | arguments)
     drafter.initialise(base_weights)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     losses = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters import BaseShape, BaseWeights, Hydra, Limits
-from drafters.learned.heads.hydra import PrefixAttention
+from drafters.learned.heads.hydra import HydraDraftOptions, HydraHeadOptions, PrefixAttention
 from drafters.learned.layers.draft_cache import DraftCache
 
 SMALL = BaseShape(hidden_size=8, vocab_size=5, num_layers=1, num_heads=2, head_dim=4, intermediate_size=8)
@@ -43,7 +43,9 @@ def paths(tree):
 @pytest.mark.parametrize("num_nodes", [1, 3, 12, 40, 155])
 @torch.no_grad()
 def test_with_no_bound_on_its_width_the_tree_is_the_most_probable_paths_of_all(base_weights, num_nodes):
-    drafter = randomised(Hydra(SMALL, 3, num_layers=2, num_nodes=num_nodes, top_k=5, width=125))
+    drafter = randomised(
+        Hydra(SMALL, HydraHeadOptions(3, num_layers=2), draft=HydraDraftOptions(num_nodes, top_k=5, width=125))
+    )
     states = torch.randn(3, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     roots = torch.tensor([0, 4, 2])
     every = [path for length in (1, 2, 3) for path in product(range(5), repeat=length)]
@@ -55,7 +57,7 @@ def test_with_no_bound_on_its_width_the_tree_is_the_most_probable_paths_of_all(b
 @pytest.mark.parametrize("width", [1, 2, 4])
 @torch.no_grad()
 def test_only_the_most_probable_paths_of_a_level_go_on(base_weights, width):
-    drafter = randomised(Hydra(SMALL, 3, num_nodes=999, top_k=3, width=width))
+    drafter = randomised(Hydra(SMALL, HydraHeadOptions(3), draft=HydraDraftOptions(999, top_k=3, width=width)))
     state, root, eos = torch.randn(8, dtype=torch.float64), 3, frozenset({1})
     (tree,) = drafter.trees(state[None], torch.tensor([root]), base_weights, Limits(9, eos=eos))
     expected, going_on = set(), [()]
@@ -72,7 +74,7 @@ def test_only_the_most_probable_paths_of_a_level_go_on(base_weights, width):
 
 @torch.no_grad()
 def test_a_head_reads_the_root_and_every_token_before_its_own_and_none_after(base_weights):
-    drafter = randomised(Hydra(SMALL, 3))
+    drafter = randomised(Hydra(SMALL, HydraHeadOptions(3)))
     states, path = torch.randn(1, 8, dtype=torch.float64), torch.tensor([[1, 2, 3]])
     plain = drafter.head_states(states, path, base_weights.embedding)
     for place in range(3):
@@ -92,7 +94,7 @@ def test_prefix_attention_gives_the_same_state_token_by_token_as_over_the_whole_
         start = end
         keys, values = cache.read()[0]
         before = keys[..., :-1, :], values[..., :-1, :]
-        torch.testing.assert_close(prefix.last(hidden[:, end - 1 : end], before)[0], whole[:, end - 1])
+        torch.testing.assert_close(prefix.last_output(hidden[:, end - 1 : end], before)[0], whole[:, end - 1])
 
 
 @torch.no_grad()
@@ -106,4 +108,4 @@ def test_prefix_attention_sees_what_stands_before_and_nothing_after():
 
 def test_a_width_of_nothing_is_refused():
     with pytest.raises(ValueError, match="width"):
-        Hydra(SMALL, width=0)
+        HydraDraftOptions(width=0)

@@ -5,7 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa
+from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
+from drafters.learned.heads.heads import HeadOptions
+from drafters.learned.heads.medusa import MedusaDraftOptions
 
 SMALL = BaseShape(hidden_size=8, vocab_size=6, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8)
 FREE = Limits(max_depth=9)
@@ -17,7 +19,7 @@ def small():
     generator = torch.Generator().manual_seed(0)
 
     def make(**arguments):
-        drafter = Medusa(SMALL, **{"num_heads": 3, "top_k": 6} | arguments).double()
+        drafter = recipe.build(Medusa, SMALL, {"num_heads": 3, "top_k": 6} | arguments).double()
         torch.manual_seed(0)
         for weight in drafter.parameters():
             torch.nn.init.normal_(weight, std=0.5)
@@ -97,17 +99,19 @@ def test_a_static_tree_has_the_same_ranks_at_every_root(small):
 )
 def test_what_is_no_tree_of_ranks_is_refused(static, said):
     with pytest.raises(ValueError, match=said) as caught:
-        Medusa(SMALL, num_heads=3, static=static)
+        recipe.build(Medusa, SMALL, {"num_heads": 3, "static": static})
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_tree_is_refused():
     with pytest.raises(ValueError, match="tree must be one of best_first, chain, not 'bush'"):
-        Medusa(SMALL, tree="bush")
+        MedusaDraftOptions(tree="bush")
 
 
 def test_weights_bear_the_names_and_shapes_that_vllm_reads():
-    weights = {name: tuple(weight.shape) for name, weight in Medusa(SMALL, 2, num_layers=2).state_dict().items()}
+    weights = {
+        name: tuple(weight.shape) for name, weight in Medusa(SMALL, HeadOptions(2, num_layers=2)).state_dict().items()
+    }
     expected = {f"blocks.{head}.layers.{layer}.weight": (8, 8) for head in range(2) for layer in range(2)}
     expected |= {f"blocks.{head}.layers.{layer}.bias": (8,) for head in range(2) for layer in range(2)}
     assert weights == expected | {f"lm_heads.{head}.weight": (6, 8) for head in range(2)}

@@ -5,7 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from drafters.learned.layers.markov import Markov
+from drafters.learned.losses.anchors import AnchoredFrames
+from drafters.learned.losses.chunks import MAX_BYTES
 from drafters.learned.losses.cross_entropy import cross_entropy
+from drafters.learned.losses.label_weights import LabelLossOptions
 
 A, T, U, V, D, R = 5, 4, 3, 7, 6, 2
 VALID = torch.arange(U) < torch.tensor([3, 2, 0, 1, 3])[:, None]
@@ -27,8 +30,9 @@ class Case:
                 weight.data = draw(*weight.shape)
             self.leaves += [*self.markov.parameters()]
 
-    def loss(self, valid=VALID, **settings):
-        return cross_entropy(self.frames, self.labels, valid, self.roots, self.head, self.markov, **settings)
+    def loss(self, valid=VALID, teacher=None, teacher_valid=None, max_bytes=MAX_BYTES, **options):
+        anchored = AnchoredFrames(self.frames, self.labels, valid, self.roots, teacher, teacher_valid)
+        return cross_entropy(anchored, self.head, self.markov, LabelLossOptions(**options), max_bytes)
 
     def log_distributions(self):
         logits = self.frames[:, :U] @ self.head.T

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from drafters import BaseShape, BaseWeights, Block, DraftTree, Limits, StepResult, TrainingBatch
+from drafters import BaseShape, BaseWeights, Block, DraftTree, Limits, StepResult, TrainingBatch, recipe
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 S = 20
@@ -16,7 +16,7 @@ def make():
     def made(**arguments):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = Block(SHAPE, **{"num_frames": 4, "num_nodes": 12, "top_k": 6} | arguments)
+            drafter = recipe.build(Block, SHAPE, {"num_frames": 4, "num_nodes": 12, "top_k": 6} | arguments)
             for weight in drafter.parameters():
                 if weight.dim() == 2:
                     torch.nn.init.normal_(weight, std=0.3)

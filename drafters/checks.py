@@ -1,0 +1,39 @@
+"""Checks of drafters' options that several drafters share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from drafters.protocol import BaseShape
+
+
+def check_at_least(minimum: int, **values: float) -> None:
+    """Raise ValueError if a value is below the minimum or not a number."""
+    for name, value in values.items():
+        if not value >= minimum:
+            raise ValueError(f"{name} must be at least {minimum}, not {value}")
+
+
+def check_above_zero(**values: float) -> None:
+    """Raise ValueError if a value is zero, negative or not a number."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value}")
+
+
+def check_choices(options: object) -> None:
+    """Raise ValueError if a field of a dataclass is annotated with a `Literal` and holds none of its values."""
+    for name, hint in get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(hint))}, not {value!r}")
+
+
+def check_hidden_layers(layers: Sequence[int], base: BaseShape) -> None:
+    """Raise ValueError unless ``layers`` names at least one layer of the base, and only layers that it has."""
+    if not layers or not all(-1 <= layer <= base.num_layers for layer in layers):
+        raise ValueError(
+            f"hidden_layers are {[*layers]}, but the base has {base.num_layers} layers: name layers from 0, the "
+            f"embedding, to {base.num_layers}, or -1, the normed last state"
+        )

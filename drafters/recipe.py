@@ -1,0 +1,94 @@
+"""Recipes of learned drafters: options grouped in frozen dataclasses, from nested or flat keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import Parameter, signature
+from typing import Any, get_type_hints
+
+from drafters.protocol import BaseShape, LearnedDrafter
+
+DRAFT = "draft"
+"""Constructor argument that holds what decoding may change; training fixes all others."""
+
+
+def groups(drafter_class: type[LearnedDrafter]) -> dict[str, type]:
+    """The constructor arguments that are groups of options, with their dataclasses."""
+    hints = get_type_hints(drafter_class.__init__)
+    return {name: hint for name, hint in hints.items() if name != "base" and is_dataclass(hint)}
+
+
+def nested(init_args: Mapping[str, Any], options: Mapping[str, type]) -> dict[str, Any]:
+    """Move flat keys, as recipes had before their options were grouped, into their groups.
+
+    A flat key overrides the same option of a group, so an override can be written flat.
+
+    >>> nested({"num_nodes": 64, "draft": {"top_k": 4}}, groups(CTC))
+    {'draft': {'top_k': 4, 'num_nodes': 64}}
+
+    Args:
+        init_args: Arguments of a drafter's constructor, nested, flat or mixed.
+        options: The dataclass of each group, as `groups` gives them.
+    """
+    group_of = {field.name: name for name, group in options.items() for field in fields(group)}
+    result = {name: value for name, value in init_args.items() if name in options or name not in group_of}
+    for name, value in init_args.items():
+        if name not in result:
+            result[group_of[name]] = {**result.get(group_of[name], {}), name: value}
+    return result
+
+
+def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys instead of nested ones: ``{"draft": {"top_k": 4}}`` becomes ``{"draft.top_k": 4}``."""
+    result: dict[str, Any] = {}
+    for name, value in init_args.items():
+        if isinstance(value, Mapping):
+            result |= {f"{name}.{key}": inner for key, inner in flattened(value).items()}
+        else:
+            result[name] = value
+    return result
+
+
+def build(drafter_class: type[LearnedDrafter], base: BaseShape, init_args: Mapping[str, Any]) -> LearnedDrafter:
+    """Build a drafter with fresh weights from nested or flat arguments.
+
+    Raises:
+        TypeError: An argument is unknown.
+        ValueError: A value is out of range.
+    """
+    options = groups(drafter_class)
+    arguments = nested(init_args, options)
+    for name, group in options.items():
+        if isinstance(arguments.get(name), Mapping):
+            arguments[name] = group(**arguments[name])
+    return drafter_class(base, **arguments)
+
+
+def draft_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
+    """The options that decoding may change, with their defaults."""
+    group = groups(drafter_class).get(DRAFT)
+    return _defaults(group) if group else {}
+
+
+def training_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
+    """The options that training fixes, with their defaults, by their flat names."""
+    options = groups(drafter_class)
+    parameters = signature(drafter_class).parameters
+    defaults = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name != "base" and name not in options and parameter.default is not Parameter.empty
+    }
+    for name, group in options.items():
+        if name != DRAFT:
+            defaults |= _defaults(group)
+    return defaults
+
+
+def _defaults(group: type) -> dict[str, Any]:
+    return {field.name: _default(field) for field in fields(group)}
+
+
+def _default(field: Field) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default

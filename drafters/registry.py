@@ -1,0 +1,138 @@
+"""The drafters by name: `register` is all that a new drafter, learned or training-free, needs to be found."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drafters.protocol import LearnedDrafter, NoDrafter
+
+MODULES = "DRAFTERS_MODULES"
+"""Environment variable: names of modules, separated by commas, that register drafters of one's own."""
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A drafter and how a command line builds it.
+
+    Args:
+        name: Its name in ``--drafter NAME``.
+        build: Its class, or a function that builds it.
+        file: What ``NAME=...`` names, such as CORPUS; empty if nothing.
+        is_optional: Whether ``=...`` may be left out.
+        load: Reads that file. Without it, ``build`` gets the base's runner and the name of the file as first arguments.
+        argument: Argument of ``build`` that takes what was read.
+        command: The `drafters` command that writes the file.
+    """
+
+    name: str
+    build: Callable[..., Any]
+    file: str = ""
+    is_optional: bool = False
+    load: Callable[[str], Any] | None = None
+    argument: str = ""
+    command: str = ""
+
+    @property
+    def learned_class(self) -> type[LearnedDrafter] | None:
+        """The drafter's class if it has weights, else None."""
+        is_learned = isinstance(self.build, type) and issubclass(self.build, LearnedDrafter)
+        return self.build if is_learned else None  # type: ignore[return-value]
+
+
+_REGISTRATIONS: dict[str, Registration] = {}
+
+
+def register(
+    name: str,
+    file: str = "",
+    is_optional: bool = False,
+    load: Callable[[str], Any] | None = None,
+    argument: str = "",
+    command: str = "",
+) -> Callable[[T], T]:
+    """Register a drafter's class, or a function that builds one, under its command-line name.
+
+    A subclass of `LearnedDrafter` can then be trained, exported and loaded; ``NAME=FOLDER`` names its folder. Every
+    module of the package is searched. A module of your own is known once it is imported; commands import those named
+    by the environment variable DRAFTERS_MODULES.
+
+    Args:
+        name: Name in ``--drafter NAME``.
+        file: What ``NAME=...`` names, such as CORPUS; nothing by default.
+        is_optional: Whether ``=...`` may be left out.
+        load: Reads that file. Without it, what is decorated gets the base's runner and the file's name first.
+        argument: Argument that takes what was read.
+        command: The `drafters` command that writes the file.
+    """
+
+    def decorate(build: T) -> T:
+        known = _REGISTRATIONS.get(name)
+        if known is not None and known.build is not build and full_path(known.build) != full_path(build):
+            raise ValueError(f"two drafters are registered as {name!r}: {full_path(known.build)}, {full_path(build)}")
+        _REGISTRATIONS[name] = Registration(name, build, file, is_optional, load, argument, command)
+        return build
+
+    return decorate
+
+
+@cache
+def _discover() -> None:
+    """Import every module of the package, and those that the environment names, so that their drafters register."""
+    for module in pkgutil.walk_packages([str(Path(__file__).parent)], "drafters."):
+        import_module(module.name)
+    for name in os.environ.get(MODULES, "").replace(",", " ").split():
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ValueError(f"{MODULES} names {name}, which cannot be imported: {error}") from error
+
+
+def registered() -> dict[str, Registration]:
+    """All registered drafters by name, those without weights first, each kind in alphabetical order."""
+    _discover()
+    return dict(sorted(_REGISTRATIONS.items(), key=lambda item: (item[1].learned_class is not None, item[0])))
+
+
+def learned() -> dict[str, type[LearnedDrafter]]:
+    """The classes of the registered drafters with weights, by name."""
+    return {name: kind for name, known in registered().items() if (kind := known.learned_class)}
+
+
+def full_path(build: Callable[..., Any]) -> str:
+    """Module and name of a class or function."""
+    return f"{build.__module__}.{build.__qualname__}"
+
+
+def class_path(drafter_class: type[LearnedDrafter]) -> str:
+    """The class path in recipes: ``drafters.CTC`` for a class of this package, else module and name."""
+    inside = drafter_class.__module__.startswith("drafters.")
+    return f"drafters.{drafter_class.__name__}" if inside else full_path(drafter_class)
+
+
+def find_class(path: str) -> type[LearnedDrafter]:
+    """The learned drafter that a recipe names.
+
+    Nothing is imported by the name, so a recipe from elsewhere runs no code.
+
+    Raises:
+        ValueError: No such drafter is registered.
+    """
+    for kind in learned().values():
+        if path in (class_path(kind), full_path(kind)):
+            return kind
+    raise ValueError(
+        f"{path!r} is not a registered learned drafter: import the module that registers it, or name the module in the "
+        f"environment variable {MODULES}; registered are {', '.join(class_path(kind) for kind in learned().values())}"
+    )
+
+
+register("none")(NoDrafter)

@@ -3,6 +3,7 @@ import re
 import pytest
 import yaml
 
+from drafters import recipe
 from train.cli import lightning_command
 
 OVERLAYS = {"debug.yaml"}
@@ -173,3 +174,26 @@ def test_a_checkpoint_is_validated_and_tested_from_the_command_line(call, traine
     outcome = call(lightning_command.main, subcommand, "--config", trained.config, "--ckpt_path", trained.ckpt)
     assert outcome.code == 0, outcome.err
     assert "val/acceptance_length" in outcome.out
+
+
+FLAT = {
+    "CTC": {"num_frames": 6, "num_labels": 4, "num_nodes": 9, "tree": "chain"},
+    "Block": {"num_frames": 5, "frames_differ": True, "num_nodes": 9, "tree": "chain"},
+    "Medusa": {"num_heads": 3, "decay": 0.7, "num_nodes": 9, "tree": "chain"},
+    "Hydra": {"num_heads": 3, "distillation": True, "num_nodes": 9, "width": 4},
+    "EAGLE": {"noise": 0.1, "depth": 3, "num_nodes": 9, "tree": "chain"},
+    "EAGLE3": {"num_unroll": 2, "decay": 0.5, "depth": 3, "num_nodes": 9},
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_config_whose_drafter_has_flat_keys_is_read(call, tmp_path, name):
+    overlay = tmp_path / "flat.yaml"
+    node = {"class_path": f"drafters.{name}", "init_args": FLAT[name]}
+    overlay.write_text(yaml.safe_dump({"model": {"drafter": node}}), encoding="utf-8")
+    flags = ("--model.drafter.init_args.num_nodes", "7", "--model.drafter.init_args.top_k=3")
+    values = yaml.safe_load(printed(call, "--config", "ctc.yaml", "--config", overlay, *flags))
+    given = recipe.flattened(values["model"]["drafter"]["init_args"])
+    options = {key.rpartition(".")[2]: value for key, value in given.items()}
+    assert options.items() >= (FLAT[name] | {"num_nodes": 7, "top_k": 3}).items()
+    assert given["draft.num_nodes"] == 7

@@ -6,7 +6,9 @@ import yaml
 
 from drafters import CTC, checkpoint, recipe
 from inference.engine.base import load_base, tokenizer_hash
+from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.cli import commands, lightning_command
+from train.export.export import drafter_of
 
 
 def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card(trained, tiny, tiny_base):
@@ -125,3 +127,16 @@ def test_an_exported_base_is_a_transformers_model_with_the_trained_weights(call,
     base = load_base(str(tmp_path / "base"))
     assert base.context_length == 256 and base.eos == {base.tokenizer.eos_token_id}
     assert tokenizer_hash(base.tokenizer) == tokenizer_hash(load_base(str(tiny)).tokenizer)
+
+
+def test_a_checkpoint_whose_recipe_has_flat_keys_gives_the_same_drafter(trained):
+    saved = read_checkpoint(trained.ckpt)
+    expected, config = drafter_of(saved, saved["hyper_parameters"])
+    node = saved["hyper_parameters"]["drafter"]
+    flat = {key.rpartition(".")[2]: value for key, value in recipe.flattened(node["init_args"]).items()}
+    arguments = saved["hyper_parameters"] | {"drafter": node | {"init_args": flat}}
+    drafter, read = drafter_of(saved, arguments)
+    assert read == config
+    assert drafter.draft_options == expected.draft_options
+    weights = expected.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in drafter.state_dict().items())

@@ -64,7 +64,7 @@ class Comparison:
     divergences: list[Divergence]
 
 
-def alone(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
+def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampler: Sampler) -> list[int]:
     """Return the tokens that the base writes without a drafter.
 
     Greedy tokens come from transformers' own `generate`, which shares no code with this project's engine; sampled ones
@@ -147,7 +147,7 @@ def verify(model: ModelOptions, selection: PromptOptions, sampling: SamplingOpti
     prompts, max_new_tokens = selected.prompts, selection.max_new_tokens
     runner = Runner(base)
     sessions = {spec: Session(runner, catalogue.make(spec, runner), sampler) for spec in drafter}
-    expected = [alone(base, prompt, max_new_tokens, sampler) for prompt in prompts]
+    expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = Console()
     decoding = f"temperature {sampling.temperature}, seed {sampling.seed}" if sampling.temperature > 0 else "greedy"
     console.print(f"{model.base} · {model.dtype} · {decoding} · {len(prompts)} prompts", markup=False)

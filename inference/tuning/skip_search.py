@@ -17,7 +17,7 @@ from inference.engine.layer_skipping import default_skips, sublayers
 from inference.engine.options import ModelOptions
 from inference.engine.sampling import Greedy
 from inference.evaluation.question_options import QuestionOptions
-from inference.evaluation.verify import alone
+from inference.evaluation.verify import generate_reference
 from inference.runs.journal import Journal
 from inference.runs.outputs import new_file
 from inference.runs.progress import progress_bars
@@ -178,7 +178,7 @@ def run(
     default = frozenset(layer + half * num_layers for half in (0, 1) for layer in default_skips(num_layers)[half])
     with progress_bars(transient=True) as progress:
         tracked = progress.track(prompts.prompts, description="the base answers")
-        texts = [(prompt, alone(base, prompt, max_new_tokens, Greedy())) for prompt in tracked]
+        texts = [(prompt, generate_reference(base, prompt, max_new_tokens, Greedy())) for prompt in tracked]
         probe = Probe(base, texts, options.num_draft, options.stride)
         shares = parameter_shares(base) if options.cost == "parameters" else measured_shares(base, texts[0][0])
         task = progress.add_task("skip sets", total=min(options.evaluations, 4**num_layers))

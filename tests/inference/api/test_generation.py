@@ -17,7 +17,7 @@ from inference import generate, load_base, stream
 from inference.api.generation import IncrementalDetokenizer, acquire_runner
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
-from inference.evaluation.verify import alone
+from inference.evaluation.verify import generate_reference
 
 TEXTS = ["naïve café — 3 × 4 € 😀👩‍🚀", "漢字かな交じり文。한국어 ไทย", "plain", "a\u0301\ufffdb \U0001f1e9\U0001f1ea"]
 
@@ -41,7 +41,7 @@ def babbler(make_base, chat):
 @pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
 def test_greedy_texts_are_the_bases_own(base, drafter):
     prompts = [[3, 4, 5], [7], [9, 8, 9, 8, 9]]
-    expected = [alone(base, prompt, 20, Greedy()) for prompt in prompts]
+    expected = [generate_reference(base, prompt, 20, Greedy()) for prompt in prompts]
     written = generate(base, prompts, drafter, max_new_tokens=20)
     assert [one.token_ids for one in written] == expected
     assert [one.text for one in written] == [base.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
@@ -66,7 +66,7 @@ def test_the_cost_of_a_text_is_counted(base):
 def test_prompt_i_is_sampled_with_seed_plus_i(base):
     prompts, arguments = [[3, 4], [3, 4]], {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 20}
     written = generate(base, prompts, seed=5, **arguments)
-    expected = [alone(base, [3, 4], 20, KeyedSampler(0.9, 20, 0.95, seed)) for seed in (5, 6)]
+    expected = [generate_reference(base, [3, 4], 20, KeyedSampler(0.9, 20, 0.95, seed)) for seed in (5, 6)]
     assert [one.token_ids for one in written] == expected and expected[0] != expected[1]
 
 
@@ -74,7 +74,9 @@ def test_a_text_ends_at_the_given_end_tokens_or_else_at_the_bases_own(base):
     free = generate(base, [3, 4, 5], max_new_tokens=20, eos=[])[0].token_ids
     end = free[6]
     assert generate(base, [3, 4, 5], max_new_tokens=20, eos=end)[0].token_ids == free[: free.index(end) + 1]
-    assert generate(base, [3, 4, 5], max_new_tokens=20)[0].token_ids == alone(base, [3, 4, 5], 20, Greedy())
+    assert generate(base, [3, 4, 5], max_new_tokens=20)[0].token_ids == generate_reference(
+        base, [3, 4, 5], 20, Greedy()
+    )
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
@@ -98,7 +100,7 @@ def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
     def ids(prompts):
         return [one.token_ids for one in generate(chat, prompts, max_new_tokens=8)]
 
-    expected = [alone(chat, prompt, 8, Greedy()) for prompt in (plain, rendered)]
+    expected = [generate_reference(chat, prompt, 8, Greedy()) for prompt in (plain, rendered)]
     assert expected[0] != expected[1]
     assert ids(text) == ids([text]) == ids(plain) == ids([plain]) == expected[:1]
     assert ids(messages) == ids([messages]) == ids(rendered) == expected[1:]

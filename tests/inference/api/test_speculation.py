@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from drafters import ANPD
 from inference import Speculation, load_base, speculate
 from inference.engine.sampling import KeyedSampler
-from inference.evaluation.verify import alone
+from inference.evaluation.verify import generate_reference
 
 PROMPT = torch.tensor([[3, 4, 5, 3, 4]])
 
@@ -102,7 +102,7 @@ def test_several_texts_are_decoded_separately_and_padded_as_by_generate(base):
     speculation = Speculation()
     base.model.generate(ids, custom_generate=speculation, **arguments)
     assert len(speculation.generations) == 4
-    assert speculation.generations[1].tokens == alone(base, [3, 4, 5, 6], 30, None)
+    assert speculation.generations[1].tokens == generate_reference(base, [3, 4, 5, 6], 30, None)
 
 
 # ---- stopping
@@ -194,7 +194,7 @@ def test_manual_seed_repeats_a_sampled_text_with_any_drafter(base, oracle):
     assert len({tuple(text) for text in several.tolist()}) == 3
     torch.manual_seed(0)
     key = int(torch.randint(2**62, ()))
-    assert texts[0][5:] == alone(base, PROMPT[0].tolist(), 30, KeyedSampler(0.8, 12, 0.9, key))
+    assert texts[0][5:] == generate_reference(base, PROMPT[0].tolist(), 30, KeyedSampler(0.8, 12, 0.9, key))
 
 
 def test_greedy_decoding_does_not_advance_torchs_generator(base):

@@ -15,7 +15,7 @@ from inference.engine.layer_skipping import LayerSkippingSession, default_skips,
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
 from inference.engine.session import Session
-from inference.evaluation.verify import alone
+from inference.evaluation.verify import generate_reference
 from inference.registry import catalogue
 
 BASES = [
@@ -56,7 +56,7 @@ def session_of(base, skips, cache="static", sampler=None, inner_sampler=None, **
 @cache
 def written_alone(base, prompt):
     """Sixteen tokens by transformers' own generate, which ends at EOS tokens."""
-    return alone(base, list(prompt), 16, Greedy())
+    return generate_reference(base, list(prompt), 16, Greedy())
 
 
 def zeroed(base, skips):
@@ -283,7 +283,7 @@ def test_sampled_text_is_the_one_sampled_without_a_drafter(make_base, skips):
     base = make_base(layers=3)
     for length, seed in [(1, 0), (3, 1), (17, 2)]:
         prompt, sampler = prompt_of(length), KeyedSampler(0.8, top_p=0.95, seed=seed)
-        expected = alone(base, prompt, 30, sampler)
+        expected = generate_reference(base, prompt, 30, sampler)
         assert session_of(base, skips, sampler=sampler, threshold=0.3).run(prompt, 30, base.eos).tokens == expected
 
 

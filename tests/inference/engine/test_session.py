@@ -15,7 +15,7 @@ from inference.engine.base import load_base
 from inference.engine.runner import Runner, causal_tree_mask
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session, common_prefix
-from inference.evaluation.verify import alone
+from inference.evaluation.verify import generate_reference
 
 DRAFTERS = ["none", "anpd", "prompt_lookup", "ctc", "ctc_deep", "adversarial", "oracle"]
 BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa")]
@@ -66,7 +66,7 @@ def test_greedy_text_is_the_bases_own(make_base, make_drafter, kind, attention, 
         expected = naive(base, prompt, 30)
         drafter = make_drafter(name, base, [*prompt, *expected])
         assert Session(Runner(base), drafter).run(prompt, 30).tokens == expected
-        written = alone(base, list(prompt), 30, Greedy())  # transformers' own generate, which ends at EOS
+        written = generate_reference(base, list(prompt), 30, Greedy())  # transformers' own generate, which ends at EOS
         assert Session(Runner(base), drafter).run(prompt, 30, base.eos).tokens == written
 
 
@@ -350,7 +350,7 @@ def test_all_drafters_give_the_text_of_a_pretrained_base(shared, make_drafter):
     base = load_base(str(shared("models/stories260K")))
     for text in ("Once upon a time", "Lily and Ben like to play in the park. One day"):
         prompt = base.tokenizer(text).input_ids
-        expected = alone(base, prompt, 48, Greedy())
+        expected = generate_reference(base, prompt, 48, Greedy())
         for name in DRAFTERS:
             drafter = make_drafter(name, base, [*prompt, *expected])
             assert Session(Runner(base), drafter).run(prompt, 48, base.eos).tokens == expected

@@ -12,7 +12,7 @@ from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 from inference.evaluation import verify as module
-from inference.evaluation.verify import Comparison, PromptOptions, alone, compare, first_divergence, verify
+from inference.evaluation.verify import Comparison, PromptOptions, compare, first_divergence, generate_reference, verify
 from inference.registry import catalogue
 
 
@@ -34,7 +34,7 @@ def folder(make_base, tmp_path_factory):
 
 
 def compared(base, spec, prompts, max_new_tokens, sampler):
-    expected = [alone(base, prompt, max_new_tokens, sampler) for prompt in prompts]
+    expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     own = runner.Runner(base)
     return compare(Session(own, catalogue.make(spec, own), sampler), prompts, expected, max_new_tokens)
 
@@ -74,14 +74,14 @@ def test_nothing_is_decoded_before_all_drafters_and_prompts_are_known_to_be_good
     questions = tmp_path / "questions.jsonl"
     rows = [{"question_id": 1, "category": "toy", "turns": ["hello " * words]}]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(module, "alone", lambda *arguments: pytest.fail("the base was asked"))
+    monkeypatch.setattr(module, "generate_reference", lambda *arguments: pytest.fail("the base was asked"))
     with pytest.raises(ValueError, match=said):
         verify(ModelOptions(folder), PromptOptions(questions=str(questions)), SamplingOptions(), drafters)
 
 
 def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):
     base, prompt = make_base(seed=5), [5, 6, 7]
-    written = alone(base, prompt, 20, Greedy())
+    written = generate_reference(base, prompt, 20, Greedy())
     assert len(written) == 20
     make = lambda: oracle([*prompt, *written], length=2)  # noqa: E731
     monkeypatch.setitem(registry._REGISTRATIONS, "oracle", registry.Registration("oracle", make))
@@ -129,5 +129,5 @@ def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, mo
 def test_an_end_token_that_only_the_tokenizer_names_ends_both_texts(make_base, monkeypatch):
     base = make_base()
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", None)
-    assert alone(base, [5, 6, 7], 30, Greedy())[-1] == 2
+    assert generate_reference(base, [5, 6, 7], 30, Greedy())[-1] == 2
     assert compared(base, "anpd", [[5, 6, 7]], 30, Greedy()).num_identical == 1

@@ -13,7 +13,7 @@ from inference.engine.layer_skipping import LayerSkippingSession, read_skips, sk
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy
-from inference.evaluation.verify import alone
+from inference.evaluation.verify import generate_reference
 from inference.runs.journal import Journal
 from inference.tuning import skip_search as module
 from inference.tuning.local_search import as_layers, search
@@ -24,7 +24,7 @@ PROMPTS = [[5, 6, 7], [9], list(range(3, 15))]
 
 
 def texts_of(base, num_tokens=20):
-    return [(prompt, alone(base, prompt, num_tokens, Greedy())) for prompt in PROMPTS]
+    return [(prompt, generate_reference(base, prompt, num_tokens, Greedy())) for prompt in PROMPTS]
 
 
 def subsets(items):
@@ -306,7 +306,7 @@ def test_an_unwritable_file_is_refused_before_the_base_is_loaded(asked, tmp_path
 
 
 def test_a_search_without_a_draft_leaves_no_journal(asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "alone", lambda *arguments: [5])
+    monkeypatch.setattr(module, "generate_reference", lambda *arguments: [5])
     with pytest.raises(ValueError, match="ends within 3 tokens"):
         run_search(**asked, out=str(tmp_path / "x.json"))
     assert [path.name for path in tmp_path.iterdir()] == ["questions.jsonl"]

@@ -162,7 +162,8 @@ def test_verify_compares_sampled_texts_too(call, trained, tiny):
 def test_verify_fails_if_a_drafted_text_differs(call, trained, tiny, monkeypatch):
     from inference.evaluation import verify
 
-    monkeypatch.setattr(verify, "alone", lambda *given, honest=verify.alone: [*honest(*given)[:-1], 5])
+    honest = verify.generate_reference
+    monkeypatch.setattr(verify, "generate_reference", lambda *arguments: [*honest(*arguments)[:-1], 5])
     outcome = call(commands.main, "verify", "--base", tiny, "--drafter", "anpd", "--limit", 1, "--max-new-tokens", 8)
     assert outcome.code == 1
     assert "0/1" in outcome.out and "logit gap" in outcome.out and "differs from token 7 on" in outcome.out

@@ -35,7 +35,8 @@ def answer_question(
         max_new_tokens: Maximum number of tokens of a turn.
     """
     messages: list[tuple[str, str]] = []
-    turns, ended = [], []
+    turns: list[Turn] = []
+    ended: list[bool] = []
     on_gpu = base.model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(base.model.device)

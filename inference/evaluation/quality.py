@@ -104,7 +104,7 @@ def translation(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     """BLEU and chrF of the corpus (sacrebleu's defaults)."""
     import sacrebleu
 
-    references = [[question.reference for question in questions]]
+    references = [[question.reference or "" for question in questions]]
     return {
         "BLEU": sacrebleu.corpus_bleu(list(texts), references).score,
         "chrF": sacrebleu.corpus_chrf(list(texts), references).score,

@@ -121,8 +121,8 @@ def headline(summaries: Summaries) -> str:
     """The evaluation in one sentence, about the fastest of the drafters that answered the most benchmarks."""
     best = fastest(summaries)
     if best is None:
-        own = next(iter(next(iter(summaries.values())).values()))
-        return f"Only {own.drafter} was run: {number(own.tokens_per_second, places=1)} tokens per second."
+        only = next(iter(next(iter(summaries.values())).values()))
+        return f"Only {only.drafter} was run: {number(only.tokens_per_second, places=1)} tokens per second."
     own = [by_drafter[best] for by_drafter in summaries.values() if best in by_drafter]
     identical, questions = sum(s.identical for s in own), sum(s.questions for s in own)
     what = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"

@@ -48,7 +48,7 @@ def answer_question(
             break
         result = session.run(prompt, max_new_tokens, base.eos)
         ended.append(bool(result.tokens) and result.tokens[-1] in base.eos)
-        answer = base.tokenizer.decode(result.tokens, skip_special_tokens=True).strip()
+        answer = str(base.tokenizer.decode(result.tokens, skip_special_tokens=True)).strip()
         turns.append(Turn(answer, result.tokens, len(prompt), result.steps, result.seconds))
         messages.append(("assistant", answer))
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -87,7 +87,8 @@ def evaluate(
     if folder:
         if not num_decoded:
             print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
-        page = write_results(folder, answers, summaries, skipped, warnings, reader.tokenizer.decode)
+        to_text: Any = reader.tokenizer.decode
+        page = write_results(folder, answers, summaries, skipped, warnings, to_text)
         print(f"Report: {page}")
 
 

@@ -115,7 +115,7 @@ class BenchmarkOptions:
             raise ValueError("--spaced selects the questions of a --limit: give a --limit too")
         return {
             name: benchmarks.load_questions(name, file or None, self.offset)
-            for name, file in zip(names, files or [None] * len(names), strict=True)
+            for name, file in zip(names, files or [""] * len(names), strict=True)
         }
 
     def select(self, base: BaseInfo, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:

@@ -6,12 +6,13 @@ Each function takes the base's runner, the model or file that ``NAME=...`` names
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import cast
 
 import drafters
 from drafters.protocol import Drafter
 from drafters.registry import register
 from drafters.training_free.pool import NgramPool
-from inference.engine.base import Base, load_base, tokenizer_hash
+from inference.engine.base import Base, Dtype, load_base, tokenizer_hash
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.engine.runner import Runner
@@ -100,7 +101,7 @@ def model_runner(folder: str, base: Base) -> Runner:
     Raises:
         ValueError: The model cannot be loaded, or has another vocabulary than the base.
     """
-    dtype = str(base.model.dtype).removeprefix("torch.")
+    dtype = cast("Dtype", str(base.model.dtype).removeprefix("torch."))
     model = _load(folder, dtype, str(base.model.device))
     if model.model.config.vocab_size != base.model.config.vocab_size:
         raise ValueError(
@@ -115,5 +116,5 @@ def model_runner(folder: str, base: Base) -> Runner:
 
 
 @lru_cache(maxsize=4)
-def _load(folder: str, dtype: str, device: str) -> Base:
+def _load(folder: str, dtype: Dtype, device: str) -> Base:
     return load_base(folder, dtype, device)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.text import Text
@@ -15,6 +16,7 @@ from data import benchmarks
 from data.tokenizer import load_tokenizer
 from drafters.atomic_write import atomic_write
 from drafters.protocol import Drafter, RequiredOutputs
+from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost
 from inference.registry import catalogue
 from inference.replay import recordings
@@ -99,7 +101,8 @@ def make(spec: str, runner: ReplayRunner) -> Drafter:
         ValueError: The drafter needs more of the base than its tokens, or `catalogue.make` cannot build it.
     """
     try:
-        drafter = catalogue.make(spec, runner)
+        # A drafter that reads only tokens does not touch the runner, and others raise NoModel.
+        drafter = catalogue.make(spec, cast("Runner", runner))
         replayable = drafter.history_only and drafter.required_outputs == RequiredOutputs()
     except NoModel:
         replayable = False

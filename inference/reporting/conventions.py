@@ -209,12 +209,12 @@ def table(pairs: Pairs) -> list[RenderableType]:
     """The tables and notes, for a rich console to print one after the other."""
     headings, convention_rows = rows(pairs)
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in zip(headings, ("left", "right", "left"), strict=True):
-        grid.add_column(heading, justify=justify, no_wrap=justify == "right")
+    for index, heading in enumerate(headings):
+        grid.add_column(heading, justify="right" if index == 1 else "left", no_wrap=index == 1)
     for row in convention_rows:
         grid.add_row(*map(Text, row.cells))
     by_category = category_rows(pairs)
-    parts = [rich_table(*by_category), Text()] if by_category[1] else []
+    parts: list[RenderableType] = [rich_table(*by_category), Text()] if by_category[1] else []
     return [grid, Text(), *parts, *map(Text, notes(pairs)), Text()]
 
 

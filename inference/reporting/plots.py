@@ -7,10 +7,12 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from inference.results.metrics import Summary
 
@@ -93,7 +95,7 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
     axes.set_ylabel("% of steps")
     axes.set_xlim(0.7, deepest + 0.3)
     axes.set_ylim(0, 10 * math.ceil(highest / 10))
-    axes.xaxis.get_major_locator().set_params(integer=True, steps=[1, 2, 5, 10])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="both")
     _legend_below(figure)
     return figure
@@ -122,7 +124,7 @@ def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.set_title("Effect of a larger draft tree")
     for family, drafters in budgets(summaries).items():
-        points = sorted((summaries[drafter] for drafter in drafters), key=lambda s: s.fed_per_step)
+        points = sorted((summaries[drafter] for drafter in drafters), key=lambda s: s.fed_per_step or 0.0)
         colour, fed = colours[drafters[0]], [s.fed_per_step for s in points]
         for axes, measure, interval in (
             (upper, "acceptance_length", "acceptance_interval"),
@@ -177,7 +179,7 @@ def applicable(summaries: Summaries) -> list[str]:
 def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light") -> bytes:
     """Draw the plot of this name as a PNG image, for a page of this theme."""
     background, ink, grid = THEMES[theme]
-    style = {
+    style: Any = {
         "figure.facecolor": background,
         "savefig.facecolor": background,
         "axes.facecolor": background,

@@ -86,7 +86,7 @@ def decoder(results: EvaluationResults, tokenizer: str | None = None) -> Decode 
         ValueError: The given tokenizer cannot be loaded.
     """
     try:
-        decode = load_tokenizer(tokenizer or str(results.conditions.get("base", ""))).decode
+        decode: Any = load_tokenizer(tokenizer or str(results.conditions.get("base", ""))).decode
     except ValueError:
         if tokenizer:
             raise

@@ -284,8 +284,10 @@ def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int
     for index in shown:
         heading = Text(headings[index].replace(" ", "\n", 1))
         width = max(len(row.cells[index]) for row in rows)  # on a narrow terminal headings and long names break
-        justify = "right" if index else "left"
-        result.add_column(heading, justify=justify, vertical="bottom", min_width=min(width, 16), overflow="fold")
+        min_width = min(width, 16)
+        result.add_column(
+            heading, justify="right" if index else "left", vertical="bottom", min_width=min_width, overflow="fold"
+        )
     for row in rows:
         cells = [Text(row.cells[index], style="bold" if index in row.best else "") for index in shown]
         result.add_row(*cells, style="" if row.is_identical else "red")

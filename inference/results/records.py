@@ -143,4 +143,5 @@ def _step_to_json(step: StepCost) -> list[float]:
 
 
 def _step_from_json(row: list[float]) -> StepCost:
-    return StepCost(*map(int, row[: len(COUNTS)]), tuple(row[len(COUNTS) :]))
+    counts = dict(zip(COUNTS, map(int, row), strict=False))
+    return StepCost(**counts, seconds=tuple(row[len(COUNTS) :]))

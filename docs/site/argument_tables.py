@@ -11,13 +11,16 @@ from typing import Any, get_type_hints
 from docstring_parser import parse
 
 from drafters.protocol import BaseShape, LearnedDrafter
-from inference.registry.catalogue import LEARNED, TRAINING_FREE
+from drafters.recipe import DRAFT
+from drafters.registry import registered
+from inference.registry import catalogue  # noqa: F401  registers the drafters that need a model
 
 
 def table(name: str) -> str:
     """A Markdown table of the arguments of ``NAME``; what decoding may change is marked for learned drafters."""
-    kind = LEARNED.get(name) or TRAINING_FREE[name].build
-    changeable = kind.decoding if name in LEARNED else None
+    registration = registered()[name]
+    kind = registration.build
+    changeable = frozenset({DRAFT}) if registration.learned_class else None
     rows = [
         f"| `{path}` | `{default}` | {meaning}{' *(decoding)*' if changeable and changes(path, changeable) else ''} |"
         for path, default, meaning in arguments(kind)
@@ -33,7 +36,7 @@ def table(name: str) -> str:
 
 def changes(path: str, changeable: frozenset[str]) -> bool:
     """Whether an argument, or the group it belongs to, is among those that decoding may change."""
-    return any(part in changeable for part in (path, path.partition(".")[0], path.rpartition(".")[2]))
+    return any(part in changeable for part in (path, path.partition(".")[0]))
 
 
 def arguments(build: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -41,7 +41,8 @@ def changes(path: str, changeable: frozenset[str]) -> bool:
 
 def arguments(build: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Name, default and meaning of each argument; the fields of a group follow with dotted names."""
-    hints = get_type_hints(build.__init__ if inspect.isclass(build) else build)
+    # The fields of a dataclass are resolved in the module of the class that declares them, its __init__ is not.
+    hints = get_type_hints(build.__init__ if inspect.isclass(build) and not is_dataclass(build) else build)
     documented = docstrings(build)
     for name, parameter in inspect.signature(build).parameters.items():
         hint = hints.get(name)

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, inference_mode, nn
 
-from drafters import BaseShape, BaseWeights, DraftTree, LearnedDrafter, Limits, RequiredOutputs, StepResult
+from drafters import BaseShape, BaseWeights, DraftTree, LearnedDrafter, Limits, RequiredOutputs, StepResult, register
 from drafters.protocol import UNLIMITED, TrainingBatch
 
 
+@register("linear_heads")
 class LinearHeads(LearnedDrafter):
     """Predicts the next tokens independently of each other and drafts them as one chain.
 
@@ -35,7 +35,7 @@ class LinearHeads(LearnedDrafter):
     def begin(self, prompt: Sequence[int]) -> None:
         self._states = []
 
-    @torch.inference_mode()
+    @inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         if not self._states or self.base_weights is None:  # before the prefill there is no state to read
             return DraftTree()
@@ -48,7 +48,7 @@ class LinearHeads(LearnedDrafter):
     def rewind(self, length: int) -> None:
         del self._states[max(length - 1, 0) :]
 
-    @torch.inference_mode()
+    @inference_mode()
     def draft_at(
         self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
     ) -> list[DraftTree]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters import Drafter, DraftTree, Limits
+from drafters import Drafter, DraftTree, Limits, register
 
 
+@register("repeat_after")
 class RepeatAfter(Drafter):
     """Remembers the last two successors of every token and drafts a tree of two chains.
 

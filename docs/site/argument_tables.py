@@ -13,35 +13,25 @@ from docstring_parser import parse
 from drafters.protocol import BaseShape, LearnedDrafter
 from drafters.recipe import DRAFT
 from drafters.registry import registered
-from inference.registry import catalogue  # noqa: F401  registers the drafters that need a model
+from inference.registry import builders  # noqa: F401  registers the drafters that need a model
 
 
 def table(name: str) -> str:
     """A Markdown table of the arguments of ``NAME``; what decoding may change is marked for learned drafters."""
     registration = registered()[name]
-    kind = registration.build
-    changeable = frozenset({DRAFT}) if registration.learned_class else None
+    changeable = f"{DRAFT}." if registration.learned_class else None
     rows = [
-        f"| `{path}` | `{default}` | {meaning}{' *(decoding)*' if changeable and changes(path, changeable) else ''} |"
-        for path, default, meaning in arguments(kind)
+        f"| `{path}` | `{default}` | {meaning}{' *(decoding)*' if changeable and path.startswith(changeable) else ''} |"
+        for path, default, meaning in arguments(registration.build)
     ]
     if not rows:
         return ""
-    title = f"Arguments of `{name}`"
-    return "\n".join(
-        [f'??? note "{title}"', "", "    | argument | default | meaning |", "    |---|---|---|"]
-        + [f"    {row}" for row in rows]
-    )
-
-
-def changes(path: str, changeable: frozenset[str]) -> bool:
-    """Whether an argument, or the group it belongs to, is among those that decoding may change."""
-    return any(part in changeable for part in (path, path.partition(".")[0]))
+    head = [f'??? note "Arguments of `{name}`"', "", "    | argument | default | meaning |", "    |---|---|---|"]
+    return "\n".join(head + [f"    {row}" for row in rows])
 
 
 def arguments(build: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Name, default and meaning of each argument; the fields of a group follow with dotted names."""
-    # The fields of a dataclass are resolved in the module of the class that declares them, its __init__ is not.
     hints = get_type_hints(build.__init__ if inspect.isclass(build) and not is_dataclass(build) else build)
     documented = docstrings(build)
     for name, parameter in inspect.signature(build).parameters.items():

@@ -204,7 +204,7 @@ def test_the_table_of_prefixes_holds_all_of_them_with_the_distribution_of_what_f
         begins, is_text, very, good, stop = row[1:]
         check(BEGINS[text], begins)
         check(IS.get(text, 0.0), is_text)
-        check(prefixes.reached[index].item(), begins)
+        check(prefixes.probs[index].item(), begins)
         for token, cell in enumerate((very, good)):
             check(BEGINS.get((*text, token), 0.0) / BEGINS[text], cell)
             check(following[index, token].item(), cell)
@@ -299,7 +299,7 @@ def test_the_biased_column_sums_over_all_alignments_and_all_functions_give_it():
         paths, _, reached = search(99, bias)
         for index, row in enumerate(rows, 1):
             check(begins[texts[index]], row[column])
-            check(prefixes.reached[index].item(), row[column])
+            check(prefixes.probs[index].item(), row[column])
             check(reached[paths.index(texts[index])], row[column])
             _, begin = prefix_log_probs(*columns(list(texts[index]), bias))
             check(begin[0, -1].exp().item(), row[column])

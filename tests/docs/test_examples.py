@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from drafters import DraftTree, Limits
+from inference import generate, load_base
 from inference.engine.runner import Runner
 from inference.engine.session import Session
 from tests.conftest import toy_base
-from train.cli import lightning_command
+from train.cli import commands, lightning_command
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -80,13 +81,17 @@ def test_the_learned_example_drafts_in_simulation_what_it_drafts_live():
     assert proposed == simulated and len(proposed) == 3
 
 
-def test_the_learned_example_trains_with_the_command_of_the_page(monkeypatch, tmp_path):
+def test_the_learned_example_trains_with_the_command_of_the_page_and_decodes_from_its_folder(monkeypatch, tmp_path):
     (line,) = [line for line in PAGE.splitlines() if line.startswith("lightning fit") and "linear_heads" in line]
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", ["lightning"])
     run = ["--trainer.default_root_dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
     lightning_command.main([*line.partition("  #")[0].split()[1:], *run])
-    (checkpoint,) = (tmp_path / "run").rglob("*.ckpt")
-    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert {name.split(".")[1] for name in weights if name.startswith("drafter.")} == {"heads"}
+    commands.main(["export", str(tmp_path / "run" / "checkpoints" / "best.ckpt"), str(tmp_path / "folder")])
+    base = load_base("checkpoints/tiny-chat")
+    plain, drafted = (
+        generate(base, "Name a colour.", drafter=drafter, max_new_tokens=16)[0]
+        for drafter in ("none", f"linear_heads={tmp_path / 'folder'}")
+    )
+    assert drafted.token_ids == plain.token_ids and drafted.steps[-1].draft_forwards == 1

@@ -169,6 +169,8 @@ class StepResult:
 class Drafter(Protocol):
     """Proposes draft trees for one text at a time: `begin`, then `propose` and `observe` alternately.
 
+    Only `propose` must be defined; the other methods do nothing unless a drafter overrides them.
+
     Args:
         required_outputs: What it needs from the base's forward pass.
         history_only: Whether proposals depend only on the tokens of the texts so far. Such a drafter can be replayed on
@@ -184,21 +186,25 @@ class Drafter(Protocol):
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new text. What the drafter keeps across texts stays."""
+        return None
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         """Propose continuations of ``seq``, whose last token is the root. Must not run the base."""
 
     def observe(self, step: StepResult) -> None:
         """Update the drafter's state with the outcome of a step."""
+        return None
 
     def rewind(self, length: int) -> None:
         """Forget what lies beyond the first ``length`` tokens of the text, because they were rejected drafts.
 
         The last remaining token is a root again: what was observed at its position will be observed once more.
         """
+        return None
 
     def reset(self) -> None:
         """Forget everything, including what is kept across texts."""
+        return None
 
 
 class NoDrafter(Drafter):

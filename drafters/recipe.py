@@ -16,7 +16,9 @@ DRAFT = "draft"
 def groups(drafter_class: type[LearnedDrafter]) -> dict[str, type]:
     """The constructor arguments that are groups of options, with their dataclasses."""
     hints = get_type_hints(drafter_class.__init__)
-    return {name: hint for name, hint in hints.items() if name != "base" and is_dataclass(hint)}
+    return {
+        name: hint for name, hint in hints.items() if name != "base" and isinstance(hint, type) and is_dataclass(hint)
+    }
 
 
 def nested(init_args: Mapping[str, Any], options: Mapping[str, type]) -> dict[str, Any]:

@@ -127,11 +127,10 @@ class HeadDrafter(LearnedDrafter):
         self.num_anchors, self.chunk_anchors = loss.num_anchors, loss.chunk_anchors
         self.blocks = nn.ModuleList(blocks)
         num_outputs = heads.num_heads if heads.own_heads else 0
-        self.lm_heads = nn.ModuleList(
-            nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(num_outputs)
-        )
-        for head in self.lm_heads:
+        lm_heads = [nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(num_outputs)]
+        for head in lm_heads:
             nn.init.normal_(head.weight, std=0.02)
+        self.lm_heads = nn.ModuleList(lm_heads)
         self._states: list[Tensor] = []  # the base's last hidden state at every committed position
 
     @property
@@ -141,8 +140,8 @@ class HeadDrafter(LearnedDrafter):
 
     @torch.no_grad()
     def initialise(self, base_weights: BaseWeights) -> None:
-        for head in self.lm_heads:
-            head.weight.copy_(base_weights.head)
+        for weight in self.lm_heads.parameters():
+            weight.copy_(base_weights.head)
 
     def encode(self, hidden: Tensor) -> Tensor:
         """The states that the heads read, at every position (B, S, D) of whole texts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,13 +91,17 @@ class Pieces:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of (B, h, Q, d) over (B, h, S + Q, d), piece by piece."""
         lengths = [mask.shape[-2] for _, mask in self.parts]
-        context, own = zip(*(x.split([self.num_context, sum(lengths)], dim=-2) for x in (keys, values)), strict=True)
-        pieces = zip(self.parts, *(x.split(lengths, dim=-2) for x in (queries, *own)), strict=True)
+        context_keys, own_keys = keys.split([self.num_context, sum(lengths)], dim=-2)
+        context_values, own_values = values.split([self.num_context, sum(lengths)], dim=-2)
+        own = zip(*(x.split(lengths, dim=-2) for x in (queries, own_keys, own_values)), strict=True)
         attended = [
             F.scaled_dot_product_attention(
-                query, *(torch.cat([x[..., :length, :], y], -2) for x, y in zip(context, of_own, strict=True)), mask
+                query,
+                torch.cat([context_keys[..., :length, :], key], -2),
+                torch.cat([context_values[..., :length, :], value], -2),
+                attn_mask=mask,
             )
-            for (length, mask), query, *of_own in pieces
+            for (length, mask), (query, key, value) in zip(self.parts, own, strict=True)
         ]
         return torch.cat(attended, -2)
 
@@ -109,7 +114,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, Pieces):
         return mask.attend(queries, keys, values)
     if isinstance(mask, BlockMask):
-        flex = _compiled() if queries.is_cuda else flex_attention
+        flex: Any = _compiled() if queries.is_cuda else flex_attention
         dtype = values.dtype  # under autocast the norms leave queries and keys in float32
         return flex(queries.to(dtype), keys.to(dtype), values, block_mask=mask)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)

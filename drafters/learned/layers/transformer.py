@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -130,7 +132,8 @@ class Trunk(nn.Module):
     def context(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of base hidden states (B, S, F * D) at positions (B, S), for each layer."""
         context, rotation = self.hidden_norm(self.fc(hidden)), self.rotary(positions)
-        return [layer.self_attn.keys_values(context, rotation) for layer in self.layers]
+        layers = cast("list[TrunkLayer]", list(self.layers))
+        return [layer.self_attn.keys_values(context, rotation) for layer in layers]
 
     def forward(
         self,

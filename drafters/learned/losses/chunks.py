@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ def anchors_per_chunk(floats_per_anchor: int, max_bytes: int, bytes_per_float: i
 
 
 def chunked(
-    sums: Callable[..., tuple[Tensor, Tensor]], per_anchor: dict[str, Tensor], shared: dict[str, Tensor], size: int
+    sums: Callable[..., tuple[Tensor, Tensor]],
+    per_anchor: Mapping[str, Tensor],
+    shared: Mapping[str, Tensor],
+    size: int,
 ) -> tuple[Tensor, Tensor]:
     """Sum a loss over anchors while holding the intermediate tensors of only one chunk.
 
@@ -42,7 +45,7 @@ def chunked(
     Returns:
         The loss, and the summed numbers, which have no gradient.
     """
-    tensors = per_anchor | shared
+    tensors = {**per_anchor, **shared}
     return _Chunked.apply(sums, size, len(per_anchor), torch.is_grad_enabled(), tuple(tensors), *tensors.values())
 
 

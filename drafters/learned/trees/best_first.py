@@ -163,7 +163,8 @@ def static(accuracies: np.ndarray, num_nodes: int) -> list[RankPath]:
     table = np.asarray(accuracies, dtype=float)
     if table.ndim != 2 or not ((table >= 0) & (table <= 1)).all():
         raise ValueError("accuracies must be probabilities between 0 and 1, one row per head, one column per rank")
-    queue = [(-accuracy, (rank,)) for rank, accuracy in enumerate(table[0] if len(table) else ()) if accuracy > 0]
+    first = table[0] if len(table) else ()
+    queue: list[tuple[float, RankPath]] = [(-accuracy, (rank,)) for rank, accuracy in enumerate(first) if accuracy > 0]
     heapify(queue)
     paths: list[RankPath] = []
     while queue and len(paths) < num_nodes:

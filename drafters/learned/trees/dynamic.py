@@ -63,7 +63,8 @@ def grow(
         num_found += tokens.shape[1]
         logits = step(tokens.gather(1, index), index // best.indices.shape[-1])
     floor = log(min_probability) if min_probability > 0 else -inf
-    return [_best_nodes(*rows.T, num_nodes, floor) for rows in torch.cat(levels, 1).double().cpu().numpy()]
+    found = torch.cat(levels, 1).double().cpu().numpy()  # (A, N, 3): parent, token, score
+    return [_best_nodes(parents, tokens, scores, num_nodes, floor) for parents, tokens, scores in found.swapaxes(1, 2)]
 
 
 def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num_nodes: int, floor: float) -> DraftTree:

@@ -14,13 +14,13 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class ChildDistribution:
-    """The law that drafted children of one node were drawn from: what exact rejection needs to know.
+    """The distribution that the drafted children of one node were sampled from, which exact rejection sampling needs.
 
     Args:
-        parent: Node the children hang on, or `ROOT`.
-        probs: (V,) probabilities the draws were made with, every warper applied.
-        draws: The children in the order they were drawn. With replacement a node may stand more than once.
-        replacement: Whether a drawn token could be drawn again.
+        parent: Parent of the children, or `ROOT`.
+        probs: (V,) probabilities of the sampled tokens, after every logits warper.
+        draws: The children in the order they were sampled. A node may be repeated if sampling was with replacement.
+        replacement: Whether the tokens were sampled with replacement.
     """
 
     parent: int
@@ -33,20 +33,20 @@ class ChildDistribution:
 class DraftTree:
     """Candidate continuations of one sequence, merged by common prefix.
 
-    The root (parent -1) is the last decided token; it is not a node. Parents come before children, and
-    candidate siblings hold distinct tokens.
+    The root (parent -1) is the last token of the text so far; it is not a node. Parents come before their children, and
+    candidate siblings have distinct tokens.
 
         the ─┬─ cat ── sat        tokens  = [cat, sat, dog]
              └─ dog               parents = [ -1,   0,  -1]
 
     Args:
-        tokens: One token a node.
-        parents: Index of each node's parent.
-        num_scratch: So many nodes at the end are scratch: fed to be looked at, never accepted. They may hang on any
-            node before them; no candidate hangs on one.
-        laws: Where children were drawn at random, the laws they were drawn from.
-        probabilities: What the drafter takes for the probability of each candidate's path, to be looked at; empty where
-            it says none. No part of what is compared when trees are.
+        tokens: Token of each node.
+        parents: Index of each node's parent, or `ROOT`.
+        num_scratch: Number of scratch nodes, which come last. The base reads them for their logits, but they are never
+            accepted. Their parent may be any earlier node; a candidate's parent is never a scratch node.
+        distributions: The distributions that children were sampled from; empty if none were sampled.
+        probabilities: The drafter's estimate of the probability of each candidate's path, for reports only; empty if
+            the drafter gives none. Ignored when trees are compared.
     """
 
     tokens: Sequence[int] = ()
@@ -75,7 +75,7 @@ class DraftTree:
         return len(self.tokens)
 
     def with_scratch(self, tokens: Sequence[int], parents: Sequence[int]) -> DraftTree:
-        """The same tree with scratch nodes behind it; ``parents`` counts from this tree's first node."""
+        """Return this tree with scratch nodes appended; ``parents`` are indices into the combined tree."""
         return replace(
             self,
             tokens=[*self.tokens, *tokens],
@@ -85,7 +85,7 @@ class DraftTree:
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that may be accepted; they come first."""
+        """Number of nodes that may be accepted; they come before the scratch nodes."""
         return len(self.tokens) - self.num_scratch
 
     @cached_property
@@ -94,11 +94,11 @@ class DraftTree:
         return {pair: node for node, pair in zip(range(self.num_candidates), pairs, strict=False)}
 
     def child(self, parent: int, token: int) -> int | None:
-        """The candidate child of ``parent`` that holds ``token``, if there is one."""
+        """Return the candidate child of ``parent`` with the token ``token``, or None."""
         return self._children.get((parent, token))
 
     def follow(self, tokens: Iterable[int]) -> list[int]:
-        """Return the candidates that spell the longest drafted prefix of ``tokens``, from the root down.
+        """Return the path of candidates, from the root down, that matches the longest drafted prefix of ``tokens``.
 
         >>> DraftTree(tokens=[7, 8, 9], parents=[-1, 0, -1]).follow([7, 8, 5])
         [0, 1]
@@ -115,17 +115,17 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Distance from the root, 1 for its children; position of a node = position of the root + depth."""
+        """Depth of each node, 1 for children of the root; a node's position is that of the root plus its depth."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
     def ancestor_mask(self) -> np.ndarray:
-        """Which node sees which: itself and its ancestors.
+        """Return the attention mask of the tree, where each node attends to itself and its ancestors.
 
         Returns:
-            (M, M) bool, row = the node that looks.
+            (M, M) bool; rows are queries and columns are keys.
         """
         ancestor_mask = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
@@ -134,7 +134,7 @@ class DraftTree:
         return ancestor_mask
 
     def path_tokens(self, node: int) -> list[int]:
-        """The tokens from below the root down to ``node``."""
+        """Return the tokens on the path from the root (excluded) to ``node`` (included)."""
         tokens: list[int] = []
         while node != ROOT:
             tokens.append(self.tokens[node])
@@ -144,10 +144,13 @@ class DraftTree:
     def pruned(
         self, max_depth: int, max_nodes: int, eos: Collection[int], max_scratch_depth: int | None = None
     ) -> DraftTree:
-        """The first ``max_nodes`` nodes, candidates no deeper than ``max_depth`` and not below an end-of-sequence
-        token, scratch no deeper than ``max_scratch_depth`` (as candidates, if not given).
+        """Return the tree without the nodes that exceed the limits; the tree itself if none does.
 
-        A tree that keeps to this is returned itself.
+        Args:
+            max_depth: Largest depth of a candidate.
+            max_nodes: Largest number of nodes; the first ones are kept.
+            eos: End-of-sequence tokens. Candidates below one are removed.
+            max_scratch_depth: Largest depth of a scratch node. By default the same as `max_depth`.
         """
         scratch_depth = max_depth if max_scratch_depth is None else max_scratch_depth
         candidates, depths = self.num_candidates, self.depths
@@ -187,24 +190,26 @@ class DraftTree:
         return DraftTree(tokens, parents, num_scratch, distributions, kept_probabilities)
 
     def _goes_on_after(self, eos: Collection[int]) -> bool:
-        """Whether a candidate hangs on an end-of-sequence token."""
+        """Whether a candidate's parent is an end-of-sequence token."""
         if not eos or frozenset(eos).isdisjoint(self.tokens):
             return False
         parents = self.parents[: self.num_candidates]
         return any(parent != ROOT and self.tokens[parent] in eos for parent in parents)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise AssertionError where a drafter has broken the tree's rules."""
+        """Raise AssertionError if the drafter built a malformed tree."""
         candidates = self.num_candidates
         assert len(self.tokens) == len(self.parents), "a node has one token and one parent"
-        assert 0 <= self.num_scratch <= len(self.tokens), "scratch nodes are nodes"
+        assert 0 <= self.num_scratch <= len(self.tokens), "num_scratch is out of range"
         assert all(ROOT <= parent < node for node, parent in enumerate(self.parents)), "parents come before children"
-        assert all(parent < candidates for parent in self.parents[:candidates]), "no candidate hangs on scratch"
-        assert len(self._children) == candidates, "candidate siblings hold distinct tokens"
+        assert all(parent < candidates for parent in self.parents[:candidates]), (
+            "no candidate has a scratch node as its parent"
+        )
+        assert len(self._children) == candidates, "candidate siblings have distinct tokens"
         assert all(0 <= token < vocab_size for token in self.tokens), "a token is outside the vocabulary"
-        assert len(self.probabilities) in (0, candidates), "each candidate has a probability, or none has"
+        assert len(self.probabilities) in (0, candidates), "either every candidate has a probability or none has"
         for distribution in self.distributions:
             assert all(self.parents[node] == distribution.parent for node in distribution.draws), (
-                "draws are children of their law's node"
+                "draws are children of their distribution's parent"
             )
-            assert all(node < candidates for node in distribution.draws), "a drawn node is a candidate"
+            assert all(node < candidates for node in distribution.draws), "a sampled node is a candidate"

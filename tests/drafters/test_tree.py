@@ -1,4 +1,4 @@
-"""The draft tree on hand-drawn examples, and against slow definitions on random ones."""
+"""The draft tree on hand-drawn examples, and on random ones against slow reference implementations."""
 
 import random
 
@@ -25,7 +25,7 @@ def paths(tree):
     return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
 
 
-def test_depths_and_paths_of_the_drawn_tree():
+def test_depths_and_paths_of_the_example_tree():
     assert THE_CAT.depths == [1, 2, 1, 3]
     assert [THE_CAT.path_tokens(node) for node in range(4)] == [[11], [11, 12], [13], [11, 12, 14]]
     assert THE_CAT.child(ROOT, 13) == 2
@@ -37,14 +37,14 @@ def test_paths_merge_by_common_prefix():
     assert (tree.tokens, tree.parents) == ([11, 12, 14, 13], [-1, 0, 1, -1])
 
 
-def test_following_a_text_stops_at_its_first_undrafted_token():
+def test_follow_stops_at_the_first_token_that_was_not_drafted():
     assert THE_CAT.follow([11, 12, 14, 11]) == [0, 1, 3]
     assert THE_CAT.follow([11, 13]) == [0]
     assert THE_CAT.follow([12]) == THE_CAT.follow([]) == DraftTree().follow([11]) == []
     assert THE_CAT.with_scratch([15], [0]).follow([11, 15]) == [0], "scratch nodes are never accepted"
 
 
-def test_no_path_and_an_empty_path_give_an_empty_tree():
+def test_no_paths_and_an_empty_path_give_an_empty_tree():
     for tree in (DraftTree(), DraftTree.from_paths([]), DraftTree.from_paths([[]])):
         assert len(tree) == 0
         assert tree.depths == []
@@ -53,7 +53,7 @@ def test_no_path_and_an_empty_path_give_an_empty_tree():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(seed):
+def test_a_node_attends_only_to_itself_and_its_ancestors(seed):
     tree = random_tree(random.Random(seed), 12)
     for node, row in enumerate(tree.ancestor_mask().tolist()):
         assert {other for other, seen in enumerate(row) if seen} == ancestors(tree, node)
@@ -61,7 +61,7 @@ def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pruning_keeps_the_first_nodes_that_may_stay(seed):
+def test_pruning_keeps_the_first_nodes_within_the_limits(seed):
     rng = random.Random(seed)
     tree, depth, budget, eos = random_tree(rng, 15), rng.randrange(5), rng.randrange(12), set(rng.sample(range(50), 15))
     pruned = tree.pruned(depth, budget, eos)
@@ -74,13 +74,13 @@ def test_pruning_keeps_the_first_nodes_that_may_stay(seed):
     assert [tuple(pruned.path_tokens(node)) for node in range(len(pruned))] == allowed[:budget]
 
 
-def test_an_end_token_may_be_drafted_but_nothing_below_it():
+def test_an_end_token_may_be_drafted_but_no_node_below_it():
     assert paths(THE_CAT.pruned(9, 9, {12})) == {(11,), (11, 12), (13,)}
     assert THE_CAT.pruned(9, 9, {13, 14}) is THE_CAT
 
 
 @pytest.mark.parametrize("kind", [set, frozenset, tuple, list, dict.fromkeys])
-def test_end_tokens_are_any_collection(kind):
+def test_end_tokens_may_be_any_collection(kind):
     assert paths(THE_CAT.pruned(9, 9, kind([12, 40]))) == {(11,), (11, 12), (13,)}
     assert THE_CAT.pruned(9, 9, kind([13, 40])) is THE_CAT
     assert THE_CAT.pruned(9, 9, kind([])) is THE_CAT
@@ -111,7 +111,7 @@ def test_a_good_tree_is_valid():
     THE_CAT.validate(vocab_size=15)
 
 
-# ---- scratch and laws
+# ---- scratch nodes and distributions
 
 
 THE_CAT_AND_SCRATCH = THE_CAT.with_scratch([13, 13, 15, 16], [-1, 0, 4, 6])
@@ -120,7 +120,7 @@ THE_CAT_AND_SCRATCH = THE_CAT.with_scratch([13, 13, 15, 16], [-1, 0, 4, 6])
      └─ 13                     """
 
 
-def test_scratch_stands_behind_the_candidates_and_is_nobodys_child():
+def test_scratch_nodes_come_after_the_candidates_and_are_never_found_as_children():
     tree = THE_CAT_AND_SCRATCH
     tree.validate(vocab_size=17)
     assert (tree.num_candidates, tree.num_scratch, len(tree)) == (4, 4, 8)
@@ -129,7 +129,7 @@ def test_scratch_stands_behind_the_candidates_and_is_nobodys_child():
     assert tree.depths == [1, 2, 1, 3, 1, 2, 2, 3]
 
 
-def test_candidates_and_scratch_are_pruned_by_their_own_depths():
+def test_candidates_and_scratch_nodes_have_separate_depth_limits():
     tree = THE_CAT_AND_SCRATCH
     assert tree.pruned(3, 8, (), 3) is tree
 
@@ -141,11 +141,11 @@ def test_candidates_and_scratch_are_pruned_by_their_own_depths():
     assert kept(1, 8, (), 2) == (2, [(11,), (13,), (13,), (11, 13), (13, 15)])
     assert kept(3, 8, (), 1) == (4, [(11,), (11, 12), (13,), (11, 12, 14), (13,)])
     assert kept(3, 5, (), 3) == (4, [(11,), (11, 12), (13,), (11, 12, 14), (13,)])
-    # an end token among the candidates ends them; below scratch all may be looked at
+    # an end token stops the candidates below it, but not scratch nodes
     assert kept(3, 8, {11, 15}, 3) == (2, [(11,), (13,), (13,), (11, 13), (13, 15), (13, 15, 16)])
 
 
-def test_a_distribution_goes_where_its_children_go():
+def test_pruning_updates_the_nodes_of_each_distribution():
     q = torch.full((20,), 0.05)
     distributions = (
         ChildDistribution(ROOT, q, (2, 0, 2)),
@@ -171,7 +171,7 @@ def test_a_distribution_goes_where_its_children_go():
 @pytest.mark.parametrize(
     ("tree", "broken"),
     [
-        (DraftTree([1, 2], [-1, 0], num_scratch=3), "scratch nodes are nodes"),
+        (DraftTree([1, 2], [-1, 0], num_scratch=3), "num_scratch is out of range"),
         (DraftTree([1, 2, 3], [-1, 2, -1], num_scratch=1), "parents come before"),
         (DraftTree([1, 2], [-1, -1], distributions=(ChildDistribution(0, torch.ones(3), (1,)),)), "draws are children"),
         (
@@ -180,6 +180,6 @@ def test_a_distribution_goes_where_its_children_go():
         ),
     ],
 )
-def test_validate_knows_the_rules_of_scratch_and_distributions(tree, broken):
+def test_validate_checks_scratch_nodes_and_distributions(tree, broken):
     with pytest.raises(AssertionError, match=broken):
         tree.validate(vocab_size=50)

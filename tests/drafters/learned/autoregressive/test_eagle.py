@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3: what they learn from and what they draft from are the same thing."""
+"""EAGLE and EAGLE-3: their training computes the same function as their drafting."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ both = pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 
 @pytest.fixture
 def make(shape):
-    """Makes a drafter in float64 with weights large enough that context matters, the same for the same arguments."""
+    """Build a float64 drafter with weights large enough that context matters; equal arguments give equal weights."""
 
     def make(kind, **arguments):
         with torch.random.fork_rng():
@@ -46,12 +46,12 @@ def text_for(drafter, seed=3, length=S):
 
 
 def committed(hidden):
-    """A step that put these positions into the base's cache and accepted nothing."""
+    """Return a step result that cached these positions of the base and accepted no node."""
     return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
 
 
 def ready(drafter, base_weights, hidden, ids, anchor):
-    """The drafter as it stands at a root, all before it observed in one step."""
+    """Return the drafter ready to draft at a root, with all earlier positions observed in one step."""
     drafter.attach_base_weights(base_weights)
     drafter.begin(ids[:anchor].tolist())
     drafter.observe(committed(hidden[:anchor]))
@@ -59,7 +59,7 @@ def ready(drafter, base_weights, hidden, ids, anchor):
 
 
 def distribution_after(drafter, base_weights, hidden, ids, anchor, path):
-    """Log-probabilities after a path below a root, by whole forwards over the text, its own states fed back."""
+    """Log-probabilities after a path below a root, by uncached forward passes that feed its own states back."""
     states, tokens = drafter.enter(hidden[None, :anchor]), [*ids[1 : anchor + 1].tolist(), *path]
     for count in range(anchor, len(tokens) + 1):
         made = drafter(states, torch.tensor([tokens[:count]]), base_weights)[:, -1:]
@@ -71,8 +71,8 @@ def distribution_after(drafter, base_weights, hidden, ids, anchor, path):
 
 
 @both
-def test_the_tree_is_that_of_whole_forwards_over_every_path(make, base_weights, kind):
-    """Unbounded, so that it holds the most probable of all paths; each is scored by forwards without any cache."""
+def test_the_tree_equals_one_from_uncached_forwards_over_every_path(make, base_weights, kind):
+    """Without limits the tree has the most probable of all paths; each path is scored by uncached forward passes."""
     drafter = make(kind, depth=2, width=V, top_k=V, num_nodes=40)
     hidden, ids = text_for(drafter)
     tree = ready(drafter, base_weights, hidden, ids, 7).propose(ids[:8].tolist(), UNLIMITED)
@@ -88,7 +88,7 @@ def test_the_tree_is_that_of_whole_forwards_over_every_path(make, base_weights, 
 
 
 @both
-def test_a_chain_is_the_greedy_text_of_whole_forwards(make, base_weights, kind):
+def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kind):
     drafter = make(kind, depth=6, tree="chain")
     hidden, ids = text_for(drafter)
     tree = ready(drafter, base_weights, hidden, ids, 5).propose(ids[:6].tolist(), UNLIMITED)
@@ -101,7 +101,7 @@ def test_a_chain_is_the_greedy_text_of_whole_forwards(make, base_weights, kind):
 
 @both
 @pytest.mark.parametrize("arguments", [{}, {"tree": "chain"}, {"depth": 1}, {"depth": 6, "width": 8, "num_nodes": 50}])
-def test_trees_of_known_text_are_those_of_decoding(make, base_weights, kind, arguments):
+def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, kind, arguments):
     drafter = make(kind, **arguments)
     hidden, ids = text_for(drafter)
     anchors = [1, 2, 5, 6, 11, 19]
@@ -121,7 +121,7 @@ def test_trees_of_known_text_are_those_of_decoding(make, base_weights, kind, arg
 
 
 @both
-def test_accepted_nodes_and_not_rejected_ones_are_remembered(make, base_weights, kind):
+def test_accepted_nodes_are_cached_and_rejected_ones_are_not(make, base_weights, kind):
     """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
     through_tree, plainly = make(kind), make(kind)
     hidden, ids = text_for(plainly)
@@ -138,8 +138,8 @@ def test_accepted_nodes_and_not_rejected_ones_are_remembered(make, base_weights,
 @both
 @pytest.mark.parametrize("proposed_between", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 6, 9, 10])
-def test_what_was_taken_back_is_forgotten(make, base_weights, kind, length, proposed_between):
-    """After a rewind the last token that stays is a root, and another text goes on from it."""
+def test_rewound_tokens_are_forgotten(make, base_weights, kind, length, proposed_between):
+    """After a rewind the last remaining token is the root, and another text continues from it."""
     drafter = make(kind)
     hidden, ids = text_for(drafter)
     other_hidden, other_ids = text_for(drafter, seed=8)
@@ -160,7 +160,7 @@ def test_what_was_taken_back_is_forgotten(make, base_weights, kind, length, prop
 
 
 @both
-def test_decided_tokens_whose_states_are_not_known_are_gone_through_with_its_own(make, base_weights, kind):
+def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_states(make, base_weights, kind):
     drafter = make(kind, depth=3, tree="chain")
     hidden, ids = text_for(drafter)
     ready(drafter, base_weights, hidden, ids, 9).rewind(5)
@@ -173,7 +173,7 @@ def test_decided_tokens_whose_states_are_not_known_are_gone_through_with_its_own
 
 
 @both
-def test_a_drafter_that_has_seen_nothing_drafts_nothing(make, base_weights, kind):
+def test_a_drafter_that_has_observed_no_step_drafts_nothing(make, base_weights, kind):
     drafter = make(kind)
     drafter.attach_base_weights(base_weights)
     drafter.begin([1, 2])
@@ -181,7 +181,7 @@ def test_a_drafter_that_has_seen_nothing_drafts_nothing(make, base_weights, kind
 
 
 @both
-def test_begin_forgets_the_last_text(make, base_weights, kind):
+def test_begin_forgets_the_previous_text(make, base_weights, kind):
     fresh, used = make(kind), make(kind)
     hidden, ids = text_for(fresh)
     used.attach_base_weights(base_weights)
@@ -196,7 +196,7 @@ def test_begin_forgets_the_last_text(make, base_weights, kind):
 @both
 @pytest.mark.parametrize("arguments", [{}, {"tree": "chain"}, {"tree": "chain", "draws": 2}])
 @pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 1), (99, 7)])
-def test_drafts_keep_to_their_limits(make, base_weights, kind, arguments, depth, nodes):
+def test_drafts_stay_within_their_limits(make, base_weights, kind, arguments, depth, nodes):
     drafter = make(kind, **arguments)
     hidden, ids = text_for(drafter)
     free = ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), Limits(99))
@@ -211,7 +211,7 @@ def test_drafts_keep_to_their_limits(make, base_weights, kind, arguments, depth,
 
 
 @both
-def test_passes_are_counted(make, base_weights, kind):
+def test_forward_passes_are_counted(make, base_weights, kind):
     drafter = make(kind, depth=4)
     hidden, ids = text_for(drafter)
     ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), Limits(99))
@@ -221,7 +221,7 @@ def test_passes_are_counted(make, base_weights, kind):
 
 
 @both
-def test_draws_come_from_the_distribution_of_whole_forwards(make, base_weights, kind):
+def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_weights, kind):
     drafter = make(kind, depth=3, tree="chain", draws=2, temperature=0.7)
     hidden, ids = text_for(drafter)
     tree = ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), UNLIMITED)
@@ -235,7 +235,7 @@ def test_draws_come_from_the_distribution_of_whole_forwards(make, base_weights, 
 # ---- training
 
 
-def test_what_eagle_learns_is_what_it_does_first_when_it_drafts(make, base_weights):
+def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_weights):
     drafter = make(EAGLE)
     hidden, ids = text_for(drafter)
     trained = drafter.read(drafter(hidden[None, :-1], ids[None, 1:], base_weights), base_weights)[0].log_softmax(-1)
@@ -244,7 +244,7 @@ def test_what_eagle_learns_is_what_it_does_first_when_it_drafts(make, base_weigh
         torch.testing.assert_close(trained[anchor - 1], expected)
 
 
-def test_what_eagle3_learns_at_every_depth_is_what_it_does_there_when_it_drafts(make, base_weights):
+def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_weights):
     drafter = make(EAGLE3, hidden_layers=(0, 1, -1))
     hidden, ids = text_for(drafter)
     unrolled = drafter.unroll(hidden[None, :-1], ids[None, 1:], base_weights, num_steps=5)
@@ -259,8 +259,8 @@ def test_what_eagle3_learns_at_every_depth_is_what_it_does_there_when_it_drafts(
     assert depth == 4
 
 
-def test_the_unrolled_mask_drawn():
-    """Four pairs at depth 2: the base's pairs up to two before, then one pair of depth 1 and one of depth 2."""
+def test_the_unrolled_mask_equals_one_drawn_by_hand():
+    """At depth 2 a pair attends to the base's pairs up to two before, and to one pair each of depths 1 and 2."""
     drawn = """
         .... .... #...
         .... #... .#..
@@ -273,8 +273,8 @@ def test_the_unrolled_mask_drawn():
 
 @both
 @pytest.mark.parametrize("pair", [1, 7, 12])
-def test_training_never_looks_ahead(make, base_weights, kind, pair):
-    """Neither at states after a pair's own, nor at tokens after the one that follows it."""
+def test_training_never_attends_to_later_positions(make, base_weights, kind, pair):
+    """A pair depends neither on later states nor on tokens after its next one."""
     drafter = make(kind)
     hidden, ids = text_for(drafter)
     later_hidden, later_ids = hidden.clone(), ids.clone()
@@ -301,7 +301,7 @@ def batch_for(drafter, rows=2, length=S, mask=None, seed=0):
     return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
 
 
-def test_eagles_loss_is_the_papers_written_out(make, base_weights):
+def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights):
     drafter = make(EAGLE, chunk_positions=3)
     batch = batch_for(drafter)
     distances, crossed = [], []
@@ -318,8 +318,8 @@ def test_eagles_loss_is_the_papers_written_out(make, base_weights):
     torch.testing.assert_close(seen["token_loss"], torch.stack(crossed).mean())
 
 
-def test_eagle3s_loss_is_the_papers_written_out(make, base_weights):
-    """By whole forwards, one anchor and depth after the other."""
+def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights):
+    """The reference uses uncached forward passes, one anchor and one depth at a time."""
     drafter = make(EAGLE3, num_unroll=3, chunk_positions=3)
     batch = batch_for(drafter, length=9)
     total, weights = 0.0, 0.0
@@ -328,7 +328,7 @@ def test_eagle3s_loss_is_the_papers_written_out(make, base_weights):
         for row in range(2):
             ids = batch.input_ids[row]
             for anchor in range(1, 9):
-                target = anchor + 1 + depth  # the position of the token that is foreseen
+                target = anchor + 1 + depth  # the position of the predicted token
                 if target < 9 and batch.loss_mask[row, anchor + 1 : target + 1].all():
                     path = ids[anchor + 1 : target].tolist()
                     distribution = (base_weights.head @ batch.last_hidden[row, target - 1]).softmax(-1)
@@ -342,7 +342,7 @@ def test_eagle3s_loss_is_the_papers_written_out(make, base_weights):
     torch.testing.assert_close(drafter.loss(batch, base_weights)[0], total / weights)
 
 
-def test_soft_cross_entropy_is_that_of_the_whole_vocabulary_and_so_is_its_gradient(base_weights):
+def test_soft_cross_entropy_and_its_gradient_equal_those_over_the_full_vocabulary(base_weights):
     states, last = (torch.randn(11, D, dtype=torch.float64) for _ in range(2))
     chunked, whole = states.clone().requires_grad_(), states.clone().requires_grad_()
     got = soft_cross_entropy(chunked, lambda x: x @ base_weights.head.T, last, base_weights.head, 4)
@@ -357,7 +357,7 @@ def test_soft_cross_entropy_is_that_of_the_whole_vocabulary_and_so_is_its_gradie
 
 @both
 @pytest.mark.parametrize("length", [1, 2, 3, 12])
-def test_a_batch_without_an_answer_has_a_finite_loss_that_touches_every_weight(make, base_weights, kind, length):
+def test_a_batch_without_an_answer_has_a_finite_loss_with_a_gradient_for_every_weight(make, base_weights, kind, length):
     drafter = make(kind).train()
     batch = batch_for(drafter, length=length, mask=torch.zeros(2, length, dtype=torch.bool))
     loss, seen = drafter.loss(batch, base_weights)
@@ -367,13 +367,13 @@ def test_a_batch_without_an_answer_has_a_finite_loss_that_touches_every_weight(m
 
 
 @both
-def test_an_answer_moves_every_weight(make, base_weights, kind):
+def test_an_answer_gives_every_weight_a_nonzero_gradient(make, base_weights, kind):
     drafter = make(kind).train()
     drafter.loss(batch_for(drafter), base_weights)[0].backward()
     assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in drafter.parameters())
 
 
-def test_noise_is_for_training_alone_and_as_wide_as_said(make, base_weights, monkeypatch):
+def test_noise_is_added_only_in_training_and_has_the_configured_width(make, base_weights, monkeypatch):
     drafter = make(EAGLE, noise=0.2)
     batch = batch_for(drafter)
     plain = drafter.loss(batch, base_weights)[0]
@@ -389,7 +389,7 @@ def test_noise_is_for_training_alone_and_as_wide_as_said(make, base_weights, mon
     assert 0.09 < noise / (512 / S) <= 0.1
 
 
-def test_a_head_of_its_own_is_trained_and_read(make, base_weights):
+def test_a_separate_lm_head_is_trained_and_used(make, base_weights):
     drafter = make(EAGLE3, own_head=True)
     assert {name for name in drafter.state_dict() if "head" in name} == {"lm_head.weight"}
     drafter.loss(batch_for(drafter), base_weights)[0].backward()
@@ -398,7 +398,7 @@ def test_a_head_of_its_own_is_trained_and_read(make, base_weights):
 
 
 @both
-def test_weights_of_the_base_stay_outside_the_state(make, base_weights, kind):
+def test_weights_of_the_base_are_not_in_the_state_dict(make, base_weights, kind):
     drafter = make(kind)
     before = set(drafter.state_dict())
     drafter.attach_base_weights(base_weights)
@@ -406,7 +406,7 @@ def test_weights_of_the_base_stay_outside_the_state(make, base_weights, kind):
 
 
 @both
-def test_what_comes_back_from_its_folder_drafts_the_same(make, shape, base_weights, kind, tmp_path):
+def test_a_drafter_loaded_from_its_folder_drafts_the_same(make, shape, base_weights, kind, tmp_path):
     arguments = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12}
     saved, config = make(kind), DrafterConfig(f"drafters.{kind.__name__}", arguments, shape, "toy", "0123456789abcdef")
     checkpoint.save(tmp_path, saved, config)
@@ -418,7 +418,7 @@ def test_what_comes_back_from_its_folder_drafts_the_same(make, shape, base_weigh
 
 @both
 def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
-    """As validation does in a bfloat16 training, on a base in bfloat16 whose states are handed over so."""
+    """Validation in bfloat16 training does this, with a bfloat16 base whose states stay in bfloat16."""
     drafter = make(kind).float().train()
     batch = batch_for(drafter)
     batch = replace(batch, hidden=batch.hidden.bfloat16(), last_hidden=batch.last_hidden.bfloat16())
@@ -436,7 +436,7 @@ def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
     assert len(tree) == 12
 
 
-def test_the_fused_layers_of_bases_of_several_sizes():
+def test_fused_layers_are_chosen_for_bases_of_several_depths():
     assert [low_middle_high(n) for n in (2, 6, 8, 32, 40)] == [
         (0, 1, -1),
         (1, 3, -1),
@@ -456,7 +456,7 @@ def test_the_fused_layers_of_bases_of_several_sizes():
         ({"temperature": 0.0, "tree": "chain", "draws": 1}, "temperature"),
     ],
 )
-def test_what_cannot_be_is_refused(make, kind, arguments, said):
+def test_invalid_arguments_are_refused(make, kind, arguments, said):
     with pytest.raises(ValueError, match=said):
         make(kind, **arguments)
 
@@ -469,13 +469,13 @@ def test_what_cannot_be_is_refused(make, kind, arguments, said):
         ({"hidden_layers": [-2]}, "but the base has 3 layers"),
     ],
 )
-def test_what_eagle3_cannot_be_trained_on_is_refused(make, arguments, said):
+def test_invalid_arguments_of_eagle3_are_refused(make, arguments, said):
     with pytest.raises(ValueError, match=said):
         make(EAGLE3, **arguments)
 
 
 def train_on_a_text_that_repeats(drafter, base_weights):
-    """A text of period five, whose last states are read as its next tokens.
+    """Train on a text of period five, whose final hidden states give its next tokens.
 
     Returns:
         The losses, and how many of the next one, two, three and four tokens at twenty roots were drafted.
@@ -503,13 +503,13 @@ def train_on_a_text_that_repeats(drafter, base_weights):
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [(EAGLE, {}), (EAGLE3, {"num_unroll": 4})])
-def test_after_training_drafts_come_true(make, base_weights, kind, arguments):
+def test_drafts_are_accepted_after_training(make, base_weights, kind, arguments):
     losses, drafted = train_on_a_text_that_repeats(make(kind, num_nodes=8, **arguments), base_weights)
     assert losses[-1] < 0.5 * losses[0]
     assert min(drafted) >= 18
 
 
-def test_without_training_on_its_own_states_eagle3_is_good_for_one_token(make, base_weights):
-    """What training-time test is for: nothing else makes its state one that it can go on from."""
+def test_eagle3_trained_without_its_own_states_drafts_only_one_token_well(make, base_weights):
+    """Training-time test is what lets the drafter continue from its own states."""
     _, drafted = train_on_a_text_that_repeats(make(EAGLE3, num_nodes=8, num_unroll=1), base_weights)
     assert drafted[0] == 20 and drafted[2] <= 5

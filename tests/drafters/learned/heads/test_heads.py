@@ -1,4 +1,4 @@
-"""What Medusa and Hydra share: they learn from what they draft from, and what they start as."""
+"""Properties that Medusa and Hydra share: training matches drafting, and untrained heads copy the base."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def make(shape, base_weights):
-    """Makes a drafter in float64 whose every weight matters, the same for the same arguments."""
+    """Build a float64 drafter in which every weight matters; equal arguments give equal weights."""
 
     def make(kind, **arguments):
         build, usual = KINDS[kind]
@@ -43,7 +43,7 @@ def wide(base_weights):
 
 @pytest.fixture
 def batch():
-    """Two texts whose labels are not their own next tokens, and whose answers begin and end within them."""
+    """Two texts whose labels differ from their next tokens and whose answers start and end inside them."""
     generator = torch.Generator().manual_seed(3)
     hidden, last = torch.randn(2, 2, S, 16, generator=generator, dtype=torch.float64)
     ids, labels = torch.randint(0, V, (2, 2, S), generator=generator)
@@ -53,12 +53,12 @@ def batch():
 
 
 def committed(hidden):
-    """A step that put these positions into the base's cache and accepted nothing."""
+    """Return a step result that cached these positions of the base and accepted no node."""
     return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
 
 
 def live_states(drafter, hidden):
-    """The state that heads read at every root from 1 on, when the text is decoded token by token."""
+    """Return the state that the heads read at every root from 1 on, in token-by-token decoding."""
     drafter.begin([0])
     states = {}
     for root in range(1, len(hidden)):
@@ -68,7 +68,7 @@ def live_states(drafter, hidden):
 
 
 def distribution(drafter, state, path):
-    """Logits (V,) below a path that begins with the root, by the head whose turn it is."""
+    """Logits (V,) after a path that starts with the root, from the head of that depth."""
     head = len(path) - 1
     read = torch.cat([drafter.base_weights.embedding[token] for token in path])[None]
     x = drafter.blocks[head](state, read) if isinstance(drafter, Hydra) else drafter.blocks[head](state)
@@ -77,7 +77,7 @@ def distribution(drafter, state, path):
 
 @each_kind
 @torch.no_grad()
-def test_the_loss_is_that_of_every_root_decoded_one_by_one(make, batch, kind):
+def test_the_loss_equals_that_of_decoding_every_root_one_by_one(make, batch, kind):
     drafter = make(kind, num_anchors=0, decay=0.7)
     losses = [[] for _ in range(K)]
     loss, seen = drafter.loss(batch, drafter.base_weights)
@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_every_root_decoded_one_by_one(make, batch, kind):
         states, mask = live_states(drafter, batch.hidden[row]), batch.loss_mask[row]
         for root in range(1, S - 1):
             for head in range(K):
-                at = root + head  # the position whose law head + 1 foresees
+                at = root + head  # the position whose distribution head + 1 predicts
                 if at + 1 >= S or not mask[root + 1 : at + 2].all():
                     break
                 logits = distribution(drafter, states[root], batch.input_ids[row, root : at + 1].tolist())
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_every_root_decoded_one_by_one(make, batch, kind):
 
 
 @each_kind
-def test_trees_of_known_text_are_those_of_decoding(make, batch, kind):
+def test_trees_of_a_known_text_equal_those_of_decoding(make, batch, kind):
     drafter, hidden, ids = make(kind), batch.hidden[0], batch.input_ids[0]
     limits = Limits(max_depth=9, eos=frozenset({4, 7}))
     drafter.begin(ids[:1].tolist())
@@ -132,7 +132,7 @@ def test_the_loss_does_not_depend_on_the_chunk(make, batch, kind, chunk):
 
 
 @each_kind
-def test_the_loss_has_the_gradient_that_differences_show(make, batch, kind):
+def test_the_gradient_of_the_loss_equals_finite_differences(make, batch, kind):
     drafter = make(kind, num_anchors=0)
     loss, _ = drafter.loss(batch, drafter.base_weights)
     loss.backward()
@@ -150,7 +150,7 @@ def test_the_loss_has_the_gradient_that_differences_show(make, batch, kind):
 
 
 @each_kind
-def test_a_batch_without_anchors_gives_nothing_and_touches_every_weight(make, batch, kind):
+def test_a_batch_without_anchors_has_zero_loss_with_a_gradient_for_every_weight(make, batch, kind):
     drafter = make(kind)
     empty = TrainingBatch(
         batch.hidden, batch.last_hidden, batch.input_ids, batch.labels, torch.zeros_like(batch.loss_mask)
@@ -162,7 +162,7 @@ def test_a_batch_without_anchors_gives_nothing_and_touches_every_weight(make, ba
 
 
 @each_kind
-def test_before_training_every_head_says_what_the_base_said_of_the_root(shape, base_weights, kind):
+def test_before_training_every_head_predicts_what_the_base_predicted_for_the_root(shape, base_weights, kind):
     build, arguments = KINDS[kind]
     drafter = recipe.build(build, shape, arguments)
     drafter.initialise(base_weights)
@@ -177,7 +177,7 @@ def test_before_training_every_head_says_what_the_base_said_of_the_root(shape, b
 
 
 @each_kind
-def test_weights_of_the_base_stay_outside_the_state(shape, base_weights, kind):
+def test_weights_of_the_base_are_not_in_the_state_dict(shape, base_weights, kind):
     build, arguments = KINDS[kind]
     drafter = recipe.build(build, shape, arguments)
     before = set(drafter.state_dict())
@@ -190,7 +190,7 @@ def test_weights_of_the_base_stay_outside_the_state(shape, base_weights, kind):
 
 
 @each_kind
-def test_begin_forgets_the_last_text_and_rewind_its_end(make, batch, kind):
+def test_begin_forgets_the_previous_text_and_rewind_its_end(make, batch, kind):
     hidden, ids = batch.hidden[0], batch.input_ids[0].tolist()
     fresh, used = make(kind), make(kind)
     used.begin([1])
@@ -208,7 +208,7 @@ def test_begin_forgets_the_last_text_and_rewind_its_end(make, batch, kind):
 
 
 @each_kind
-def test_a_drafter_sees_what_was_accepted_and_not_what_was_rejected(make, batch, kind):
+def test_a_drafter_reads_accepted_nodes_and_not_rejected_ones(make, batch, kind):
     """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
     hidden, ids = batch.hidden[0], batch.input_ids[0].tolist()
     tree = DraftTree([4, 5, 6], [-1, -1, 0])
@@ -224,10 +224,10 @@ def test_a_drafter_sees_what_was_accepted_and_not_what_was_rejected(make, batch,
 
 @pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 7)])
 @each_kind
-def test_drafts_keep_to_their_limits(make, batch, kind, depth, nodes):
+def test_drafts_stay_within_their_limits(make, batch, kind, depth, nodes):
     drafter, ids = make(kind, num_nodes=30), batch.input_ids[0]
     drafter.begin([])
-    assert len(drafter.propose([1], Limits(9))) == 0, "nothing was seen yet"
+    assert len(drafter.propose([1], Limits(9))) == 0, "no step was observed yet"
     drafter.observe(committed(batch.hidden[0, :6]))
     free = drafter.propose(ids[:7].tolist(), Limits(99))
     eos = frozenset({free.tokens[0]})
@@ -253,7 +253,7 @@ def test_drafts_keep_to_their_limits(make, batch, kind, depth, nodes):
     ],
 )
 @pytest.mark.parametrize("build", [Medusa, Hydra])
-def test_arguments_that_mean_nothing_are_refused_by_name(shape, build, name, value, least):
+def test_invalid_arguments_are_refused_by_name(shape, build, name, value, least):
     with pytest.raises(ValueError, match=f"^{name} must be at least {least}, not {value}$"):
         recipe.build(build, shape, {name: value})
 
@@ -261,14 +261,14 @@ def test_arguments_that_mean_nothing_are_refused_by_name(shape, build, name, val
 @pytest.mark.slow
 @each_kind
 def test_it_learns_a_text_that_repeats(shape, base_weights, kind):
-    """A text of period five, whose hidden states tell the position in it: after training, drafts come true."""
+    """The text has period five and its hidden states encode the position in it; after training, drafts are right."""
     torch.manual_seed(0)
     build, arguments = KINDS[kind]
     period = torch.tensor([3, 8, 8, 14, 20])
     ids = period.repeat(8)[None].expand(4, -1)
     labels = ids.roll(-1, 1)
     hidden = torch.randn(5, 16).repeat(8, 1).expand(4, -1, -1)
-    last = 20 * F.one_hot(labels, V).float() @ torch.linalg.pinv(base_weights.head).T  # its law is the label
+    last = 20 * F.one_hot(labels, V).float() @ torch.linalg.pinv(base_weights.head).T  # its distribution is the label
     mask = torch.ones_like(ids, dtype=torch.bool)
     drafter = recipe.build(build, shape, {"num_heads": 4, "num_anchors": 12} | arguments)
     drafter.initialise(base_weights)

@@ -1,4 +1,4 @@
-"""Hydra: heads that read the tokens before theirs, the trees they grow, and Hydra++'s prefix attention."""
+"""Hydra: heads that read the tokens before theirs, their trees, and the prefix attention of Hydra++."""
 
 from itertools import product
 
@@ -27,7 +27,7 @@ def base_weights():
 
 
 def path_probability(drafter, state, root, path, base_weights):
-    """The product of the heads along a path, each reading what stands before it."""
+    """Product of the heads' probabilities along a path, each conditioned on the tokens before it."""
     read, probability = base_weights.embedding[root], 1.0
     for head, token in enumerate(path):
         distribution = drafter.lm_heads[head](drafter.blocks[head](state, read)).softmax(-1)
@@ -42,7 +42,7 @@ def paths(tree):
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 12, 40, 155])
 @torch.no_grad()
-def test_with_no_bound_on_its_width_the_tree_is_the_most_probable_paths_of_all(base_weights, num_nodes):
+def test_without_a_width_limit_the_tree_has_the_most_probable_of_all_paths(base_weights, num_nodes):
     drafter = randomised(
         Hydra(SMALL, HydraHeadOptions(3, num_layers=2), draft=HydraDraftOptions(num_nodes, top_k=5, width=125))
     )
@@ -56,7 +56,7 @@ def test_with_no_bound_on_its_width_the_tree_is_the_most_probable_paths_of_all(b
 
 @pytest.mark.parametrize("width", [1, 2, 4])
 @torch.no_grad()
-def test_only_the_most_probable_paths_of_a_level_go_on(base_weights, width):
+def test_only_the_most_probable_paths_of_a_level_are_extended(base_weights, width):
     drafter = randomised(Hydra(SMALL, HydraHeadOptions(3), draft=HydraDraftOptions(999, top_k=3, width=width)))
     state, root, eos = torch.randn(8, dtype=torch.float64), 3, frozenset({1})
     (tree,) = drafter.trees(state[None], torch.tensor([root]), base_weights, Limits(9, eos=eos))
@@ -85,7 +85,7 @@ def test_a_head_reads_the_root_and_every_token_before_its_own_and_none_after(bas
 
 
 @torch.no_grad()
-def test_prefix_attention_gives_the_same_state_token_by_token_as_over_the_whole_text():
+def test_prefix_attention_gives_the_same_states_token_by_token_as_in_one_pass():
     prefix = randomised(PrefixAttention(SMALL))
     hidden = torch.randn(1, 11, 8, dtype=torch.float64)
     whole, cache, start = prefix(hidden), DraftCache(1), 0
@@ -98,7 +98,7 @@ def test_prefix_attention_gives_the_same_state_token_by_token_as_over_the_whole_
 
 
 @torch.no_grad()
-def test_prefix_attention_sees_what_stands_before_and_nothing_after():
+def test_prefix_attention_reads_earlier_positions_and_no_later_ones():
     prefix, hidden = randomised(PrefixAttention(SMALL)), torch.randn(1, 6, 8, dtype=torch.float64)
     other = hidden.clone()
     other[0, 3] += 1
@@ -106,6 +106,6 @@ def test_prefix_attention_sees_what_stands_before_and_nothing_after():
     assert changed.tolist() == [False, False, False, True, True, True]
 
 
-def test_a_width_of_nothing_is_refused():
+def test_a_width_of_zero_is_refused():
     with pytest.raises(ValueError, match="width"):
         HydraDraftOptions(width=0)

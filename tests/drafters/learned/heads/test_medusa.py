@@ -15,7 +15,7 @@ FREE = Limits(max_depth=9)
 
 @pytest.fixture
 def small():
-    """A drafter of three heads on six tokens in float64, its states (4, D) and the law (4, K, V) of every head."""
+    """A float64 drafter of three heads on six tokens, its states (4, D) and each head's probabilities (4, K, V)."""
     generator = torch.Generator().manual_seed(0)
 
     def make(**arguments):
@@ -44,7 +44,7 @@ def paths(tree):
 
 
 def by_probability(distribution):
-    """Every path of tokens and its probability, the most probable first."""
+    """Return every path of tokens and its probability, the most probable first."""
     every = [path for length in (1, 2, 3) for path in product(range(6), repeat=length)]
     return sorted(
         every, key=lambda path: -torch.stack([distribution[head, token] for head, token in enumerate(path)]).prod()
@@ -52,13 +52,13 @@ def by_probability(distribution):
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 20, 258])
-def test_the_tree_is_the_most_probable_combinations_of_all_heads(small, num_nodes):
+def test_the_tree_has_the_most_probable_combinations_of_all_heads(small, num_nodes):
     drafter, base_weights, states, distributions = small(num_nodes=num_nodes)
     for tree, distribution in zip(drafted(drafter, base_weights, states), distributions, strict=True):
         assert paths(tree) == set(by_probability(distribution)[:num_nodes])
 
 
-def test_tokens_beyond_the_best_of_a_head_do_not_enter_the_tree(small):
+def test_only_the_top_tokens_of_a_head_enter_the_tree(small):
     drafter, base_weights, states, distributions = small(num_nodes=258, top_k=2)
     for tree, distribution in zip(drafted(drafter, base_weights, states), distributions, strict=True):
         best = distribution.topk(2).indices.tolist()
@@ -97,7 +97,7 @@ def test_a_static_tree_has_the_same_ranks_at_every_root(small):
         ([["a"]], "list of rank paths"),
     ],
 )
-def test_what_is_no_tree_of_ranks_is_refused(static, said):
+def test_an_invalid_tree_of_ranks_is_refused(static, said):
     with pytest.raises(ValueError, match=said) as caught:
         recipe.build(Medusa, SMALL, {"num_heads": 3, "static": static})
     assert "\n" not in str(caught.value)
@@ -108,7 +108,7 @@ def test_an_unknown_tree_is_refused():
         MedusaDraftOptions(tree="bush")
 
 
-def test_weights_bear_the_names_and_shapes_that_vllm_reads():
+def test_weights_have_the_names_and_shapes_that_vllm_reads():
     weights = {
         name: tuple(weight.shape) for name, weight in Medusa(SMALL, HeadOptions(2, num_layers=2)).state_dict().items()
     }

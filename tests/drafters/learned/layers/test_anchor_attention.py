@@ -1,4 +1,4 @@
-"""Who sees whom among anchors, drawn by hand, and the same attention under both kinds of mask."""
+"""The attention mask between anchors, against hand-drawn ones, and equal results for every kind of mask."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ def drawn(picture):
     return [[letter == "#" for letter in line.replace(" ", "")] for line in picture.split("\n") if line.strip()]
 
 
-def test_the_mask_of_two_anchors_drawn():
-    """Anchors 1 and 3, two frames each, over four positions: context strictly before, then the own block."""
+def test_the_mask_of_two_anchors_equals_one_drawn_by_hand():
+    """Anchors 1 and 3 with two frames each over four positions attend to earlier context, then to their own block."""
     expected = """
         #... ##..
         #... ##..
@@ -23,7 +23,7 @@ def test_the_mask_of_two_anchors_drawn():
     assert AnchorMask(torch.tensor([[1, 3]]), 2, 4).dense()[0, 0].tolist() == drawn(expected)
 
 
-def test_the_causal_mask_of_two_anchors_drawn():
+def test_the_causal_mask_of_two_anchors_equals_one_drawn_by_hand():
     expected = """
         #... #...
         #... ##..
@@ -38,8 +38,8 @@ def test_the_causal_mask_of_two_anchors_drawn():
 @pytest.mark.parametrize(
     ("num_context", "num_frames", "anchors"), [(20, 3, [[4, 9], [1, 19]]), (150, 5, [[1, 80, 149]])]
 )
-def test_flex_attention_is_attention_under_the_dense_mask(device, causal, num_context, num_frames, anchors):
-    """On a GPU its gradient too; torch has none for it on a CPU, where the dense mask trains."""
+def test_flex_attention_equals_attention_with_the_dense_mask(device, causal, num_context, num_frames, anchors):
+    """On a GPU its gradient too; torch has no gradient for it on a CPU, where training uses the dense mask."""
     mask = AnchorMask(torch.tensor(anchors, device=device), num_frames, num_context, causal)
     num_queries = mask.anchors.shape[1] * num_frames
     shapes = [(len(anchors), 2, length, 16) for length in (num_queries, *[num_context + num_queries] * 2)]
@@ -54,8 +54,8 @@ def test_flex_attention_is_attention_under_the_dense_mask(device, causal, num_co
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_attention_in_pieces_is_attention_under_the_dense_mask(causal, size):
-    """With its gradient; the last piece may be smaller, a row's anchors early, an anchor stand behind the context."""
+def test_attention_in_pieces_equals_attention_with_the_dense_mask(causal, size):
+    """Its gradient too; the last piece may be smaller, anchors may come early, and one may lie after the context."""
     mask = AnchorMask(torch.tensor([[4, 9, 9, 17, 20], [1, 2, 3, 4, 19]]), 3, 20, causal)
     inputs = [torch.randn(2, 2, length, 16, dtype=torch.float64, requires_grad=True) for length in (15, 35, 35)]
     results = []
@@ -66,21 +66,21 @@ def test_attention_in_pieces_is_attention_under_the_dense_mask(causal, size):
         torch.testing.assert_close(pieces, whole)
 
 
-def test_pieces_hold_only_what_their_anchors_may_see():
-    """Four pieces of 25 anchors, sorted: half the context on average, and an own block of a quarter."""
+def test_pieces_contain_only_what_their_anchors_attend_to():
+    """Four pieces of 25 sorted anchors have half the context on average, and a quarter of the blocks each."""
     mask = AnchorMask(torch.arange(1, 101)[None], 2, 100)
     held = [part.numel() for _, part in mask.pieces(25).parts]
     assert held == [50 * (25 * n + 50) for n in (1, 2, 3, 4)]
     assert sum(held) < mask.dense().numel() / 2
 
 
-def test_a_sparse_mask_skips_blocks_that_nobody_looks_at():
-    """Late context and the blocks of other anchors."""
+def test_a_sparse_mask_skips_blocks_that_no_query_attends_to():
+    """Those are late context and the blocks of other anchors."""
     assert AnchorMask(torch.arange(10, 1000, 8)[None], 16, 1024).sparse().sparsity() > 60
 
 
-def test_flex_attention_takes_the_number_format_of_the_values():
-    """Under autocast queries and keys come from norms in float32, values from a projection in bfloat16."""
+def test_flex_attention_uses_the_dtype_of_the_values():
+    """Under autocast, queries and keys come from float32 norms and values from a bfloat16 projection."""
     mask = AnchorMask(torch.tensor([[4, 9]]), 3, 20)
     queries, keys = torch.randn(1, 2, 6, 16), torch.randn(1, 2, 26, 16)
     values = torch.randn(1, 2, 26, 16).bfloat16()

@@ -1,4 +1,4 @@
-"""What the layers of learned drafters do under mixed precision."""
+"""The layers of learned drafters in mixed precision."""
 
 import warnings
 
@@ -7,8 +7,8 @@ import torch
 from drafters.learned.layers.transformer import RMSNorm
 
 
-def test_a_norm_takes_states_of_another_format_as_its_weights_without_a_warning():
-    """As under autocast, where a projection hands on bfloat16: the number is that of float32."""
+def test_a_norm_takes_states_of_another_dtype_than_its_weights_without_a_warning():
+    """Under autocast a projection returns bfloat16; the result equals that in float32."""
     norm = RMSNorm(8, eps=1e-6)
     torch.nn.init.normal_(norm.weight)
     states = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""A loss summed chunk by chunk against the same loss taken whole."""
+"""A loss summed chunk by chunk, against the same loss computed at once."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def sums(frames, bias, kept, weight):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, A, 100])
-def test_value_numbers_and_gradients_are_those_of_the_whole(tensors, size):
+def test_value_metrics_and_gradients_equal_those_computed_at_once(tensors, size):
     per_anchor, shared = tensors
     loss, numbers = chunked(sums, per_anchor, shared, size)
     expected, expected_numbers = sums(**per_anchor, **shared)
@@ -39,8 +39,8 @@ def test_value_numbers_and_gradients_are_those_of_the_whole(tensors, size):
     torch.testing.assert_close(gradients[1], gradients[2])  # the backward pass may run twice
 
 
-def test_each_chunk_is_computed_once_and_no_chunk_is_held(tensors):
-    """At any time one chunk's intermediate tensor is alive, and the forward function runs once a chunk."""
+def test_each_chunk_is_computed_once_and_then_freed(tensors):
+    """Only one chunk's intermediate tensor is alive at a time, and the forward function runs once per chunk."""
     seen, alive = [], []
 
     def watched(frames, bias, kept, weight):
@@ -57,7 +57,7 @@ def test_each_chunk_is_computed_once_and_no_chunk_is_held(tensors):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_value_is_the_same_and_none_is_prepared(tensors, mode):
+def test_without_gradients_the_value_is_the_same_and_no_gradient_is_computed(tensors, mode):
     per_anchor, shared = tensors
     with mode():
         ours, expected = chunked(sums, per_anchor, shared, 2)[0], sums(**per_anchor, **shared)[0]
@@ -65,7 +65,7 @@ def test_without_gradients_the_value_is_the_same_and_none_is_prepared(tensors, m
     torch.testing.assert_close(ours.clone(), expected.clone())
 
 
-def test_what_needs_no_gradient_gets_none(tensors):
+def test_tensors_that_need_no_gradient_get_none(tensors):
     per_anchor, shared = tensors
     shared["weight"].requires_grad_(False)
     loss, _ = chunked(sums, per_anchor, shared, 2)
@@ -74,7 +74,7 @@ def test_what_needs_no_gradient_gets_none(tensors):
     assert per_anchor["frames"].grad is not None
 
 
-def test_what_plays_no_part_gets_a_gradient_of_zero(tensors):
+def test_unused_weights_get_a_gradient_of_zero(tensors):
     """Data-parallel training waits for every weight."""
     per_anchor, shared = tensors
     idle = torch.ones(2, requires_grad=True)
@@ -83,22 +83,22 @@ def test_what_plays_no_part_gets_a_gradient_of_zero(tensors):
     assert idle.grad.tolist() == [0, 0]
 
 
-def test_autocast_does_not_reach_inside(tensors):
+def test_autocast_is_off_inside_a_chunk(tensors):
     per_anchor, shared = tensors
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, _ = chunked(sums, per_anchor, shared, 2)
     torch.testing.assert_close(ours, sums(**per_anchor, **shared)[0])
 
 
-def test_gradients_of_half_precision_weights_are_summed_in_single():
-    """A thousand chunks of gradient one: bfloat16 alone would stop counting at 256."""
+def test_gradients_of_half_precision_weights_are_summed_in_float32():
+    """A thousand chunks each have a gradient of one; a sum in bfloat16 would stop growing at 256."""
     weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
     loss, _ = chunked(lambda x, weight: ((x * weight).sum(),) * 2, {"x": torch.ones(1000)}, {"weight": weight}, 1)
     loss.backward()
     assert weight.grad.item() == 1000
 
 
-def test_no_anchors_at_all_give_zero(tensors):
+def test_the_loss_without_anchors_is_zero(tensors):
     per_anchor, shared = tensors
     loss, _ = chunked(sums, {name: x[:0] for name, x in per_anchor.items()}, shared, 2)
     loss.backward()

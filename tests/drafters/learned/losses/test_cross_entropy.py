@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks against the whole softmax, written out, in float64."""
+"""Cross-entropy in chunks, against a literal version with the full softmax in float64."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "M
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 4 * 40 * V, 2**20], ids=["one", "some", "all"])
 @pytest.mark.parametrize("distillation", [0.0, 0.7])
-def test_loss_and_gradients_are_those_of_the_written_out_mean(has_bias, max_bytes, distillation):
+def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, distillation):
     case = Case(has_bias)
     ours, _ = case.loss(decay=0.6, distillation=distillation, teacher=case.teacher, max_bytes=max_bytes)
     log_distributions = case.log_distributions()
@@ -68,8 +68,8 @@ def test_loss_and_gradients_are_those_of_the_written_out_mean(has_bias, max_byte
 
 
 @has_bias
-def test_survival_weights_climb_the_expected_acceptance(has_bias):
-    """The gradient of -sum_u p_1 ... p_u, divided by that sum, anchor by anchor."""
+def test_survival_weights_follow_the_gradient_of_the_expected_acceptance(has_bias):
+    """For each anchor it is the gradient of -sum_u p_1 ... p_u, divided by that sum."""
     case = Case(has_bias)
     accepted = case.reached().sum(-1)[VALID[:, 0]]
     ours, _ = case.loss(weights="survival")
@@ -80,7 +80,7 @@ def test_survival_weights_climb_the_expected_acceptance(has_bias):
 
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 2**20])
-def test_the_number_is_the_mean_expected_acceptance(has_bias, max_bytes):
+def test_the_metric_is_the_mean_expected_acceptance(has_bias, max_bytes):
     case = Case(has_bias)
     _, numbers = case.loss(max_bytes=max_bytes)
     torch.testing.assert_close(numbers["expected_acceptance"], case.reached().sum(-1)[VALID[:, 0]].mean().detach())
@@ -104,12 +104,12 @@ def test_positions_without_a_teacher_are_not_distilled():
 @pytest.mark.parametrize(
     ("settings", "message"), [({"weights": "even"}, "weights"), ({"distillation": 0.1}, "teacher")], ids=str
 )
-def test_what_makes_no_sense_is_refused(settings, message):
+def test_invalid_arguments_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Case(False).loss(**settings)
 
 
-def test_fewer_frames_than_labels_and_a_bias_of_another_width_are_refused():
+def test_too_few_frames_and_a_bias_of_the_wrong_width_are_refused():
     case = Case(True)
     case.frames = case.frames[:, :2]
     with pytest.raises(ValueError, match="2 frames"):

@@ -1,4 +1,4 @@
-"""The block drafter: what it learns from and what it drafts from are the same thing, and its trees are the best."""
+"""The block drafter: training matches drafting, and its trees have the most probable paths."""
 
 from itertools import product
 
@@ -43,7 +43,7 @@ def text():
         {"root_everywhere": True, "frames_differ": True},
     ],
 )
-def test_trees_of_known_text_are_those_of_decoding(make, base_weights, text, arguments):
+def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, text, arguments):
     drafter, (hidden, ids), anchors, trees, done = make(**arguments).double(), text, [1, 2, 5, 11, 19], [], 0
     hidden, base_weights = hidden.double(), BaseWeights(base_weights.embedding.double(), base_weights.head.double())
     drafter.attach_base_weights(base_weights)
@@ -57,8 +57,8 @@ def test_trees_of_known_text_are_those_of_decoding(make, base_weights, text, arg
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_tree_holds_the_most_probable_paths(make, base_weights, text, rank):
-    """Against all paths of the whole vocabulary, each the product of its frames' laws."""
+def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank):
+    """The reference scores all paths over the full vocabulary by the product of the frames' probabilities."""
     drafter, (hidden, ids) = make(markov_rank=rank, num_frames=2, top_k=23).double(), text
     base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
     at = torch.tensor([[7]])
@@ -97,7 +97,7 @@ def test_it_learns_a_text_that_repeats(make, base_weights):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"markov_rank": 3, "distillation": 1.0, "weights": "survival"}])
-def test_a_batch_without_anchors_gives_a_finite_loss_that_touches_every_weight(make, base_weights, arguments):
+def test_a_batch_without_anchors_has_a_finite_loss_with_a_gradient_for_every_weight(make, base_weights, arguments):
     drafter = make(num_layers=2, hidden_layers=[1, -1], **arguments)
     hidden, ids = torch.randn(2, 8, 32), torch.randint(0, 23, (2, 8))
     nothing = torch.zeros(2, 8, dtype=torch.bool)
@@ -129,7 +129,7 @@ def test_wrong_arguments_are_refused(make):
         {"hidden_layers": [4]},
     ],
 )
-def test_arguments_that_mean_nothing_are_refused_by_name(make, arguments):
+def test_meaningless_arguments_are_refused_by_name(make, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         make(**arguments)
 

@@ -1,4 +1,4 @@
-"""Best-first and static trees against all paths, listed."""
+"""Best-first and static trees, against a list of all paths."""
 
 from itertools import combinations, product
 
@@ -15,7 +15,7 @@ def random_distributions(num_distributions, num_depths, num_candidates, seed=0):
 
 
 def listed(probs, tokens, max_depth, eos=()):
-    """Probability of every path of tokens."""
+    """Return the probability of every path of tokens."""
     num_distributions, num_depths, num_candidates = probs.shape
     rows = np.broadcast_to(tokens, (num_depths, num_candidates))
     found = {}
@@ -50,7 +50,7 @@ SHARED, OWN = np.array([11, 12, 13]), np.array([[11, 12, 13], [14, 11, 12], [12,
 @pytest.mark.parametrize("tokens", [SHARED, OWN], ids=["shared", "own"])
 @pytest.mark.parametrize("num_nodes", [0, 1, 4, 17, 1000])
 @pytest.mark.parametrize("max_depth, eos", [(9, ()), (2, ()), (0, ()), (9, {12, 14})])
-def test_the_tree_holds_the_most_probable_paths(num_distributions, tokens, num_nodes, max_depth, eos):
+def test_the_tree_has_the_most_probable_paths(num_distributions, tokens, num_nodes, max_depth, eos):
     for seed in range(3):
         probs = random_distributions(num_distributions, 4, 3, seed)
         best = most_probable(listed(probs, tokens, max_depth, eos), num_nodes)
@@ -59,7 +59,7 @@ def test_the_tree_holds_the_most_probable_paths(num_distributions, tokens, num_n
 
 @pytest.mark.parametrize("num_distributions", [1, 4])
 @pytest.mark.parametrize("tokens", [SHARED, OWN], ids=["shared", "own"])
-def test_a_chain_goes_on_with_the_most_probable_child(num_distributions, tokens):
+def test_a_chain_continues_with_the_most_probable_child(num_distributions, tokens):
     probs = random_distributions(num_distributions, 4, 3)
     every, expected, path = listed(probs, tokens, 4), {}, ()
     for _ in range(4):
@@ -79,21 +79,21 @@ def test_improbable_paths_are_left_out(find):
         assert_same(by_path(*find(probs, SHARED, 1000, 9, min_probability=floor)), expected)
 
 
-def test_a_token_that_stands_twice_counts_once():
+def test_a_duplicate_candidate_counts_once():
     probs = random_distributions(4, 3, 3)
     places = [2, 0, 2, 1, 0]
     twice = search(probs[[*places, 3]][..., places], SHARED[places], 30, 9)
     assert_same(by_path(*twice), by_path(*search(probs, SHARED, 30, 9)))
 
 
-def test_one_distribution_needs_no_axis_of_its_own_and_no_candidates_give_no_tree():
+def test_a_single_distribution_needs_no_extra_axis_and_no_candidates_give_no_tree():
     probs = random_distributions(1, 3, 3)
     assert search(probs[0], SHARED, 9, 9)[0] == search(probs, SHARED, 9, 9)[0]
     for empty in (np.zeros((3, 0)), np.zeros((0, 3)), np.zeros((0, 0))):
         assert len(search(empty, SHARED[: empty.shape[1]], 9, 9)[0]) == 0
 
 
-def test_candidates_count_at_their_first_place_in_a_row():
+def test_a_candidate_counts_at_its_first_place_in_a_row():
     usable, ends = candidates(np.array([5, 3, 5, 5, 3, 9]), eos={3})
     assert usable.tolist() == [1, 1, 0, 0, 0, 1] and ends.tolist() == [False, True, False, False, True, False]
     assert candidates(np.array([5, 3, 5, 5, 3, 9]), row=3)[0].tolist() == [1, 1, 0, 1, 1, 1]
@@ -103,7 +103,7 @@ def test_candidates_count_at_their_first_place_in_a_row():
 
 
 def prefix_closed_trees(shape, num_nodes):
-    """Every set of rank paths that holds all their prefixes."""
+    """Return every set of rank paths that is closed under prefixes."""
     every = [path for depth in range(1, shape[0] + 1) for path in product(range(shape[1]), repeat=depth)]
     for chosen in combinations(every, num_nodes):
         if all(path[:-1] in chosen or len(path) == 1 for path in chosen):
@@ -113,7 +113,7 @@ def prefix_closed_trees(shape, num_nodes):
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("num_nodes", [1, 2, 4, 5])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_other_tree_of_as_many_nodes_is_accepted_deeper(shape, num_nodes, seed):
+def test_no_other_tree_of_the_same_size_has_a_longer_acceptance_length(shape, num_nodes, seed):
     accuracies = np.random.default_rng(seed).random(shape) * 0.6
 
     def expected_length(paths):
@@ -125,8 +125,8 @@ def test_no_other_tree_of_as_many_nodes_is_accepted_deeper(shape, num_nodes, see
     assert all(path[:-1] in found[:place] for place, path in enumerate(found) if len(path) > 1)
 
 
-def test_the_sum_of_accuracies_is_what_independent_heads_accept():
-    """Draw the right rank of every head many times; the tree's mean accepted depth is the sum over its nodes."""
+def test_the_sum_of_accuracies_is_the_mean_depth_that_independent_heads_accept():
+    """The right rank of every head is sampled many times; the mean accepted depth is the sum over the tree's nodes."""
     accuracies = np.array([[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]])
     paths = static(accuracies, 6)
     expected = sum(np.prod([accuracies[depth, rank] for depth, rank in enumerate(path)]) for path in paths)
@@ -137,13 +137,13 @@ def test_the_sum_of_accuracies_is_what_independent_heads_accept():
     assert np.isclose(total, expected, rtol=1e-12)
 
 
-def test_what_is_never_right_is_left_out():
+def test_ranks_that_are_never_right_are_left_out():
     assert static(np.array([[0.5, 0.0], [0.0, 0.0]]), 9) == [(0,)]
     assert static(np.ones((2, 2)), 0) == static(np.ones((0, 0)), 4) == []
 
 
 @pytest.mark.parametrize("wrong", [[0.5], [[1.2, 0.1]], [[-0.1]], [[float("nan")]]])
-def test_what_is_no_accuracy_is_refused(wrong):
+def test_an_invalid_accuracy_is_refused(wrong):
     with pytest.raises(ValueError, match="accuracies must be probabilities"):
         static(np.array(wrong), 3)
 
@@ -157,7 +157,7 @@ def test_rank_paths_are_filled_with_each_heads_tokens():
 
 
 @pytest.mark.parametrize("paths", [[(0, 0)], [(0, 0), (0,)], [(0,), (0,)], [(2,)], [(-1,)], [()]])
-def test_rank_paths_that_are_no_tree_of_the_heads_are_refused(paths):
+def test_rank_paths_that_do_not_fit_the_heads_are_refused(paths):
     with pytest.raises(ValueError, match="does not fit"):
         fill(paths, np.array([[5, 6]]))
 

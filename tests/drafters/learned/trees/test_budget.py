@@ -1,4 +1,4 @@
-"""The size of a tree, chosen by what it gains and what it costs."""
+"""The size of a tree, chosen by its expected gain and the cost of its nodes."""
 
 import json
 
@@ -10,7 +10,7 @@ from drafters.learned.trees.budget import best_size, read_costs
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("draft_seconds", [0.0, 0.5, 20.0])
-def test_no_other_size_emits_more_tokens_a_second(seed, draft_seconds):
+def test_no_other_size_emits_more_tokens_per_second(seed, draft_seconds):
     rng = np.random.default_rng(seed)
     probabilities = np.sort(rng.random(12))[::-1]
     seconds = 1 + np.cumsum(rng.random(15)) / 2
@@ -20,8 +20,8 @@ def test_no_other_size_emits_more_tokens_a_second(seed, draft_seconds):
 
 def test_small_examples():
     sure, unsure = np.array([1.0, 1.0]), np.array([0.4, 0.1])
-    assert best_size(sure, np.array([1.0, 1.0, 1.0])) == 2, "nodes that cost nothing are all fed"
-    assert best_size(sure, np.array([1.0, 2.0, 3.0])) == 0, "a node that costs a step gains nothing"
+    assert best_size(sure, np.array([1.0, 1.0, 1.0])) == 2, "all nodes without a cost are used"
+    assert best_size(sure, np.array([1.0, 2.0, 3.0])) == 0, "a node that costs as much as a step is not worth it"
     assert best_size(unsure, np.array([1.0, 1.2, 1.4])) == 1
     assert best_size(unsure, np.array([1.0, 1.5, 2.0])) == 0
     assert best_size(unsure, np.array([1.0, 1.5, 2.0]), draft_seconds=9.0) == 2, "a long draft is worth a wide step"
@@ -33,7 +33,7 @@ def test_a_size_of_unknown_cost_is_refused():
         best_size(np.array([0.5, 0.5]), np.array([1.0, 1.0]))
 
 
-def test_sizes_between_the_measured_ones_lie_on_a_line(tmp_path):
+def test_costs_between_measured_sizes_are_interpolated(tmp_path):
     file = tmp_path / "cost.json"
     file.write_text(json.dumps({"nodes": [0, 1, 2, 4, 8], "seconds": [1, 1.5, 2.0, 2.5, 4.5]}))
     assert read_costs(file).tolist() == [1.0, 1.5, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5]
@@ -56,7 +56,7 @@ def test_sizes_between_the_measured_ones_lie_on_a_line(tmp_path):
         ('{"nodes": [0, 1], "seconds": [1.0, "2"]}', "positive numbers"),
     ],
 )
-def test_a_file_that_is_no_curve_is_refused_in_one_line(tmp_path, text, said):
+def test_a_file_that_is_no_cost_curve_is_refused_in_one_line(tmp_path, text, said):
     file = tmp_path / "cost.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=said) as error:

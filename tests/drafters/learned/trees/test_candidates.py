@@ -1,4 +1,4 @@
-"""Candidates and their laws, against the softmax over the whole vocabulary."""
+"""Candidates and their probabilities, against the softmax over the full vocabulary."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_candidates_are_the_tokens_most_probable_in_any_frame(logits):
 
 
 @pytest.mark.parametrize("num_candidates", [1, 5, V, 99])
-def test_their_distributions_are_those_of_the_frames(logits, num_candidates):
+def test_their_probabilities_equal_those_of_the_frames(logits, num_candidates):
     for anchor, (probs, tokens) in enumerate(tables(logits, torch.zeros(A, dtype=torch.long), V, num_candidates)):
         distribution = logits[anchor].softmax(-1)
         assert probs.shape == (1, T, min(num_candidates, V) + 1)
@@ -44,7 +44,7 @@ def test_without_a_blank_there_is_no_column_for_it(logits):
     torch.testing.assert_close(torch.tensor(probs[0]), logits[0, :, :V].softmax(-1)[:, tokens])
 
 
-def test_with_a_bias_row_l_is_the_distribution_after_candidate_l_and_the_last_row_that_after_the_root(logits, markov):
+def test_with_a_bias_row_l_is_the_distribution_after_candidate_l_and_the_last_row_after_the_root(logits, markov):
     roots = torch.tensor([2, 7, 0])
     with torch.no_grad():
         every = tables(logits, roots, V, 4, markov)
@@ -56,7 +56,7 @@ def test_with_a_bias_row_l_is_the_distribution_after_candidate_l_and_the_last_ro
 
 
 def test_distributions_with_a_bias_are_the_same_under_autocast(logits, markov):
-    """A validation in mixed precision sees the law that decoding sees."""
+    """Validation in mixed precision uses the same distribution as decoding."""
     logits, markov, roots = logits.float(), markov.float(), torch.tensor([2, 7, 0])
     with torch.no_grad():
         plain = tables(logits, roots, V, 4, markov)

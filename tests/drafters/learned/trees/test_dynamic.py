@@ -1,4 +1,4 @@
-"""The grown tree against every path enumerated."""
+"""Dynamic trees, against an enumeration of every path."""
 
 from itertools import product
 
@@ -12,7 +12,7 @@ V = 4
 
 
 class Walk:
-    """A law of the next token that hangs on the whole path, looked up; and the state a drafter keeps: the paths."""
+    """A table of next-token distributions that depend on the full path; the state of the drafter is the paths."""
 
     def __init__(self, num_roots, seed=0, sharpness=2.0):
         self.num_roots, self.seed, self.sharpness = num_roots, seed, sharpness
@@ -53,7 +53,7 @@ def paths_of(tree):
 @pytest.mark.parametrize("eos", [(), (2,), (0, 3)])
 @pytest.mark.parametrize("count", [1, 7, 30, 500])
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_unbounded_it_holds_the_most_probable_paths_of_all_best_first(depth, count, eos):
+def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(depth, count, eos):
     walk = Walk(num_roots=3)
     trees = dynamic.grow(walk.first(), walk.step, depth, V**depth, V, count, eos)
     assert walk.num_steps == depth - 1
@@ -63,7 +63,7 @@ def test_unbounded_it_holds_the_most_probable_paths_of_all_best_first(depth, cou
 
 
 @pytest.mark.parametrize(("width", "top_k"), [(1, 1), (1, 3), (2, 2), (3, 4), (5, 2)])
-def test_bounded_it_is_the_beam_search_written_out(width, top_k):
+def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
     depth, count = 4, 9
     trees = dynamic.grow((walk := Walk(2)).first(), walk.step, depth, width, top_k, count, {1})
     for root, tree in enumerate(trees):
@@ -81,14 +81,14 @@ def test_bounded_it_is_the_beam_search_written_out(width, top_k):
         assert paths_of(tree) == expected
 
 
-def test_where_a_child_is_certain_its_parent_still_comes_first():
+def test_a_parent_comes_before_a_child_of_probability_one():
     certain = torch.tensor([[0.0, 200.0, -200.0, -200.0]])
     tree = dynamic.grow(certain, lambda tokens, slots: certain[:, None].expand(-1, tokens.shape[1], -1), 5, 3, 2, 5)[0]
     tree.validate(V)
     assert paths_of(tree) == [(1,) * length for length in range(1, 6)]
 
 
-def test_where_every_beam_has_ended_nothing_more_is_found():
+def test_the_search_stops_when_every_beam_has_ended():
     walk = Walk(1)
     tree = dynamic.grow(walk.first(), walk.step, 4, 3, V, 99, range(V))[0]
     assert sorted(paths_of(tree)) == [(token,) for token in range(V)]
@@ -103,7 +103,7 @@ def test_improbable_nodes_are_left_out():
     assert 0 < len(cut) < len(whole)
 
 
-def test_every_drawn_child_comes_with_the_distribution_it_was_drawn_from():
+def test_every_sampled_child_has_the_distribution_it_was_sampled_from():
     generator = torch.Generator().manual_seed(0)
     for temperature in (0.5, 1.0):
         walk = Walk(2)
@@ -117,11 +117,11 @@ def test_every_drawn_child_comes_with_the_distribution_it_was_drawn_from():
                 torch.testing.assert_close(distribution.probs, (walk.logits(root, path) / temperature).softmax(-1))
                 if level:
                     assert distribution.parent == tree.distributions[level - 1].draws[0], (
-                        "the chain goes on below the first draw"
+                        "the chain continues below the first sampled token"
                     )
 
 
-def test_drawn_tokens_follow_the_distribution():
+def test_sampled_tokens_follow_the_distribution():
     walk, counts = Walk(1), torch.zeros(V)
     generator = torch.Generator().manual_seed(0)
     for _ in range(400):
@@ -129,10 +129,10 @@ def test_drawn_tokens_follow_the_distribution():
         for node in tree.distributions[0].draws:
             counts[tree.tokens[node]] += 1
     expected = walk.first()[0].softmax(-1) * 2000
-    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # one in a thousand, three degrees of freedom
+    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # the 0.999 quantile with three degrees of freedom
 
 
-def test_a_drawn_chain_stops_where_the_text_ends_and_may_go_without_its_distributions():
+def test_a_sampled_chain_stops_at_an_end_token_and_may_omit_its_distributions():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         walk = Walk(1)

@@ -1,4 +1,4 @@
-"""CTC probabilities against the sum over every alignment, written out."""
+"""CTC probabilities, against a literal sum over every alignment."""
 
 from itertools import product
 
@@ -31,7 +31,7 @@ def computed(log_probs, label):
 
 
 def enumerated(log_probs, holds):
-    """log of the summed probability of the alignments whose text holds."""
+    """Return the log of the summed probability of the alignments whose text satisfies `holds`."""
     sums = [log_probs[range(T), a].sum() for a in ALIGNMENTS if holds(collapse(a, BLANK))]
     return torch.stack(sums).logsumexp(0) if sums else None
 
@@ -51,7 +51,7 @@ def test_collapse_merges_repeats_then_drops_blanks(frames, text):
 
 
 @pytest.mark.parametrize("label", FEASIBLE + INFEASIBLE)
-def test_exact_sums_over_the_alignments_that_collapse_to_the_label(label):
+def test_exact_probabilities_sum_over_the_alignments_that_collapse_to_the_label(label):
     log_probs = random_log_probs()
     exact, _ = computed(log_probs, label)
     for length in range(len(label) + 1):
@@ -63,7 +63,7 @@ def test_exact_sums_over_the_alignments_that_collapse_to_the_label(label):
 
 
 @pytest.mark.parametrize("label", FEASIBLE + INFEASIBLE)
-def test_prefix_sums_over_the_alignments_whose_text_begins_with_the_label(label):
+def test_prefix_probabilities_sum_over_the_alignments_whose_text_begins_with_the_label(label):
     log_probs = random_log_probs()
     _, prefix = computed(log_probs, label)
     for length in range(1, len(label) + 1):
@@ -75,8 +75,8 @@ def test_prefix_sums_over_the_alignments_whose_text_begins_with_the_label(label)
 
 
 @pytest.mark.parametrize("label", FEASIBLE)
-def test_gradients_are_those_of_the_written_out_sum(label):
-    logits = random_logits()  # the frames after a prefix matter only as long as they need not sum to one
+def test_gradients_equal_those_of_the_literal_sum(label):
+    logits = random_logits()  # gradients pass through the softmax, so frames after a prefix have none
     log_probs = logits.log_softmax(-1)
     exact, prefix = computed(log_probs, label)
     wholes = enumerated(log_probs, lambda text: text == label)
@@ -86,24 +86,24 @@ def test_gradients_are_those_of_the_written_out_sum(label):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-# ---- laws that depend on the last emitted label
+# ---- distributions that depend on the last emitted label
 
 
 def random_distributions(seed=0):
-    """(T, V, V + 1) log-probabilities: the law of each frame after each last label."""
+    """(T, V, V + 1) log-probabilities of each frame after each last emitted label."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(T, V, V + 1, generator=generator, dtype=torch.float64) * 2).log_softmax(-1).requires_grad_()
 
 
 def columns(distributions, root, label):
-    """``enter``, ``stay`` and ``blank`` of one anchor."""
+    """Return ``enter``, ``stay`` and ``blank`` of one anchor."""
     before = [root, *label]
     enter, stay = distributions[:, before[:-1], label], distributions[:, label, label]
     return enter[None], stay[None], distributions[None, :, before, BLANK], torch.tensor([label])
 
 
 def each_alignment(distributions, root):
-    """Log-probability of every alignment, every frame drawn from its law after the label last emitted."""
+    """Log-probability of every alignment, each frame conditioned on the last emitted label."""
     before = []
     for alignment in ALIGNMENTS:
         emitted = [root]
@@ -119,13 +119,13 @@ def summed_where(log_probs, holds):
 
 
 @pytest.mark.parametrize("root", range(V))
-def test_alignments_of_conditioned_distributions_are_one_distribution(root):
+def test_probabilities_of_all_alignments_of_conditioned_frames_sum_to_one(root):
     assert each_alignment(random_distributions(), root).logsumexp(0).item() == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("root", [0, 1])  # a label may begin with the root token: it enters all the same
+@pytest.mark.parametrize("root", [0, 1])  # a label may begin with the root token, which is emitted all the same
 @pytest.mark.parametrize("label", FEASIBLE + INFEASIBLE, ids=str)
-def test_conditioned_distributions_are_summed_over_their_alignments_and_so_are_their_gradients(label, root):
+def test_conditioned_probabilities_and_gradients_equal_the_literal_sum(label, root):
     distributions = random_distributions()
     exact, prefix = prefix_log_probs(*columns(distributions, root, label))
     every = each_alignment(distributions, root)
@@ -137,7 +137,7 @@ def test_conditioned_distributions_are_summed_over_their_alignments_and_so_are_t
             assert ours <= IMPOSSIBLE / 2
             continue
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
-        if number <= len(label):  # frames after a prefix matter to the written-out sum only as they sum to one
+        if number <= len(label):  # the literal sum of a prefix also has a gradient at later frames
             got, wanted = (torch.autograd.grad(x, distributions, retain_graph=True)[0] for x in (ours, expected))
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
@@ -153,8 +153,8 @@ def test_gradients_of_prefixes_of_conditioned_distributions_pass_through_the_sof
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_gradients_of_every_state_are_those_of_finite_differences():
-    """Upstream gradients of any sign, on every output at once, with a repeat."""
+def test_gradients_of_every_state_equal_finite_differences():
+    """The upstream gradients have both signs and reach every output at once; one label has a repeat."""
     enter, stay, blank, labels = columns(random_distributions().detach(), 0, [1, 2, 2])
     leaves = [x.clone().requires_grad_() for x in (enter, stay, blank)]
 
@@ -165,7 +165,7 @@ def test_gradients_of_every_state_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(reached, leaves)
 
 
-def test_states_before_each_frame_are_those_of_the_alignments_so_far():
+def test_states_before_each_frame_sum_over_the_alignments_so_far():
     distributions, label = random_distributions().detach(), [1, 2, 2]
     _, blank_end, label_end = states(*columns(distributions, 0, label))
     for t in range(1, T + 1):
@@ -182,7 +182,7 @@ def test_states_before_each_frame_are_those_of_the_alignments_so_far():
 
 
 @pytest.mark.parametrize("label", FEASIBLE, ids=str)
-def test_expected_acceptance_is_the_mean_length_a_drawn_text_shares_with_the_label(label):
+def test_expected_acceptance_is_the_mean_common_prefix_of_a_sampled_text_and_the_label(label):
     distributions = random_distributions().detach()
     _, prefix = prefix_log_probs(*columns(distributions, 0, label))
     shared = []
@@ -197,14 +197,14 @@ def test_expected_acceptance_is_the_mean_length_a_drawn_text_shares_with_the_lab
 
 
 @pytest.mark.parametrize("label", INFEASIBLE)
-def test_gradients_of_what_cannot_happen_are_finite(label):
+def test_gradients_of_impossible_labels_are_finite(label):
     logits = random_logits()
     exact, prefix = computed(logits.log_softmax(-1), label)
     gradient = torch.autograd.grad(exact.sum() + prefix.sum(), logits)[0]
     assert gradient.isfinite().all()
 
 
-def test_exact_is_the_ctc_loss_of_torch_for_a_batch_with_repeats():
+def test_exact_probabilities_equal_the_ctc_loss_of_torch_for_a_batch_with_repeats():
     generator = torch.Generator().manual_seed(1)
     frames, count, vocab, longest = 12, 16, 6, 5
     log_probs = torch.randn(count, frames, vocab + 1, generator=generator, dtype=torch.float64).log_softmax(-1)
@@ -226,11 +226,11 @@ def test_exact_is_the_ctc_loss_of_torch_for_a_batch_with_repeats():
         ours, expected = (
             torch.autograd.grad(loss.sum(), log_probs, retain_graph=True)[0] for loss in (-exact[:, length], theirs)
         )
-        # torch gives the gradient as seen through the softmax before it: less each frame's share
+        # torch returns the gradient before the softmax, so each frame's probability is subtracted
         through_softmax = ours - log_probs.detach().exp() * ours.sum(-1, keepdim=True)
         torch.testing.assert_close(through_softmax, expected, rtol=0, atol=1e-10)
 
 
-def test_prefix_probabilities_never_grow_along_a_label():
+def test_prefix_probabilities_never_increase_along_a_label():
     _, prefix = computed(random_log_probs(3), [0, 1, 1, 2])
     assert prefix.diff().le(1e-12).all()

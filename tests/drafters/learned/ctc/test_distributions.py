@@ -1,4 +1,4 @@
-"""The law of CTC texts and the draws from it, against every alignment, enumerated."""
+"""The distribution of CTC texts and samples from it, against an enumeration of every alignment."""
 
 from collections import defaultdict
 from itertools import product
@@ -17,14 +17,14 @@ each_bias = pytest.mark.parametrize("biased", [False, True], ids=["without bias"
 
 
 def random_frames(num_frames, biased, seed=0, scale=1.5):
-    """Logits (T, V + 1), and biases (V, V + 1) or nothing."""
+    """Return logits (T, V + 1), and biases (V, V + 1) or None."""
     generator = torch.Generator().manual_seed(seed)
     logits, table = (torch.randn(n, V + 1, generator=generator, dtype=torch.float64) for n in (num_frames, V))
     return logits * scale, table * scale if biased else None
 
 
 def every_alignment(logits, table):
-    """Symbols, text and probability of each alignment, frame by frame."""
+    """Return the symbols, text and probability of each alignment, computed frame by frame."""
     for symbols in product(range(V + 1), repeat=len(logits)):
         text, last, before, probability = [], START, BLANK, 1.0
         for frame, symbol in zip(logits, symbols, strict=True):
@@ -38,7 +38,7 @@ def every_alignment(logits, table):
 
 
 def enumerated(logits, table):
-    """P(the text is g) and P(the text begins with g) of every text that some alignment spells."""
+    """Return P(the text is g) and P(the text begins with g) for every text g of some alignment."""
     is_text, begins = defaultdict(float), defaultdict(float)
     for _, text, probability in every_alignment(logits, table):
         is_text[text] += probability
@@ -48,7 +48,7 @@ def enumerated(logits, table):
 
 
 def distributions_of(texts, logits, table):
-    """`Prefixes` and next-token laws of texts that hold every beginning of each other, the empty one first."""
+    """`Prefixes` and next-token distributions of a prefix-closed set of texts, the empty one first."""
     tokens = torch.tensor([text[-1] if text else START for text in texts])
     parents = torch.tensor([texts.index(text[:-1]) if text else -1 for text in texts])
     frames = FrameDistributions(logits, None if table is None else table[tokens])
@@ -93,11 +93,11 @@ def test_a_bias_that_is_the_same_for_every_token_is_a_shift_of_the_logits():
     torch.testing.assert_close(distribution, shifted, rtol=0, atol=1e-12)
 
 
-# ---- draws
+# ---- sampling
 
 
 class Scripted:
-    """A generator whose next numbers are given: (T, N)."""
+    """A generator that returns given numbers (T, N)."""
 
     def __init__(self, numbers):
         self.numbers = np.asarray(numbers)
@@ -112,7 +112,7 @@ def looked_up(table):
 
 
 def intervals(logits, table, symbols):
-    """Between which numbers each symbol of an alignment is drawn, and how many numbers of all draw it."""
+    """Return the interval of random numbers that samples each symbol of an alignment, and the intervals' product."""
     last, lows, highs = START, [], []
     for frame, symbol in zip(logits, symbols, strict=True):
         edges = [0.0, *(frame if table is None else frame + table[last]).softmax(-1).cumsum(-1).tolist()]
@@ -123,7 +123,7 @@ def intervals(logits, table, symbols):
 
 
 @each_bias
-def test_the_numbers_that_draw_an_alignment_fill_its_probability(biased):
+def test_the_share_of_random_numbers_that_sample_an_alignment_is_its_probability(biased):
     logits, table = random_frames(3, biased)
     for symbols, _, probability in every_alignment(logits, table):
         low, high, share = intervals(logits, table, symbols)
@@ -134,7 +134,7 @@ def test_the_numbers_that_draw_an_alignment_fill_its_probability(biased):
 
 
 @each_bias
-def test_a_drawn_tree_is_the_merged_texts_with_the_distributions_of_those_that_go_on(biased):
+def test_a_sampled_tree_merges_the_texts_and_has_the_distribution_of_every_inner_node(biased):
     logits, table = random_frames(4, biased)
     is_text, begins = enumerated(logits, table)
     spelled = {text: symbols for symbols, text, _ in every_alignment(logits, table)}
@@ -162,7 +162,7 @@ def test_a_drawn_tree_is_the_merged_texts_with_the_distributions_of_those_that_g
 
 
 @each_bias
-def test_many_drawn_texts_follow_the_distribution(biased):
+def test_many_sampled_texts_follow_the_distribution(biased):
     logits, table = random_frames(4, biased, seed=2)
     uniforms = torch.from_numpy(np.random.default_rng(0).random((4, 20_000)))
     drawn = sample_alignments(logits, looked_up(table), START, uniforms).tolist()
@@ -187,44 +187,44 @@ def test_a_temperature_divides_logits_and_biases(biased):
         torch.testing.assert_close(one.probs, two.probs)
 
 
-def test_texts_that_all_stop_at_once_make_an_empty_tree():
+def test_texts_without_tokens_give_an_empty_tree():
     logits = torch.tensor([[0.0, 0.0, 0.0, 60.0]] * 4)
     tree = draw(logits, None, START, 8, 99, 99, (), np.random.default_rng(0))
     assert len(tree) == 0 and tree.distributions == ()
 
 
 @pytest.mark.parametrize(("max_nodes", "max_depth"), [(0, 9), (9, 0), (-1, 9), (9, -1)])
-def test_no_room_makes_an_empty_tree(max_nodes, max_depth):
+def test_limits_below_one_give_an_empty_tree(max_nodes, max_depth):
     assert (
         draw(torch.zeros(4, 4), None, START, 3, max_nodes, max_depth, (), np.random.default_rng(0)).distributions == ()
     )
 
 
-def test_the_same_numbers_draw_the_same_tree():
+def test_the_same_seed_samples_the_same_tree():
     logits, _ = random_frames(5, False)
     one, two = (draw(logits, None, START, 4, 99, 99, (), np.random.default_rng(5)) for _ in range(2))
     assert (one.tokens, one.parents) == (two.tokens, two.parents)
 
 
 @pytest.mark.parametrize(("num_texts", "temperature"), [(0, 1.0), (2, 0.0), (2, -1.0), (2, float("nan"))])
-def test_settings_without_meaning_are_refused(num_texts, temperature):
+def test_invalid_settings_are_refused(num_texts, temperature):
     with pytest.raises(ValueError, match="num_texts >= 1"):
         draw(torch.zeros(4, 4), None, START, num_texts, 9, 9, (), np.random.default_rng(0), temperature)
 
 
-# ---- what is left out
+# ---- limits
 
 
-def test_a_full_tree_takes_no_more_draws_not_even_those_it_holds():
+def test_a_full_tree_takes_no_more_samples_not_even_repeated_ones():
     texts = [[5, 6], [5, 7], [5, 6]]
     assert merge(texts, 9, 9, ()) == ([5, 6, 7], [ROOT, 0, 0], {ROOT: [0, 0, 0], 0: [1, 2, 1]})
     assert merge(texts, 2, 9, ()) == ([5, 6], [ROOT, 0], {ROOT: [0], 0: [1]})
     assert merge(texts, 3, 9, ()) == ([5, 6, 7], [ROOT, 0, 0], {ROOT: [0, 0], 0: [1, 2]})
 
 
-def test_depth_cuts_by_position():
+def test_the_depth_limit_cuts_by_position():
     assert merge([[5, 6, 7], [5, 8, 7]], 9, 1, ()) == ([5], [ROOT], {ROOT: [0, 0]})
 
 
-def test_nothing_stands_below_an_end_token():
+def test_no_node_is_below_an_end_token():
     assert merge([[5, 2, 7], [2, 5]], 9, 9, {2}) == ([5, 2, 2], [ROOT, 0, ROOT], {ROOT: [0, 2], 0: [1]})

@@ -1,4 +1,4 @@
-"""The CTC drafter: what it learns from and what it drafts from are the same thing."""
+"""The CTC drafter: its training computes the same function as its drafting."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ def text():
 
 
 def committed(hidden):
-    """A step that put these positions into the base's cache and accepted nothing."""
+    """Return a step result that cached these positions of the base and accepted no node."""
     return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
 
 
 def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
-    """The frames and trees of every anchor, as the decoding loop gets them: step by step, with the draft cache."""
+    """Return the frames and trees of every anchor as in the decoding loop, step by step with the draft cache."""
     drafter.attach_base_weights(base_weights)
     drafter.begin(ids[: anchors[0]].tolist())
     frames, trees, done, read = [], [], 0, drafter.trees
@@ -48,7 +48,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"hidden_layers": [0, -1], "num_layers": 2},
     ],
 )
-def test_training_at_an_anchor_is_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
+def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
     drafter, (hidden, ids) = make_ctc(**arguments), text
     hidden = torch.cat([hidden * (i + 1) for i in range(len(drafter.required_outputs.hidden_layers))], -1)
     anchors = [1, 2, 5, 6, 11, 19]
@@ -61,7 +61,7 @@ def test_training_at_an_anchor_is_decoding_at_that_root(make_ctc, base_weights, 
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 64])
-def test_trees_of_known_text_do_not_depend_on_the_chunk(make_ctc, base_weights, text, chunk):
+def test_trees_of_a_known_text_do_not_depend_on_the_chunk_size(make_ctc, base_weights, text, chunk):
     drafter, (hidden, ids) = make_ctc(), text
     anchors = torch.arange(1, S)
     expected = drafter.draft_at(hidden, ids, anchors, base_weights)
@@ -70,7 +70,7 @@ def test_trees_of_known_text_do_not_depend_on_the_chunk(make_ctc, base_weights, 
 
 
 @pytest.mark.parametrize("anchor", [1, 7, 12])
-def test_a_frame_never_sees_context_at_or_after_its_anchor(make_ctc, base_weights, text, anchor):
+def test_a_frame_never_attends_to_context_at_or_after_its_anchor(make_ctc, base_weights, text, anchor):
     drafter, (hidden, ids) = make_ctc(num_layers=2), text
     at = torch.tensor([[anchor]])
     later, earlier = hidden.clone(), hidden.clone()
@@ -80,7 +80,7 @@ def test_a_frame_never_sees_context_at_or_after_its_anchor(make_ctc, base_weight
         drafter(h[None], at, ids[at], base_weights.embedding) for h in (hidden, later, earlier)
     )
     assert torch.equal(frames, with_later)
-    assert not torch.allclose(frames, with_earlier), "what stands before the anchor must matter"
+    assert not torch.allclose(frames, with_earlier), "the context before the anchor must matter"
 
 
 def test_blocks_of_other_anchors_do_not_leak(make_ctc, base_weights, text):
@@ -106,7 +106,7 @@ def test_sequences_of_a_batch_do_not_leak(make_ctc, base_weights):
     torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
 
 
-def test_the_draft_cache_holds_what_was_appended_beyond_its_first_capacity():
+def test_the_draft_cache_grows_beyond_its_first_capacity():
     cache, held = DraftCache(2), [[], []]
     for length in (5, 1, 250, 1, 300, 3, 1500, 1):
         new = [(torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)) for _ in range(2)]
@@ -118,7 +118,7 @@ def test_the_draft_cache_holds_what_was_appended_beyond_its_first_capacity():
     assert cache.length == 2061
 
 
-def test_accepted_nodes_and_not_rejected_ones_enter_the_draft_cache(make_ctc, base_weights, text):
+def test_accepted_nodes_enter_the_draft_cache_and_rejected_ones_do_not(make_ctc, base_weights, text):
     """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
     hidden, ids = text
     tree = DraftTree([4, 5, 6], [-1, -1, 0])
@@ -135,14 +135,14 @@ def test_accepted_nodes_and_not_rejected_ones_enter_the_draft_cache(make_ctc, ba
         torch.testing.assert_close(got, expected)
 
 
-def test_a_drafter_that_has_seen_nothing_drafts_nothing(make_ctc, base_weights):
+def test_a_drafter_that_has_observed_no_step_drafts_nothing(make_ctc, base_weights):
     drafter = make_ctc()
     drafter.attach_base_weights(base_weights)
     drafter.begin([1, 2])
     assert len(drafter.propose([1, 2], Limits(9))) == 0
 
 
-def test_begin_forgets_the_last_text(make_ctc, base_weights, text):
+def test_begin_forgets_the_previous_text(make_ctc, base_weights, text):
     hidden, ids = text
     fresh, used = make_ctc(), make_ctc()
     used.attach_base_weights(base_weights)
@@ -156,7 +156,7 @@ def test_begin_forgets_the_last_text(make_ctc, base_weights, text):
 
 
 @pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 7)])
-def test_drafts_keep_to_their_limits(make_ctc, base_weights, text, depth, nodes):
+def test_drafts_stay_within_their_limits(make_ctc, base_weights, text, depth, nodes):
     hidden, ids = text
     drafter = make_ctc(num_nodes=30)
     drafter.attach_base_weights(base_weights)
@@ -171,7 +171,7 @@ def test_drafts_keep_to_their_limits(make_ctc, base_weights, text, depth, nodes)
     assert not any(parent != -1 and tree.tokens[parent] in eos for parent in tree.parents)
 
 
-def test_weights_of_the_base_stay_outside_the_state(make_ctc, base_weights):
+def test_weights_of_the_base_are_not_in_the_state_dict(make_ctc, base_weights):
     drafter = make_ctc()
     before = set(drafter.state_dict())
     drafter.attach_base_weights(base_weights)
@@ -186,7 +186,7 @@ def test_fewer_frames_than_labels_are_refused(make_ctc):
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 def test_it_learns_a_text_that_repeats(make_ctc, base_weights, objective):
-    """A text of period five, whose hidden states tell the position in it: after training, drafts come true."""
+    """The text has period five and its hidden states encode the position in it; after training, drafts are right."""
     torch.manual_seed(0)
     period = torch.tensor([3, 8, 8, 14, 20])
     ids = period.repeat(8)[None].expand(4, -1)
@@ -209,8 +209,8 @@ def test_it_learns_a_text_that_repeats(make_ctc, base_weights, objective):
     assert sum(path in paths for path, paths in zip(expected, drafted, strict=True)) >= 18
 
 
-def test_a_tree_grows_no_further_than_the_cost_of_a_step_allows(make_ctc, base_weights, text, tmp_path):
-    """Four nodes are free and every other one costs a step of its own."""
+def test_step_costs_limit_the_size_of_a_tree(make_ctc, base_weights, text, tmp_path):
+    """The first four nodes are free and every further one costs more than it gains."""
     hidden, ids = text
     costs = tmp_path / "costs.json"
     costs.write_text('{"nodes": [0, 4, 5, 12], "seconds": [1.0, 1.0, 9.0, 99.0]}')
@@ -221,7 +221,7 @@ def test_a_tree_grows_no_further_than_the_cost_of_a_step_allows(make_ctc, base_w
         assert tree == DraftTree(expected.tokens[:4], expected.parents[:4])
 
 
-def test_the_papers_tree_feeds_no_more_nodes_and_a_chain_has_no_branches(make_ctc, base_weights, text):
+def test_the_papers_tree_has_fewer_nodes_and_a_chain_has_no_branches(make_ctc, base_weights, text):
     hidden, ids = text
     anchors = torch.arange(1, S)
     trees = {
@@ -231,7 +231,7 @@ def test_the_papers_tree_feeds_no_more_nodes_and_a_chain_has_no_branches(make_ct
     assert all(list(tree.parents) == list(range(-1, len(tree) - 1)) for tree in trees["chain"])
 
 
-def test_drawn_drafts_carry_their_distributions_and_keep_to_their_limits(make_ctc, base_weights, text):
+def test_sampled_drafts_have_their_distributions_and_stay_within_their_limits(make_ctc, base_weights, text):
     hidden, ids = text
     drafter = make_ctc(draws=5, markov_rank=2)
     drafter.attach_base_weights(base_weights)
@@ -245,11 +245,11 @@ def test_drawn_drafts_carry_their_distributions_and_keep_to_their_limits(make_ct
     assert len({tuple(tree.tokens) for tree in trees}) > 1
 
 
-def test_warm_up_fades_out_with_the_optimizer_steps_and_validation_has_none(make_ctc, base_weights, text):
+def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(make_ctc, base_weights, text):
     hidden, ids = text
     texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
     drafter, without = make_ctc(warm_up_steps=4, num_anchors=S), make_ctc(num_anchors=S)
-    without.load_state_dict(drafter.state_dict())  # and nothing in the state counts steps
+    without.load_state_dict(drafter.state_dict())  # and the state dict has no step counter
     plain, _ = without.loss(TrainingBatch(*texts), base_weights)
     losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(6)]
     shares = [(loss - plain) / (losses[0] - plain) for loss in losses]
@@ -264,7 +264,7 @@ def test_unknown_choices_are_refused(make_ctc, name, value):
         make_ctc(**{name: value})
 
 
-def test_the_papers_tree_is_refused_where_frames_depend_on_the_token_before(make_ctc):
+def test_the_papers_tree_is_refused_with_frames_that_depend_on_the_previous_token(make_ctc):
     with pytest.raises(ValueError, match="markov_rank"):
         make_ctc(tree="paper", markov_rank=2)
 
@@ -291,13 +291,13 @@ def test_the_papers_tree_is_refused_where_frames_depend_on_the_token_before(make
         {"hidden_layers": [4]},
     ],
 )
-def test_arguments_that_mean_nothing_are_refused_by_name(make_ctc, arguments):
+def test_invalid_arguments_are_refused_by_name(make_ctc, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         make_ctc(**arguments)
 
 
 @pytest.mark.parametrize("arguments", [{"min_probability": 0.1}, {"step_costs": "costs.json"}])
-def test_the_papers_tree_is_refused_where_it_would_need_probabilities_of_nodes(make_ctc, arguments):
+def test_the_papers_tree_is_refused_with_options_that_need_node_probabilities(make_ctc, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         make_ctc(tree="paper", **arguments)
 
@@ -318,7 +318,7 @@ def test_one_frame_for_one_label_and_more_candidates_than_tokens(make_ctc, base_
         assert sorted(tree.tokens) == list(range(23)) and set(tree.parents) == {-1}
 
 
-def test_context_of_a_known_text_is_read_once_however_many_the_chunks(make_ctc, base_weights, text):
+def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text):
     (hidden, ids), drafter, reads = text, make_ctc(), []
     drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))
     drafter.chunk_anchors = 2
@@ -326,7 +326,7 @@ def test_context_of_a_known_text_is_read_once_however_many_the_chunks(make_ctc, 
     assert len(reads) == 1
 
 
-def test_the_blank_of_a_bfloat16_drafter_is_as_precise_as_in_its_loss(make_ctc):
+def test_the_blank_logit_of_a_bfloat16_drafter_is_as_precise_as_in_its_loss(make_ctc):
     drafter, frames = make_ctc().bfloat16(), torch.randn(6, 16).bfloat16()
     blank = drafter.logits(frames, torch.zeros(23, 16).bfloat16())[..., -1]
     torch.testing.assert_close(blank, frames.float() @ drafter.blank_row.float() + drafter.blank_bias.float())

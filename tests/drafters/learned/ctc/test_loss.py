@@ -1,4 +1,4 @@
-"""The CTC losses against the sum over every alignment, written out, in float64."""
+"""The CTC losses, against a literal sum over every alignment in float64."""
 
 from itertools import product
 
@@ -17,13 +17,13 @@ ALIGNMENTS = torch.tensor(list(product(range(V + 1), repeat=T)))
 TEXTS = [tuple(collapse(alignment, BLANK)) for alignment in ALIGNMENTS]
 LABELS = torch.tensor([[0, 1, 2], [1, 1, 0], [2, 2, 2], [0, 1, 0], [2, 0, 0], [1, 2, 1]])
 LENGTHS = torch.tensor([3, 3, 3, 2, 0, 1])
-ROOTS = torch.tensor([0, 2, 2, 1, 1, 0])  # the second anchor's first label is not its root, the first's and third's is
+ROOTS = torch.tensor([0, 2, 2, 1, 1, 0])  # anchors 0 and 2 have their root as first label, the others do not
 A = len(LABELS)
 VALID = torch.arange(U) < LENGTHS[:, None]
 
 
 def last_emitted(root):
-    """(N, T) for every alignment, the last label emitted before each frame."""
+    """(N, T) last label emitted before each frame, for every alignment."""
     rows = []
     for alignment in ALIGNMENTS.tolist():
         row, last = [], root
@@ -35,7 +35,7 @@ def last_emitted(root):
 
 
 class Case:
-    """Six anchors, their weights, and a loss that spells out softmax, alignments and products."""
+    """Six anchors, their weights, and a literal loss from softmax, alignments and products."""
 
     def __init__(self, has_bias, num_frames=T):
         generator = torch.Generator().manual_seed(0)
@@ -64,14 +64,14 @@ class Case:
         return ctc_loss(anchored, self.head, blank, self.markov, CTCLossOptions(**options), **settings)
 
     def log_distributions(self, anchor):
-        """(T, V, V + 1): the law of each frame after each last label."""
+        """(T, V, V + 1) log-probabilities of each frame after each last emitted label."""
         frames = self.frames[anchor]
         logits = torch.cat([frames @ self.head.T, (frames @ self.blank_row + self.blank_bias)[:, None]], 1)
         bias = torch.zeros(V, V + 1) if self.markov is None else self.markov(torch.arange(V))
         return (logits[:, None] + bias).log_softmax(-1)
 
     def texts(self, anchor):
-        """Probability that the text begins with some tokens, or that it is all of them."""
+        """Return the probability that the text begins with some tokens, or that it equals them."""
         root = int(ROOTS[anchor])
         each = self.log_distributions(anchor)[torch.arange(T), last_emitted(root), ALIGNMENTS].sum(1).exp()
 
@@ -133,7 +133,7 @@ has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["frame distri
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_written_out_sum(has_bias, settings, max_bytes):
+def test_loss_and_gradients_equal_those_of_the_literal_sum(has_bias, settings, max_bytes):
     case = Case(has_bias)
     teacher = {"teacher": case.teacher} if "distillation" in settings else {}
     ours, expected = case.loss(max_bytes=max_bytes, **teacher, **settings)[0], case.written_out(**settings)
@@ -143,8 +143,8 @@ def test_loss_and_gradients_are_those_of_the_written_out_sum(has_bias, settings,
 
 
 @has_bias
-def test_survival_weights_climb_the_expected_acceptance(has_bias):
-    """The gradient of -sum_u P(text begins with y_1..y_u), divided by that sum, anchor by anchor."""
+def test_survival_weights_follow_the_gradient_of_the_expected_acceptance(has_bias):
+    """For each anchor it is the gradient of -sum_u P(text begins with y_1..y_u), divided by that sum."""
     case = Case(has_bias)
     expected = 0.0
     for anchor, length in enumerate(LENGTHS.tolist()):
@@ -158,7 +158,7 @@ def test_survival_weights_climb_the_expected_acceptance(has_bias):
 
 
 @has_bias
-def test_the_numbers_are_the_mean_blank_share_and_the_mean_expected_acceptance(has_bias):
+def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(has_bias):
     case = Case(has_bias)
     blank, acceptance = [], []
     for anchor, length in enumerate(LENGTHS.tolist()):
@@ -187,7 +187,7 @@ def test_positions_without_a_teacher_are_not_distilled(has_bias):
 
 
 @has_bias
-def test_labels_that_are_not_valid_change_nothing(has_bias, monkeypatch):
+def test_invalid_labels_are_ignored(has_bias, monkeypatch):
     case = Case(has_bias)
     settings = {"warm_up": 0.5, "distillation": 1.0, "teacher": case.teacher}
     expected, _ = case.loss(**settings)
@@ -208,8 +208,8 @@ def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 @has_bias
-def test_labels_no_alignment_reaches_add_nothing(has_bias, objective):
-    """Three frames hold y y but not y y y."""
+def test_labels_without_an_alignment_add_nothing(has_bias, objective):
+    """Three frames can emit y y but not y y y."""
     case = Case(has_bias)
     short, roots = [case.frames[:2, :3], torch.tensor([[1, 1, 1], [1, 2, 0]])], torch.tensor([0, 0])
     all_valid, two_valid = torch.ones(2, 3, dtype=torch.bool), torch.tensor([[True, True, False], [True] * 3])
@@ -225,8 +225,8 @@ def test_labels_no_alignment_reaches_add_nothing(has_bias, objective):
 
 
 @has_bias
-def test_a_token_the_draft_cannot_say_costs_a_finite_divergence(has_bias):
-    """In four frames 1 1 may go on to 0 but not to a third 1, which the base still holds possible."""
+def test_a_token_that_the_frames_cannot_emit_has_a_finite_divergence(has_bias):
+    """In four frames 1 1 can be followed by 0 but not by a third 1, to which the base gives some probability."""
     case = Case(has_bias)
     labels, valid = torch.tensor([[1, 1, 0]]), torch.ones(1, 3, dtype=torch.bool)
     anchored = AnchoredFrames(case.frames[:1, :4], labels, valid, torch.tensor([0]), case.teacher[:1])
@@ -238,8 +238,8 @@ def test_a_token_the_draft_cannot_say_costs_a_finite_divergence(has_bias):
 
 @has_bias
 @pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
-def test_half_precision_multiplies_coarsely_and_sums_finely(has_bias, head_dtype):
-    """Frames in bfloat16 and an autocast around: sums of thousands of tokens still come out as in float64."""
+def test_half_precision_affects_products_but_not_sums(has_bias, head_dtype):
+    """With bfloat16 frames under autocast, sums over thousands of tokens still equal those in float64."""
     generator = torch.Generator().manual_seed(0)
     num_tokens, anchors = 4000, 5
     head = torch.randn(num_tokens, D, generator=generator)
@@ -271,7 +271,7 @@ def test_half_precision_multiplies_coarsely_and_sums_finely(has_bias, head_dtype
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(settings, message):
+def test_invalid_arguments_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Case(False).loss(**settings)
 
@@ -285,7 +285,7 @@ def test_a_bias_without_a_column_for_the_blank_is_refused():
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 def test_a_sequence_without_anchors_adds_nothing_to_its_batch(make_ctc, base_weights, objective):
-    """The second sequence has assistant tokens only where no anchor may stand: right after the first position."""
+    """The second sequence has assistant tokens only at positions that cannot be anchors."""
     drafter = make_ctc(objective=objective)
     hidden, ids = torch.randn(2, 12, 16), torch.randint(0, 23, (2, 12))
     mask = torch.ones(2, 12, dtype=torch.bool)
@@ -297,7 +297,7 @@ def test_a_sequence_without_anchors_adds_nothing_to_its_batch(make_ctc, base_wei
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
-def test_a_batch_without_anchors_gives_a_finite_loss_that_touches_every_weight(make_ctc, base_weights, objective):
+def test_a_batch_without_anchors_has_a_finite_loss_with_a_gradient_for_every_weight(make_ctc, base_weights, objective):
     drafter = make_ctc(objective=objective, num_layers=2, hidden_layers=[1, -1])
     hidden, ids = torch.randn(2, 8, 32), torch.randint(0, 23, (2, 8))
     nothing = torch.zeros(2, 8, dtype=torch.bool)

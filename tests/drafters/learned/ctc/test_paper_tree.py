@@ -1,4 +1,4 @@
-"""The CTC paper's tree against its description, read aloud: list the frame sequences, take the best, transform."""
+"""The CTC paper's tree, against a literal version: list the frame sequences, take the best, collapse them."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ BLANK = -1
 
 
 def random_frames(num_frames, top_k, seed=0, vocab=5):
-    """Each frame's most probable tokens, and the blank: (T, k), (T,), (T, k); and all of the law (T, V + 1)."""
+    """Probabilities (T, k), blank (T,) and top tokens (T, k) of each frame; and the full distribution (T, V + 1)."""
     logits = np.random.default_rng(seed).normal(size=(num_frames, vocab + 1)) * 1.5
     distribution = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     tokens = np.argsort(-distribution[:, :-1], axis=1)[:, :top_k]
@@ -21,7 +21,7 @@ def random_frames(num_frames, top_k, seed=0, vocab=5):
 
 
 def literal(probs, blank, tokens, num_nodes, max_depth, eos):
-    """Every frame sequence of every length, the most probable ``num_nodes`` of them, collapsed and merged."""
+    """Collapse and merge the ``num_nodes`` most probable frame sequences of any length."""
     choices = [[*zip(tokens[t].tolist(), probs[t], strict=True), (BLANK, blank[t])] for t in range(len(probs))]
     sequences = []
     for length in range(1, len(probs) + 1):
@@ -45,7 +45,7 @@ def literal(probs, blank, tokens, num_nodes, max_depth, eos):
 @pytest.mark.parametrize("num_frames, top_k", [(1, 1), (2, 3), (4, 3), (5, 2), (6, 1)])
 @pytest.mark.parametrize("num_nodes", [0, 1, 3, 10, 60, 100000])
 @pytest.mark.parametrize("max_depth, eos", [(9, ()), (2, ()), (0, ()), (9, {0, 3})])
-def test_the_tree_is_the_collapse_of_the_most_probable_frame_sequences(num_frames, top_k, num_nodes, max_depth, eos):
+def test_the_tree_collapses_the_most_probable_frame_sequences(num_frames, top_k, num_nodes, max_depth, eos):
     for seed in range(3):
         frames = random_frames(num_frames, top_k, seed)[:3]
         expected, likeliest = literal(*frames, num_nodes, max_depth, eos)
@@ -57,8 +57,8 @@ def test_the_tree_is_the_collapse_of_the_most_probable_frame_sequences(num_frame
         assert len(tree) <= num_nodes and BLANK not in tree.tokens
 
 
-def test_frames_that_collapse_to_one_text_are_fed_once():
-    """a a and a blank both spell a: two frame nodes each, one node fed."""
+def test_frame_sequences_that_collapse_to_the_same_text_share_a_node():
+    """Both "a a" and "a" with a blank collapse to "a": two frame nodes each, but one node in the tree."""
     probs, blank, tokens = np.array([[0.9], [0.5]]), np.array([0.1, 0.5]), np.array([[7], [7]])
     tree, likeliest = search(probs, blank, tokens, 3, 9)
     assert tree == DraftTree([7], [-1]) and likeliest.tolist() == [0.9]
@@ -70,8 +70,8 @@ def test_no_frames_give_no_tree():
 
 @pytest.mark.parametrize("num_nodes", [4, 16, 64])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_prefix_tree_gains_at_least_as_much_with_as_many_nodes(num_nodes, seed):
-    """By the drafter's own law a tree gains the prefix probabilities of its nodes."""
+def test_the_prefix_tree_of_the_same_size_is_accepted_at_least_as_deep(num_nodes, seed):
+    """Under the drafter's own distribution, the expected acceptance is the sum of the nodes' prefix probabilities."""
     probs, blank, tokens, distribution = random_frames(8, 5, seed)
     everything = np.arange(5)
     paper, _ = search(probs, blank, tokens, num_nodes, 8)

@@ -1,4 +1,4 @@
-"""CTC prefix search against the prefixes of every alignment, enumerated."""
+"""CTC prefix search, against an enumeration of every alignment's prefixes."""
 
 from collections import defaultdict
 from itertools import pairwise, product
@@ -15,7 +15,7 @@ SHAPES = [(1, 1), (3, 3), (4, 3), (5, 2), (6, 2)]  # frames, candidate tokens
 
 
 def random_frames(num_frames, num_tokens, seed=0, unheld=0.0):
-    """Token and blank probabilities, with a share of each frame left to tokens that are no candidates."""
+    """Token and blank probabilities; a share of each frame is left for tokens that are not candidates."""
     logits = np.random.default_rng(seed).normal(size=(num_frames, num_tokens + 1)) * 1.5
     probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True) * (1 - unheld)
     return probs[:, :-1], probs[:, -1], TOKENS[:num_tokens]
@@ -38,13 +38,13 @@ def enumerated(probs, blank, tokens):
 
 
 def labelled_frames(num_frames, num_tokens, seed=0):
-    """Laws (C + 1, T, C + 1) of the frames after each token, and last after none; the last column is the blank."""
+    """Frame probabilities (C + 1, T, C + 1) after each token; the last row is after none, the last column the blank."""
     logits = np.random.default_rng(seed).normal(size=(num_tokens + 1, num_frames, num_tokens + 1)) * 1.5
     return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
 
 
 def enumerated_with_labels(distributions, tokens):
-    """As `enumerated`, where each frame's law is that of the last token emitted before it."""
+    """Like `enumerated`, with each frame conditioned on the last token emitted before it."""
     num_tokens, num_frames = len(tokens), distributions.shape[1]
     found, total = defaultdict(float), 0.0
     for alignment in product(range(num_tokens + 1), repeat=num_frames):
@@ -58,14 +58,14 @@ def enumerated_with_labels(distributions, tokens):
         total += probability
         for length in range(1, len(text) + 1):
             found[tuple(text[:length])] += probability
-    assert np.isclose(total, 1.0, atol=1e-12), "the laws are normalised, so the alignments are"
+    assert np.isclose(total, 1.0, atol=1e-12), "the frames are normalised, so the alignments are"
     return found
 
 
 def by_path(tree, probs):
     tree.validate(vocab_size=100)
     paths = {tuple(tree.path_tokens(node)): probs[node] for node in range(len(tree))}
-    assert len(paths) == len(tree), "two nodes spell one text"
+    assert len(paths) == len(tree), "two nodes have the same text"
     return paths
 
 
@@ -77,15 +77,15 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_nodes", [0, 1, 2, 5, 12, 1000])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_tree_holds_the_most_probable_prefixes(shape, num_nodes, seed):
+def test_the_tree_has_the_most_probable_prefixes(shape, num_nodes, seed):
     frames = random_frames(*shape, seed)
     every = enumerated(*frames)
     best = dict(sorted(every.items(), key=lambda pair: -pair[1])[:num_nodes])
     assert_same(by_path(*search(*frames, num_nodes, max_depth=shape[0])), best)
 
 
-def test_mass_outside_the_candidates_is_lost_to_prefixes_that_need_it():
-    """A frame may hold a token that is no candidate; enumerate it as a token of its own and leave it out."""
+def test_probability_outside_the_candidates_is_left_out():
+    """A frame may emit a token that is no candidate; the reference counts it as a token and drops its texts."""
     probs, blank, tokens = random_frames(4, 2, unheld=0.3)
     other = np.full((4, 1), 0.3)
     every = enumerated(np.hstack([probs, other]), blank, np.append(tokens, 99))
@@ -102,7 +102,7 @@ def test_the_budget_goes_to_nodes_within_the_depth_limit(depth):
 
 
 @pytest.mark.parametrize("num_nodes", [4, 9, 1000])
-def test_nothing_stands_below_an_end_token(num_nodes):
+def test_no_node_is_below_an_end_token(num_nodes):
     frames = random_frames(5, 3)
     allowed = {path: p for path, p in enumerated(*frames).items() if 12 not in path[:-1]}
     best = dict(sorted(allowed.items(), key=lambda pair: -pair[1])[:num_nodes])
@@ -131,8 +131,8 @@ def test_a_repeated_token_needs_a_blank_between():
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 5])
 @pytest.mark.parametrize("scale", [1, 8, 30])
-def test_rounding_lifts_no_child_above_its_parent(num_nodes, scale):
-    """Frames in float32 sum to a little more than one; a child that looks likelier than its parent must not oust it."""
+def test_rounding_never_puts_a_child_before_its_parent(num_nodes, scale):
+    """Float32 frames may sum to just above one; a child that seems likelier than its parent must not replace it."""
     rng = np.random.default_rng(0)
     for _ in range(100):
         logits = (rng.normal(size=(8, 4)) * scale).astype(np.float32)
@@ -146,7 +146,7 @@ def test_rounding_lifts_no_child_above_its_parent(num_nodes, scale):
 @pytest.mark.parametrize("shape", [*SHAPES, (7, 2)])
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 12, 1000])
 @pytest.mark.parametrize("seed", range(3))
-def test_distributions_that_look_at_the_last_token_give_its_most_probable_prefixes(shape, num_nodes, seed):
+def test_frames_conditioned_on_the_last_token_give_the_most_probable_prefixes(shape, num_nodes, seed):
     distributions, tokens = labelled_frames(*shape, seed), TOKENS[: shape[1]]
     every = enumerated_with_labels(distributions, tokens)
     assert shape[0] < 3 or any(a == b for path in every for a, b in pairwise(path))
@@ -157,7 +157,7 @@ def test_distributions_that_look_at_the_last_token_give_its_most_probable_prefix
     assert (np.diff(probs) <= 0).all()
 
 
-def test_distributions_that_are_alike_after_every_token_are_one_distribution():
+def test_equal_rows_for_every_token_give_the_result_of_a_single_row():
     probs, blank, tokens = random_frames(6, 3)
     alike = search(np.repeat(probs[None], 4, 0), np.repeat(blank[None], 4, 0), tokens, 30, 6)
     alone = search(probs, blank, tokens, 30, 6)
@@ -165,9 +165,9 @@ def test_distributions_that_are_alike_after_every_token_are_one_distribution():
     assert (alike[1] == alone[1]).all()
 
 
-@pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3]], ids=["one law", "labelled"])
+@pytest.mark.parametrize("rows", [[3], [0, 1, 2, 3]], ids=["one distribution", "labelled"])
 @pytest.mark.parametrize("find", [search, chain])
-def test_a_token_that_stands_twice_counts_once(rows, find):
+def test_a_duplicate_candidate_counts_once(rows, find):
     distributions = labelled_frames(5, 3)
     places = [1, 0, 1, 2, 0]
     more_rows = rows if len(rows) == 1 else [*places, 3]
@@ -178,13 +178,13 @@ def test_a_token_that_stands_twice_counts_once(rows, find):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("depth", [0, 1, 3, 9])
-def test_a_chain_goes_on_with_the_most_probable_child(seed, depth):
+def test_a_chain_continues_with_the_most_probable_child(seed, depth):
     distributions = labelled_frames(6, 3, seed)
     every = enumerated_with_labels(distributions, TOKENS)
     expected, path = {}, ()
     while len(path) < depth:
         children = [child for child in every if child[:-1] == path]
-        if not children:  # repeats need blanks between, so six frames may not hold six tokens
+        if not children:  # repeats need blanks between, so six frames may not emit six tokens
             break
         path = max(children, key=every.get)
         expected[path] = every[path]
@@ -192,7 +192,7 @@ def test_a_chain_goes_on_with_the_most_probable_child(seed, depth):
     assert len(chain(distributions[..., :-1], distributions[..., -1], TOKENS, 2, depth)[0]) == min(2, depth)
 
 
-def test_a_chain_ends_at_an_end_token_and_at_the_floor():
+def test_a_chain_ends_at_an_end_token_and_below_the_smallest_probability():
     frames = random_frames(6, 3)
     tree, probs = chain(*frames, 9, 6)
     assert len(set(tree.tokens)) > 1 and tree.parents == list(range(-1, len(tree) - 1))
@@ -211,8 +211,8 @@ def test_no_frames_or_no_candidates_give_no_tree(num_frames, num_tokens):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("labelled", [False, True])
-def test_a_large_search_finds_what_the_recursion_of_the_loss_finds(labelled, seed):
-    """Every node is as probable as training says, and no child left out is more probable than the last node."""
+def test_probabilities_of_a_large_search_equal_those_of_the_loss(labelled, seed):
+    """Every node has the probability of the loss, and no omitted child is more probable than the last node."""
     logits = np.random.default_rng(seed).normal(size=(41, 12, 41)) * 3
     logits = logits if labelled else np.repeat(logits[:1], 41, 0)
     distributions = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -224,7 +224,7 @@ def test_a_large_search_finds_what_the_recursion_of_the_loss_finds(labelled, see
 
 
 def by_recursion(distributions, paths):
-    """P(text begins with the path), by what the loss is computed with."""
+    """P(text begins with the path), by the recursion of the loss."""
     log_distributions, found = torch.from_numpy(distributions).log(), np.empty(len(paths))
     for length in {len(path) for path in paths}:
         these = [place for place, path in enumerate(paths) if len(path) == length]
@@ -240,7 +240,7 @@ def by_recursion(distributions, paths):
     return found
 
 
-def test_frames_in_single_precision_are_searched_as_they_are():
+def test_float32_frames_give_the_tree_of_their_float64_values():
     distributions = labelled_frames(6, 3).astype(np.float32)
     single, probs = search(distributions[..., :-1], distributions[..., -1], TOKENS, 40, 6)
     double, expected = search(

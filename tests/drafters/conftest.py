@@ -1,4 +1,4 @@
-"""Dimensions and weights of a toy base, without a base."""
+"""Dimensions and weights of a toy base, without loading a model."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def base_weights():
 
 @pytest.fixture
 def make_ctc():
-    """Makes a CTC drafter whose weights are large enough that context matters; equal options give equal weights."""
+    """Build a CTC drafter with weights large enough that context matters; equal options give equal weights."""
 
     def make(**arguments):
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""The folder of a trained drafter: what is written is what is read, and what is broken is said in one line."""
+"""The folder of a trained drafter: it loads as it was saved, and damage is reported in one line."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def edit(folder, **changes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_loaded_is_what_was_saved_bit_for_bit(config, tmp_path, dtype):
+def test_a_saved_drafter_loads_bit_for_bit(config, tmp_path, dtype):
     torch.manual_seed(1)
     saved = config.build().to(dtype)
     torch.nn.init.normal_(saved.blank_row)
@@ -61,7 +61,7 @@ def test_what_is_loaded_is_what_was_saved_bit_for_bit(config, tmp_path, dtype):
     assert not any(weight.requires_grad for weight in loaded.parameters())
 
 
-def test_files_are_for_whom_the_umask_lets_read_them(config, tmp_path):
+def test_file_permissions_follow_the_umask(config, tmp_path):
     before = os.umask(0o027)
     try:
         checkpoint.save(tmp_path, config.build(), config)
@@ -73,7 +73,7 @@ def test_files_are_for_whom_the_umask_lets_read_them(config, tmp_path):
     }
 
 
-def test_a_save_that_fails_leaves_what_was_there(folder, config, monkeypatch):
+def test_a_failed_save_leaves_the_old_files(folder, config, monkeypatch):
     def full(weights, path, metadata):
         path.write_bytes(b"half")
         raise OSError("no space left")
@@ -97,13 +97,13 @@ def test_a_missing_folder_or_file_is_named(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1, -1000])
-def test_cut_weights_are_refused(folder, kept):
+def test_truncated_weights_are_refused(folder, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     assert "damaged or cut short" in refusal(folder)
 
 
-def test_weights_that_are_something_else_are_refused(folder):
+def test_a_weights_file_of_another_format_is_refused(folder):
     (folder / "model.safetensors").write_bytes(b"\xff\xfenot tensors at all" * 50)
     assert "damaged or cut short" in refusal(folder)
 
@@ -116,7 +116,7 @@ def test_a_garbled_configuration_is_refused(folder, text):
     assert "is not a drafter's configuration" in refusal(folder)
 
 
-def test_a_configuration_that_is_no_text_is_refused(folder):
+def test_a_binary_configuration_is_refused(folder):
     (folder / "config.json").write_bytes(b"\xff\xfe\x80\x81")
     assert "is not a drafter's configuration" in refusal(folder)
 

@@ -1,4 +1,4 @@
-"""Recipes are grouped in options; recipes with flat keys, as they were before, still load."""
+"""Recipes with grouped options, and older recipes with flat keys, which still load."""
 
 import json
 from dataclasses import FrozenInstanceError, fields
@@ -21,7 +21,7 @@ each_kind = pytest.mark.parametrize("name", FLAT)
 
 
 def options_of(init_args):
-    """The options of a recipe by their names, whichever group they are in."""
+    """Return the options of a recipe by name, from every group."""
     return {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
 
 
@@ -89,7 +89,7 @@ def test_no_constructor_takes_more_than_eight_arguments(name):
     assert drafter_class.__init__.__code__.co_argcount <= 8
 
 
-def test_a_registered_drafter_of_ones_own_loads_from_its_folder_by_its_full_path(shape, tmp_path, monkeypatch):
+def test_a_third_party_drafter_loads_from_its_folder_by_its_full_path(shape, tmp_path, monkeypatch):
     registrations = dict(registry._REGISTRATIONS)
     monkeypatch.setattr(registry, "_REGISTRATIONS", registrations)
 

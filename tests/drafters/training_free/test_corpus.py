@@ -1,4 +1,4 @@
-"""The corpus cache as a file and as a drafter, against counting in plain loops."""
+"""The corpus cache as a file and as a drafter, against counts from plain loops."""
 
 import random
 from collections import Counter
@@ -42,7 +42,7 @@ def slow_retrieve(text, seq, most, known, min_count, top):
 
 @pytest.mark.parametrize(("min_count", "top"), [(1, 20), (1, 2), (2, 20), (4, 1)])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_retrieved_is_what_counting_says(seed, min_count, top):
+def test_retrieved_chains_equal_those_from_counting(seed, min_count, top):
     rng = random.Random(seed)
     vocab = rng.choice([2, 3])
     text = [rng.randrange(vocab) if rng.random() > 0.02 else -1 for _ in range(400)]
@@ -58,7 +58,7 @@ def test_what_is_retrieved_is_what_counting_says(seed, min_count, top):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_follows_one_context_is_what_counting_says(seed):
+def test_followers_of_a_context_equal_those_from_counting(seed):
     rng = random.Random(seed)
     text = [rng.randrange(3) for _ in range(300)]
     cache = table(text, 2, 5)
@@ -72,19 +72,21 @@ def test_what_follows_one_context_is_what_counting_says(seed):
 def test_longer_contexts_come_first_then_the_more_frequent():
     cache = table(TEXT)
     assert cache.retrieve([1, 2, 3, 4], 1) == [(5, 6, 1, 2)]
-    assert cache.retrieve([8, 2, 3, 4], 1) == [(5, 7, 5, 3)], "of equally frequent ones the smaller; 5 before 8"
+    assert cache.retrieve([8, 2, 3, 4], 1) == [(5, 7, 5, 3)], (
+        "of equally frequent tokens the smaller comes first: 5 before 8"
+    )
     assert cache.retrieve([2, 3, 4], 2) == [(5, 6, 1, 2), (5, 7, 8, 2)]
     assert cache.retrieve([2, 3, 4], 2, known=[(5, 6, 1, 2)]) == [(5, 7, 8, 2)], "left out without replacement"
     assert cache.retrieve([77], 3) == cache.retrieve([2, 3, 4], 0) == []
 
 
-def test_no_token_of_the_base_is_taken_for_another():
-    """A base may know more tokens than the text; a code that ran over would find the context of another."""
+def test_no_token_of_the_base_is_mistaken_for_another():
+    """A base may have more tokens than the text; an overflowing context code would find another context."""
     cache = table(TEXT)
     assert all(cache.retrieve([token], 3) == [] for token in (0, 10, 2**20, 2**31 - 1))
 
 
-def test_a_file_holds_all_of_it(tmp_path):
+def test_a_saved_cache_loads_completely(tmp_path):
     first = table(TEXT, 1, 3, tokenizer_hash="abc", num_tokens=len(TEXT), sources=("a.txt", "b.md"))
 
     first.save(tmp_path / "cache")
@@ -98,7 +100,7 @@ def test_a_file_holds_all_of_it(tmp_path):
     assert again.retrieve([2, 3, 4], 3) == first.retrieve([2, 3, 4], 3) != []
 
 
-def test_what_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
     good = tmp_path / "good"
     table(TEXT).save(good)
     (tmp_path / "short").write_bytes(good.read_bytes()[:-7])
@@ -118,7 +120,7 @@ def test_what_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
         assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_draft_is_the_chains_retrieved_within_the_limits():
+def test_a_draft_has_the_retrieved_chains_within_the_limits():
     cache = table(TEXT)
     seq = [1, 2, 3, 4, 5]
     grams = cache.retrieve(seq, 3)
@@ -136,7 +138,7 @@ def test_a_draft_is_the_chains_retrieved_within_the_limits():
 
 
 @pytest.mark.parametrize("sampler", [None, KeyedSampler(0.4, seed=3)], ids=["greedy", "sampled"])
-def test_nothing_is_lost_and_something_gained(pseudo_runner, sampler):
+def test_the_text_is_lossless_and_takes_fewer_steps(pseudo_runner, sampler):
     runner = pseudo_runner(0, order=1)
     drafter = CorpusCache(table(runner.greedy([0], 300) + runner.greedy([5], 300), 2))
     assert drafter.history_only

@@ -1,4 +1,4 @@
-"""A smaller model's chain: how long it is, what it hangs on, and that it changes no token."""
+"""Chains from a draft model: their length, their distributions, and that they are lossless."""
 
 import random
 
@@ -17,7 +17,7 @@ NO_EOS = frozenset()
 
 
 class Pen(DraftSession):
-    """Writes 1, 2, 3, ... and notes what it was asked."""
+    """Writes 1, 2, 3, ... and records its arguments."""
 
     forwards, remembers = 0, False
 
@@ -54,7 +54,7 @@ def test_end_tokens_reach_the_draft_model():
     assert pen.asked == [([8], 2, frozenset({4}), 0.0)]
 
 
-def test_each_drawn_token_hangs_with_its_distribution_on_the_token_before():
+def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_parent():
     tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
     tree.validate(9)
     assert [
@@ -75,7 +75,7 @@ def test_numbers_out_of_range_are_refused(arguments):
 
 
 def drafters_of(pseudo_runner, seed):
-    """A draft model alone, with words below it, with a model below it, and with words below that."""
+    """A draft model alone, over n-grams, over a smaller model, and over a smaller model with n-grams."""
 
     def model(noise, drafter=None):
         return DraftModelSession(pseudo_runner(seed, noise=noise), drafter)
@@ -91,7 +91,7 @@ def drafters_of(pseudo_runner, seed):
 
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("which", range(5))
-def test_the_text_is_the_bases_own_step_by_step(pseudo_runner, which, length):
+def test_the_text_is_lossless_step_by_step(pseudo_runner, which, length):
     taken = set()
     for seed in range(4):
         drafter, num_draft = drafters_of(pseudo_runner, seed)[which], (4, 6, 6, 7, 7)[which]
@@ -101,24 +101,24 @@ def test_the_text_is_the_bases_own_step_by_step(pseudo_runner, which, length):
             for emitted, cost in Session(pseudo_runner(seed), drafter).decode(prompt, 60, eos):
                 room = min(num_draft, end - len(seq) - 1)
                 draft = draft_model.greedy(seq, room, eos) if room else []
-                assert cost.fed_candidates == len(draft), "the draft is what the draft model alone would write"
+                assert cost.fed_candidates == len(draft), "the draft is the text of the draft model alone"
                 agreeing = [ours == its for ours, its in zip(draft, emitted, strict=False)]
                 assert cost.accepted == [*agreeing, False].index(False)
                 taken.add(cost.accepted)
                 seq += emitted
             assert seq[len(prompt) :] == pseudo_runner(seed).greedy(prompt, 60, eos)
-    assert len(taken) > 3, "drafts should be taken in part, too"
+    assert len(taken) > 3, "some drafts should be accepted in part"
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_greedy_drafts_leave_sampled_text_as_it_is(pseudo_runner, which):
+def test_greedy_drafts_do_not_change_sampled_text(pseudo_runner, which):
     sampler = KeyedSampler(temperature=0.5, seed=4)
     expected = Session(pseudo_runner(1), DraftModel(Pen(), 1), sampler).run([5, 6, 7], 60).tokens
     drafter = drafters_of(pseudo_runner, 1)[which]
     assert Session(pseudo_runner(1), drafter, sampler).run([5, 6, 7], 60).tokens == expected
 
 
-def test_forwards_of_all_models_below_are_counted(pseudo_runner):
+def test_forward_passes_of_all_draft_models_are_counted(pseudo_runner):
     middle, lowest = pseudo_runner(1, noise=0.2), pseudo_runner(1, noise=0.4)
     drafter = DraftModel(DraftModelSession(middle, DraftModel(DraftModelSession(lowest), num_draft=3)), num_draft=7)
     steps = Session(pseudo_runner(1), drafter).run([5, 6, 7], 60).steps
@@ -128,8 +128,8 @@ def test_forwards_of_all_models_below_are_counted(pseudo_runner):
     )
 
 
-def test_a_drawn_draft_leaves_the_distribution_of_the_text_as_it_is(make_base):
-    """The first two tokens behind a drawn draft, against the product of the base's own conditionals."""
+def test_a_sampled_draft_does_not_change_the_distribution_of_the_text(make_base):
+    """The first two tokens after a sampled draft, against the product of the base's conditional probabilities."""
     from inference.engine.runner import Runner
 
     base, other, prompt, distribution = make_base(), make_base(seed=3), [5, 6, 7], {"temperature": 1.5, "top_k": 3}
@@ -149,4 +149,4 @@ def test_a_drawn_draft_leaves_the_distribution_of_the_text_as_it_is(make_base):
     common = {pair: count for pair, count in expected.items() if count >= 5}
     assert len(common) > 2
     square = sum((counts.get(pair, 0) - count) ** 2 / count for pair, count in common.items())
-    assert square < 27, "chi-square of at most 8 degrees of freedom beyond its 0.9993 quantile"
+    assert square < 27, "chi-square with at most 8 degrees of freedom is beyond its 0.9993 quantile"

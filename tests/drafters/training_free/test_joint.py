@@ -1,4 +1,4 @@
-"""The joint drafter against slow definitions of its tables, its probabilities and its tree."""
+"""The joint drafter, against slow reference versions of its tables, its probabilities and its tree."""
 
 import random
 
@@ -19,7 +19,7 @@ FAR = Limits(max_depth=50)
 
 
 def markov_text(rng, length, vocab=9, order=2, noise=0.2):
-    """A text that repeats itself, but not quite."""
+    """Return a text that repeats itself, but not exactly."""
     habits, text = {}, [rng.randrange(vocab) for _ in range(order)]
     while len(text) < length:
         usual = habits.setdefault(tuple(text[-order:]), rng.randrange(vocab))
@@ -39,7 +39,7 @@ def test_contexts_are_the_last_tokens_of_every_width():
 
 
 @pytest.mark.parametrize("growth", [1.0, 1.1, 2.0])
-def test_a_follower_weighs_what_its_sightings_weigh_by_their_age(growth):
+def test_the_weight_of_a_follower_sums_its_occurrences_discounted_by_age(growth):
     rng = random.Random(1)
     seen = [rng.randrange(5) for _ in range(40)]
     followers = Followers(seen[0])
@@ -52,7 +52,7 @@ def test_a_follower_weighs_what_its_sightings_weigh_by_their_age(growth):
         assert followers.weights[token] / followers.total == pytest.approx(share)
 
 
-def test_weights_stay_finite_for_ever():
+def test_weights_stay_finite_in_a_very_long_text():
     followers = Followers(0)
     for index in range(20_000):
         followers.add(index % 3, 1.5, max_tokens=8)
@@ -60,7 +60,7 @@ def test_weights_stay_finite_for_ever():
     assert sum(followers.weights.values()) == pytest.approx(followers.total)
 
 
-def test_of_too_many_followers_the_lightest_goes():
+def test_of_too_many_followers_the_lightest_is_dropped():
     followers = Followers(0)
     for token in (1, 1, 2, 0, 3):
         followers.add(token, 1.0, max_tokens=3)
@@ -68,7 +68,7 @@ def test_of_too_many_followers_the_lightest_goes():
     assert followers.total == pytest.approx(sum(followers.weights.values()))
 
 
-def test_a_table_forgets_its_oldest_contexts_when_it_is_full():
+def test_a_full_table_drops_its_oldest_contexts():
     table = FollowerTable(order=1, max_contexts=8)
     table.learn_text(range(10))
     assert 6 <= len(table.widths[0]) <= 8
@@ -79,7 +79,7 @@ def test_a_table_forgets_its_oldest_contexts_when_it_is_full():
 
 
 class SlowJoint:
-    """The definition, on plain lists and tuples: no table is kept, everything is counted anew from the texts."""
+    """The definition on plain lists and tuples: no table is kept, and everything is recounted from the texts."""
 
     def __init__(self, order, growth):
         self.order, self.growth = order, growth
@@ -118,7 +118,7 @@ class SlowJoint:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_probabilities_are_those_of_the_slow_definition(seed):
+def test_probabilities_equal_those_of_the_slow_definition(seed):
     rng = random.Random(seed)
     quick, slow = Joint(order=3, runner_up=0, fade=0.8), SlowJoint(3, 1.25)
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_probabilities_are_those_of_the_slow_definition(seed):
         quick.propose(text, FAR)
 
 
-def test_what_the_base_held_probable_is_drafted_where_nothing_else_is_known():
+def test_runners_up_of_the_base_are_drafted_if_no_other_source_matches():
     drafter = Joint(runner_up=3)
     drafter.begin([1, 2])
     tree = drafter.propose([1, 2], FAR)
@@ -148,27 +148,27 @@ def test_what_the_base_held_probable_is_drafted_where_nothing_else_is_known():
     assert drafter.following([2]) == []
 
 
-def test_a_source_is_weighed_by_what_it_held_before_the_step():
+def test_a_source_is_scored_by_its_tokens_before_the_step():
     drafter = Joint(runner_up=2, history=False)
     drafter.begin([1, 2])
     before = [list(counts) for counts in drafter._hits[RUNNERS_UP][0]]
     tree = drafter.propose([1, 2], FAR)
     drafter.observe(StepResult(2, tree, None, [], [3], [[3, 8]]))
-    assert drafter._hits[RUNNERS_UP][0] == before, "the base's own row was no guess"
+    assert drafter._hits[RUNNERS_UP][0] == before, "the base's own top tokens of this step are not a guess"
     drafter.begin([1, 2])
     tree = drafter.propose([1, 2], FAR)
     drafter.observe(StepResult(2, tree, None, [], [8], [[8, 3], *([0, 1] for _ in tree.tokens)]))
     (asked, right), *_ = drafter._hits[RUNNERS_UP][1]
-    assert (asked, right) == (3, 2), "it had held 8 as its second guess"
+    assert (asked, right) == (3, 2), "8 was its second guess"
 
 
-def test_a_corpus_is_asked_after_the_texts_and_its_ranks_are_learned():
+def test_a_corpus_is_read_after_the_texts_and_its_ranks_are_learned():
     corpus = CorpusTable(*count(np.array([1, 2, 3, 4, 5] * 5 + [1, 2, 8, 4, 5] * 3, dtype=np.int32), 2, 20))
     drafter = Joint(runner_up=0, history=False, corpus=corpus)
     drafter.begin([7, 1, 2])
     assert [token for _, token in drafter.following(drafter._keys)] == [3, 8]
     drafter.propose([7, 1, 2, 8], FAR)
-    drafter.begin([7, 1, 2])  # nothing of the last text is remembered but how often each rank was right
+    drafter.begin([7, 1, 2])  # only how often each rank was right is kept from the previous text
     assert [token for _, token in drafter.following(drafter._keys)] == [8, 3]
 
 
@@ -210,7 +210,7 @@ def test_the_tree_is_the_most_probable_nodes(seed, num_nodes, least):
 
 
 @pytest.mark.parametrize("limits", [Limits(0), Limits(1), Limits(3, max_nodes=2), Limits(9, eos=frozenset(range(9)))])
-def test_a_proposal_keeps_to_the_limits(limits):
+def test_a_proposal_stays_within_the_limits(limits):
     text = markov_text(random.Random(0), 60)
     drafter = Joint(runner_up=0)
     drafter.begin(text)
@@ -219,14 +219,14 @@ def test_a_proposal_keeps_to_the_limits(limits):
     assert len(tree) > 0 or limits.max_depth == 0
 
 
-# ---- what it keeps
+# ---- history and rewinds
 
 
 def steps_of(drafter, runner, prompt):
     return len(Session(runner, drafter).run(prompt, 60).steps)
 
 
-def test_history_shortens_the_same_text_told_again_until_it_is_reset(pseudo_runner):
+def test_history_makes_a_repeated_text_faster_until_the_drafter_is_reset(pseudo_runner):
     drafter = Joint(runner_up=0)
     first = steps_of(drafter, pseudo_runner(3), [1, 2])
     again = steps_of(drafter, pseudo_runner(3), [1, 2])
@@ -239,7 +239,7 @@ def test_history_shortens_the_same_text_told_again_until_it_is_reset(pseudo_runn
     assert counts >= again
 
 
-def test_text_that_was_taken_back_is_no_longer_the_context():
+def test_rewound_text_is_no_longer_the_context():
     drafter, text = Joint(runner_up=0), markov_text(random.Random(2), 40)
     drafter.begin(text[:20])
     drafter.propose(text, FAR)
@@ -249,12 +249,12 @@ def test_text_that_was_taken_back_is_no_longer_the_context():
     assert drafter._keys == [5, (4 << 20) | 5, (text[24] << 40) | (4 << 20) | 5]
 
 
-# ---- nothing is lost
+# ---- lossless text
 
 
 @pytest.mark.parametrize("runner_up", [0, 4])
 @pytest.mark.parametrize("seed", range(10))
-def test_text_is_the_bases_own(pseudo_runner, seed, runner_up):
+def test_the_text_is_lossless(pseudo_runner, seed, runner_up):
     drafter = Joint(num_nodes=7, runner_up=runner_up)
     for prompt in ([1], [1, 2], [4, 3, 2], list(range(10))):
         expected = pseudo_runner(seed).greedy(prompt, 60, eos={5})
@@ -263,7 +263,7 @@ def test_text_is_the_bases_own(pseudo_runner, seed, runner_up):
 
 
 @pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(0.7, top_p=0.9, seed=3)])
-def test_text_of_a_real_base_is_its_own(base, sampler):
+def test_the_text_of_a_real_base_is_lossless(base, sampler):
     from drafters import NoDrafter
 
     drafter = Joint(num_nodes=9)
@@ -275,6 +275,6 @@ def test_text_of_a_real_base_is_its_own(base, sampler):
 @pytest.mark.parametrize(
     "wrong", [{"num_nodes": 0}, {"order": 1}, {"runner_up": -1}, {"min_probability": 0.0}, {"fade": 0.0}]
 )
-def test_arguments_without_meaning_are_refused(wrong):
+def test_invalid_arguments_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Joint(**wrong)

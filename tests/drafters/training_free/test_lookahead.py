@@ -1,4 +1,4 @@
-"""Lookahead decoding on the real loop against a transcription in plain loops that knows no trees and no sessions."""
+"""Lookahead decoding in the real loop, against a literal version in plain loops without trees or sessions."""
 
 import random
 
@@ -27,7 +27,7 @@ PARAMETERS = [
 
 
 class Literal:
-    """The algorithm in lists: the window's levels, a list of n-grams for each key, every visible path spelled out."""
+    """The algorithm on lists: the window's levels, the n-grams of each key, and every visible path as a list."""
 
     def __init__(self, base, level=5, window=7, guesses=7, pool_from_prompt=False, drop_last=False, seed=0):
         self.base, self.N, self.W, self.G = base, level, window, guesses
@@ -94,7 +94,7 @@ class Literal:
 
 
 def remembering(runner):
-    """The same runner; it computes the token after a text once."""
+    """Return the runner with a cache of the next token of each text."""
     known, fresh = {}, runner.next
 
     def next_token(seq):
@@ -112,7 +112,7 @@ def prompt_of(rng, length, vocab=12):
 
 
 def told(drafter, tree, after, emitted):
-    """Show the drafter a step; ``after`` holds the base's argmax at the root and at each node."""
+    """Let the drafter observe a step; ``after`` has the base's argmax at the root and at each node."""
     drafter.observe(StepResult(1, tree, None, [], emitted, [[token] for token in after]))
 
 
@@ -141,7 +141,7 @@ def test_lookahead_takes_the_steps_of_the_published_algorithm(pseudo_runner, arg
     assert gained or drafter.window == 1
 
 
-def test_the_layout_of_the_window_and_the_guesses_is_the_one_drawn():
+def test_the_layout_of_the_window_and_the_guesses_equals_one_drawn_by_hand():
     drafter = Lookahead(level=4, window=3, guesses=2)
     drafter.begin([5])
 
@@ -159,7 +159,7 @@ def test_the_layout_of_the_window_and_the_guesses_is_the_one_drawn():
     parents = [*(-1, 0), *(-1, 0, 1), *(2, 3, 4)]
     assert tree == DraftTree(tokens, parents, num_scratch=8)
     told(drafter, tree, [5, *(0, 0), *(0, 0, 0), *(32, 33, 34)], [5])
-    assert drafter.pool.newest(20) == [(12, 22, 32)], "the root of the step, not the one after it"
+    assert drafter.pool.newest(20) == [(12, 22, 32)], "the root of this step, not of the next one"
     assert drafter.pool.newest(5) == [(13, 23, 33), (14, 24, 34)]
 
     tree = drafter.propose([5, 10, 20, 5], FAR)
@@ -171,7 +171,7 @@ def test_the_layout_of_the_window_and_the_guesses_is_the_one_drawn():
 
 @pytest.mark.parametrize("level", range(3, 8))
 @pytest.mark.parametrize("window", range(1, 6))
-def test_mask_and_positions_of_the_window_are_the_papers(pseudo_runner, level, window):
+def test_mask_and_positions_of_the_window_equal_the_papers(pseudo_runner, level, window):
     drafter = Lookahead(level, window)
     session = Session(pseudo_runner(vocab=50), drafter)
     session.begin([3, 4, 9])
@@ -197,7 +197,7 @@ def test_mask_and_positions_of_the_window_are_the_papers(pseudo_runner, level, w
 
 
 @pytest.mark.parametrize("limit", [{"max_nodes": 9}, {"max_scratch_depth": 5}])
-def test_the_window_rests_where_it_does_not_fit_and_goes_on_where_it_does(limit):
+def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit):
     drafter = Lookahead(level=4, window=5)
     drafter.begin([5, 6])
     drafter.propose([5, 6], FAR)
@@ -214,7 +214,7 @@ def test_the_window_rests_where_it_does_not_fit_and_goes_on_where_it_does(limit)
     assert drafter._levels == [[6, 7, 8, 9], [10, 11, 12, 13, 14], [63, 64, 65, 66, 67]]
 
 
-def test_a_pruned_window_is_not_looked_at():
+def test_a_pruned_window_is_ignored():
     drafter = Lookahead(level=4, window=3)
     drafter.begin([5])
     tree = drafter.propose([5], FAR)
@@ -223,7 +223,7 @@ def test_a_pruned_window_is_not_looked_at():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_proposals_keep_to_their_limits(pseudo_runner, seed):
+def test_proposals_stay_within_their_limits(pseudo_runner, seed):
     rng = random.Random(seed)
     runner = remembering(pseudo_runner(seed, vocab=6))
     drafter = Lookahead(rng.choice([3, 4, 6]), rng.choice([1, 3]), 5, pool_from_prompt=seed % 2 == 0)
@@ -242,7 +242,7 @@ def test_proposals_keep_to_their_limits(pseudo_runner, seed):
     assert len(seen) == 4
 
 
-def test_nodes_short_the_newest_guesses_are_fed():
+def test_with_few_nodes_the_newest_guesses_are_drafted():
     drafter = Lookahead(level=3, window=1)
     drafter.begin([5])
     drafter._levels = [[], [1]]
@@ -250,10 +250,10 @@ def test_nodes_short_the_newest_guesses_are_fed():
         drafter.pool.insert(5, gram)
     assert drafter.propose([5], Limits(100, max_nodes=4)).tokens == [1, 5, 3, 4]
     assert drafter.propose([5], Limits(100, max_nodes=2)).tokens == [1, 5]
-    assert drafter.pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "cuts are not stored"
+    assert drafter.pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "shortened n-grams are not stored"
 
 
-def test_no_guess_goes_on_behind_an_end_token():
+def test_no_guess_continues_after_an_end_token():
     drafter = Lookahead(level=5, window=1)
     drafter.begin([5])
     drafter._levels = [[], [1], [1], [1]]
@@ -263,7 +263,7 @@ def test_no_guess_goes_on_behind_an_end_token():
     assert (tree.tokens, tree.parents) == ([2, 1, 2], [-1, -1, 1])
 
 
-def test_an_own_pool_ends_with_its_text_and_a_shared_one_does_not(pseudo_runner):
+def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pseudo_runner):
     shared = NgramPool(7)
     for drafter, survives in ((Lookahead(), False), (Lookahead(pool=shared), True)):
         Session(pseudo_runner(), drafter).run([1, 2, 3], 40)
@@ -287,7 +287,7 @@ def test_a_full_shared_pool_gives_its_newest_guesses():
     assert tree.tokens[: tree.num_candidates] == [5, 5, 4, 4]
 
 
-def test_what_is_written_in_the_place_of_a_refused_draft_is_read_too():
+def test_text_that_replaces_a_rejected_draft_is_read_too():
     drafter = Lookahead(level=3, pool_from_prompt=True)
     drafter.begin([1, 2])
     drafter.propose([1, 2, 3, 4, 5], FAR)
@@ -297,7 +297,7 @@ def test_what_is_written_in_the_place_of_a_refused_draft_is_read_too():
 
 
 @pytest.mark.parametrize("pool_from_prompt", [False, True])
-def test_inside_a_draft_model_the_window_slides_on_when_drafts_are_refused(pseudo_runner, pool_from_prompt):
+def test_inside_a_draft_model_the_window_keeps_sliding_when_drafts_are_rejected(pseudo_runner, pool_from_prompt):
     rng = random.Random(0)
     runner = pseudo_runner(vocab=8)
     drafter = Lookahead(4, 3, 4, pool_from_prompt=pool_from_prompt)
@@ -319,7 +319,7 @@ def test_inside_a_draft_model_the_window_slides_on_when_drafts_are_refused(pseud
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_text_is_the_bases_own_to_the_end_of_its_context(make_base, kind, drop_last):
+def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind, drop_last):
     base = make_base(kind, context=40)
     for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
         for prompt in ([7], [5, 6, 7, 5, 6]):
@@ -330,7 +330,7 @@ def test_text_is_the_bases_own_to_the_end_of_its_context(make_base, kind, drop_l
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sampled_text_is_the_one_without_a_drafter(pseudo_runner, seed):
+def test_sampled_text_equals_that_without_a_drafter(pseudo_runner, seed):
     sampler = KeyedSampler(temperature=0.2, seed=seed)
     alone = Session(remembering(pseudo_runner(seed, vocab=6)), drafters.NoDrafter(), sampler).run([1, 2], 80)
     ahead = Session(remembering(pseudo_runner(seed, vocab=6)), Lookahead(), sampler).run([1, 2], 80)
@@ -338,7 +338,7 @@ def test_sampled_text_is_the_one_without_a_drafter(pseudo_runner, seed):
     assert len(ahead.steps) < len(alone.steps)
 
 
-def test_chance_is_the_drafters_own_and_begins_anew_with_each_text(pseudo_runner):
+def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_runner):
     drafter, prompt = Lookahead(seed=4), list(range(12))
     session, before = Session(pseudo_runner(), drafter), random.getstate()
     costs = [[cost.fed for cost in session.run(prompt, 40).steps] for _ in range(2)]
@@ -352,7 +352,7 @@ def test_chance_is_the_drafters_own_and_begins_anew_with_each_text(pseudo_runner
     assert windows[0] != windows[1] != windows[2]
 
 
-def test_the_zoo_knows_its_numbers_but_no_pool(pseudo_runner):
+def test_a_drafter_spec_takes_its_numbers_but_no_pool(pseudo_runner):
     drafter = catalogue.make("lookahead:level=4,window=3,guesses=0,drop_last=true", pseudo_runner())
     assert (drafter.level, drafter.window, drafter.guesses, drafter.drop_last) == (4, 3, 0, True)
     with pytest.raises(ValueError, match="takes level, window, guesses, pool_from_prompt, drop_last, seed; not"):
@@ -360,6 +360,6 @@ def test_the_zoo_knows_its_numbers_but_no_pool(pseudo_runner):
 
 
 @pytest.mark.parametrize("arguments", [{"level": 2}, {"window": 0}, {"guesses": -1}])
-def test_numbers_too_small_are_refused(arguments):
+def test_too_small_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match="level >= 3"):
         Lookahead(**arguments)

@@ -1,4 +1,4 @@
-"""The n-gram drafters against slow, literal transcriptions of their published rules."""
+"""The n-gram drafters, against slow literal versions of their published rules."""
 
 import random
 
@@ -89,7 +89,7 @@ def slow_original_prompt_lookup(seq, max_ngram, num_draft):
 
 
 class Watched(list):
-    """A text that counts how many of its tokens are read."""
+    """A text that counts reads of its tokens."""
 
     read = 0
 
@@ -113,10 +113,10 @@ each_drafter = pytest.mark.parametrize("make", [make for _, make in EVERY], ids=
 
 @pytest.mark.parametrize("order", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(8))
-def test_anpd_drafts_what_its_tables_say(order, seed):
+def test_anpd_drafts_the_tokens_of_its_tables(order, seed):
     rng = random.Random(seed)
     fast, slow = ANPD(order, num_draft=6), SlowANPD(order, num_draft=6)
-    for _ in range(2):  # a second text must know nothing of the first
+    for _ in range(2):  # a second text must not depend on the first
         seq = words(rng, rng.choice([1, 2, 3, 30]), vocab=4)
         fast.begin(seq)
         slow.begin(seq)
@@ -127,14 +127,14 @@ def test_anpd_drafts_what_its_tables_say(order, seed):
             slow.read(emitted)
 
 
-def test_anpd_asks_the_longest_known_context_first():
+def test_anpd_uses_the_longest_known_context_first():
     drafter = ANPD(order=3, num_draft=1)
     drafter.begin([1, 2, 7, 3, 2, 8, 4, 2, 8, 1, 2])  # after 2 mostly 8, after (1, 2) only 7
     assert chain(drafter.propose([1, 2], FAR)) == [7]
     assert chain(drafter.propose([9, 2], FAR)) == [8]
 
 
-def test_anpd_takes_of_equally_frequent_tokens_the_one_first_seen_last():
+def test_anpd_resolves_ties_by_the_latest_first_occurrence():
     drafter = ANPD(order=2, num_draft=1)
     drafter.begin([5, 6, 5, 7, 5])
     assert chain(drafter.propose([5], FAR)) == [7]
@@ -148,7 +148,7 @@ def test_anpd_counts_the_prompt_once():
     assert chain(drafter.propose([5, 6, 5, 7, 5], FAR)) == [7], "one 6 of the prompt and one emitted 7 are equal"
 
 
-def test_anpd_without_update_knows_only_the_prompt():
+def test_anpd_without_update_counts_only_the_prompt():
     drafter = ANPD(order=3, num_draft=2, update=False)
     drafter.begin([1, 2, 3])
     seq = [1, 2, 3, 4, 5, 4]
@@ -159,8 +159,8 @@ def test_anpd_without_update_knows_only_the_prompt():
 
 @each_drafter
 @pytest.mark.parametrize("vocab", [2, 4, 9])
-def test_a_text_cut_back_and_gone_on_with_leaves_no_trace(make, vocab):
-    """What an inner session does: tokens nobody told of, cuts at any depth, other words after them."""
+def test_a_rewound_and_continued_text_leaves_no_trace(make, vocab):
+    """An inner session does this: tokens that were not observed, cuts at any length, other tokens after them."""
     rng = random.Random(vocab)
     drafter = make()
     drafter.begin(seq := words(rng, 5, vocab))
@@ -180,7 +180,7 @@ def test_a_text_cut_back_and_gone_on_with_leaves_no_trace(make, vocab):
 
 
 @each_drafter
-def test_a_text_taken_back_wholly_leaves_nothing(make):
+def test_a_completely_rewound_text_leaves_nothing(make):
     drafter = make()
     drafter.begin([])
     empty = str(vars(drafter))
@@ -251,13 +251,13 @@ def test_prompt_lookup_copies_what_followed_the_leftmost_match(partial, rule, ma
         ([2, 9, 1, 2, 8, 1, 2], [8, 1, 2], [8, 1, 2]),  # (1, 2) before the earlier (2)
         ([1, 1], [1], []),  # a partial continuation
         ([5, 2, 6, 7, 1, 2, 8, 1, 2], [8, 1, 2], [8, 1, 2]),  # just long enough
-        ([5, 2, 6, 7, 1, 2, 1, 2], [1, 2], [6, 7, 1]),  # too little behind (1, 2): enough behind (2)
+        ([5, 2, 6, 7, 1, 2, 1, 2], [1, 2], [6, 7, 1]),  # too little after (1, 2), but enough after (2)
         ([4, 4, 4, 4], [4], [4, 4, 4]),  # the match may overlap the suffix; the original falls back to (4)
         ([1, 2, 3], [], []),
         ([3], [], []),
     ],
 )
-def test_prompt_lookup_on_drawn_texts_by_both_rules(seq, draft, original):
+def test_prompt_lookup_on_random_texts_by_both_rules(seq, draft, original):
     for partial, expected in ((True, draft), (False, original)):
         drafter = PromptLookup(max_ngram=3, num_draft=3, partial=partial)
         drafter.begin(seq)
@@ -266,7 +266,7 @@ def test_prompt_lookup_on_drawn_texts_by_both_rules(seq, draft, original):
 
 
 @pytest.mark.parametrize(("after", "partial", "full"), [(9, [5], [5, 9]), (5, [5, 5, 6], [5, 5, 6])])
-def test_prompt_lookup_stops_before_an_end_token_and_the_original_behind_it(after, partial, full):
+def test_prompt_lookup_stops_before_an_end_token_and_the_original_after_it(after, partial, full):
     seq = [1, 5, after, 6, 7, 8, 1]
     for rule, expected in ((True, partial), (False, full)):
         drafter = PromptLookup(max_ngram=3, num_draft=3, partial=rule)
@@ -307,6 +307,6 @@ def test_prompt_lookup_agrees_with_transformers_own(eos):
         (PromptLookup, {"num_draft": 0}),
     ],
 )
-def test_numbers_too_small_are_refused(kind, arguments):
+def test_too_small_arguments_are_refused(kind, arguments):
     with pytest.raises(ValueError, match="at least"):
         kind(**arguments)

@@ -1,4 +1,4 @@
-"""Ouroboros against plain loops written from section 3 of its paper: what each step emits, which phrases it keeps."""
+"""Ouroboros, against plain loops from section 3 of its paper: the tokens and the phrases of each step."""
 
 import random
 from dataclasses import replace
@@ -49,14 +49,14 @@ def matching(left, right):
 
 
 def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, lengthen=True, verify=True, drop=False):
-    """Yield what each step emits. ``write`` is the draft model, greedy; ``base`` gives the token after a text."""
+    """Yield the tokens of each step. ``write`` is the greedy draft model; ``base`` gives the token after a text."""
     seq, end = list(prompt), len(prompt) + length
     while len(seq) < end and (len(seq) == len(prompt) or seq[-1] not in eos):
         room = end - len(seq) - 1
         draft = write(seq, min(gamma, room), eos) if room else []
         v = [base(seq + draft[:i]) for i in range(len(draft) + 1)]
         accepted = matching(draft, v)
-        if accepted < len(draft):  # the tail is discarded; what the base agrees with in it is learned
+        if accepted < len(draft):  # the tail is discarded; the part that the base agrees with is learned
             emitted = v[: accepted + 1]
             tail, says = draft[accepted:], v[accepted + 1 :]
             for a in range(len(tail) if verify else 0):
@@ -71,7 +71,7 @@ def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, le
         else:
             hung = lengthen and draft and draft[-1] not in eos
             phrases = book.newest(draft[-1], count) if hung else []
-            decisions = []  # of each phrase: how many tokens are right, what was fed, what the base says instead
+            decisions = []  # of each phrase: number of right tokens, the drafted tokens, the base's tokens instead
             for phrase in phrases:
                 fed = until_eos(list(phrase[: len(phrase) - drop])[: room - len(draft)], eos)
                 says = [base(seq + draft + fed[:i]) for i in range(len(fed) + 1)]
@@ -91,11 +91,11 @@ def plain(base, write, prompt, length, book, gamma, count, level, eos=NO_EOS, le
 
 
 class PlainLookahead:
-    """A draft model that drafts by lookahead decoding, in the words of its paper: the levels of a window in lists."""
+    """A draft model with lookahead decoding, after its paper: the levels of a window in lists."""
 
     def __init__(self, model, level, window, book, first):
         self.model, self.level, self.book, self.forwards = model, level, book, 0
-        self.win = [[first] * (window + level - 3)]  # drawn from a prompt of one word
+        self.win = [[first] * (window + level - 3)]  # sampled from a prompt of one token
 
     def write(self, seq, num_tokens, eos):
         text = list(seq)
@@ -129,12 +129,12 @@ class PlainLookahead:
 
 
 def world(pseudo_runner, seed, disagreement=0.15):
-    """A base, and a draft model that mostly says what it says."""
+    """A base, and a draft model that mostly agrees with it."""
     return pseudo_runner(seed, vocab=VOCAB, noise=disagreement), pseudo_runner(seed, vocab=VOCAB, noise=0.02)
 
 
 def filled(most, level, texts, seed=0):
-    """The same phrases in a pool and in a book: some of these texts, some that nobody wrote."""
+    """The same phrases in a pool and in a book: some from these texts, some random."""
     rng, pool, book = random.Random(seed), NgramPool(most), Book(most)
     for text in texts:
         for start in range(0, len(text) - level + 1, 2):
@@ -149,7 +149,7 @@ def pages(pool):
 
 
 def decisions(tree, says):
-    """What a step shows of a tree when the base says ``says[0]`` at the root and ``says[1 + i]`` at node i."""
+    """The step result of a tree when the base predicts ``says[0]`` at the root and ``says[1 + i]`` at node i."""
     path, node, emitted = [], -1, [says[0]]
     while (child := tree.child(node, emitted[-1])) is not None:
         path.append(child)
@@ -195,7 +195,7 @@ SIZES = [(1, 3, 3), (4, 1, 3), (4, 3, 4), (7, 3, 5), (12, 5, 7), (12, 3, 3)]  # 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize(("gamma", "count", "level"), SIZES)
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
-def test_each_step_and_each_phrase_are_those_of_the_paper(pseudo_runner, gamma, count, level, eos, drop):
+def test_each_step_and_each_phrase_equal_those_of_the_paper(pseudo_runner, gamma, count, level, eos, drop):
     books, lengthened = [], 0
     for seed in range(6):
         base, draft = world(pseudo_runner, seed)
@@ -203,7 +203,7 @@ def test_each_step_and_each_phrase_are_those_of_the_paper(pseudo_runner, gamma, 
         pool, book = filled(8, level, texts, seed)
         books.append(book)
         session = Session(base, Ouroboros(DraftModelSession(draft), pool, gamma, count, level, drop_last=drop))
-        for start in (4, 5):  # the second text begins with the phrases of the first
+        for start in (4, 5):  # the second text starts with the phrases of the first
             prompt = [start, seed % VOCAB]
             expected = plain(base.next, draft.greedy, prompt, 60, book, gamma, count, level, eos, drop=drop)
             for (emitted, cost), wanted in zip(session.decode(prompt, 60, eos), expected, strict=True):
@@ -211,14 +211,14 @@ def test_each_step_and_each_phrase_are_those_of_the_paper(pseudo_runner, gamma, 
                 assert pages(pool) == {key: page for key, page in book.pages.items() if page}
                 lengthened += cost.accepted > gamma
             assert session.seq[len(prompt) :] == base.greedy(prompt, 60, eos)
-    assert lengthened, "some tails should be taken"
+    assert lengthened, "some tails should be accepted"
     assert sum(book.corrected for book in books) > 5
     assert sum(book.learned for book in books) > 2 or gamma < level
 
 
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
 @pytest.mark.parametrize(("gamma", "count", "level", "window"), [(3, 2, 3, 4), (7, 3, 4, 5), (12, 3, 5, 6)])
-def test_all_four_parts_together_are_those_of_the_paper(pseudo_runner, gamma, count, level, window, eos):
+def test_all_four_parts_together_equal_the_paper(pseudo_runner, gamma, count, level, window, eos):
     lengthened = quick = learned = 0
     for seed in range(5):
         base, draft = world(pseudo_runner, seed)
@@ -258,7 +258,7 @@ def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
 
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
 @pytest.mark.parametrize("gamma", [1, 4, 12])
-def test_without_phrases_it_is_draft_model_speculation_step_for_step(pseudo_runner, gamma, eos):
+def test_without_phrases_it_equals_the_draft_model_drafter_step_for_step(pseudo_runner, gamma, eos):
     for seed in range(4):
         costs = []
         for make in (lambda inner: Ouroboros(inner, NgramPool(), gamma, verify_phrases=False), DraftModel):
@@ -271,7 +271,7 @@ def test_without_phrases_it_is_draft_model_speculation_step_for_step(pseudo_runn
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sampled_text_is_the_bases_own(pseudo_runner, seed):
+def test_sampled_text_is_lossless(pseudo_runner, seed):
     sampler, (base, draft) = KeyedSampler(temperature=0.4, seed=seed), world(pseudo_runner, seed)
     expected = Session(base, DraftModel(DraftModelSession(draft), 1), sampler).run([4, 1], 80).tokens
     pool, _ = filled(8, 4, [base.greedy([start], 40) for start in range(4)], seed)
@@ -283,7 +283,7 @@ def test_sampled_text_is_the_bases_own(pseudo_runner, seed):
 @pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("phrases_draft", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 3, 17])
-def test_on_a_real_base_text_and_inner_cache_are_those_of_fresh_forwards(make_base, cache_kind, phrases_draft, length):
+def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, cache_kind, phrases_draft, length):
     import torch
 
     from inference.engine.runner import Runner
@@ -311,7 +311,7 @@ def test_on_a_real_base_text_and_inner_cache_are_those_of_fresh_forwards(make_ba
 # ---- by hand
 
 
-def test_the_newest_phrases_hang_on_the_drafts_last_token():
+def test_the_newest_phrases_continue_the_last_draft_token():
     pool = pool_of((7, 1, 1, 1), (7, 2, 3, 4), (8, 5, 5, 5), (7, 2, 3, 5), (7, 9, 8, 7))
     tree = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4).propose([1], Limits(20))
     tree.validate(10)
@@ -319,7 +319,7 @@ def test_the_newest_phrases_hang_on_the_drafts_last_token():
     assert sorted(tree.path_tokens(leaf) for leaf in leaves) == [[6, 7, 2, 3, 4], [6, 7, 2, 3, 5], [6, 7, 9, 8, 7]]
 
 
-def test_after_full_acceptance_tried_phrases_are_corrected_but_for_the_one_taken():
+def test_after_full_acceptance_all_tried_phrases_but_the_accepted_one_are_corrected():
     pool = pool_of((7, 1, 1, 1), (7, 9, 8, 7), (7, 2, 3, 4), (7, 2, 5, 6))
     drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)
     tree = drafter.propose([1], Limits(20))
@@ -333,20 +333,20 @@ def test_after_full_acceptance_tried_phrases_are_corrected_but_for_the_one_taken
     assert pool.newest(7) == [(1, 1, 1), (2, 5, 6), (2, 3, 4), (2, 3, 8)]
 
 
-def test_a_rejection_leaves_tried_phrases_alone_and_makes_phrases_of_the_discarded_tail():
+def test_after_a_rejection_tried_phrases_stay_and_the_discarded_tail_gives_new_ones():
     pool = pool_of((5, 1, 1))
     drafter = Ouroboros(Pen([1, 2, 3, 4, 5]), pool, num_draft=5, level=3)
     tree = drafter.propose([0], Limits(20))
     assert len(tree) == 7
-    drafter.observe(decisions(tree, [1, 9, 3, 4, 8, 6, 2, 2]))  # after 1 the base says 9, not 2
-    assert pool.newest(2) == [(3, 4)], "after 2 comes 3, after 3 comes 4: the draft goes along"
-    assert pool.newest(3) == [(4, 8)], "the last token need not be drafted"
-    assert pool.newest(4) == [], "after 4 the base says 8, the draft 5"
+    drafter.observe(decisions(tree, [1, 9, 3, 4, 8, 6, 2, 2]))  # after 1 the base predicts 9, not 2
+    assert pool.newest(2) == [(3, 4)], "3 after 2 and 4 after 3 match the draft"
+    assert pool.newest(3) == [(4, 8)], "the last token does not have to be drafted"
+    assert pool.newest(4) == [], "after 4 the base predicts 8 and the draft 5"
     assert pool.newest(5) == [(1, 1)]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_trees_keep_to_every_limit(seed):
+def test_trees_stay_within_every_limit(seed):
     rng = random.Random(seed)
     for _ in range(50):
         pool = pool_of(*([rng.randrange(3), *(rng.randrange(3) for _ in range(4))] for _ in range(9)))
@@ -357,10 +357,12 @@ def test_trees_keep_to_every_limit(seed):
         assert (list(kept.tokens), list(kept.parents)) == (list(tree.tokens), list(tree.parents))
         before = {key: len(pool.newest(key)) for key in range(3)}
         drafter.observe(decisions(tree, [rng.randrange(3) for _ in range(len(tree) + 1)]))
-        assert all(len(phrase) == 4 for key in before for phrase in pool.newest(key)), "a cut tail shortens no phrase"
+        assert all(len(phrase) == 4 for key in before for phrase in pool.newest(key)), (
+            "a truncated tail does not shorten phrases"
+        )
 
 
-def test_a_tree_that_the_caller_pruned_teaches_nothing():
+def test_nothing_is_learned_from_a_tree_that_the_caller_pruned():
     pool = pool_of((7, 1, 1, 1))
     drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)
     tree = drafter.propose([1], Limits(20))
@@ -368,10 +370,10 @@ def test_a_tree_that_the_caller_pruned_teaches_nothing():
     assert pool.newest(7) == [(1, 1, 1)]
 
 
-# ---- texts one after another
+# ---- several texts in a row
 
 
-def test_phrases_live_on_from_text_to_text_if_history_is_on():
+def test_phrases_are_kept_between_texts_if_history_is_on():
     for history in (True, False):
         pool, pen = pool_of((7, 1, 2)), Pen([])
         Ouroboros(pen, pool, history=history).begin([1])
@@ -379,7 +381,7 @@ def test_phrases_live_on_from_text_to_text_if_history_is_on():
         assert pen.calls == ["begin"]
 
 
-def test_reset_forgets_every_phrase_and_rewind_goes_to_the_draft_model():
+def test_reset_forgets_every_phrase_and_rewind_reaches_the_draft_model():
     pool, pen = pool_of((7, 1, 2)), Pen([])
     drafter = Ouroboros(pen, pool)
     drafter.rewind(3)
@@ -388,6 +390,6 @@ def test_reset_forgets_every_phrase_and_rewind_goes_to_the_draft_model():
 
 
 @pytest.mark.parametrize("arguments", [{"num_draft": 0}, {"num_phrases": 0}, {"level": 2}])
-def test_numbers_too_small_are_refused(arguments):
+def test_too_small_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match="need num_draft >= 1, num_phrases >= 1 and level >= 3"):
         Ouroboros(Pen([]), NgramPool(), **arguments)

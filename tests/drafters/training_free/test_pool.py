@@ -1,4 +1,4 @@
-"""The n-gram pool against plain lists."""
+"""The n-gram pool, against plain lists."""
 
 import random
 
@@ -58,7 +58,7 @@ def test_a_pool_is_a_list_for_each_key_without_duplicates(most, seed):
         assert len(pool) == sum(map(len, lists.grams.values()))
 
 
-def test_a_full_key_forgets_its_oldest_and_inserting_again_makes_the_newest():
+def test_a_full_key_drops_its_oldest_and_an_inserted_duplicate_becomes_the_newest():
     pool = NgramPool(2)
     for gram in ([1, 1], [2, 2], [1, 1], [3, 3]):
         pool.insert(7, gram)
@@ -67,7 +67,7 @@ def test_a_full_key_forgets_its_oldest_and_inserting_again_makes_the_newest():
     assert pool.newest(8) == [(4, 4)]
 
 
-def test_asking_refreshes_nothing():
+def test_reading_does_not_change_the_order():
     pool = NgramPool(2)
     pool.insert(7, (1, 1))
     pool.insert(7, (2, 2))
@@ -76,7 +76,7 @@ def test_asking_refreshes_nothing():
     assert pool.newest(7) == [(2, 2), (3, 3)]
 
 
-def test_the_newest_are_replaced_in_place_and_an_equal_elder_goes():
+def test_the_newest_are_replaced_in_place_and_older_duplicates_are_dropped():
     pool = NgramPool()
     for gram in ((1, 1), (2, 2), (3, 3)):
         pool.insert(7, gram)
@@ -84,7 +84,7 @@ def test_the_newest_are_replaced_in_place_and_an_equal_elder_goes():
     assert pool.newest(7) == [(1, 1), (4, 4)]
 
 
-def test_a_cleared_pool_holds_nothing():
+def test_a_cleared_pool_is_empty():
     pool = NgramPool()
     pool.insert(7, (1, 1))
     pool.clear()

@@ -1,4 +1,4 @@
-"""Token recycling on the real loop against a transcription in plain loops, and its tree against enumeration."""
+"""Token recycling in the real loop, against a literal version in plain loops, and its tree against enumeration."""
 
 import random
 from itertools import product
@@ -20,7 +20,7 @@ FAR = Limits(max_depth=100)
 
 @pytest.fixture
 def ranked(pseudo_runner):
-    """Makes a pseudo-base that ranks its whole vocabulary, its next token first."""
+    """Build a pseudo-base that ranks its full vocabulary, its next token first."""
 
     class Ranked(pseudo_runner):
         def rank(self, seq):
@@ -79,7 +79,7 @@ def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_
     runner = ranked(seed, vocab=10, order=rng.choice([1, 2]))
     drafter, table = TokenRecycling(num_nodes, top_k), {}
     session, gained = Session(runner, drafter), 0
-    for length in (1, 2, 9):  # the table lives on
+    for length in (1, 2, 9):  # the table is kept
         seq = [rng.randrange(10) for _ in range(length)]
         session.begin(seq)
         eos, end = frozenset(rng.sample(range(10), rng.choice([0, 1]))), length + 25
@@ -94,7 +94,7 @@ def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_
     assert gained
 
 
-def test_successors_of_successors_are_drafted_as_drawn():
+def test_successors_of_successors_are_drafted_as_in_a_hand_drawn_tree():
     drafter = TokenRecycling(num_nodes=4, top_k=2)  # ranks 0, 1, 0-0 and 0-0-0
     assert len(drafter.propose([7], FAR)) == 0
     drafter.observe(StepResult(1, DraftTree(), None, [], [8], [[8, 9]]))
@@ -104,14 +104,14 @@ def test_successors_of_successors_are_drafted_as_drawn():
     assert drafter.propose([8], FAR) == DraftTree([9, 6, 7, 8], [-1, -1, 0, 2])
 
 
-def test_of_one_token_fed_twice_the_last_node_counts():
+def test_the_last_node_of_a_repeated_token_counts():
     drafter = TokenRecycling(top_k=1)
     drafter.propose([7], FAR)
     drafter.observe(StepResult(1, DraftTree([8, 7, 8], [-1, 0, 1]), None, [], [1], [[1], [2], [3], [4]]))
     assert drafter._successors == {7: [3], 8: [4]}
 
 
-def test_the_table_lives_on_from_text_to_text_until_reset(ranked):
+def test_the_table_is_kept_between_texts_until_reset(ranked):
     drafter = TokenRecycling()
     session = Session(ranked(), drafter)
     first = len(session.run([1, 2], 40).steps)
@@ -122,13 +122,13 @@ def test_the_table_lives_on_from_text_to_text_until_reset(ranked):
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 2, 7, 25])
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_the_tree_holds_the_most_probable_rank_paths(num_nodes, top_k):
+def test_the_tree_has_the_most_probable_rank_paths(num_nodes, top_k):
     depth = 9 if top_k > 1 else num_nodes
     every = [path for length in range(1, depth + 1) for path in product(range(top_k), repeat=length)]
     every.sort(key=lambda path: (-prod(map(rank_probability, path)), path))
     template = best_first(num_nodes, top_k)
     assert sorted(paths_of(template)) == sorted(every[:num_nodes])
-    assert max(map(len, paths_of(template)), default=0) < 9 or top_k == 1, "else the enumeration may lack some"
+    assert max(map(len, paths_of(template)), default=0) < 9 or top_k == 1, "otherwise the enumeration may be incomplete"
 
 
 def test_the_tree_of_eighty_nodes_has_the_papers_width_and_about_its_depth():
@@ -138,7 +138,7 @@ def test_the_tree_of_eighty_nodes_has_the_papers_width_and_about_its_depth():
     assert 5 <= max(map(len, paths)) <= 7
 
 
-def test_fewer_nodes_are_the_best_ones_and_proposals_keep_to_their_limits():
+def test_a_smaller_budget_keeps_the_best_nodes_and_proposals_stay_within_their_limits():
     rng = random.Random(0)
     drafter = TokenRecycling(num_nodes=30, top_k=4)
     drafter._successors = {token: rng.sample(range(12), 4) for token in range(11)}
@@ -159,7 +159,7 @@ def _with(drafter, num_nodes):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_text_is_the_bases_own_to_the_end_of_its_context(make_base, kind):
+def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind):
     base = make_base(kind, context=40)
     for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
         drafter = TokenRecycling(num_nodes=20)
@@ -170,7 +170,7 @@ def test_text_is_the_bases_own_to_the_end_of_its_context(make_base, kind):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sampled_text_is_the_one_without_a_drafter(ranked, seed):
+def test_sampled_text_equals_that_without_a_drafter(ranked, seed):
     sampler = KeyedSampler(seed=seed)
     alone = Session(ranked(seed), drafters.NoDrafter(), sampler).run([1, 2], 60)
     ahead = Session(ranked(seed), TokenRecycling(20), sampler).run([1, 2], 60)
@@ -178,12 +178,12 @@ def test_sampled_text_is_the_one_without_a_drafter(ranked, seed):
     assert len(ahead.steps) < len(alone.steps)
 
 
-def test_the_zoo_knows_its_numbers(pseudo_runner):
+def test_a_drafter_spec_takes_its_numbers(pseudo_runner):
     drafter = catalogue.make("token_recycling:num_nodes=16,top_k=3", pseudo_runner())
     assert (drafter.num_nodes, drafter.required_outputs.top_k) == (16, 3)
 
 
 @pytest.mark.parametrize("arguments", [{"num_nodes": 0}, {"top_k": 0}])
-def test_numbers_too_small_are_refused(arguments):
+def test_too_small_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match="at least 1"):
         TokenRecycling(**arguments)

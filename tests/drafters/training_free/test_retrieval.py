@@ -1,4 +1,4 @@
-"""REST against its definition: scan the whole text, count every prefix, sort them all."""
+"""REST, against its definition: scan the full text, count every prefix, sort them all."""
 
 import json
 import random
@@ -25,12 +25,12 @@ def documents_of(seed, count=25, vocab=4, longest=40, shift=0):
 
 
 def laid_out(documents):
-    """The whole text with None between documents."""
+    """Return the text with None between documents."""
     return [token for document in documents if document for token in (*document, None)]
 
 
 def slow_continuations(documents, seq, longest, shortest, length, num_hits, depth=32):
-    """What follows each hit of the longest end of ``seq`` that goes on somewhere, in the suffix array's order."""
+    """Continuations after each match of the longest suffix of ``seq`` that has any, in the suffix array's order."""
     text = [10**9 if token is None else token for token in laid_out(documents)]
     for width in range(min(longest, len(seq)), shortest - 1, -1):
         hits = [
@@ -49,7 +49,7 @@ def until_border(tokens):
 
 
 def slow_prefixes(continuations, most, eos=()):
-    """The most frequent prefixes; of equals the shorter, then those of smaller tokens."""
+    """Return the most frequent prefixes; ties go to the shorter, then to smaller tokens."""
     counts = Counter(path[:end] for path in continuations for end in range(1, len(path) + 1))
     allowed = [prefix for prefix in counts if not set(prefix[:-1]) & set(eos)]
     return sorted(allowed, key=lambda prefix: (-counts[prefix], len(prefix), prefix))[:most]
@@ -64,7 +64,7 @@ def paths(tree):
 
 @pytest.mark.parametrize("depth", [2, 3, 5, 8, 26, 32])
 @pytest.mark.parametrize("shift", [0, WIDE])
-def test_places_stand_in_the_order_of_what_stands_there(depth, shift):
+def test_positions_are_sorted_by_their_suffixes(depth, shift):
     documents = documents_of(depth, vocab=2, shift=shift)
     array = SuffixArray.build(documents, depth)
     text = [array.border if token is None else token for token in laid_out(documents)]
@@ -90,7 +90,7 @@ def test_a_phrase_is_found_where_a_linear_search_finds_it(shift):
 
 
 @pytest.mark.parametrize("shift", [0, WIDE])
-def test_a_saved_array_opens_as_it_was_without_being_read(tmp_path, shift):
+def test_a_saved_array_opens_unchanged_without_being_read(tmp_path, shift):
     array = SuffixArray.build(documents_of(2, shift=shift), 30, "hash", ("a.txt", "b.jsonl"))
     array.save(tmp_path / "store")
     opened = SuffixArray.open(tmp_path / "store")
@@ -105,7 +105,7 @@ def test_a_saved_array_opens_as_it_was_without_being_read(tmp_path, shift):
 
 
 def damages(data):
-    """A datastore's bytes, damaged in several ways."""
+    """Return a datastore's bytes, damaged in several ways."""
     size = int.from_bytes(data[:8], "little")
     header, arrays = json.loads(data[8 : 8 + size]), data[8 + size :]
 
@@ -128,7 +128,7 @@ def damages(data):
     }
 
 
-def test_what_is_no_datastore_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_datastore_is_refused_in_one_line(tmp_path):
     path = tmp_path / "store"
     with pytest.raises(ValueError, match=r"no datastore at .* make one with `drafters datastore OUT`"):
         SuffixArray.open(path)
@@ -153,7 +153,7 @@ def test_a_text_without_tokens_and_a_depth_of_one_are_refused():
 @pytest.mark.parametrize("few", [0, 32, 10**9])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("vocab", "shift"), [(2, 0), (4, 0), (9, 0), (4, WIDE)])
-def test_the_draft_is_what_counting_every_prefix_gives(monkeypatch, few, seed, vocab, shift):
+def test_the_draft_equals_a_count_of_every_prefix(monkeypatch, few, seed, vocab, shift):
     monkeypatch.setattr(retrieval, "FEW_HITS", few)
     rng = random.Random(seed)
     documents = documents_of(seed, vocab=vocab, shift=shift)
@@ -177,7 +177,7 @@ def test_the_draft_is_what_counting_every_prefix_gives(monkeypatch, few, seed, v
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_draft_is_closed_under_prefixes_within_its_size_and_always_the_same(seed):
+def test_a_draft_is_prefix_closed_within_its_size_and_deterministic(seed):
     documents = documents_of(seed, vocab=3)
     drafter = REST(SuffixArray.build(documents), num_draft=20, shortest=1)
     for document in filter(None, documents):
@@ -192,13 +192,15 @@ def test_no_match_and_no_draft_crosses_a_documents_end():
     store = SuffixArray.build([[1, 2, 3], [4, 5, 6], [7, 3, 4, 9]])
     drafter = REST(store, shortest=1)
     assert paths(drafter.propose([1], FAR)) == [(2,), (2, 3)]
-    assert paths(drafter.propose([2, 3], FAR)) == [(4,), (4, 9)], "(2, 3) ends its document, 3 alone goes on elsewhere"
-    assert paths(drafter.propose([3, 4], FAR)) == [(9,)], "not 5, which follows a 3, a border and a 4"
+    assert paths(drafter.propose([2, 3], FAR)) == [(4,), (4, 9)], (
+        "(2, 3) ends its document, 3 alone continues elsewhere"
+    )
+    assert paths(drafter.propose([3, 4], FAR)) == [(9,)], "not 5, which follows a 3, a document border and a 4"
     assert paths(drafter.propose([6], FAR)) == []
 
 
-def test_a_drawn_trie_keeps_its_most_frequent_prefixes():
-    """After 9 stand 1 2 twice, 1 3 and 4 once: of the prefixes seen once the shorter goes first."""
+def test_a_hand_drawn_trie_keeps_its_most_frequent_prefixes():
+    """After 9 come 1 2 twice, and 1 3 and 4 once; of the prefixes with count one the shorter comes first."""
     store, whole = SuffixArray.build([[9, 1, 2], [9, 1, 2], [9, 1, 3], [9, 4]]), [(1,), (1, 2), (4,), (1, 3)]
     for most in range(1, 6):
         assert set(paths(REST(store, most, shortest=1).propose([9], FAR))) == set(whole[:most])
@@ -206,22 +208,22 @@ def test_a_drawn_trie_keeps_its_most_frequent_prefixes():
     assert paths(REST(store, shortest=1, num_hits=1).propose([9], FAR)) == [(1,), (1, 2)]
 
 
-def test_what_the_datastore_does_not_hold_gives_no_draft():
+def test_a_context_that_the_datastore_lacks_gives_no_draft():
     drafter = REST(SuffixArray.build([[1, 2, 3, 4]]))
-    assert len(drafter.propose([2], FAR)) == 0, "shorter than the shortest end"
+    assert len(drafter.propose([2], FAR)) == 0, "shorter than the shortest suffix"
     for seq in ([2, 1], [0xFFFF, 0xFFFF], [WIDE, 2]):
         assert len(drafter.propose(seq, FAR)) == 0
     assert paths(drafter.propose([WIDE, 1, 2], FAR)) == []
     assert paths(REST(drafter.store, longest=2).propose([WIDE, 1, 2], FAR)) == [(3,), (3, 4)]
 
 
-def test_where_no_node_may_stand_none_is_drafted():
+def test_limits_of_zero_give_no_draft():
     for limits in (Limits(0), Limits(-1), Limits(5, max_nodes=0)):
         assert len(REST(SuffixArray.build([[1, 2, 3]])).propose([1, 2], limits)) == 0
 
 
 def literal_cut(prefixes, choices):
-    """The rule of the paper's code (cut_to_choices, get_draft_choices); equals in the order they are given."""
+    """The rule of the paper's code (cut_to_choices, get_draft_choices); ties keep the given order."""
     count = [(len(set(prefix)), place) for place, prefix in enumerate(prefixes)]
     count.sort(key=lambda pair: pair[0], reverse=True)
     total = sum(size for size, _ in count)
@@ -238,7 +240,7 @@ def literal_cut(prefixes, choices):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("choices", [1, 8, 64])
-def test_the_official_cut_is_that_of_the_papers_code(seed, choices):
+def test_the_official_cut_equals_that_of_the_papers_code(seed, choices):
     documents = documents_of(seed, vocab=3)
     store = SuffixArray.build(documents)
     exact, cut = (REST(store, choices, shortest=1, official_cut=official) for official in (False, True))
@@ -252,7 +254,7 @@ def test_the_official_cut_is_that_of_the_papers_code(seed, choices):
 
 
 def test_the_official_cut_leaves_ten_nodes_of_a_chain_of_twelve():
-    """Chain of n distinct tokens: its prefixes count n (n + 1) / 2."""
+    """The prefixes of a chain of n distinct tokens have n (n + 1) / 2 tokens."""
     chain = DraftTree.from_paths([range(12)])
     assert paths(officially_cut(chain, 64)) == paths(chain)[:10]
     assert officially_cut(chain, 78) == chain
@@ -266,19 +268,19 @@ def test_the_official_cut_leaves_ten_nodes_of_a_chain_of_twelve():
         ({"longest": 20}, "sorted by 26 tokens, and longest \\+ length is 30: look up less"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(arguments, said):
+def test_invalid_arguments_are_refused(arguments, said):
     store = SuffixArray.build([[1, 2, 3]], depth=26)
     REST(store)
     with pytest.raises(ValueError, match=said):
         REST(store, **arguments)
 
 
-# ---- on the loop
+# ---- in the decoding loop
 
 
 @pytest.mark.parametrize("official_cut", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_text_is_the_pseudo_bases_own_and_drafts_from_it_are_accepted(pseudo_runner, seed, official_cut):
+def test_the_text_is_lossless_and_drafts_from_the_bases_own_text_are_accepted(pseudo_runner, seed, official_cut):
     runner, rng = pseudo_runner(seed), random.Random(seed)
     store = SuffixArray.build([runner.greedy([rng.randrange(12)], 60) for _ in range(20)])
     drafter = REST(store, num_draft=24, official_cut=official_cut)
@@ -289,7 +291,7 @@ def test_text_is_the_pseudo_bases_own_and_drafts_from_it_are_accepted(pseudo_run
         assert eos or sum(step.accepted for step in result.steps) > 10
 
 
-def test_sampled_text_is_the_one_drawn_alone(base):
+def test_sampled_text_equals_that_without_a_drafter(base):
     rng = random.Random(3)
     prompt = [rng.randrange(3, 40) for _ in range(6)]
     for sampler in (None, KeyedSampler(temperature=0.8, top_k=12, seed=2)):

@@ -1,4 +1,4 @@
-"""Self-Draft on the real loop against a transcription in plain loops that knows no trees and no sessions."""
+"""Self-Draft in the real loop, against a literal version in plain loops without trees or sessions."""
 
 import random
 
@@ -25,7 +25,7 @@ PARAMETERS = [
 
 
 class CountingTable:
-    """What a corpus cache is asked for, by counting in plain loops."""
+    """The lookups of a corpus cache, from counts in plain loops."""
 
     def __init__(self, text):
         self.text = text
@@ -45,7 +45,7 @@ class CountingTable:
 
 
 class Literal:
-    """Self-Draft as the reference tells it: pads, levels, and n-grams in lists; a token sees the path spelled out."""
+    """Self-Draft after the reference code, with pads, levels and n-grams in lists and an explicit path per token."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Literal:
             grams.pop(0)
 
     def decode(self, prompt, length, eos=()):
-        """Yield of each step: what it feeds as branches, its candidates, what it emits, the cache after it."""
+        """Yield the branches, the candidates, the emitted tokens and the cache of each step."""
         L, N, base = self.L, self.N, self.base
         if self.texts and self.texts % 2 == 0:
             self.cache = {key: grams[-2:] for key, grams in self.cache.items()}
@@ -156,7 +156,7 @@ class Literal:
 
 
 class Watched(SelfDraft):
-    """Keeps the tree of the last step."""
+    """Keeps the tree of the latest step."""
 
     def observe(self, step):
         self.tree = step.tree
@@ -164,13 +164,13 @@ class Watched(SelfDraft):
 
 
 def chains(tree):
-    """The scratch chains of a tree."""
+    """Return the scratch chains of a tree."""
     nodes = range(tree.num_candidates, len(tree))
     return [tree.path_tokens(node) for node in nodes if node not in tree.parents]
 
 
 def prefixes(drafts, eos=()):
-    """All that a trie of these drafts spells; nothing goes on behind an end token."""
+    """Return every prefix of these drafts; nothing follows an end token."""
     spelled = {tuple(draft[:n]) for draft in drafts for n in range(1, len(draft) + 1)}
     return {path for path in spelled if not set(path[:-1]) & set(eos)}
 
@@ -187,7 +187,7 @@ def held(cache, vocab):
 @pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("with_corpus", [False, True])
-def test_each_step_feeds_learns_and_emits_what_the_transcription_does(pseudo_runner, arguments, seed, with_corpus):
+def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, seed, with_corpus):
     vocab = (4, 9, 30)[seed % 3]
     runner = pseudo_runner(seed, vocab, order=1 + seed % 2, context=60, noise=0.2)
     rng = random.Random(seed)
@@ -195,7 +195,9 @@ def test_each_step_feeds_learns_and_emits_what_the_transcription_does(pseudo_run
     corpus = CountingTable(runner.greedy([0], 150) + runner.greedy([1], 150)) if with_corpus else None
     drafter, literal = Watched(**arguments, corpus=corpus), Literal(runner, **arguments, corpus=corpus)
     session, steps, hits = Session(runner, drafter), 0, 0
-    texts = (1, 3, 17, 30, 8) * (3 if eos else 1)  # the context ends in some, and the cache is thinned out on the way
+    texts = (1, 3, 17, 30, 8) * (
+        3 if eos else 1
+    )  # some texts reach the end of the context, and the cache is thinned out in between
     for length in texts:
         prompt = [rng.randrange(vocab) for _ in range(length)]
         run = literal.decode(prompt, 35, eos)
@@ -213,14 +215,14 @@ def test_each_step_feeds_learns_and_emits_what_the_transcription_does(pseudo_run
 
 
 class Counting:
-    """A base that writes the next number, whatever came before."""
+    """A base that always continues with the next number."""
 
     def next(self, seq):
         return (seq[-1] + 1) % 100
 
 
-def test_the_layout_is_the_one_drawn_by_hand(pseudo_runner):
-    """L = 5, N = 3: three steps of warm-up, each of which uses up a branch; then the window slides."""
+def test_the_layout_equals_one_drawn_by_hand(pseudo_runner):
+    """With L = 5 and N = 3, each of three warm-up steps uses up a branch; then the window slides."""
     runner = pseudo_runner(vocab=100)
     runner.next = Counting().next
     drafter = Watched(branch_len=5, num_branches=3, gram=4, max_pad=1)
@@ -237,13 +239,13 @@ def test_the_layout_is_the_one_drawn_by_hand(pseudo_runner):
     assert seen[4][0] == [[c + 2, c + 3, c + 4], [d + 1, d + 2, d + 3, d + 4], [e + 1, e + 2, e + 3, e + 4]]
     assert list(seen[3][1].parents) == [-1, 0, 1, -1, 3, 4, 5, -1, 7, 8, 9]
     assert seen[3][1].depths == [1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4]
-    assert drafter.cache.newest(d)[-1] == (d + 1, d + 2, d + 3, d + 4), "the argmax at its end closes an n-gram"
+    assert drafter.cache.newest(d)[-1] == (d + 1, d + 2, d + 3, d + 4), "the argmax at its end completes an n-gram"
     assert (c + 2, c + 3, c + 4, c + 5) in drafter.cache.newest(74), "the first branch follows the root"
-    assert drafter.cache.newest(71)[0] == (72, 73, c + 1, c + 2), "the first branch completes what the text has begun"
+    assert drafter.cache.newest(71)[0] == (72, 73, c + 1, c + 2), "the first branch completes an n-gram of the text"
 
 
 @pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
-def test_branches_keep_their_lengths_and_the_cache_its_own(pseudo_runner, arguments):
+def test_branches_and_cached_ngrams_have_constant_lengths(pseudo_runner, arguments):
     drafter = Watched(**arguments)
     steps = Session(pseudo_runner(1), drafter).decode([1, 2, 3], 60)
     levels = drafter.branch_len - 2
@@ -264,7 +266,7 @@ def test_branches_keep_their_lengths_and_the_cache_its_own(pseudo_runner, argume
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("max_nodes", [5, 30, 40, 1024])
 @pytest.mark.parametrize("prompt", [[3], [3, 4], [1, 2, 3], [*range(12), 1, 2, 3, 4, 5]], ids=len)
-def test_nothing_is_lost(pseudo_runner, temperature, max_nodes, prompt):
+def test_the_text_is_lossless(pseudo_runner, temperature, max_nodes, prompt):
     def sampler():
         return KeyedSampler(0.4, seed=5) if temperature else None
 
@@ -280,7 +282,7 @@ def test_nothing_is_lost(pseudo_runner, temperature, max_nodes, prompt):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_nothing_is_lost_on_a_real_base(make_base, kind, temperature):
+def test_the_text_is_lossless_on_a_real_base(make_base, kind, temperature):
     base = make_base(kind)
     for prompt in ([5], [5, 6, 7, 5, 6, 7, 8]):
         texts = []
@@ -291,8 +293,8 @@ def test_nothing_is_lost_on_a_real_base(make_base, kind, temperature):
         assert texts[0] == texts[1]
 
 
-def test_scratch_stays_when_an_end_token_stands_in_it(pseudo_runner):
-    """The base never writes token 2, but the prompt does: so branches hold it, and still grow and are learnt from."""
+def test_scratch_nodes_continue_after_an_end_token(pseudo_runner):
+    """Branches contain token 2 from the prompt, which the base never writes; they still grow and are learned from."""
     runner = pseudo_runner(0)
     runner.next = Counting().next
     runner.vocab_size = 100
@@ -312,7 +314,7 @@ def pseudo_like(runner, make):
     return other
 
 
-def test_the_context_cache_outlives_texts_thinned_out_every_second_and_reset_clears_it(pseudo_runner):
+def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_reset(pseudo_runner):
     drafter = SelfDraft()
     session = Session(pseudo_runner(0, vocab=6), drafter)
     for text in range(2):
@@ -327,7 +329,9 @@ def test_the_context_cache_outlives_texts_thinned_out_every_second_and_reset_cle
     assert len(drafter.cache) == 0
     for text in range(2):
         session.run([text, 1, 2], 50)
-    assert {key: grams[-2:] for key, grams in held(drafter.cache, 6).items()} == newest, "a reset drafter is a new one"
+    assert {key: grams[-2:] for key, grams in held(drafter.cache, 6).items()} == newest, (
+        "a reset drafter behaves like a new one"
+    )
 
 
 class CountingPool(NgramPool):
@@ -338,7 +342,7 @@ class CountingPool(NgramPool):
         super().insert(key, gram)
 
 
-def test_a_step_inserts_no_more_late_in_a_long_text(pseudo_runner):
+def test_the_insertions_per_step_do_not_grow_with_the_text(pseudo_runner):
     drafter = SelfDraft()
     drafter.cache = CountingPool(10)
     prompt = [index % 11 for index in range(1500)]
@@ -354,7 +358,7 @@ def test_a_step_inserts_no_more_late_in_a_long_text(pseudo_runner):
     assert branches < 40
 
 
-def test_a_draft_model_that_self_drafts_writes_its_own_text_also_after_refusals(pseudo_runner):
+def test_a_draft_model_with_self_draft_is_lossless_after_rejections_too(pseudo_runner):
     runner, drafter = pseudo_runner(3, vocab=6), SelfDraft(cache_size=1000)
     inner, seq = DraftModelSession(runner, drafter), [1, 2, 3]
     inner.begin(seq)
@@ -367,7 +371,7 @@ def test_a_draft_model_that_self_drafts_writes_its_own_text_also_after_refusals(
     assert all(tuple(seq[i + 1 : i + 5]) in drafter.cache.newest(seq[i]) for i in range(len(seq) - 4))
 
 
-def test_where_nodes_are_few_the_branches_are_fed_whole_and_candidates_take_the_rest(pseudo_runner):
+def test_with_few_nodes_the_branches_stay_complete_and_candidates_take_the_rest(pseudo_runner):
     drafter = SelfDraft()
     steps = Session(pseudo_runner(0, vocab=5), drafter, max_nodes=40).run([1, 2, 3], 60).steps[4:]
     (size,) = {step.fed_scratch for step in steps}
@@ -375,7 +379,7 @@ def test_where_nodes_are_few_the_branches_are_fed_whole_and_candidates_take_the_
     assert max(step.fed_candidates for step in steps) == 40 - size
 
 
-def test_a_tree_keeps_to_its_limits_by_itself():
+def test_a_tree_stays_within_its_limits():
     drafter = SelfDraft()
     drafter.begin([1, 2, 3])
     for key in range(5):
@@ -393,6 +397,6 @@ def test_a_tree_keeps_to_its_limits_by_itself():
     [{"branch_len": 4}, {"branch_len": 2, "gram": 1}, *({name: 0} for name in ("gram", "num_branches", "max_pad"))],
     ids=str,
 )
-def test_numbers_that_make_no_branch_are_refused(arguments):
+def test_arguments_that_allow_no_branch_are_refused(arguments):
     with pytest.raises(ValueError, match="need branch_len >= 3"):
         SelfDraft(**arguments)

@@ -1,4 +1,4 @@
-"""Self-speculation: when a draft ends, and how the threshold follows what was accepted."""
+"""Self-speculation: where a draft ends, and how the threshold adapts to the acceptance."""
 
 import random
 
@@ -11,7 +11,7 @@ LIMITS = Limits(max_depth=100)
 
 
 class Counting:
-    """An inner session that writes 10, 11, 12, ... and keeps what it was asked."""
+    """An inner session that writes 10, 11, 12, ... and records its arguments."""
 
     forwards, remembers = 0, False
 
@@ -36,7 +36,7 @@ def step(drafted, accepted, bonus=99):
 
 
 def official(steps, threshold, most):
-    """The threshold before each step by the authors' rule, written down literally."""
+    """The threshold before each step by a literal version of the authors' rule."""
     auto_parameters = [1, 0.5, 0.9, 1e-2, 0.9]
     th_stop_draft, tmp_matchness, before = threshold, 0, []
     for drafted, matched in steps:
@@ -51,7 +51,7 @@ def official(steps, threshold, most):
 
 
 def thresholds(drafter, steps):
-    """What the drafter asks its inner session for, step by step."""
+    """Return the thresholds that the drafter passes to its inner session, step by step."""
     for drafted, accepted in steps:
         drafter.propose([1], LIMITS)
         drafter.observe(step(drafted, accepted))
@@ -72,19 +72,19 @@ def test_the_threshold_follows_the_authors_rule(seed, good):
     assert thresholds(SelfSpeculative(Counting(), 5, 0.6), steps) == pytest.approx(expected, abs=1e-12)
 
 
-def test_refused_drafts_raise_the_threshold_and_accepted_short_ones_lower_it():
+def test_rejected_drafts_raise_the_threshold_and_accepted_short_ones_lower_it():
     refused = thresholds(SelfSpeculative(Counting(), 5, 0.6), [(3, 0)] * 9)
     accepted = thresholds(SelfSpeculative(Counting(), 5, 0.6), [(3, 3)] * 30)
     assert refused == sorted(set(refused))
     assert accepted[-1] < accepted[5] and accepted[-1] < 0.6
 
 
-def test_a_fixed_threshold_stays():
+def test_a_fixed_threshold_does_not_change():
     assert set(thresholds(SelfSpeculative(Counting(), 5, 0.6, adaptive=False), random_steps(0, 5, 0.5))) == {0.6}
 
 
 @pytest.mark.parametrize("carry", [False, True])
-def test_a_text_begins_with_the_first_threshold_unless_it_is_carried(carry):
+def test_a_text_starts_with_the_first_threshold_unless_it_is_carried_over(carry):
     drafter, steps = SelfSpeculative(Counting(), 5, 0.6, carry=carry), random_steps(0, 5, 0.5)
     drafter.begin([1])
     thresholds(drafter, steps)
@@ -96,13 +96,13 @@ def test_a_text_begins_with_the_first_threshold_unless_it_is_carried(carry):
     assert thresholds(drafter, steps)[2 * len(steps) :] == pytest.approx(official(steps, 0.6, 5), abs=1e-12)
 
 
-def test_a_step_without_a_draft_teaches_nothing():
+def test_a_step_without_a_draft_does_not_change_the_threshold():
     drafter = SelfSpeculative(Counting(), 5, 0.6)
     drafter.observe(step(0, 0))
     assert drafter.threshold == 0.6
 
 
-def test_an_end_token_that_was_drafted_counts_as_accepted_though_it_is_not_cached():
+def test_a_drafted_end_token_counts_as_accepted_although_it_is_not_cached():
     tree = DraftTree([10, 11, 2], [-1, 0, 1])
     ended, whole = SelfSpeculative(Counting(), 3, 0.6), SelfSpeculative(Counting(), 3, 0.6)
     for _ in range(6):
@@ -121,6 +121,6 @@ def test_the_draft_is_one_chain_within_the_limits():
 
 
 @pytest.mark.parametrize("wrong", [{"num_draft": 0}, {"threshold": -0.1}, {"threshold": 1.0}])
-def test_impossible_numbers_are_refused(wrong):
+def test_invalid_arguments_are_refused(wrong):
     with pytest.raises(ValueError, match=r"need num_draft >= 1 and 0 <= threshold < 1"):
         SelfSpeculative(Counting(), **wrong)

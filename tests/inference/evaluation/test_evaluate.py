@@ -1,4 +1,4 @@
-"""Evaluations that are stopped, repeated and shared out end in the same numbers."""
+"""Evaluations that are interrupted, repeated or split over processes give the same numbers."""
 
 import json
 import os
@@ -38,7 +38,7 @@ REMEMBERING = ["joint", "token_recycling", "self_draft"]
 
 @pytest.fixture(scope="module")
 def asked(make_base, toy_tokenizer, tmp_path_factory):
-    """A folder with a toy base and a file of five questions, whose last ones repeat what the first ones say."""
+    """A folder with a toy base and a file of five questions, the last of which repeat the text of the first."""
     folder = tmp_path_factory.mktemp("asked")
     make_base(context=256).model.float().save_pretrained(folder / "base")
     toy_tokenizer.save_pretrained(folder / "base")
@@ -50,7 +50,7 @@ def asked(make_base, toy_tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(asked):
-    """Evaluates drafters on the questions."""
+    """Evaluate drafters on the questions."""
 
     def run(out=None, specs=(*FORGETFUL, *REMEMBERING), **changes):
         arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)}
@@ -63,12 +63,12 @@ def run(asked):
 
 @pytest.fixture(scope="module")
 def whole(run, tmp_path_factory):
-    """The folder of a run without a stop."""
+    """The folder of an uninterrupted run."""
     return run(tmp_path_factory.mktemp("runs") / "whole")
 
 
 def unmeasured(value):
-    """Results without what differs from run to run."""
+    """Return results without the values that differ between runs."""
     if isinstance(value, dict):
         return {key: unmeasured(each) for key, each in value.items() if key not in MEASURED}
     return value
@@ -79,7 +79,7 @@ def results(folder):
 
 
 def texts(folder):
-    """Tokens and counts of all answers."""
+    """Return the tokens and counts of all answers."""
     found = {}
     for path in sorted((folder / "answers").rglob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -110,7 +110,7 @@ def plan(asked):
 
 
 @pytest.mark.slow
-def test_two_runs_give_the_same_numbers_but_for_times(run, whole, tmp_path):
+def test_two_runs_give_the_same_numbers_except_for_times(run, whole, tmp_path):
     run(tmp_path / "again")
     assert results(tmp_path / "again") == results(whole)
     assert texts(tmp_path / "again") == texts(whole)
@@ -119,7 +119,7 @@ def test_two_runs_give_the_same_numbers_but_for_times(run, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_cut_at_any_byte_goes_on_to_the_same_numbers(plan, whole, tmp_path):
+def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(plan, whole, tmp_path):
     content = (whole / "journal" / "1.jsonl").read_bytes()
     first = content.index(b"\n") + 1
     for share in (0.0, 0.31, 0.62, 0.9, 1.0):
@@ -138,7 +138,7 @@ def test_a_run_cut_at_any_byte_goes_on_to_the_same_numbers(plan, whole, tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_what_the_next_goes_on_with(run, whole, tmp_path, capsys):
+def test_a_run_continues_after_its_process_was_killed(run, whole, tmp_path, capsys):
     child = os.fork()
     if not child:
         run(tmp_path / "killed")
@@ -156,7 +156,7 @@ def test_a_killed_process_leaves_what_the_next_goes_on_with(run, whole, tmp_path
     assert results(tmp_path / "killed") == results(whole)
 
 
-def test_a_finished_run_is_not_decoded_again_unless_begun_anew(run, whole, capsys):
+def test_a_finished_run_is_not_decoded_again(run, whole, capsys):
     journal = whole / "journal" / "1.jsonl"
     before = journal.read_bytes()
     run(whole)
@@ -164,7 +164,7 @@ def test_a_finished_run_is_not_decoded_again_unless_begun_anew(run, whole, capsy
     assert journal.read_bytes() == before
 
 
-def test_overwrite_begins_anew(run, whole, tmp_path):
+def test_overwrite_starts_over(run, whole, tmp_path):
     journal = tmp_path / "old" / "journal" / "1.jsonl"
     shutil.copytree(whole, tmp_path / "old")
     before = journal.read_bytes()
@@ -185,14 +185,14 @@ def test_overwrite_begins_anew(run, whole, tmp_path):
         ({"temperature": 0.5}, "temperature"),
     ],
 )
-def test_other_arguments_are_refused_with_what_differs(run, whole, changes, said):
+def test_other_arguments_are_refused_by_name(run, whole, changes, said):
     before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
     with pytest.raises(ValueError, match=f"already holds results: .* was started with {said}.*--overwrite"):
         run(whole, **changes)
     assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
 
 
-def test_a_mistake_found_late_leaves_the_old_results(run, whole):
+def test_invalid_arguments_with_overwrite_leave_the_old_results(run, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
     with pytest.raises(ValueError, match="unknown drafter"):
         run(whole, specs=["nonsense"], overwrite=True)
@@ -203,8 +203,8 @@ def test_a_mistake_found_late_leaves_the_old_results(run, whole):
 
 
 @pytest.mark.slow
-def test_processes_that_share_the_questions_out_end_in_the_numbers_of_one(run, plan, whole, tmp_path):
-    """For drafters that do not remember; what a process had done before a stop stays."""
+def test_several_processes_give_the_numbers_of_one(run, plan, whole, tmp_path):
+    """True for drafters without memory between texts; answers from before an interruption are kept."""
     specs = ["none", *FORGETFUL]
     shared = replace(plan, drafters={spec: spec for spec in specs}, devices=("cpu", "cpu"), repeats=1)
     first, second = (processes.journal_path(tmp_path / "journal", number) for number in range(2))
@@ -217,7 +217,7 @@ def test_processes_that_share_the_questions_out_end_in_the_numbers_of_one(run, p
     assert texts(tmp_path).items() <= texts(whole).items()
 
 
-def test_what_a_process_refuses_ends_in_one_line_and_what_breaks_it_is_shown():
+def test_a_refusal_in_a_process_becomes_a_value_error_and_a_failure_a_runtime_error():
     told = queue.Queue()
     for what, error in (("refused", ValueError), ("failed", RuntimeError)):
         told.put((0, "ready", None))
@@ -226,7 +226,7 @@ def test_what_a_process_refuses_ends_in_one_line_and_what_breaks_it_is_shown():
             processes._listen([None, None], told, "ready", print)
 
 
-# ---- what drafters remember
+# ---- memory of drafters between texts
 
 QUESTIONS = [Question(at, "a", (f"w5 w6 w{7 + at} w5 w6",)) for at in range(4)]
 
@@ -237,7 +237,7 @@ def decoded(base, drafter, questions, sampler=None):
 
 
 def every_drafter(base, make_drafter):
-    """Some of each kind, and drafters that hold a smaller model."""
+    """Return drafters of every kind, including some with a draft model."""
     runner = Runner(base)
     named = ["none", *FORGETFUL, *REMEMBERING, "lookahead", "self_speculative", "self_speculative:carry=true"]
     made = {name: catalogue.make(name, runner) for name in named}
@@ -255,7 +255,7 @@ def every_drafter(base, make_drafter):
     return made
 
 
-def test_a_drafter_that_says_it_remembers_nothing_drafts_as_after_a_reset(make_base, make_drafter):
+def test_a_drafter_without_memory_drafts_as_after_a_reset(make_base, make_drafter):
     base = make_base(context=256)
     made = every_drafter(base, make_drafter)
     for name, drafter in made.items():
@@ -273,7 +273,7 @@ def reset_and_decoded(base, drafter, questions, sampler=None):
     return decoded(base, drafter, questions, sampler)
 
 
-def test_a_reset_takes_a_drafter_that_remembers_back_to_its_beginning(make_base, make_drafter, make_random_ctc):
+def test_a_reset_returns_a_drafter_with_memory_to_its_initial_state(make_base, make_drafter, make_random_ctc):
     base = make_base(context=256)
     made = {name: drafter for name, drafter in every_drafter(base, make_drafter).items() if drafter.remembers}
     made["ctc that draws"] = make_random_ctc(base, draws=2)
@@ -284,7 +284,7 @@ def test_a_reset_takes_a_drafter_that_remembers_back_to_its_beginning(make_base,
         assert drafter.remembers, name
 
 
-def test_a_drafter_that_decodes_otherwise_after_a_stop_is_reported(make_base):
+def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(make_base):
     base = make_base(context=256)
     sessions = {
         "none": Session(Runner(base), catalogue.make("none", None)),
@@ -308,7 +308,7 @@ def test_a_drafter_that_decodes_otherwise_after_a_stop_is_reported(make_base):
 # ---- order, repeats, devices, files
 
 
-def test_a_cpu_is_one_device_unless_more_processes_are_asked_for():
+def test_a_cpu_is_one_device_unless_more_processes_are_requested():
     assert process_devices(torch.device("cpu"), "auto") == ("cpu",)
     assert process_devices(torch.device("cpu"), 3) == ("cpu",) * 3
     if torch.cuda.is_available():
@@ -316,12 +316,12 @@ def test_a_cpu_is_one_device_unless_more_processes_are_asked_for():
             process_devices(torch.device("cuda"), 99)
 
 
-def test_every_drafter_comes_first_in_turn_and_repeats_begin_elsewhere():
+def test_drafters_take_turns_to_decode_first_and_repeats_start_with_another():
     assert decoding_order(["none", "a", "b"], 2) == [(0, "none"), (0, "a"), (0, "b"), (1, "a"), (1, "b"), (1, "none")]
     assert decoding_order(["none", "a", "b"], 1, repeat=2) == [(0, "b"), (0, "none"), (0, "a")]
 
 
-def test_a_raw_question_is_read_as_it_stands(make_base):
+def test_a_raw_question_is_encoded_without_the_chat_template(make_base):
     base = make_base(context=256)
     raw = replace(QUESTIONS[0], is_raw=True)
     messages = [("user", "w5 w6")]
@@ -329,7 +329,7 @@ def test_a_raw_question_is_read_as_it_stands(make_base):
     assert answering.encode_question(base, QUESTIONS[0], messages, "vicuna_v1.1") != base.tokenizer("w5 w6").input_ids
 
 
-def test_repeats_that_differ_are_told(plan):
+def test_repeats_that_differ_are_reported(plan):
     def given(tokens, seconds):
         step = StepCost(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
         return Answer(7, "a", "none", [Turn("", tokens, 3, [step], seconds)], [False])
@@ -343,7 +343,7 @@ def test_repeats_that_differ_are_told(plan):
     assert "none decodes 1 questions of b differently" in line and "question 7 first" in line
 
 
-def test_the_default_is_the_base_alone_prompt_lookup_and_joint_on_the_embedded_questions(asked, tmp_path):
+def test_by_default_the_base_prompt_lookup_and_joint_decode_the_embedded_questions(asked, tmp_path):
     options = {"base": str(asked / "base"), "device": "cpu", "limit": 1, "max_new_tokens": 4, "out": str(tmp_path)}
     evaluate(**grouped(evaluate, options))
     by_benchmark = json.loads((tmp_path / "results.json").read_text())["results"]

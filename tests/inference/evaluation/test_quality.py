@@ -1,4 +1,4 @@
-"""What an answer is worth, against counts by hand and the real references."""
+"""Quality scores of answers, against values computed by hand and the real references."""
 
 import json
 from decimal import Decimal
@@ -12,7 +12,7 @@ from inference.evaluation.quality import final_number, needs_code, program, qual
 from inference.results.records import Answer, Turn
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
-real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks do not stand beside the project")
+real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
 
 ADD = Checks(
     'import math\n\n\ndef one():\n    return 1\n\n\ndef add(a):\n    """Add one."""\n', "add", "assert add(2) == 3"
@@ -35,10 +35,10 @@ def code(checks=ADD, stops=()):
         ("#### $1,080.50", "1080.5"),
         ("#### -5", -5),
         ("#### 18.", 18),
-        ("#### 18 dollars, not 20", 20),  # the number is not alone there: the last one counts
+        ("#### 18 dollars, not 20", 20),  # the number is followed by text, so the last one counts
         ("### 12", 12),  # as CTC-drafter's prompt asks
-        ("### 3. Third step\nSo it is 45.", 45),  # a heading is no answer
-        ("#### 7\nQ: What is 8?\n#### 9", 7),  # running on
+        ("### 3. Third step\nSo it is 45.", 45),  # a heading is not an answer
+        ("#### 7\nQ: What is 8?\n#### 9", 7),  # the text continues
         ("The answer is 42.", 42),
         ("He pays $1,200.50.", "1200.5"),
         ("5-3=2", 2),
@@ -52,7 +52,7 @@ def code(checks=ADD, stops=()):
         ("", None),
     ],
 )
-def test_the_final_number_is_found(text, number):
+def test_the_final_number_of_a_text(text, number):
     assert final_number(text) == (None if number is None else Decimal(number))
 
 
@@ -61,23 +61,25 @@ def test_exact_match_counts_the_answers_with_the_right_number():
     assert score("gsm8k", asked, ["It is $1000.00.", "It is 6.", "#### -2", ""]) == {"exact match": 50.0}
 
 
-def test_a_prompt_style_makes_no_difference_to_the_measure():
+def test_the_prompt_style_does_not_change_the_measure():
     assert score("gsm8k:ctc", questions("#### 5"), ["5"]) == {"exact match": 100.0}
 
 
-def test_text_after_a_stop_is_not_read():
+def test_text_after_a_stop_string_is_ignored():
     asked = [Question(0, "math", ("?",), "#### 5", stops=("\nQ:",))]
     assert score("gsm8k", asked, [" It is 5.\nQ: And 6?"]) == {"exact match": 100.0}
 
 
-def test_rouge_is_that_of_a_count_by_hand():
+def test_rouge_equals_a_count_by_hand():
     # 3 of 4 words and 1 of 3 pairs are shared; the longest common subsequence is "the cat sat"
     found = score("xsum", questions("the cat sat down"), ["the big cat sat"])
     assert found == pytest.approx({"ROUGE-1": 75, "ROUGE-2": 100 / 3, "ROUGE-L": 75})
-    assert score("cnn_dm", questions("dogs", "x"), ["dog", "y"])["ROUGE-1"] == 50  # stemmed; a mean over questions
+    assert (
+        score("cnn_dm", questions("dogs", "x"), ["dog", "y"])["ROUGE-1"] == 50
+    )  # words are stemmed; the score is a mean over questions
 
 
-def test_bleu_and_chrf_are_those_of_the_corpus():
+def test_bleu_and_chrf_are_computed_over_the_corpus():
     asked = questions("the cat is on the mat today", "a dog barks at night loudly")
     exact = score("wmt16", asked, [question.reference for question in asked])
     assert exact == pytest.approx({"BLEU": 100, "chrF": 100})
@@ -101,11 +103,11 @@ def test_spec_bench_is_scored_by_task():
 
 
 @pytest.mark.parametrize("benchmark", ["mt_bench", "embedded"])
-def test_what_has_no_right_answer_is_not_scored(benchmark):
+def test_a_benchmark_without_right_answers_is_not_scored(benchmark):
     assert score(benchmark, questions(None), ["a"]) == {}
 
 
-def test_a_question_without_a_reference_is_left_out():
+def test_a_question_without_a_reference_is_skipped():
     assert score("gsm8k", questions(None, "#### 1"), ["a", "1"]) == {"exact match": 100.0}
     assert score("gsm8k", questions(None), ["a"]) == {}
 
@@ -149,7 +151,7 @@ def test_a_completion_ends_where_the_function_ends():
     assert score("humaneval", [asked], ["    return a + 1\n\ndef add(a):\n    return 0"], True) == {"pass@1": 100.0}
 
 
-def test_mbpp_takes_the_program_as_a_whole():
+def test_mbpp_runs_the_program_without_a_prefix():
     asked = code(Checks("", "", "assert twice(2) == 4"), stops=("[DONE]",))
     texts = ["def twice(a):\n    return 2 * a\n[DONE]\nnonsense", "```python\ndef twice(a):\n    return a\n```"]
     assert score("mbpp", [asked, asked], texts, True) == {"pass@1": 50.0}
@@ -160,7 +162,7 @@ def test_code_is_not_run_unless_it_is_allowed(tmp_path):
     assert needs_code("humaneval:completion") and not needs_code("gsm8k")
 
 
-def test_the_tests_come_last_in_a_program():
+def test_the_tests_are_at_the_end_of_a_program():
     assert program(code(), "    return 1").endswith("return 1\n\nassert add(2) == 3\n")
 
 
@@ -177,7 +179,7 @@ def test_recorded_answers_are_scored_by_their_first_turn_in_the_order_of_the_que
 
 
 @real
-def test_the_real_references_of_gsm8k_are_right_and_their_neighbours_are_wrong():
+def test_the_real_references_of_gsm8k_are_right_and_those_of_other_questions_are_wrong():
     asked = load_questions("gsm8k", str(SHARED / "gsm8k" / "test.jsonl"))
     references = [question.reference for question in asked]
     assert score("gsm8k", asked, references) == {"exact match": 100.0}
@@ -188,7 +190,7 @@ def test_the_real_references_of_gsm8k_are_right_and_their_neighbours_are_wrong()
 @pytest.mark.parametrize("style", ["instruct", "completion"])
 def test_real_solutions_of_humaneval_pass_and_others_fail(style):
     asked = load_questions(f"humaneval:{style}", str(SHARED / "humaneval" / "HumanEval.jsonl.gz"))
-    chosen = [asked[number] for number in (0, 10, 32, 38, 50)]  # some build on functions that the prompt defines
+    chosen = [asked[number] for number in (0, 10, 32, 38, 50)]  # some use functions that the prompt defines
     right = [question.reference for question in chosen]
     if style == "instruct":
         right = [f"Here:\n```python\n{q.checks.prefix}{q.reference}```" for q in chosen]

@@ -1,4 +1,4 @@
-"""``verify`` finds nothing where nothing is lost, and finds what is lost."""
+"""``verify`` confirms that lossless drafters are lossless and reports lossy ones."""
 
 import json
 
@@ -17,7 +17,7 @@ from inference.registry import catalogue
 
 
 class Lossy(Drafter):
-    """Drafts every token; where nodes see each other, what is accepted has read its siblings."""
+    """Drafts every token, so that with a wrong attention mask accepted nodes attend to their siblings."""
 
     def propose(self, seq, limits):
         return DraftTree(range(3, 300), [-1] * 297)
@@ -40,7 +40,7 @@ def compared(base, spec, prompts, max_new_tokens, sampler):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
+def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
     drafters = ["none", "anpd:order=3", "prompt_lookup"]
     verify(ModelOptions(folder), PromptOptions(limit=3, max_new_tokens=16), SamplingOptions(temperature), drafters)
     printed = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_verify_says_that_nothing_is_lost(folder, capsys, temperature):
         assert name in printed
 
 
-def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypatch):
+def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     monkeypatch.setitem(registry._REGISTRATIONS, "lossy", registry.Registration("lossy", Lossy))
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
     monkeypatch.setattr(runner, "_kept_mask", everything)
@@ -68,7 +68,7 @@ def test_verify_finds_a_drafter_that_is_lossy_and_fails(folder, capsys, monkeypa
     ("drafters", "words", "said"),
     [(["none", "anpd:order=1"], 1, "order must be at least 2"), (["none"], 600, "shorten the prompts")],
 )
-def test_nothing_is_decoded_before_all_drafters_and_prompts_are_known_to_be_good(
+def test_drafters_and_prompts_are_checked_before_anything_is_decoded(
     folder, tmp_path, monkeypatch, drafters, words, said
 ):
     questions = tmp_path / "questions.jsonl"
@@ -90,12 +90,12 @@ def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, ora
     assert compared(base, "none", [prompt], 20, Greedy()) == Comparison(1, 1.0, [])
 
 
-def test_sampled_texts_are_compared_with_the_same_seed(base):
+def test_sampled_texts_are_compared_under_the_same_seed(base):
     found = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
     assert found.num_identical == 2
 
 
-def test_the_first_divergence_is_where_the_texts_part(base):
+def test_the_first_divergence_is_the_first_different_token(base):
     prompt, expected = [5, 6], [10, 11, 12, 13]
     logits = base.model(torch.tensor([[5, 6, 10, 11]])).logits[0, -1]
     found = first_divergence(base, 3, prompt, expected, [10, 11, 20, 13])
@@ -104,7 +104,7 @@ def test_the_first_divergence_is_where_the_texts_part(base):
 
 
 @pytest.mark.parametrize(("expected", "got", "tokens"), [([10, 11], [10], (11, 2)), ([10], [10, 11], (2, 11))])
-def test_a_text_that_ends_early_parts_at_its_end_token(base, expected, got, tokens):
+def test_a_text_that_ends_early_diverges_at_its_end_token(base, expected, got, tokens):
     found = first_divergence(base, 0, [5, 6], expected, got)
     assert (found.position, found.base_token, found.drafted_token) == (1, *tokens)
 
@@ -119,14 +119,14 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length(make_base):
     [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}],
 )
 def test_the_models_own_generation_settings_do_not_count_as_losses(make_base, monkeypatch, setting):
-    """A chat model may ship penalties in generation_config.json; the base's greedy text is without them."""
+    """A chat model may have penalties in generation_config.json; the base's greedy text ignores them."""
     base = make_base(seed=5)
     for name, value in setting.items():
         monkeypatch.setattr(base.model.generation_config, name, value)
     assert compared(base, "anpd", [[5, 6], [9, 8, 7], [3]], 20, Greedy()).num_identical == 3
 
 
-def test_an_end_token_that_only_the_tokenizer_names_ends_both_texts(make_base, monkeypatch):
+def test_an_end_token_defined_only_by_the_tokenizer_ends_both_texts(make_base, monkeypatch):
     base = make_base()
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", None)
     assert generate_reference(base, [5, 6, 7], 30, Greedy())[-1] == 2

@@ -1,4 +1,4 @@
-"""Tables and the report: what they say, what they put together, and that a model's text can do no harm."""
+"""Tables and the HTML report: their contents, combined folders, and escaping of the model's text."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from inference.results.records import Answer, Turn
 BROWSER = shutil.which("chromium")
 WORDS = ["The", " cat", " <script>alert(1)</script>", "\n sat", " & on", " a", " mat", ".", "</s>"]
 TEXT = "".join(WORDS)
-STEPS = {"none": [1] * 9, "ctc": [1, 4, 3, 1], "ngram": [1, 2, 2, 2, 2]}  # tokens each step emits
+STEPS = {"none": [1] * 9, "ctc": [1, 4, 3, 1], "ngram": [1, 2, 2, 2, 2]}  # emitted tokens of each step
 CONTEXT = {"base": "tiny|chat", "command line": "drafters eval <x>"}
 
 
@@ -39,7 +39,7 @@ def answer(drafter, question_id, category, token_ids=tuple(range(9))):
 
 
 def two_benchmarks():
-    """Their answers; in the second ngram writes another fourth token."""
+    """Answers to two benchmarks; in the second, ngram writes a different fourth token."""
     given = {
         name: {drafter: [answer(drafter, q, f"kind {q % 2}") for q in range(1, 5)] for drafter in STEPS}
         for name in ("mt_bench", "gsm8k")
@@ -63,7 +63,7 @@ def summaries(answers):
 
 
 class Page(HTMLParser):
-    """The tags of a page, and the text of each answer as a browser would show it."""
+    """Parser for the tags of a page and the text of each answer as a browser shows it."""
 
     def __init__(self, html):
         super().__init__()
@@ -114,9 +114,9 @@ def test_the_page_is_self_contained(page):
     assert page.scripts == 1 and not any(attrs for tag, attrs in page.tags if tag == "script")
 
 
-def test_the_steps_together_are_the_whole_answer_and_are_escaped(page):
+def test_the_steps_join_to_the_full_escaped_answer(page):
     other = decode((0, 1, 2, 5, 4, 5, 6, 7, 8))
-    assert page.answers[:16] == [TEXT] * 2 * 8  # turns of eight answers of ctc; <script> is text here, no tag
+    assert page.answers[:16] == [TEXT] * 2 * 8  # turns of eight answers of ctc; <script> is text here, not a tag
     assert sorted(page.answers[16:]) == sorted([TEXT] * 2 * 7 + [other] * 2)  # and of ngram
 
 
@@ -280,7 +280,7 @@ def save_tokenizer(folder, words):
 
 def test_task_quality_is_in_markdown_and_in_the_terminal(summaries):
     of = summaries["mt_bench"]
-    assert tables.quality_rows(of)[1] == [], "nothing was graded"
+    assert tables.quality_rows(of)[1] == [], "nothing was scored"
     summaries["mt_bench"] = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in of.items()}
     assert "Task quality, %:\n\n| drafter | exact match |\n| --- | ---: |\n| none | 12.50 |" in report.markdown(
         summaries, {}
@@ -293,7 +293,7 @@ def test_task_quality_is_in_markdown_and_in_the_terminal(summaries):
 
 @pytest.fixture
 def make_folder(tmp_path, answers):
-    """What `drafters eval --out` leaves behind, for some of the drafters of one benchmark."""
+    """Write the folder of `drafters eval --out` for some of the drafters of one benchmark."""
 
     def make(name, drafters=("ctc", "ngram"), benchmark="mt_bench", **context):
         folder, given = tmp_path / name, answers[benchmark]
@@ -367,7 +367,9 @@ def test_other_questions_or_another_baseline_text_never_share_a_ratio(make_folde
     first = make_folder("a")
     answers["mt_bench"] = {drafter: own[:3] for drafter, own in answers["mt_bench"].items()}
     assert len(folders.read_all([first, make_folder("b")])) == 2
-    assert len(folders.read_all([first, make_folder("c", benchmark="gsm8k")])) == 1, "another benchmark is no conflict"
+    assert len(folders.read_all([first, make_folder("c", benchmark="gsm8k")])) == 1, (
+        "another benchmark is not a conflict"
+    )
 
 
 def test_the_page_of_several_folders_is_self_contained(make_folder, tmp_path, capsys):
@@ -381,7 +383,7 @@ def test_the_page_of_several_folders_is_self_contained(make_folder, tmp_path, ca
     assert {attrs.get("id") for tag, attrs in page.tags if tag == "article"} == {"part-1", "part-2"}
     told = re.findall("<tr><th>(.*?)</th>(.*?)</tr>", html.partition(">What was run<")[2], re.DOTALL)
     told = {key: re.findall(r"<td(?: colspan=\"(\d)\")?>(.*?)</td>", cells) for key, cells in told}
-    assert told["decoding"] == [("3", "greedy, at most 9")], "what all share stands once"
+    assert told["decoding"] == [("3", "greedy, at most 9")], "shared values appear once"
     assert told["base"] == [("", "tiny"), ("", "tiny"), ("", "large")], "a column for each folder: a, c, b"
     assert told["warnings"] == [("", "–"), ("", "–"), ("", "the machine was busy")]
     assert "2 evaluations side by side" in html and '<p class="note">Warning: the machine was busy.</p>' in html
@@ -391,7 +393,7 @@ def test_the_page_of_several_folders_is_self_contained(make_folder, tmp_path, ca
     assert (tmp_path / "page" / "plots" / "2-mt_bench-speedup.png").is_file()
 
 
-def test_without_the_tokenizer_answers_are_shown_whole(make_folder, tmp_path, capsys):
+def test_without_the_tokenizer_answers_are_shown_in_one_piece(make_folder, tmp_path, capsys):
     folder = make_folder("a", base="nowhere/at/all")
     report.report([folder])
     html = (Path(folder) / "report.html").read_text(encoding="utf-8")
@@ -399,7 +401,7 @@ def test_without_the_tokenizer_answers_are_shown_whole(make_folder, tmp_path, ca
     assert "drafters report --tokenizer FOLDER" in html
 
 
-def test_the_bases_own_tokenizer_cuts_the_answers_into_steps(make_folder, tmp_path):
+def test_the_tokenizer_of_the_base_splits_the_answers_into_steps(make_folder, tmp_path):
     own, others = save_tokenizer(tmp_path / "base", WORDS), save_tokenizer(tmp_path / "other", WORDS[::-1])
     run = folders.read(make_folder("a", base=own))
     turn = run.answers["mt_bench"]["ctc"][0].turns[0]
@@ -432,7 +434,7 @@ def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
 
 
 @pytest.mark.parametrize(("shares", "top"), [([0.0], 10), ([0.31, 0.05], 40), ([0.4], 40), ([1.0, 0.9], 100)])
-def test_the_axis_of_depths_ends_where_the_data_do(summaries, shares, top):
+def test_the_axis_of_depths_ends_with_the_data(summaries, shares, top):
     summaries = {"ctc": replace(summaries["mt_bench"]["ctc"], acceptance_by_depth=shares)}
     figure = plots.plot_depths(summaries, plots.choose_colours(summaries.values()))
     assert figure.axes[0].get_ylim() == (0, top)
@@ -448,7 +450,7 @@ def test_the_axis_of_depths_ends_where_the_data_do(summaries, shares, top):
         ('{"context": {}, "results": {"anpd": {"turns": 3}}}', "was not written by `drafters eval --out` (TypeError"),
     ],
 )
-def test_a_foreign_folder_is_refused_in_one_line(tmp_path, told, said):
+def test_a_folder_without_results_is_refused_in_one_line(tmp_path, told, said):
     if told is not None:
         (tmp_path / "results.json").write_text(told)
     with pytest.raises(ValueError) as error:

@@ -1,4 +1,4 @@
-"""Recorded answers: what a file tells, and its figures by every convention."""
+"""Recorded answers: the counts of a file, and its metrics by every convention."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ PAPERS, BASELINE = RECORDED / "vicuna-7b-mt_bench-ctc.jsonl", RECORDED / "vicuna
 
 
 def write(path, *rows):
-    """A file of rows (question id, what its choice holds)."""
+    """Write a file of rows (question id, choice)."""
     lines = [{"question_id": number, "model_id": "m", "choices": [choice]} for number, choice in rows]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
@@ -29,7 +29,7 @@ def choice(turns, idxs, new_tokens, wall_time, **more):
 
 @pytest.fixture
 def files(tmp_path):
-    """Two questions; the drafter writes 12 tokens in 4 steps and then 9 in 6, the base one a step."""
+    """Two questions; the drafter writes 12 tokens in 4 steps, then 9 in 6; the base one token per step."""
     ours = write(
         tmp_path / "ours.jsonl",
         (1, choice(["a b", "c"], [1, 1], [8, 4], [1.0, 2.0])),
@@ -48,7 +48,7 @@ def count(files):
     return {convention.name: convention.count(pairs) for convention in conventions.CONVENTIONS}
 
 
-def test_every_convention_by_hand(files):
+def test_every_convention_equals_a_count_by_hand(files):
     assert count(files) == {
         "beta, CTC paper": pytest.approx((12 / 2 + 9 / 5) / 2),
         "acceptance length, mean": pytest.approx((12 / 4 + 9 / 6) / 2),
@@ -59,14 +59,14 @@ def test_every_convention_by_hand(files):
     }
 
 
-def test_the_notes_tell_identical_turns_and_counts_that_stand_in(files):
+def test_the_notes_report_identical_turns_and_substituted_counts(files):
     told = conventions.notes(conventions.pair(*map(answer_files.read, files)))
     assert told[0] == "identical turns: 1 of 3 (33.3 %)"
     assert "the baseline record 0 new tokens in 1 of 3 turns: idxs + 1 is counted there" in told
     assert told[-1].startswith("longest turn: 9 tokens, the baseline's 10")
 
 
-def test_step_lengths_count_where_a_file_tells_them(tmp_path, files):
+def test_step_lengths_are_counted_if_a_file_has_them(tmp_path, files):
     told = {"turns": ["a", "b"], "decoding_steps": [2, 1], "new_tokens": [6, 1], "wall_time": [1.0, 1.0]}
     path = write(tmp_path / "spec.jsonl", (1, told | {"accept_lengths": [4, 2, 1]}))
     (answer,) = answer_files.read(path)
@@ -94,7 +94,7 @@ def test_our_own_records_count_as_our_metrics_do(tmp_path):
     assert [row.cells for row in rows] == [["math", "2", "2.50", "1.88"]]
 
 
-def test_what_a_file_does_not_tell_is_no_number(tmp_path, files):
+def test_metrics_that_a_file_lacks_are_none(tmp_path, files):
     path = write(tmp_path / "untimed.jsonl", (2, {"turns": ["d"], "idxs": [0], "new_tokens": [1]}))
     found = count((path, files[1]))
     assert found["beta, CTC paper"] is None and found["gamma, CTC paper"] is None

@@ -13,18 +13,18 @@ RATIO, SPEEDUP = (1, -1), (1, -1, -1, 1)
 
 
 def accepted(rng, num):
-    """What a drafter emits, capped at 200 tokens a question, and its base forwards."""
+    """Emitted tokens of a drafter, at most 200 per question, and its base forwards."""
     emitted = np.minimum(rng.lognormal(5, 0.6, num), 200).round() + 1
     return emitted, np.maximum(1, (emitted / (1 + rng.gamma(6, 0.3, num))).round())
 
 
 def means(rng, num):
-    """An acceptance length for each question, and one."""
+    """An acceptance length for each question, and ones."""
     return rng.lognormal(0.8, 0.35, num), np.ones(num)
 
 
 def times(rng, num):
-    """Seconds and tokens of the base alone, then of a drafter, on a machine that is a little unsteady."""
+    """Seconds and tokens of the base alone, then of a drafter, on a machine with some noise."""
     tokens = np.minimum(rng.lognormal(4, 0.8, num), 200).round() + 1
     alone = 0.01 * tokens * rng.lognormal(0, 0.05, num)
     return alone, tokens, alone / rng.lognormal(0.5, 0.4, num) * rng.lognormal(0, 0.05, num), tokens
@@ -33,7 +33,7 @@ def times(rng, num):
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [20, 40, 80])
 @pytest.mark.parametrize("make, powers", [(accepted, RATIO), (means, RATIO), (times, SPEEDUP)])
-def test_intervals_contain_the_true_value_as_often_as_their_level_says(make, powers, num):
+def test_intervals_contain_the_true_value_with_the_frequency_of_their_level(make, powers, num):
     rng = np.random.default_rng(0)
     truth = np.prod([column.sum() ** float(power) for column, power in zip(make(rng, 10**6), powers, strict=True)])
     found = [interval(make(rng, num), powers) for _ in range(200)]
@@ -64,7 +64,7 @@ def test_equal_questions_have_an_empty_interval_and_one_question_has_none():
 
 
 @pytest.mark.parametrize("freedom, quantile", [(4, 2.776), (9, 2.262), (19, 2.093), (79, 1.990)])
-def test_the_tails_are_those_of_the_tabled_quantiles_of_students_distribution(freedom, quantile):
+def test_tails_agree_with_tabulated_quantiles_of_students_distribution(freedom, quantile):
     expected = NormalDist().cdf(-sqrt((freedom + 1) / freedom) * quantile)
     assert tail_probability(freedom + 1, level=0.95) == pytest.approx(expected, rel=0.01)
 
@@ -84,9 +84,7 @@ def expanded_tail(num_questions, level):
 
 @pytest.mark.parametrize("num", [5, 10, 20, 40, 80, 160])
 @pytest.mark.parametrize("make, powers", [(accepted, RATIO), (means, RATIO), (times, SPEEDUP)])
-def test_intervals_print_the_digits_that_were_published_with_the_expansion_of_the_quantile(
-    make, powers, num, monkeypatch
-):
+def test_printed_intervals_equal_those_with_the_expansion_of_the_quantile(make, powers, num, monkeypatch):
     columns = make(np.random.default_rng(num), num)
     printed = [f"{end:.2f}" for end in interval(columns, powers)]
     monkeypatch.setattr(intervals, "tail_probability", expanded_tail)

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, worked out by hand on two questions of two turns."""
+"""The metrics of an evaluation, computed by hand on two questions of two turns."""
 
 import json
 import math
@@ -22,7 +22,7 @@ SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
 
 
 def turn(tokens, steps, seconds):
-    """A turn of a prefill that emits one token, then ``steps`` of (emitted, accepted), each fed root + 4 candidates."""
+    """A turn: a prefill that emits one token, then ``steps`` of (emitted, accepted), each of root + 4 candidates."""
     prefill = StepCost(1, 0, 30, 0, 0, 0, SECONDS)
     costs = [StepCost(emitted, accepted, 1, 4, 0, 0, SECONDS) for emitted, accepted in steps]
     assert len(tokens) == 1 + sum(emitted for emitted, _ in steps)
@@ -58,7 +58,7 @@ def summary():
     return summarise(CTC, NONE)
 
 
-def test_acceptance_length_leaves_the_prefill_out(summary):
+def test_acceptance_length_excludes_the_prefill(summary):
     assert summary.acceptance_length == pytest.approx(10 / 5)
     assert summary.acceptance_length_mean == pytest.approx((7 / 3 + 3 / 2) / 2)
     assert summary.acceptance_length_ended == pytest.approx(
@@ -84,7 +84,7 @@ def test_drafts_are_counted_per_step_and_depth(summary):
     assert summary.acceptance_by_depth == pytest.approx([4 / 5, 2 / 5])
 
 
-def test_phases_add_up_to_the_whole_time(summary):
+def test_phases_add_up_to_the_total_time(summary):
     phases = summary.phase_seconds
     assert list(phases) == [*PHASES, "prefill", "other"]
     assert [phases[phase] for phase in PHASES] == pytest.approx([5 * seconds for seconds in SECONDS])
@@ -93,7 +93,7 @@ def test_phases_add_up_to_the_whole_time(summary):
     assert sum(phases.values()) == pytest.approx(summary.seconds)
 
 
-def test_each_category_is_summarised_alone(summary):
+def test_each_category_is_summarised_separately(summary):
     writing, math = summary.by_category["writing"], summary.by_category["math"]
     assert list(summary.by_category) == ["writing", "math"]
     assert (writing.acceptance_length, writing.speedup) == (pytest.approx(7 / 3), pytest.approx(9 / 3))
@@ -101,7 +101,7 @@ def test_each_category_is_summarised_alone(summary):
     assert (math.questions, math.identical) == (1, 1.0)
 
 
-def test_the_baseline_beside_itself_is_neither_faster_nor_slower(summary):
+def test_the_baseline_compared_with_itself_has_speedup_one(summary):
     vanilla = summarise(NONE, NONE)
     assert vanilla.is_baseline and not summary.is_baseline
     assert (vanilla.acceptance_length, vanilla.speedup, vanilla.fed_per_step) == (1.0, 1.0, 5.0)
@@ -126,14 +126,14 @@ def test_a_missing_turn_is_a_difference():
     assert first_difference(replace(CTC[0], turns=CTC[0].turns[:1]), NONE[0]) == (1, 0)
 
 
-def test_questions_are_paired_by_their_number():
+def test_questions_are_paired_by_their_id():
     assert summarise(CTC, NONE[::-1]) == summarise(CTC, NONE)
     assert summarise(CTC[1:], NONE).speedup == pytest.approx(5 / 2.5)
     with pytest.raises(ValueError, match="no answer to question 2"):
         summarise(CTC, NONE[:1])
 
 
-def test_what_was_never_measured_is_none():
+def test_unmeasured_metrics_are_none():
     only_prefill = [Answer(1, "math", "none", [turn([4], [], 0.5)], [False])]
     summary = summarise(only_prefill, only_prefill)
     assert summary.acceptance_length is summary.acceptance_length_ended is summary.acceptance_interval is None
@@ -142,11 +142,11 @@ def test_what_was_never_measured_is_none():
         summarise([], NONE)
 
 
-def test_a_summary_is_json(summary):
+def test_a_summary_can_be_written_as_json(summary):
     assert json.loads(json.dumps(asdict(summary), allow_nan=False))["by_category"]["math"]["questions"] == 1
 
 
-def test_intervals_hold_their_numbers_and_stay_within_the_questions(summary):
+def test_intervals_contain_their_values_and_stay_within_those_of_the_questions(summary):
     low, high = summary.acceptance_interval
     assert 3 / 2 <= low <= summary.acceptance_length <= high <= 7 / 3
     low, high = summary.acceptance_mean_interval
@@ -157,7 +157,7 @@ def test_intervals_hold_their_numbers_and_stay_within_the_questions(summary):
 
 
 def slower(answers, factors):
-    """The same answers, each question so many times slower."""
+    """Return the answers with the time of each question multiplied by its factor."""
     return [
         replace(answer, turns=[replace(turn, seconds=turn.seconds * factor) for turn in answer.turns])
         for answer, factor in zip(answers, factors, strict=True)
@@ -167,7 +167,7 @@ def slower(answers, factors):
 def test_noise_is_the_spread_of_the_speedup_over_repeats():
     assert noise([(CTC, NONE), (CTC, NONE)]) == 0
     both = [(slower(CTC, [factor] * 2), slower(NONE, [factor] * 2)) for factor in (1, 3)]
-    assert noise(both) == pytest.approx(0), "what slows both down alike leaves the ratio as it is"
+    assert noise(both) == pytest.approx(0), "a slowdown of both does not change the ratio"
     speedups = [14 / 5.5, 14 / 5.5 / 2]
     deviation = (speedups[0] - speedups[1]) / 2**0.5
     assert noise([(CTC, NONE), (slower(CTC, [2, 2]), NONE)]) == pytest.approx(deviation / (sum(speedups) / 2))
@@ -175,7 +175,7 @@ def test_noise_is_the_spread_of_the_speedup_over_repeats():
 
 
 def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
-    assert summary.noise == pytest.approx(0), "every step takes as long"
+    assert summary.noise == pytest.approx(0), "every step takes equally long"
     first, second = CTC
     steps = [replace(step, seconds=tuple(2 * value for value in step.seconds)) for step in first.turns[0].steps]
     uneven = replace(first, turns=[replace(first.turns[0], steps=steps)], ended=[True])
@@ -183,19 +183,19 @@ def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
     assert summarise([first], NONE).noise is None
 
 
-def test_each_question_keeps_its_answer_of_median_time():
+def test_each_question_keeps_its_answer_with_the_median_time():
     repeats = [slower(CTC, factors) for factors in ([1, 5], [3, 1], [2, 9])]
     assert [answer.seconds for answer in median_answers(repeats)] == [2 * 3.0, 5 * 2.5]
-    assert median_answers(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two the faster one"
+    assert median_answers(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two answers the faster one"
 
 
-def test_the_peak_is_the_most_of_all_answers(summary):
+def test_the_peak_is_the_maximum_over_all_answers(summary):
     assert summary.peak_bytes is None
     peaks = [replace(answer, peak_bytes=peak) for answer, peak in zip(CTC, (7, 9), strict=True)]
     assert summarise(peaks, NONE).peak_bytes == 9
 
 
-def test_what_is_called_measured_are_fields_and_a_slower_machine_changes_nothing_else(summary):
+def test_measured_fields_exist_and_a_slower_machine_changes_only_them(summary):
     assert {field.name for kind in (Summary, CategorySummary) for field in fields(kind)} >= MEASURED
     slow = asdict(summarise(slower(CTC, [2, 3]), NONE))
     same, changed = asdict(summary), {name for name, value in asdict(summary).items() if slow[name] != value}

@@ -1,4 +1,4 @@
-"""Recorded answers: a round trip, and what other tools find in them."""
+"""Recorded answers: a round trip, and the fields that other tools read."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_answers_come_back_as_they_were_written(tmp_path):
     assert records.read(path) == [ANSWER, other]
 
 
-def test_answers_of_older_runs_say_nothing_of_memory_and_cores():
+def test_answers_of_older_runs_have_no_memory_and_core_counts():
     line = records.to_json(ANSWER)
     del line["choices"][0]["peak_bytes"], line["choices"][0]["core_share"]
     assert records.from_json(line) == ANSWER
@@ -73,7 +73,7 @@ def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
 
 
 @pytest.mark.parametrize("line", ['{"question_id": 82, "cho', '{"question_id": 82}', "[]", '{"choices": [{}]}'])
-def test_a_malformed_line_is_named_with_what_to_do(tmp_path, line):
+def test_a_malformed_line_is_reported_with_advice(tmp_path, line):
     path = tmp_path / "ctc.jsonl"
     records.write(path, [ANSWER])
     path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Whether the answers are any good: exact match, ROUGE, BLEU, chrF and pass@1, to show that a drafter loses nothing."""
+"""Quality of answers by exact match, ROUGE, BLEU, chrF and pass@1, to show that a drafter does not lower it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference.results.records import Answer
 from inference.sandbox.sandbox import run
 
 NUMBER = r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
-# a number alone after three or four #, as GSM8K's answers end and CTC-drafter's prompt asks; not a heading
+# The final answer in the form "#### 18" of GSM8K, or "### 18" of CTC-drafter's prompt; not a Markdown heading.
 MARKED = re.compile(rf"#{{3,}}[ ]*({NUMBER})[ .$%]*$", re.MULTILINE)
 FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -20,13 +20,13 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 def quality_of(
     benchmark: str, questions: Sequence[Question], answers: Sequence[Answer], allow_code: bool = False
 ) -> dict[str, float]:
-    """Score the first turns of recorded answers to the same questions.
+    """Score the first turns of recorded answers.
 
     Args:
-        benchmark: Name of the benchmark; a prompt style after a colon makes no difference.
+        benchmark: Name of the benchmark; a prompt style after a colon is ignored.
         questions: The questions.
         answers: Answers to them, in any order.
-        allow_code: Run the programs that answers hold, in the sandbox.
+        allow_code: Run the programs in the answers in the sandbox. Without it, pass@1 is left out.
 
     Raises:
         ValueError: A question has no answer.
@@ -42,14 +42,14 @@ def quality_of(
 def score(
     benchmark: str, questions: Sequence[Question], texts: Sequence[str], allow_code: bool = False
 ) -> dict[str, float]:
-    """Score one text for each question, in percent; nothing where the benchmark knows no right answers.
+    """Score one text per question, in percent; empty if the benchmark has no reference answers.
 
-    Spec-Bench is scored by task: its mathematics, summaries and translations.
+    Spec-Bench is scored by task: mathematics, summaries and translations.
 
     Args:
         benchmark: As in `quality_of`.
-        questions: N questions.
-        texts: N answers.
+        questions: The questions.
+        texts: The answer to each question.
         allow_code: As in `quality_of`.
     """
     name = benchmark.partition(":")[0]
@@ -66,12 +66,12 @@ def score(
 
 
 def needs_code(benchmark: str) -> bool:
-    """Whether a benchmark is judged by running what was written."""
+    """Whether the score of a benchmark comes from running the programs in its answers."""
     return pass_at_1 in MEASURES.get(benchmark.partition(":")[0], {})
 
 
 def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
-    """Share of answers with the reference's final number."""
+    """Percentage of answers whose final number equals that of the reference."""
     right = [
         final_number(text) is not None and final_number(text) == final_number(question.reference or "")
         for question, text in zip(questions, texts, strict=True)
@@ -80,7 +80,7 @@ def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number alone behind ``####`` (or ``###``), the first such line; else the last number of the text.
+    """Return the number on the first line that ends in ``#### NUMBER`` or ``### NUMBER``, else the text's last number.
 
     >>> final_number("He pays $1,200.50 for 3.")
     Decimal('3')
@@ -91,7 +91,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def rouge(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
-    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L with stemming (Lin 2004, by rouge-score)."""
+    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L with stemming (Lin 2004), computed by rouge-score."""
     from rouge_score.rouge_scorer import RougeScorer
 
     names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -101,7 +101,7 @@ def rouge(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, floa
 
 
 def translation(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
-    """BLEU and chrF of the corpus (sacrebleu's defaults)."""
+    """Corpus BLEU and chrF with sacrebleu's defaults."""
     import sacrebleu
 
     references = [[question.reference or "" for question in questions]]
@@ -112,21 +112,22 @@ def translation(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
 
 
 def pass_at_1(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
-    """Share of the programs that pass their tests, one program for each task (Chen et al. 2021 with n = k = 1)."""
+    """Percentage of programs that pass their tests, one program per task (Chen et al. 2021 with n = k = 1)."""
     passed = [passes(program(question, text)) for question, text in zip(questions, texts, strict=True)]
     return {"pass@1": 100 * sum(passed) / len(passed)}
 
 
 @lru_cache(maxsize=4096)
 def passes(program: str) -> bool:
-    """Run a program with its tests in the sandbox; the same program, say of a lossless drafter, is run once."""
+    """Run a program with its tests in the sandbox. Equal programs, as lossless drafters write them, are run once."""
     return run(program).has_finished
 
 
 def program(question: Question, text: str) -> str:
-    """The code of an answer, between what it continues and the tests that judge it.
+    """Return the program of an answer: the prefix that it continues, its code, and the tests.
 
-    Code in a fence is taken alone: the first block that defines the function asked for, else the first block.
+    If the answer has fenced code blocks, its code is the first block that defines the required function, or else the
+    first block.
     """
     assert question.checks is not None, f"question {question.question_id} has no tests"
     prefix, entry_point = question.checks.prefix, question.checks.entry_point
@@ -135,12 +136,12 @@ def program(question: Question, text: str) -> str:
     code = next((block for block in blocks if defines.search(block)), blocks[0] if blocks else text)
     if prefix and not defines.search(code):
         code = _indented_like(prefix, code)
-    # a whole function goes after the prefix too: that may hold imports and other functions, and a body of its docstring
+    # The prefix stays even if the code defines the function, because it may contain imports and other functions.
     return f"{prefix}{code}\n\n{question.checks.tests}\n"
 
 
 def _indented_like(prefix: str, code: str) -> str:
-    """Give the first line back the indentation that decoding or stripping took from it."""
+    """Restore the indentation of the first line, which decoding or stripping may have removed."""
     last = prefix.rstrip("\n").rpartition("\n")[2]
     indentation = last[: len(last) - len(last.lstrip())]
     return code if code.startswith((indentation, "\n")) else indentation + code.lstrip(" ")
@@ -151,7 +152,7 @@ def _until(text: str, stops: Sequence[str]) -> str:
 
 
 Measure = Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
-# by benchmark: what is measured, and in which category where not in all
+# By benchmark: the measures, and the category that each applies to (None for all questions).
 MEASURES: dict[str, dict[Measure, str | None]] = {
     "gsm8k": {exact_match: None},
     "humaneval": {pass_at_1: None},

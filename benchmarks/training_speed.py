@@ -14,6 +14,7 @@ import drafters
 from benchmarks.experiment import Arm, SharedSettings
 from benchmarks.harness import alternate
 from data.module import ShareGPTData
+from drafters import recipe
 from train.modules.drafter_training import DrafterTraining
 
 
@@ -35,7 +36,8 @@ def training_speeds(arms: Sequence[Arm], common: SharedSettings, num_batches: in
     modules = {}
     for arm in arms:
         torch.manual_seed(0)
-        modules[arm.name] = DrafterTraining(common.base, partial(getattr(drafters, arm.drafter), **arm.arguments))
+        build = partial(recipe.build, getattr(drafters, arm.drafter), init_args=arm.arguments)
+        modules[arm.name] = DrafterTraining(common.base, build)
     optimizers = {name: torch.optim.AdamW(module.drafter.parameters()) for name, module in modules.items()}
     speeds: dict[str, list[float]] = {name: [] for name in modules}
     for _, index, name in alternate(list(modules), len(batches), 1, "training steps"):

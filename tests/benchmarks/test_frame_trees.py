@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import frame_trees
-from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa
+from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
 from drafters.learned.ctc.alignment import collapse
 from drafters.learned.trees import best_first
 
@@ -92,7 +92,7 @@ def test_every_tree_keeps_the_limits(kind):
 def test_trees_that_drafters_build_too_are_the_same(kind, arguments, way):
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        drafter = kind(SHAPE, num_nodes=12, **arguments)
+        drafter = recipe.build(kind, SHAPE, {"num_nodes": 12, **arguments})
         for weight in drafter.parameters():
             torch.nn.init.normal_(weight, std=0.3)
         base_weights, hidden = BaseWeights(torch.randn(23, 16), torch.randn(23, 16)), torch.randn(20, 16)

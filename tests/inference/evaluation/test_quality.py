@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from data.benchmarks import Checks, Question, load_questions
-from inference.evaluation.evaluate import evaluate
+from inference.engine.options import ModelOptions, SamplingOptions
+from inference.evaluation.evaluate import EvaluationOptions, evaluate
 from inference.evaluation.quality import final_number, needs_code, program, quality_of, score
+from inference.evaluation.question_options import BenchmarkOptions
 from inference.results.records import Answer, Turn
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
@@ -214,13 +216,12 @@ def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, 
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "w5 w6 w7", "answer": "#### 2"}) + "\n")
     rows = [json.dumps({"question": f"w{n} w5", "answer": "w6"}) for n in range(9, 17)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    questions = [f"{tmp_path / 'test.jsonl'},{tmp_path / 'train.jsonl'}"]
     evaluate(
-        base=str(tmp_path / "base"),
-        drafter=["prompt_lookup"],
-        benchmark=["gsm8k:shots"],
-        questions=[f"{tmp_path / 'test.jsonl'},{tmp_path / 'train.jsonl'}"],
-        max_new_tokens=8,
-        device="cpu",
+        ModelOptions(str(tmp_path / "base"), device="cpu"),
+        BenchmarkOptions(["gsm8k:shots"], questions, max_new_tokens=8),
+        SamplingOptions(),
+        EvaluationOptions(["prompt_lookup"]),
         out=str(tmp_path / "out"),
     )
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["gsm8k:shots"]

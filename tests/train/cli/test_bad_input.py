@@ -94,7 +94,7 @@ EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 "
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 "
 DRAFTERS = {
     # ---- commands and options
-    "frobnicate": "unknown command 'frobnicate': known are eval, ",
+    "frobnicate": "unknown command 'frobnicate': known are train, eval, ",
     EVAL + "--drafter anpd --frob 3": "frob",
     EVAL + "--drafter anpd --lim 3": "lim",
     EVAL + "--drafter anpd extra": "extra",
@@ -126,7 +126,7 @@ DRAFTERS = {
     "verify --drafter anpd --base @large-tokenizer": "do not belong together",
     "verify --drafter anpd --base @drafter": "cannot load the",
     # ---- the drafter
-    VERIFY + "--drafter anpt": "unknown drafter 'anpt'; known are none, anpd,",
+    VERIFY + "--drafter anpt": "unknown drafter 'anpt'; known are anpd, cascade=MODEL,",
     VERIFY + "--drafter an-pd": "is no drafter",
     VERIFY + "--drafter anpd:ordr=3": "'ordr=3'",
     VERIFY + "--drafter anpd:order": "anpd:order",

@@ -36,10 +36,8 @@ def test_a_drafter_training_may_be_named_by_its_earlier_class_path(call, tmp_pat
     model = f"{{class_path: train.module.DrafterTraining, init_args: {{base: b, drafter: {drafter}}}}}"
     config.write_text(f"model: {model}", encoding="utf-8")
     model = print_config(call, "--config", config)["model"]
-    assert (
-        model["class_path"].endswith("DrafterTraining")
-        and model["init_args"]["drafter"]["init_args"]["num_frames"] == 5
-    )
+    assert model["class_path"].endswith("DrafterTraining")
+    assert model["init_args"]["drafter"]["init_args"]["trunk"]["num_frames"] == 5
 
 
 def test_every_class_path_of_today_is_a_public_class():

@@ -1,6 +1,7 @@
 """Regenerated answers equal plain greedy decoding, survive interruptions and are read back token for token."""
 
 import json
+import os
 import signal
 import sys
 import time
@@ -235,12 +236,23 @@ def test_the_cache_tells_other_tokens_of_the_same_text_apart(written, tiny_base,
     assert masked_text(conversation.recorded.input_ids.tolist(), masks[0], tiny_base.tokenizer).plain
 
 
+def slow_disk():
+    """Every write that is to last takes a while, so that a run is interrupted before its end on a fast machine too."""
+    fsync = os.fsync
+
+    def slow_fsync(descriptor):
+        time.sleep(0.05)
+        fsync(descriptor)
+
+    os.fsync = slow_fsync
+
+
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, fork, tmp_path, number, ended):
     out = tmp_path / "own.jsonl"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
     partial = out.with_name("own.jsonl.partial")
-    running = fork(*words, main=commands.main)
+    running = fork(*words, main=commands.main, before=slow_disk)
     while running.is_alive() and (not partial.exists() or partial.read_bytes().count(b"\n") < 2):
         time.sleep(0.001)
     running.send(number)

@@ -272,7 +272,7 @@ def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stor
     assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))
     assert "pass --data.max_length 400" in refusal(max_length=150)
     commands.main(command(tiny, tmp_path / "fused", layers="0,1"))
-    assert "reads the base's last states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
+    assert "reads the base's last hidden states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
     fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
 
 

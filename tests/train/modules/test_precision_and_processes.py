@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from drafters import CTC, Medusa
+from drafters import CTC, Medusa, recipe
 from inference.engine import base as base_module
 from inference.engine.base import load_base
 from train.cli import lightning_command
@@ -117,7 +117,9 @@ def kept_for_backward(module, batch):
 
 
 def test_activation_checkpointing_gives_the_same_gradients_with_less_memory(tiny):
-    drafter = partial(CTC, num_frames=6, num_labels=4, num_layers=3, num_anchors=64)
+    drafter = partial(
+        recipe.build, CTC, init_args={"num_frames": 6, "num_labels": 4, "num_layers": 3, "num_anchors": 64}
+    )
     ids = torch.randint(3, 400, (2, 40), generator=torch.Generator().manual_seed(0))
     found = []
     for recomputed in (False, True):

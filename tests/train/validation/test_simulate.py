@@ -62,9 +62,8 @@ def drafters(base, texts):
         with torch.random.fork_rng():
             torch.manual_seed(len(layers))
             for steps in (0, 50):
-                drafter = kind(
-                    base.shape, FRAMES, hidden_layers=layers, num_anchors=24, num_nodes=8, top_k=4, **arguments
-                ).double()
+                arguments |= {"hidden_layers": layers, "num_anchors": 24, "num_nodes": 8, "top_k": 4}
+                drafter = recipe.build(kind, base.shape, {"num_frames": FRAMES, **arguments}).double()
                 with torch.no_grad():
                     hidden, last = base.hidden_states(texts, layers)
                 optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)

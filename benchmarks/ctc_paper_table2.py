@@ -55,7 +55,7 @@ NOTES = [
     "nodes that are left. Each budget is simulated separately. All trees are trees of texts (no blank, distinct "
     "siblings, depth is the position in the text), so the same engine verifies them and emits the text of plain "
     "decoding.",
-    "The paper (Vicuna-7B, MT-Bench, its own count of tokens a step): linear layers + cross-entropy 2.58 plain, 2.38 "
+    "The paper (Vicuna-7B, MT-Bench, its own count of tokens per step): linear layers + cross-entropy 2.58 plain, 2.38 "
     "with CTC verify; transformer + CTC 3.02 plain, 3.56 with CTC verify.",
 ]
 

@@ -156,7 +156,7 @@ def drafter_overhead(
         _run(session, text, min(lengths), 8, Costs())
     for _, item, name in alternate(list(sessions), len(lengths), repeats, "drafters"):
         _run(sessions[name], text, lengths[item], steps, costs[name, lengths[item]])
-    table = ResultTable("Microseconds per step besides the base", HEADINGS, [_row(*key, costs[key]) for key in costs])
+    table = ResultTable("Microseconds per step outside the base", HEADINGS, [_row(*key, costs[key]) for key in costs])
     growth = ResultTable("Mean of propose and observe by length of the text", ["drafter", *map(str, lengths)])
     for name in sessions:
         growth.rows.append([name, *(f"{median(costs[name, length].means()):.1f}" for length in lengths)])
@@ -165,8 +165,8 @@ def drafter_overhead(
         "repeats; the drafters alternate, starting with another one each time, each with empty tables. Medians of the "
         "repeats' means; p99 over all steps; noise = (largest - smallest) / median of the repeats' means; begin = "
         "reading the prompt, ms.",
-        "propose includes the check of the tree against the limits: the drafter none shows what that and the clock "
-        "take. No model runs in between, so the processor's caches are warmer than in real decoding.",
+        "propose includes the check of the tree against the limits: the drafter none shows the time of this and of the "
+        "clock. No model runs in between, so the processor's caches are warmer than in real decoding.",
     ]
     show([table, growth], torch.device("cpu"), out)
 

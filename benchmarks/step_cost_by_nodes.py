@@ -15,7 +15,7 @@ from inference.engine.runner import Runner
 from inference.tuning.step_cost import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
 
 VANILLA = "vanilla"
-RESERVE = 1024  # tokens after the context, at least as many as the largest step feeds
+RESERVE = 1024  # tokens reserved after the context, at least the size of the largest step
 
 
 def chain(num_nodes: int, vocab_size: int) -> DraftTree:

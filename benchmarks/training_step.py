@@ -187,7 +187,7 @@ def training(
     setting = TrainingSetting(shape, vocab_size, dtype, precision, sizes, drafter, torch.get_num_threads())
     base = base_of(setting, torch_device)
     title = f"{shape} ({num_millions(base)}), {dtype}, B = {batch_size}, S = {length}, T = {num_frames}"
-    headings = ["A", "s a step", "tokens/s", "of base", "MB", "estimated", "24 GB"]
+    headings = ["A", "s/step", "tokens/s", "of base", "MB", "estimated", "24 GB"]
     by_anchors = ResultTable(f"By anchors: {title}", headings)
     for num_anchors in anchors:
         step = TrainingStep(setting, base, num_anchors)
@@ -204,7 +204,7 @@ def training(
                 str(step.max_rows(GPU_BYTES)),
             ]
         )
-    parts = ResultTable(f"Parts of a step, A = {anchors[-1]}: {title}", ["what is done", "s", "of base", "spread"])
+    parts = ResultTable(f"Parts of a step, A = {anchors[-1]}: {title}", ["part", "s", "of base", "spread"])
     seconds = timed(step, ARMS, repeats, "parts")
     for arm, times in seconds.items():
         cells = f"{median(times):.3f}", f"{ratio(times, seconds[FORWARD]):.2f}", f"{spread(times):.0%}"

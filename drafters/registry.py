@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from drafters.protocol import LearnedDrafter, NoDrafter
 
 MODULES = "DRAFTERS_MODULES"
-"""Environment variable: names of modules, separated by commas, that register drafters of one's own."""
+"""Environment variable: names of modules, separated by commas, that register additional drafters."""
 
 T = TypeVar("T", bound=Callable[..., Any])
 

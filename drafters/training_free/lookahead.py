@@ -1,4 +1,4 @@
-"""Lookahead decoding: the base generates n-grams beside its text, and earlier ones are drafted."""
+"""Lookahead decoding: the base generates n-grams in addition to its text, and earlier ones are drafted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lookahead(Drafter):
         guesses: G, number of n-grams kept per key and drafted per step, the newest; 0 keeps and drafts all.
         pool_from_prompt: Whether the n-grams of the text itself, prompt and answer, are added to the pool.
         drop_last: Whether to leave out the last token of each n-gram. This matches the authors' code, which never emits
-            a bonus token after a whole n-gram.
+            a bonus token after a complete n-gram.
         seed: Seed of the random prompt tokens that fill the window at the start of a text.
         pool: Pool to share with another drafter. By default the drafter has its own and empties it before each text.
     """

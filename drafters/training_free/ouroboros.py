@@ -42,7 +42,7 @@ class Ouroboros(Drafter):
         verify_phrases: Whether verification generates phrases (part 3).
         history: Whether phrases are kept from text to text (part 4). If false, each text starts with an empty pool.
         drop_last: Whether to leave out the last token of each appended phrase. This matches the authors' code, which
-            never emits a bonus token after a whole phrase.
+            never emits a bonus token after a complete phrase.
     """
 
     required_outputs = RequiredOutputs(top_k=1)

@@ -1,4 +1,4 @@
-"""Self-Draft: the base continues noisy branches beside the text, and their n-grams are drafted later."""
+"""Self-Draft: the base continues noisy branches in addition to the text, and their n-grams are drafted later."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     def _cache_pairs(self, seq: Sequence[int], cache: DraftCache, base_weights: BaseWeights) -> None:
         """Cache the pairs of observed states, now that their next tokens are known.
 
-        Beside the keys and values, the layer's inputs are cached, because after a rewind the last remaining pair is the
+        The layer's inputs are cached too, because after a rewind the last remaining pair is the
         one before a root again.
         """
         if not self._waiting:

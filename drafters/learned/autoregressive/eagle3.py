@@ -53,7 +53,7 @@ class EAGLE3(AutoregressiveDrafter):
     A low, a middle and a high hidden state of the base are fused into one. One layer, whose attention reads it and the
     embedding of the next token side by side, predicts the next state. The LM head reads the norm of that state, and the
     next depth continues from the state itself. Training unrolls these steps ("training-time test", section 3.2). The
-    head covers the whole vocabulary; there is no reduced draft vocabulary.
+    head covers the full vocabulary; there is no reduced draft vocabulary.
 
     Args:
         base: Dimensions of the base; filled in by the trainer.
@@ -127,7 +127,7 @@ class EAGLE3(AutoregressiveDrafter):
             states = F.pad(states, (0, 0, 1, 0))[:, :-1]
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted mean over depths of the soft cross-entropy, where the whole path is the assistant's text."""
+        """The weighted mean over depths of the soft cross-entropy, for paths within the assistant's text."""
         options = self.loss_options
         counts = is_assistant = batch.loss_mask[:, 2:]  # pair p predicts the token of p + 2
         last_hidden = batch.required_last_hidden()[:, 1:-1]

@@ -11,7 +11,7 @@ from torch import Tensor
 class FrameDistributions:
     """p_t(v | l) = softmax_v(z_t(v) + B[l, v]), the distribution of frame t given the last emitted token l.
 
-    The softmax of a sum is the product of two factors divided by their inner product, so (G, T, V) is never held. All
+    The softmax of a sum is the product of two factors divided by their inner product, so (G, T, V) is never stored. All
     is computed in float64, because the probability of a prefix is a product over all frames. The logits of a frame and
     the biases of a token may each span several hundred.
 

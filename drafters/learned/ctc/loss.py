@@ -1,4 +1,4 @@
-"""The CTC losses over anchors, in chunks: the logits over the vocabulary are never held as a whole."""
+"""The CTC losses over anchors, in chunks: the logits over the vocabulary are never stored completely."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CTCLossOptions(LabelLossOptions):
 
 @dataclass(frozen=True)
 class BlankOutput:
-    """The output layer of the blank, beside the base's LM head.
+    """The output layer of the blank, in addition to the base's LM head.
 
     Args:
         row: (D,) weights.

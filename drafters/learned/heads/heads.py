@@ -71,7 +71,7 @@ class ResidualBlock(nn.Module):
     Args:
         hidden_size: D.
         num_layers: Number of layers.
-        num_embeddings: Number n of embeddings that the first layer reads beside x (Hydra, section 3); its W is then
+        num_embeddings: Number n of embeddings that the first layer reads with x (Hydra, section 3); its W is then
             (D, (1 + n) * D).
     """
 
@@ -88,7 +88,7 @@ class ResidualBlock(nn.Module):
         return next(self.parameters()).dtype
 
     def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """States (..., D), from states (..., D) and the embeddings (..., n * D) beside them."""
+        """Return states (..., D) computed from states (..., D) and embeddings (..., n * D)."""
         first, *others = self.layers
         x = x + F.silu(first(x if embeddings is None else torch.cat([x, embeddings.to(x.dtype)], dim=-1)))
         for layer in others:
@@ -107,7 +107,7 @@ class HeadDrafter(LearnedDrafter):
         blocks: One per head.
         heads: Options of the heads.
         loss: Options of the loss.
-        distillation: Train on the base's whole distribution instead of its argmax.
+        distillation: Train on the base's full distribution instead of its argmax.
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together
@@ -144,7 +144,7 @@ class HeadDrafter(LearnedDrafter):
             weight.copy_(base_weights.head)
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """The states that the heads read, at every position (B, S, D) of whole texts."""
+        """The states that the heads read, at every position (B, S, D) of complete texts."""
         return hidden.to(self.dtype)
 
     @abstractmethod

@@ -36,7 +36,7 @@ class HydraLossOptions(HeadLossOptions):
     """Hydra's loss.
 
     Args:
-        distillation: Train the heads on the base's whole distribution instead of its argmax (Hydra++).
+        distillation: Train the heads on the base's full distribution instead of its argmax (Hydra++).
     """
 
     decay: float = 1.0
@@ -82,7 +82,7 @@ class PrefixAttention(nn.Module):
         return self.rotary(torch.arange(start, start + length, device=device)[None])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Output states (B, S, D) of whole texts (B, S, D)."""
+        """Return output states (B, S, D) for states (B, S, D) of complete texts."""
         length, attention = hidden.shape[1], self.layer.self_attn
         nothing = hidden.new_empty(len(hidden), attention.num_heads, 0, attention.head_dim)
         causal = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()

@@ -39,7 +39,7 @@ def chunked(
         sums: Takes, by name, a chunk of each tensor of ``per_anchor`` and all of ``shared``. Returns the chunk's loss,
             a scalar, and numbers to be summed over chunks without a gradient. Runs with autocast disabled.
         per_anchor: Tensors (A, ...), split along the anchors.
-        shared: Tensors that every chunk uses whole, such as weights.
+        shared: Tensors that every chunk uses completely, such as weights.
         size: Anchors per chunk.
 
     Returns:
@@ -75,7 +75,7 @@ class _Chunked(torch.autograd.Function):
                             (into[here] if name in split else into).add_(gradient)
                     del leaves, part_gradients, gradient, into
                 loss, numbers = loss + part_loss.detach(), numbers + part_numbers.detach()
-                del parts, part_loss, part_numbers  # the next chunk must not stand beside this one
+                del parts, part_loss, part_numbers  # freed before the next chunk is computed
         ctx.has_gradient, ctx.dtypes = [name in gradients for name in names], [x.dtype for x in tensors]
         ctx.save_for_backward(*gradients.values())
         ctx.mark_non_differentiable(numbers)

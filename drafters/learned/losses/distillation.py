@@ -16,7 +16,7 @@ def soft_cross_entropy(
 ) -> Tensor:
     """-sum_v p(v) log q(v) at each position, where p is the base's distribution and q the drafter's.
 
-    Logits are computed for a chunk of positions at a time and again in the backward pass, so (N, V) is never held.
+    Logits are computed for a chunk of positions at a time and again in the backward pass, so (N, V) is never stored.
 
     Args:
         states: (N, D) the drafter's states.

@@ -93,10 +93,10 @@ def draw(
     eos: Collection[int] = (),
     with_distributions: bool = True,
 ) -> list[DraftTree]:
-    """Chains sampled from the drafter's own distribution, with alternatives beside each link, for exact rejection.
+    """Sample chains from the drafter's own distribution, with sampled siblings at each link, for exact rejection.
 
     At each level ``num_draws`` tokens are sampled with replacement, and the chain continues below the first. That
-    choice does not depend on anything the verifier looks at, so multi-round rejection at each node stays exact
+    choice does not depend on anything the verifier reads, so multi-round rejection at each node stays exact
     (`ChildDistribution`).
 
     Args:

@@ -6,7 +6,7 @@ from pathlib import Path
 def shipped_folder(name: str) -> Path:
     """Return the path of the top-level folder ``configs`` or ``checkpoints``.
 
-    An installed wheel holds a copy inside this package (see setup.py); in a checkout it lies beside the package.
+    An installed wheel holds a copy inside this package (see setup.py); in a checkout it is next to the package.
     """
     package = Path(__file__).resolve().parent
     installed = package / name

@@ -37,7 +37,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
             ) from error
         raise ValueError(
-            f"cannot load the tokenizer of {name} ({first_line(error)}): tokenizer.json must stand beside config.json"
+            f"cannot load the tokenizer of {name} ({first_line(error)}): tokenizer.json must be next to config.json"
         ) from error
 
 

@@ -22,7 +22,7 @@ def read_turns(row: Mapping, index: int) -> Question:
 
 
 def read_spec_bench(row: Mapping, index: int) -> Question:
-    """Read a row of Spec-Bench. Its 80 questions from MT-Bench form one task, ``mt_bench``, beside five others."""
+    """Read a row of Spec-Bench. Its 80 questions from MT-Bench form one of its six tasks, ``mt_bench``."""
     question = read_turns(row, index)
     category = "mt_bench" if question.category in MT_BENCH_CATEGORIES else question.category
     return Question(question.question_id, category, question.turns, question.reference)

@@ -1,4 +1,4 @@
-"""Reads a feature store: the hidden states and labels of a frozen base, in safetensors shards beside a manifest."""
+"""Reads a feature store: the hidden states and labels of a frozen base, in safetensors shards with a manifest."""
 
 from __future__ import annotations
 

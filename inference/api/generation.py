@@ -1,4 +1,4 @@
-"""Decoding for other programs: `generate` returns whole texts and their cost, `stream` yields a text piece by piece."""
+"""Decoding for other programs: `generate` returns texts and their cost, `stream` yields a text piece by piece."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
     """
     model = base.model
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
-    # keep its own key alive for ever.
+    # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
     runner = pool.pop(cache, None)
     if not runner or not _is_current(runner, model):

@@ -246,7 +246,7 @@ def _unpassed_arguments() -> tuple[BaseStreamer | None, PreTrainedModel | None]:
     """Return the streamer and the assistant model that were passed to ``generate``.
 
     transformers (5.23) passes neither on to a callable ``custom_generate``. The streamer is needed because ``generate``
-    has put the prompt into it, and its reader would wait for ever for the rest. The assistant model is needed to refuse
+    has put the prompt into it, and its reader would never get the rest. The assistant model is needed to refuse
     it. So both are read from the local variables of ``generate``, two frames up the call stack (three if it called
     `speculate`). If anything else calls us, such as a wrapper around `speculate`, nothing is found there: the streamer
     is not served and an assistant model is ignored.

@@ -52,7 +52,7 @@ def skipping(model: nn.Module, attention: Sequence[int], mlp: Sequence[int]) -> 
 
     Args:
         model: A transformers model without its LM head.
-        attention: Layers whose attention is skipped; these layers cache nothing meanwhile.
+        attention: Layers whose attention is skipped; these layers cache nothing during the block.
         mlp: Layers whose MLP is skipped.
     """
     attentions, mlps = sublayers(model)
@@ -158,7 +158,7 @@ class LayerSkippingSession:
         """Do nothing: there is no state of a text."""
 
     def reset(self) -> None:
-        """Start the random draws anew."""
+        """Restart the random generator."""
         if isinstance(self.sampler, RunningSampler):
             self.sampler.reset()
 

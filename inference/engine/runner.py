@@ -143,7 +143,7 @@ class Runner:
     def forward_uncommitted(self, tokens: Sequence[int], start: int) -> Tensor:
         """Run the base over a chain of draft tokens behind the cache; `rollback` drops them.
 
-        Sublayers may be switched off meanwhile: a layer without attention then caches fewer positions than the others.
+        Sublayers may be skipped during the call: a layer without attention then caches fewer positions than the others.
 
         Args:
             tokens: Tokens that follow the cached ones and those of earlier calls since the last commit.

@@ -107,7 +107,7 @@ class Session:
     def resume(self, seq: Sequence[int], num_shared: int) -> None:
         """Continue with another text that begins like the current one, and keep the cache of what they share.
 
-        The last shared token becomes the root again. The drafter is told to rewind if the current text is cut.
+        The last shared token becomes the root again. If the current text is cut, the drafter is rewound.
 
         Args:
             seq: The text to continue with.

@@ -1,4 +1,4 @@
-"""The results folder of an evaluation: answers, results.json, results.md and report.html beside the journals."""
+"""The results folder of an evaluation: answers, results.json, results.md, report.html and the journals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation whose answers are written anew, turn by turn, and the exact tokens that training reads from it."""
+"""A conversation whose answers are regenerated turn by turn, and the exact tokens that training reads from it."""
 
 from __future__ import annotations
 

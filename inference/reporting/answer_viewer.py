@@ -29,7 +29,7 @@ class StepSpan:
 
 
 def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
-    """Divide the text of a turn into its steps; together they are the whole text.
+    """Divide the text of a turn into its steps; joined, they are the full text.
 
     A boundary inside a character of several tokens moves back to the beginning of the character.
 

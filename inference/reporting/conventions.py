@@ -122,7 +122,7 @@ def identical_turns(pairs: Pairs) -> tuple[int, int]:
 
 
 def notes(pairs: Pairs) -> list[str]:
-    """What a reader must know beside the numbers: identical turns, the interval, estimated counts, unequal lengths."""
+    """Return notes on the numbers: identical turns, the interval, estimated counts, unequal lengths."""
     num_identical, num_turns = identical_turns(pairs)
     lines = [f"identical turns: {num_identical} of {num_turns} ({100 * num_identical / num_turns:.1f} %)"]
     counts = [counted for answer, _ in pairs if all(counted := emitted_and_steps(answer))]

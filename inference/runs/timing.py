@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-SPARE_CORES = 0.5  # load that the system itself may cause beside a measurement
+SPARE_CORES = 0.5  # load that the system itself may cause during a measurement
 MIN_CORE_SHARE = 0.95  # of its time, that a decoding thread spends on a core of an idle machine
 MAX_GPU_PERCENT = 5
 NUM_SAMPLES = 20
@@ -61,7 +61,7 @@ def gpu_use(device: torch.device) -> int | None:
         return None
     try:
         return torch.cuda.utilization(device)
-    except Exception:  # without nvidia-ml-py, or where the driver does not tell (MIG): each raises a type of its own
+    except Exception:  # nvidia-ml-py is missing, or the driver reports nothing (MIG): the types differ
         return None
 
 

@@ -44,7 +44,7 @@ class TrainingProgressBar(RichProgressBar):
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """The metrics shown beside the bar, without the logger's version number."""
+        """Return the metrics of the progress bar, without the logger's version number."""
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
 
 
@@ -72,7 +72,7 @@ class ParameterCount(L.Callback):
 
 
 def num_parameters(module: Any) -> int:
-    """The number of parameters of a module; DeepSpeed's stage 3 keeps the number beside weights it took away."""
+    """Return the number of parameters of a module, also if DeepSpeed's stage 3 has partitioned them."""
     return sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
 
 

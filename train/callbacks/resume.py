@@ -126,7 +126,7 @@ def _repeat_batches(loops: dict[str, Any], num_batches: int) -> None:
 
 
 def _start_with_validation(loops: dict[str, Any]) -> None:
-    """Run a whole validation before training continues.
+    """Run a complete validation before training continues.
 
     The state is that of a run that failed in the first batch of a validation. With any other state, Lightning skips
     the validation or takes its first batches for done.

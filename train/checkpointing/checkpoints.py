@@ -103,7 +103,7 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
             return path
     if unique:
         folder = names[0].parent
-        raise ValueError(f"none of the checkpoints in {folder} can be gone on from: delete them to start anew")
+        raise ValueError(f"none of the checkpoints in {folder} can be resumed: delete them to start over")
     return None
 
 

@@ -24,7 +24,10 @@ def user_errors(command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\n{command}: stopped by Ctrl-C: what is kept in files goes on with the same command", file=sys.stderr)
+        print(
+            f"\n{command}: stopped by Ctrl-C: repeat the command to continue from its files",
+            file=sys.stderr,
+        )
         sys.exit(EXIT_CODE_OF_CTRL_C)
     except Exception as error:
         if os.environ.get("DRAFTERS_DEBUG") == "1" or not _can_be_fixed_by_the_user(error):

@@ -1,4 +1,4 @@
-"""Sharding of the drafter over processes, and activation checkpointing. The base is whole in every process."""
+"""Sharding of the drafter over processes, and activation checkpointing. Every process has the complete base."""
 
 from __future__ import annotations
 

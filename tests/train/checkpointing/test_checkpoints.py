@@ -77,7 +77,7 @@ def test_a_folder_that_deepspeed_did_not_finish_is_skipped(tmp_path, capsys):
 
 def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(tmp_path):
     cut(save(tmp_path, "last", 4))
-    with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be gone on from"):
+    with pytest.raises(ValueError, match=r"none of the checkpoints in .* can be resumed"):
         newest_complete([tmp_path])
 
 

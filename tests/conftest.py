@@ -1,8 +1,8 @@
-"""Toy bases made in process, and the folder of real files that may stand beside the project."""
+"""Toy bases built in memory, and the folder `shared` of real files that may be next to the project."""
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test looks outside
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, so that no test uses the network
 
 import gc
 import json
@@ -32,7 +32,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish(session):
-    """Let the garbage collector leave alone what the imports made, as it stays to the end."""
+    """Exclude the objects of the imports from garbage collection, as they stay until the end."""
     gc.collect()
     gc.freeze()
 
@@ -51,7 +51,7 @@ def words():
 
 @cache
 def toy_base(kind="llama", attention="sdpa", dtype=torch.float64, context=64, layers=2, hidden=32, vocab=VOCAB, seed=0):
-    """A random base whose weights are large enough for its greedy text not to be one word for ever."""
+    """A random base with weights large enough that its greedy text does not repeat a single token."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
     common = {"vocab_size": vocab, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.4}
@@ -74,13 +74,13 @@ def toy_base(kind="llama", attention="sdpa", dtype=torch.float64, context=64, la
 
 
 class PseudoBase:
-    """What a session asks of a base."""
+    """The attributes that a session reads from a base."""
 
     name, context_length = "pseudo", 4096
 
 
 class PseudoRunner:
-    """A base without weights, for tests of drafters on the real loop in microseconds.
+    """A base without weights, for fast tests of drafters in the real decoding loop.
 
     Its next token is a function of the last ``order`` tokens it sees, which are those of the node's own path: a node
     that is not an ancestor can change nothing. A small vocabulary makes texts that repeat themselves.
@@ -101,7 +101,7 @@ class PseudoRunner:
         return len(self.text)
 
     def next(self, seq):
-        """The token after a text: the same after the same ``order`` tokens, but for a few places."""
+        """Return the token after a text, which depends on the last ``order`` tokens except at a few positions."""
         rng = random.Random(str((self.seed, tuple(seq[-self.order :]))))
         token = rng.randrange(self.vocab_size)
         if rng.random() < self.noise:
@@ -109,7 +109,7 @@ class PseudoRunner:
         return token
 
     def greedy(self, prompt, length, eos=()):
-        """What it writes alone."""
+        """Return its greedy continuation."""
         seq = list(prompt)
         while len(seq) < min(len(prompt) + length, self.context_length):
             seq.append(self.next(seq))
@@ -137,7 +137,7 @@ class PseudoRunner:
 
 
 class ChatServer(ThreadingHTTPServer):
-    """A small chat server: it answers with its prompt read backwards, and fails when the prompt tells it to."""
+    """A small chat server that answers with the reversed prompt, and fails if the prompt requests it."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), ChatHandler)
@@ -187,7 +187,7 @@ class ChatHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def chat_server():
-    """A `ChatServer` at work in a thread."""
+    """A `ChatServer` running in a thread."""
     with ChatServer() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -198,19 +198,19 @@ def chat_server():
 
 @pytest.fixture(scope="session")
 def pseudo_runner():
-    """Makes a `PseudoRunner`."""
+    """Build a `PseudoRunner`."""
     return PseudoRunner
 
 
 @pytest.fixture(scope="session")
 def make_base():
-    """Makes a toy base; the same arguments give the same base."""
+    """Build a toy base; the same arguments give the same base."""
     return toy_base
 
 
 @pytest.fixture(scope="session")
 def base(make_base):
-    """The usual toy base: a LLaMA of two layers in float64, vocabulary 40, context 64."""
+    """The default toy base: a LLaMA of two layers in float64, vocabulary 40, context 64."""
     return make_base()
 
 
@@ -249,12 +249,12 @@ def repository():
 
 @pytest.fixture(scope="session")
 def shared():
-    """Gives a path below ``shared``, the repository's sibling, and skips the test where it is absent."""
+    """Return a path below ``shared`` next to the repository, and skip the test if it is missing."""
 
     def path(relative):
         found = ROOT.parent / "shared" / relative
         if not found.exists():
-            pytest.skip(f"shared/{relative} does not stand beside the project")
+            pytest.skip(f"shared/{relative} is not next to the project")
         return found
 
     return path

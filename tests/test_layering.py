@@ -11,7 +11,7 @@ from setuptools import find_packages
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("data", "drafters", "inference", "train")
 DRAFTER_PARTS = {"learned.layers", "learned.losses", "learned.trees"}
-# What each room may import of its own package; "" is the modules beside the rooms.
+# What each room may import of its own package; "" is the modules outside the rooms.
 ROOMS = {
     "data": {
         "": {"feature_store"},

@@ -1,4 +1,4 @@
-"""A small tokenizer, and the real files in the folder `shared` beside the checkout, if there is one."""
+"""A small tokenizer, and the real files in the folder `shared` next to the checkout, if it exists."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def tokenizer_folder(tokenizer, tmp_path_factory):
 def llama_tokenizer():
     folder = SHARED / "data" / "tokenizer"
     if not folder.is_dir():
-        pytest.skip("the real LLaMA tokenizer is not in the folder `shared` beside the checkout")
+        pytest.skip("the real LLaMA tokenizer is not in the folder `shared` next to the checkout")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder))

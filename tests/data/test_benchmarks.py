@@ -180,7 +180,7 @@ def test_few_shot_examples_come_from_the_train_split_on_the_hub(monkeypatch):
     )
 
 
-def test_humaneval_questions_hold_the_tests_that_judge_the_answer(write):
+def test_humaneval_questions_contain_the_tests_of_the_answer(write):
     first = load_questions("humaneval", write(HUMANEVAL))[1]
     assert first.checks == Checks(HUMANEVAL[1]["prompt"], "add1", f"{HUMANEVAL[1]['test']}\ncheck(add1)\n")
 
@@ -279,7 +279,7 @@ def test_a_file_name_may_contain_a_comma(write):
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_style_has_a_description_and_its_prompt_holds_the_whole_question(name, write):
+def test_every_style_has_a_description_and_its_prompt_contains_the_complete_question(name, write):
     rows = {"mt_bench": MT_BENCH, "spec_bench": MT_BENCH, "gsm8k": GSM8K, "humaneval": HUMANEVAL, "cnn_dm": NEWS}
     rows |= {"mbpp": MBPP, "mbpp_validation": MBPP, "xsum": XSUM, "wmt16": PAIRS, "embedded": MT_BENCH}
     benchmark = BENCHMARKS[name]

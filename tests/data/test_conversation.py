@@ -170,7 +170,7 @@ def test_a_tokenizer_without_template_says_what_to_do(tokenizer, monkeypatch):
         resolve_template("tokenizer", tokenizer)
 
 
-def test_the_answers_are_shown_green_and_the_text_is_whole(tokenizer):
+def test_the_answers_are_shown_in_green_within_the_complete_text(tokenizer):
     ids, mask = encode(CHAT, tokenizer, "vicuna_v1.1", None)
     text = masked_text(ids, mask, tokenizer)
     assert text.plain == "<s>" + fastchat_add_colon_two(CHAT.messages)

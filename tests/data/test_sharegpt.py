@@ -228,7 +228,7 @@ def test_statistics_count_the_tokens(tokenizer, tmp_path):
     assert str(statistics).startswith("7 conversations, ") and "\n" not in str(statistics)
 
 
-@pytest.mark.skipif(not SAMPLE.is_file(), reason="the ShareGPT sample does not stand beside the project")
+@pytest.mark.skipif(not SAMPLE.is_file(), reason="the ShareGPT sample is not in the folder `shared`")
 def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, tmp_path):
     conversations, dropped = load_conversations([str(SAMPLE)])
     assert len(conversations) + dropped.total == 50 and len(conversations) >= 45

@@ -27,7 +27,7 @@ ROOT_TOKEN = 2  # `looks`
 
 
 def text_of(cell):
-    """Tokens of a cell of words; of ∅ none."""
+    """Return the tokens of a cell of words; ∅ is the empty text."""
     return tuple(WORDS.index(word) for word in cell.split() if word != "∅")
 
 
@@ -64,7 +64,7 @@ def distribution(frame, last, bias):
 
 
 def every_alignment(bias, num_frames=T):
-    """Each alignment of the first frames, its text and its probability, read off frame by frame."""
+    """Return each alignment of the first frames with its text and its probability."""
     for symbols in product(range(3), repeat=num_frames):
         text, last, before, probability = (), ROOT_TOKEN, BLANK, 1.0
         for frame, symbol in enumerate(symbols):
@@ -76,7 +76,7 @@ def every_alignment(bias, num_frames=T):
 
 
 def enumerated(bias):
-    """P(the text is g) and P(the text begins with g) of every text some alignment spells."""
+    """Return P(the text is g) and P(the text begins with g) for every text g of some alignment."""
     is_text, begins = defaultdict(float), defaultdict(float)
     for _, text, probability in every_alignment(bias):
         is_text[text] += probability
@@ -101,7 +101,7 @@ def columns(labels, bias):
 
 
 def distributions_of(texts, bias):
-    """The functions of `distributions` on texts that hold each other's beginnings, the empty one first."""
+    """Apply the functions of `distributions` to a prefix-closed set of texts, the empty one first."""
     tokens = torch.tensor([text[-1] if text else ROOT_TOKEN for text in texts])
     parents = torch.tensor([texts.index(text[:-1]) if text else ROOT for text in texts])
     biases = torch.from_numpy(np.insert(bias, ROOT_TOKEN, 0.0, axis=1))[tokens]
@@ -117,7 +117,7 @@ def search(num_nodes, bias):
     return [tuple(tree.path_tokens(node)) for node in range(len(tree))], tree.parents, reached
 
 
-# ---- why frames, and what they spell
+# ---- why frames, and their texts
 
 
 def test_positions_mix_two_answers_and_frames_do_not():
@@ -153,7 +153,7 @@ def test_the_alignments_of_the_example_are_all_there_with_their_products():
     assert listed == {symbols: text for symbols, text, _ in every_alignment(NO_BIAS) if text[:2] == (0, 1)}
 
 
-def test_the_words_before_the_tables_hold():
+def test_the_text_before_the_tables_is_right():
     assert collapse(torch.tensor([0, 0, 1]), BLANK) == [0, 1]
     assert [symbols for symbols, text, _ in every_alignment(NO_BIAS) if text == (0, 0)] == [(0, BLANK, 0)]
     probabilities = {symbols: probability for symbols, _, probability in every_alignment(NO_BIAS)}
@@ -194,7 +194,7 @@ def test_the_recursion_table_is_the_sum_over_the_alignments_of_the_frames_so_far
     assert len(rows) == T + 1
 
 
-def test_the_table_of_prefixes_holds_all_of_them_with_the_distribution_of_what_follows():
+def test_the_table_of_prefixes_is_complete_and_has_their_next_token_distributions():
     rows = TABLES["g", "P(begins g)", "P(is g)", "q(very)", "q(good)", "stop"]
     texts = [text_of(row[0]) for row in rows]
     assert sorted(texts) == sorted(BEGINS)
@@ -305,7 +305,7 @@ def test_the_biased_column_sums_over_all_alignments_and_all_functions_give_it():
             check(begin[0, -1].exp().item(), row[column])
 
 
-def test_the_bias_changes_the_order_of_the_tree_as_said():
+def test_the_bias_changes_the_order_of_the_tree_as_the_page_describes():
     paths, _, reached = search(4, BIAS)
     assert "Node 2 is now *very good*, node 3 *good*" in PAGE
     assert paths[:3] == [(0,), (0, 1), (1,)]
@@ -345,7 +345,7 @@ def test_the_expected_number_of_accepted_labels_is_the_sum_of_the_prefixes():
     check(expected_acceptance(begin).item(), "0.865")
 
 
-def test_the_distribution_of_drawn_children_is_that_of_texts_that_go_on():
+def test_sampled_children_have_the_next_token_distribution_without_the_stop():
     tree = sampled_tree.draw(torch.from_numpy(WITH_ROOT), None, ROOT_TOKEN, 64, 99, T, (), np.random.default_rng(0))
     (at_root,) = (distribution for distribution in tree.distributions if distribution.parent == ROOT)
     said = re.search(r"`[\d./]+ = ([\d.]+)` for \*very\* and\n?\s*`[\d./]+ = ([\d.]+)` for \*good\*", PAGE)
@@ -354,7 +354,7 @@ def test_the_distribution_of_drawn_children_is_that_of_texts_that_go_on():
         check(BEGINS[(token,)] / (1 - IS[()]), said[token + 1])
 
 
-# ---- what stands between the tables
+# ---- numbers between the tables
 
 
 def sections():
@@ -385,7 +385,7 @@ def test_each_equation_with_numbers_holds(span, begins):
         check(value, shown)
 
 
-def test_no_decimal_stands_in_the_text_that_no_table_or_equation_holds():
+def test_every_decimal_of_the_text_is_in_a_table_or_an_equation():
     checked = {cell for rows in TABLES.values() for row in rows for cell in row}
     checked |= {number for param in EQUATIONS for number in re.findall(r"\d+\.\d+", param.values[0])}
     checked |= {"0.9", "1.5"}  # the loss's weights and the biased frame's share, each read by its test

@@ -56,7 +56,7 @@ def test_each_example_changes_no_token_of_the_greedy_text(make, seed):
     assert Session(Runner(base), make(base)).run(prompt, 40).tokens == expected
 
 
-def test_the_training_free_example_drafts_both_successors_and_forgets_what_is_taken_back():
+def test_the_training_free_example_drafts_both_successors_and_forgets_rewound_tokens():
     drafter = load("repeat_after").RepeatAfter(num_draft=2)
     drafter.begin([1, 2, 3, 1, 4, 1])
     tree = drafter.propose([1, 2, 3, 1, 4, 1], Limits(max_depth=8))

@@ -1,4 +1,4 @@
-"""The README stays short, and what it and the pages of docs/ say to type is typed here."""
+"""The README stays short, and the commands in it and in docs/ work."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ def blocks(page, language):
 
 
 def typed(page):
-    """The command lines of a page, continued lines joined and comments dropped."""
+    """Return the command lines of a page, with continued lines joined and comments removed."""
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
             if command := line.split("  #")[0].strip():
@@ -45,7 +45,7 @@ def test_the_two_commands_are_those_that_ci_and_a_new_user_run():
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_the_limits_stand_before_the_results():
+def test_the_limits_come_before_the_results():
     headings = re.findall(r"^## (.+)$", README, flags=re.M)
     assert headings.index("Limits") < headings.index("Your own model") < headings.index("Results")
     assert "Nothing here has been measured on a GPU" in README

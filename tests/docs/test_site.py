@@ -1,4 +1,4 @@
-"""What the documentation site generates from the code, and that every drafter has its place on it."""
+"""The parts of the documentation site that are generated from the code; every drafter is on it."""
 
 import importlib.util
 import re
@@ -41,7 +41,7 @@ def test_what_decoding_may_change_is_marked_for_learned_drafters_only(name, argu
     assert ("*(decoding)*" in argument_tables.table(name)) == (name in LEARNED)
 
 
-def test_every_page_stands_in_the_navigation_and_nothing_is_fetched_from_elsewhere():
+def test_every_page_is_in_the_navigation_and_nothing_is_loaded_from_other_sites():
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = {page for section in config["nav"] for page in pages(section)}
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -50,7 +50,7 @@ def test_every_page_stands_in_the_navigation_and_nothing_is_fetched_from_elsewhe
 
 
 def pages(entry):
-    """The files below an entry of the navigation."""
+    """Return the files below an entry of the navigation."""
     if isinstance(entry, str):
         return [entry]
     below = entry.values() if isinstance(entry, dict) else entry

@@ -1,4 +1,4 @@
-"""`generate` and `stream`: all forms of prompts, whole texts and pieces, and the runners kept with a model."""
+"""`generate` and `stream`: all forms of prompts, complete texts and pieces, and the runners kept with a model."""
 
 import copy
 import gc
@@ -30,7 +30,7 @@ def chat(repository):
 
 @pytest.fixture(scope="module")
 def babbler(make_base, chat):
-    """A random base with the real tokenizer: it writes whole and incomplete characters."""
+    """A random base with the real tokenizer: it writes complete and incomplete characters."""
     base = make_base(vocab=len(chat.tokenizer), context=256)
     return type(base)("babbler", base.model, chat.tokenizer)
 
@@ -164,7 +164,7 @@ def test_models_that_cannot_be_fed_draft_trees_are_refused(toy_tokenizer):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_pieces_are_whole_characters_and_join_to_the_text(chat, text, seed):
+def test_pieces_are_complete_characters_and_join_to_the_text(chat, text, seed):
     rng, ids = random.Random(seed), chat.tokenizer(text).input_ids
     growing, shown = IncrementalDetokenizer(chat.tokenizer), ""
     while ids:

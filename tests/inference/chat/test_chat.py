@@ -37,7 +37,7 @@ def make(make_drafter):
 
 @torch.inference_mode()
 def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
-    """The base's text without cache and engine: one whole forward per token."""
+    """The base's text without cache and engine: one full forward per token."""
     seq = list(prompt)
     while len(seq) < len(prompt) + num_tokens:
         logits = base.model(torch.tensor([seq])).logits[0, -1:]
@@ -129,7 +129,7 @@ class Torn(drafters.ANPD):
             raise KeyboardInterrupt
 
 
-def test_after_an_interrupted_step_the_whole_chat_is_read_again(make_base):
+def test_after_an_interrupted_step_the_complete_chat_is_read_again(make_base):
     base = make_base(context=256)
     turns = ChatSession(Session(Runner(base), Torn()))
     with pytest.raises(KeyboardInterrupt):
@@ -175,7 +175,7 @@ PIECES = [("The cat", False), (" sat on", True), (" a mat", True), (".\n\nAnd so
 
 
 @pytest.mark.parametrize("width", [9, 13, 80])
-def test_a_terminal_shows_the_figures_while_the_text_grows_and_the_whole_text_at_the_end(width):
+def test_a_terminal_shows_the_figures_while_the_text_grows_and_the_complete_text_at_the_end(width):
     terminal = Terminal()
     with AnswerDisplay(Console(file=terminal, force_terminal=True, width=width)) as display:
         for piece, is_accepted in PIECES:
@@ -208,7 +208,7 @@ def test_accepted_tokens_are_green_and_the_bases_own_are_not():
     assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
 
 
-# ---- Ctrl-C, and two texts beside each other
+# ---- Ctrl-C, and two texts next to each other
 
 
 def test_the_first_ctrl_c_is_noted_and_the_second_interrupts():

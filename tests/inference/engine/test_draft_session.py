@@ -36,7 +36,7 @@ def similar_model(base, seed=1, spread=0.35):
 
 @torch.inference_mode()
 def alone(base, prompt, length, eos=()):
-    """Greedy text without cache and engine: one whole forward per token."""
+    """Greedy text without cache and engine: one full forward per token."""
     seq = list(prompt)
     while len(seq) < min(len(prompt) + length, base.context_length):
         seq.append(base.model(torch.tensor([seq])).logits[0, -1].argmax().item())
@@ -47,7 +47,7 @@ def alone(base, prompt, length, eos=()):
 
 @torch.inference_mode()
 def assert_fresh(session):
-    """Assert that the cache holds what one forward over the session's own text computes."""
+    """Assert that the cache equals that of one forward over the session's own text."""
     runner = session.runner
     assert 0 < runner.cached < len(session.seq)
     fresh = runner.base.model(torch.tensor([session.seq[: runner.cached]]), use_cache=True).past_key_values
@@ -97,7 +97,7 @@ def test_a_draft_is_the_draft_models_own_text_after_any_earlier_requests(pseudo_
     assert inner.forwards == runner.forwards
 
 
-def test_the_draft_models_own_drafter_is_told_where_the_text_was_cut(pseudo_runner):
+def test_the_draft_models_own_drafter_is_rewound_to_where_the_text_was_cut(pseudo_runner):
     drafter = Guesses(0, 12)
     inner = DraftModelSession(pseudo_runner(), drafter)
     inner.begin([5, 6])

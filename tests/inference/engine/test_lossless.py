@@ -180,7 +180,7 @@ each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
 @cache
 @torch.inference_mode()
 def alone(base, prompt, max_new_tokens, eos=frozenset(), sampler="greedy"):
-    """The base's text without cache and engine: one whole forward per token."""
+    """The base's text without cache and engine: one full forward per token."""
     seq = list(prompt)
     while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
         logits = base.model(torch.tensor([seq])).logits[0, -1:]

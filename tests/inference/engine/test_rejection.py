@@ -97,7 +97,7 @@ def test_the_emitted_token_follows_the_bases_distribution(base, draft, count, re
 
 
 def drawn_afresh(distribution, children, tree, uniform):
-    """REST's rule: accept a child with its probability under the base, else draw from the whole distribution."""
+    """REST's rule: accept a child with its probability under the base, else sample from the full distribution."""
     for index, node in enumerate(children.draws):
         if uniform(index) < distribution[tree.tokens[node]]:
             return torch.tensor(True), torch.tensor(tree.tokens[node]), distribution

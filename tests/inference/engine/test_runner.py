@@ -77,7 +77,7 @@ def test_the_last_hidden_state_is_the_input_of_the_lm_head(make_base, layers):
 
 
 @pytest.mark.parametrize(("kind", "attention"), BASES)
-def test_no_node_sees_a_node_that_is_not_its_ancestor(make_base, kind, attention):
+def test_no_node_attends_to_a_node_that_is_not_its_ancestor(make_base, kind, attention):
     base, rng = make_base(kind, attention), random.Random(2)
     tree = random_tree(rng, 10)
     ancestor_mask = tree.ancestor_mask()

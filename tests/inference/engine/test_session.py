@@ -36,7 +36,7 @@ def prompt_of(length):
 @cache
 @torch.inference_mode()
 def naive(base, prompt, max_new_tokens, eos=NO_EOS, sampler=None):
-    """The base's text without cache and engine: one whole forward per token."""
+    """The base's text without cache and engine: one full forward per token."""
     seq = list(prompt)
     while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
         logits = base.model(torch.tensor([seq])).logits[0, -1:]

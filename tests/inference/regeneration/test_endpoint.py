@@ -34,7 +34,7 @@ def test_the_key_is_sent_but_not_stored(chat_server, monkeypatch):
     assert "secret-1" not in str(vars(endpoint)) + str(vars(endpoint._client))
 
 
-def test_a_key_that_no_header_can_hold_is_refused_without_being_quoted(chat, chat_server, monkeypatch):
+def test_a_key_that_is_invalid_in_a_header_is_refused_without_being_quoted(chat, chat_server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-3\n")
     with pytest.raises(ValueError, match="OPENAI_API_KEY contains a line break") as error:
         chat("hi")

@@ -1,4 +1,4 @@
-"""Drafters by name: what a spec may say, and what is refused in one line."""
+"""Drafters by name: the syntax of specs, and one-line errors for invalid ones."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def test_a_label_is_the_spec_without_its_folder():
 
 
 @pytest.mark.parametrize("spec", ["", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1"])
-def test_what_is_no_spec_is_refused(base, spec):
+def test_an_invalid_spec_is_refused(base, spec):
     assert "is no drafter" in refusal(spec, base)
 
 
@@ -98,7 +98,7 @@ def test_arguments_take_the_type_of_their_default(base):
         ("anpd:order=1", "at least 2"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(base, spec, said):
+def test_an_unknown_name_or_value_is_refused_with_the_valid_ones(base, spec, said):
     assert said in refusal(spec, base)
 
 
@@ -113,7 +113,7 @@ def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, s
     assert 0 < max(step.fed_candidates for step in result.steps) <= 4
 
 
-def test_more_candidates_than_the_vocabulary_holds_are_all_of_it(base, config, save):
+def test_top_k_may_exceed_the_vocabulary(base, config, save):
     drafter = catalogue.make(f"ctc={save(config)}:top_k=1000", Runner(base))
     assert len(Session(Runner(base), drafter).run([5, 6, 7], 8).tokens) == 8
 
@@ -151,7 +151,7 @@ BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}
 
 @pytest.fixture
 def save_any(base, tmp_path, monkeypatch):
-    """Saves a drafter of a name, with lively weights, and the files that its arguments may name; returns its folder."""
+    """Save a drafter with random weights and the files that its arguments may name; return its folder."""
 
     def save(name):
         kind = registry.learned()[name]
@@ -170,7 +170,7 @@ def save_any(base, tmp_path, monkeypatch):
 
 
 def drafted(drafter, base):
-    """The trees that a drafter proposes while a text is decoded."""
+    """Return the trees that a drafter proposes while a text is decoded."""
     trees, propose = [], drafter.propose
 
     def keeping(seq, limits):
@@ -182,7 +182,7 @@ def drafted(drafter, base):
     return [(list(tree.tokens), list(tree.parents)) for tree in trees]
 
 
-def test_the_documentation_names_what_decoding_reads():
+def test_the_documentation_lists_the_keys_that_decoding_reads():
     page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|$", page.partition("| drafter | keys |")[2], re.MULTILINE)
     named = {name: set(keys.split(", ")) for names, keys in rows for name in names.split(", ")}
@@ -191,7 +191,7 @@ def test_the_documentation_names_what_decoding_reads():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "key"), DECODING)
-def test_what_decoding_is_said_to_read_changes_what_is_drafted_with_the_same_weights(base, save_any, name, key):
+def test_every_decoding_key_changes_the_draft_trees_of_the_same_weights(base, save_any, name, key):
     folder, beside = save_any(name), BESIDE.get(key, [])
 
     def make(*pairs):
@@ -207,7 +207,7 @@ def test_what_decoding_is_said_to_read_changes_what_is_drafted_with_the_same_wei
 
 
 @pytest.mark.parametrize(("name", "key"), FIXED)
-def test_what_only_training_reads_is_refused_at_decoding(base, save_any, name, key):
+def test_keys_that_only_training_reads_are_refused_at_decoding(base, save_any, name, key):
     message = refusal(f"{name}={save_any(name)}:{key}=1", base)
     assert f"{key} is fixed by training: drafter has " in message
     assert set(message.partition("decoding reads ")[2].split(", ")) == set(

@@ -64,7 +64,7 @@ def test_settings_are_timed_in_the_order_of_the_paper(homogeneity, seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_if_the_parameters_are_independent_the_search_finds_the_best_of_the_whole_grid(seed):
+def test_if_the_parameters_are_independent_the_search_finds_the_best_of_the_complete_grid(seed):
     rng = random.Random(seed)
     ranges = {"num_draft": NUM_DRAFT["low"], "window": WINDOW, "level": LEVEL}
     parts = {name: {value: rng.random() for value in values} for name, values in ranges.items()}

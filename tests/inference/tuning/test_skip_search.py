@@ -98,7 +98,7 @@ def test_the_speed_up_is_tokens_over_cost_at_the_best_length():
         assert predicted == pytest.approx(max(rates.values())) and rates[length] == pytest.approx(predicted)
 
 
-def test_drafting_with_the_whole_base_gains_nothing():
+def test_drafting_with_all_layers_gains_nothing():
     assert speed_up([1.0] * 8, 1.0)[0] == 1.0
 
 
@@ -318,7 +318,7 @@ def test_impossible_numbers_are_refused(asked, tmp_path, wrong):
         run_search(**asked | {"out": str(tmp_path / "x.json")} | wrong)
 
 
-def test_drafts_with_skipped_layers_differ_from_those_of_the_whole_base(make_base):
+def test_drafts_with_skipped_layers_differ_from_those_with_all_layers(make_base):
     """A negative control: if the probe skipped nothing, every set would look perfect."""
     base = make_base(layers=3)
     probe = Probe(base, texts_of(base), 3, 3)

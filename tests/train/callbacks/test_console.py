@@ -3,7 +3,7 @@
 from train.cli import lightning_command
 
 
-def test_a_training_shows_whole_metric_names_and_the_number_of_trained_parameters(call, write_recipe, tmp_path):
+def test_a_training_shows_full_metric_names_and_the_number_of_trained_parameters(call, write_recipe, tmp_path):
     config = write_recipe(tmp_path, enable_progress_bar=True, enable_model_summary=True, logger=None)
     outcome = call(lightning_command.main, "fit", "--config", config)
     assert outcome.code == 0, outcome.err

@@ -68,7 +68,7 @@ def test_without_faulty_steps_the_weights_are_the_same_bit_for_bit():
     assert all(torch.equal(one[0], other[0]) for one, other in zip(module.seen, plain.seen, strict=True))
 
 
-def test_one_bad_batch_skips_the_whole_accumulated_step():
+def test_one_bad_batch_skips_the_entire_accumulated_step():
     module, faults = Line({(0, 0): NAN}), SkipNonFiniteSteps()
     fit(module, faults, accumulate_grad_batches=2)
     assert [step for _, step in module.seen] == [0, 0, 0, 1, 1, 2]

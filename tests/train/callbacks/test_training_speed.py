@@ -105,7 +105,7 @@ class Line(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_the_gradient_norm_is_that_of_the_whole_gradient_before_clipping():
+def test_the_gradient_norm_is_that_of_the_full_gradient_before_clipping():
     logged = []
 
     class Reads(L.Callback):

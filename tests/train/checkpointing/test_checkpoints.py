@@ -125,7 +125,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_keeps_the_last_checkpoint(writ
     assert "Traceback" not in run.log.read_text()
     for path in (tmp_path / "before").iterdir():
         assert (tmp_path / "checkpoints" / path.name).read_bytes() == path.read_bytes()
-    assert fork("fit", "--config", config, *more).wait() == 0, "with room again it goes on"
+    assert fork("fit", "--config", config, *more).wait() == 0, "it continues when there is room again"
 
 
 def test_last_starts_a_new_run_in_a_folder_without_checkpoints(write_run, call, tmp_path):

@@ -13,7 +13,7 @@ from train.cli import commands, lightning_command
 
 @pytest.fixture(scope="module")
 def place(trained, tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
-    """A folder of broken things, and of whole ones that do not belong together."""
+    """A folder of broken files, and of valid ones that do not fit together."""
     folder = tmp_path_factory.mktemp("bad")
 
     def copy(source, name):
@@ -196,7 +196,7 @@ def test_a_limit_of_zero_new_tokens_is_refused(call, place, row, count):
 
 
 def without_notes(outcome):
-    """The outcome without what stands on standard error on the way: a progress bar, Lightning's notes."""
+    """Return the outcome without the progress bar and Lightning's messages on standard error."""
     lines = outcome.err.splitlines(keepends=True)
     return replace(outcome, err="".join(line for line in lines if "error" in line or "Traceback" in line))
 

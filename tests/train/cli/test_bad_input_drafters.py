@@ -15,7 +15,7 @@ SAID = "the cat sat on the mat and looked at the other cat"
 
 @pytest.fixture(scope="module")
 def place(tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
-    """A folder of broken things, and of whole ones that do not belong together."""
+    """A folder of broken files, and of valid ones that do not fit together."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "tiny").symlink_to(tiny)
     other = embedded.train_tokenizer(embedded.conversations(100, seed=5), vocab_size=400)

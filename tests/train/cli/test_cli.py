@@ -122,7 +122,7 @@ def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatc
     ) == [*("fit", "--config", shipped, f"--config={lightning_command.CONFIGS / 'debug.yaml'}", "--a", "ctc.yaml")]
     (tmp_path / "ctc.yaml").write_text("{}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert lightning_command.find_config("ctc.yaml") == "ctc.yaml", "a file of one's own comes first"
+    assert lightning_command.find_config("ctc.yaml") == "ctc.yaml", "a file in the current folder comes first"
 
 
 MISTAKES = {

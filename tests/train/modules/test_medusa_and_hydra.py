@@ -156,7 +156,7 @@ def test_output_layers_start_as_the_bases_head_and_are_restored_from_a_checkpoin
     trainer(tmp_path, max_steps=3).fit(resumed, batches, ckpt_path=tmp_path / "three.ckpt", weights_only=False)
     assert all(map(torch.equal, heads_of(resumed), trained))
     trainer(tmp_path, max_steps=0).fit(module, batches)
-    assert all(map(torch.equal, heads_of(module), trained)), "a second training of the same module goes on"
+    assert all(map(torch.equal, heads_of(module), trained)), "a second training of the same module continues the first"
 
 
 def test_a_drafter_is_initialised_only_once_over_several_trainings(tiny, own_text, tmp_path):
@@ -185,7 +185,7 @@ def test_a_drafter_is_initialised_only_once_over_several_trainings(tiny, own_tex
         ("hydra.yaml", {"num_heads": 5, "num_layers": 1, "prefix_attention": False, "distillation": False}),
     ],
 )
-def test_the_shipped_configs_hold_the_papers_settings(call, name, expected):
+def test_the_shipped_configs_have_the_papers_settings(call, name, expected):
     outcome = call(lightning_command.main, "fit", "--config", name, "--config", "debug.yaml", "--print_config")
     assert outcome.code == 0, outcome.err
     model = yaml.safe_load(outcome.out)["model"]

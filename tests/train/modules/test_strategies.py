@@ -51,7 +51,7 @@ def logged(folder, name="train/loss"):
 
 @pytest.fixture(scope="module")
 def runs(write_recipe, tmp_path_factory):
-    """Folders of one process's run and of two processes' runs, and what the processes said."""
+    """Folders of one process's run and of two processes' runs, and the output of the processes."""
     root = tmp_path_factory.mktemp("strategies")
     checkpoints = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
     with pytest.MonkeyPatch.context() as patch:

@@ -158,7 +158,7 @@ def test_a_wrong_static_tree_file_is_refused_in_one_line(call, tiny, folder, tmp
         ({"top_k": 0}, "of at least 1"),
     ],
 )
-def test_a_search_that_is_not_possible_is_refused_in_one_line_and_writes_nothing(search, tmp_path, arguments, said):
+def test_an_impossible_search_is_refused_in_one_line_and_writes_nothing(search, tmp_path, arguments, said):
     assert said in search(tmp_path / "tree.json", **arguments).one_line_error("drafters")
     assert not list(tmp_path.iterdir())
 

@@ -16,7 +16,7 @@ def shipped_folder(name: str) -> Path:
 def find_base(name: str) -> str:
     """Return where to load the base ``name`` from: `name` itself, or the shipped base of that name.
 
-    A folder below the current one comes first, so ``checkpoints/tiny-chat`` can be replaced by one's own.
+    A folder below the current one comes first, so ``checkpoints/tiny-chat`` can be replaced by another.
     """
     path = Path(name)
     if path.parts[:1] == ("checkpoints",) and not path.exists():

@@ -312,7 +312,7 @@ REAL = {
 }
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks do not stand beside the project")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_files_are_read(name):
     files, count = REAL[name]

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -317,6 +318,7 @@ def fork(tmp_path_factory):
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
             os.chdir(ROOT)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
             before()
             main([str(arg) for arg in args])
             code = 0

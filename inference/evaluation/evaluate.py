@@ -83,12 +83,14 @@ def evaluate(
     summaries = score(answers, options.allow_code_execution)
     skipped = [line for asked in selected.values() for line in asked.notes()] + answers.missing_turns()
     warnings = [*answers.machine.warnings(), *answers.repeat_differences()]
-    print_results(summaries, skipped, warnings, not options.allow_code_execution)
-    if folder:
-        if not num_decoded:
-            print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
+    page = None
+    if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
         to_text: Any = reader.tokenizer.decode
         page = write_results(folder, answers, summaries, skipped, warnings, to_text)
+    print_results(summaries, skipped, warnings, not options.allow_code_execution)
+    if page:
+        if not num_decoded:
+            print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
         print(f"Report: {page}")
 
 

@@ -164,6 +164,15 @@ def test_a_finished_run_is_not_decoded_again(run, whole, capsys):
     assert journal.read_bytes() == before
 
 
+def test_a_closed_pipe_does_not_lose_the_results(run, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(SystemExit), os.fdopen(writer, "w", buffering=1) as closed:  # how rich ends on a closed pipe
+        monkeypatch.setattr("sys.stdout", closed)
+        run(tmp_path / "piped", ["anpd"], repeats=1, limit=1)
+    assert {"results.json", "results.md", "report.html"} <= {path.name for path in (tmp_path / "piped").iterdir()}
+
+
 def test_overwrite_starts_over(run, whole, tmp_path):
     journal = tmp_path / "old" / "journal" / "1.jsonl"
     shutil.copytree(whole, tmp_path / "old")

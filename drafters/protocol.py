@@ -76,12 +76,16 @@ class Limits:
         max_nodes: Largest number of nodes that will be fed.
         eos: End-of-sequence tokens; no candidate may follow one.
         max_scratch_depth: Largest depth of a scratch node; deeper ones lie beyond the base's context.
+        draft_seed: Seed of the random numbers of this proposal. It is another one at every step of a text and is
+            derived from the seed of the request, but independent of the numbers that accept drafts. A drafter that
+            samples its drafts takes its random numbers from this seed alone: exact rejection relies on it.
     """
 
     max_depth: int
     max_nodes: int = 1024
     eos: frozenset[int] = frozenset()
     max_scratch_depth: int = 1024
+    draft_seed: int = 0
 
 
 UNLIMITED = Limits(max_depth=1024)
@@ -253,7 +257,12 @@ class DraftSession(Protocol):
         """Forget what its drafter keeps across texts."""
 
     def write(
-        self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
+        self,
+        seq: Sequence[int],
+        num_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        threshold: float = 0.0,
+        draft_seed: int = 0,
     ) -> DraftedTokens:
         """Continue ``seq``. Tokens written earlier that are not part of it are dropped.
 
@@ -262,6 +271,7 @@ class DraftSession(Protocol):
             num_tokens: Largest number of tokens to write.
             eos: End-of-sequence tokens; writing stops after one.
             threshold: Writing stops after a token whose probability is below this.
+            draft_seed: Seed of the random numbers, if tokens are sampled; see `Limits`.
         """
 
 
@@ -336,4 +346,4 @@ class LearnedDrafter(nn.Module, ABC):
         """Forget observed positions from ``length - 1`` on, as `Drafter.rewind` says."""
 
     def reset(self) -> None:
-        """Forget what is kept across texts, such as the state of a random generator. Nothing by default."""
+        """Forget what is kept across texts. Nothing by default."""

@@ -34,7 +34,7 @@ class DraftModel(Drafter):
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)
         if room < 1:
             return DraftTree()
-        drafted = self.inner.write(seq, room, limits.eos, self.threshold)
+        drafted = self.inner.write(seq, room, limits.eos, self.threshold, limits.draft_seed)
         self.draft_forwards = self.inner.forwards
         distributions = (
             ChildDistribution(node - 1, probs, (node,)) for node, probs in enumerate(drafted.distributions)

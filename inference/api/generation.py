@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import encode_prompt
 from drafters.protocol import Drafter
-from drafters.registry import registered
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
 from inference.engine.options import SamplingOptions
@@ -95,7 +93,7 @@ def generate(
     sampling = SamplingOptions(temperature, top_k, top_p, seed)
     samplers = [replace(sampling, seed=seed + index).sampler() for index in range(len(encoded_prompts))]
     with acquire_runner(base, cache) as runner:
-        built = make_drafter(drafter, runner, seed if temperature > 0 else None)
+        built = make_drafter(drafter, runner)
         generations = [
             Session(runner, built, sampler).run(prompt, max_new_tokens, eos)
             for prompt, sampler in zip(encoded_prompts, samplers, strict=True)
@@ -134,7 +132,7 @@ def stream(
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)
         with acquire_runner(base, cache) as runner:
-            built = make_drafter(drafter, runner, seed if temperature > 0 else None)
+            built = make_drafter(drafter, runner)
             for emitted, _ in Session(runner, built, sampler).decode(encoded_prompts[0], max_new_tokens, eos):
                 if piece := detokenizer.add(emitted):
                     yield piece
@@ -230,24 +228,9 @@ def _check_model(base: Base) -> None:
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
 
 
-def make_drafter(drafter: str | Drafter, runner: Runner, seed: int | None = None) -> Drafter:
-    """Build a drafter from its name; a drafter object is returned as it is.
-
-    Args:
-        drafter: Name as on the command line, or a drafter object.
-        runner: Runner of the base.
-        seed: Seed of the request if the base samples, else None. A named drafter that draws its drafts gets it too,
-            unless its name sets a seed: with the same random numbers in every call, the texts of many calls would not
-            follow the base's distribution.
-    """
-    if not isinstance(drafter, str):
-        return drafter
-    name, _, arguments = catalogue.split(drafter)
-    kind = registered().get(name)
-    sets_seed = any(pair.startswith("seed=") for pair in arguments.split(","))
-    if seed is not None and kind and not sets_seed and "seed" in inspect.signature(kind.build).parameters:
-        drafter += f"{',' if arguments else ':'}seed={seed}"
-    return catalogue.make(drafter, runner)
+def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:
+    """Build a drafter from its name as on the command line; a drafter object is returned as it is."""
+    return catalogue.make(drafter, runner) if isinstance(drafter, str) else drafter
 
 
 def _prepare(

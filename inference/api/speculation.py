@@ -126,7 +126,7 @@ class Speculation:
             max_new_tokens = _max_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
             for row, prompt in zip(input_ids, prompts, strict=True):
                 sampler = _sampler(generation_config, logits_processor)
-                steps = Session(runner, self._drafter(runner, sampler), sampler).decode(prompt, max_new_tokens, eos)
+                steps = Session(runner, self._drafter(runner), sampler).decode(prompt, max_new_tokens, eos)
                 self.generations.append(_collect(steps, row, other_criteria, streamer))
         if streamer is not None:
             streamer.end()
@@ -150,10 +150,10 @@ class Speculation:
         # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
         return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer))
 
-    def _drafter(self, runner: Runner, sampler: Sampler) -> Drafter:
+    def _drafter(self, runner: Runner) -> Drafter:
         """Build the drafter at the first call with this runner."""
         if not self._built or self._built[0] is not runner:
-            self._built = runner, make_drafter(self.drafter, runner, getattr(sampler, "seed", None))
+            self._built = runner, make_drafter(self.drafter, runner)
         return self._built[1]
 
 

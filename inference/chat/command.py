@@ -121,7 +121,7 @@ class Chat:
 
     def _build(self, spec: str) -> tuple[str, ChatSession]:
         """Build a drafter and a session with it; return the drafter's label and the session."""
-        drafter = make_drafter(spec, self._runner, self.sampling.seed if self.sampling.temperature > 0 else None)
+        drafter = make_drafter(spec, self._runner)
         session = ChatSession(Session(self._runner, drafter, self._sampler))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):

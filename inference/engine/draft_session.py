@@ -9,7 +9,7 @@ from torch import Tensor
 
 from drafters.protocol import DraftedTokens, Drafter, NoDrafter
 from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler, RunningSampler, Sampler
+from inference.engine.sampling import KeyedSampler, Sampler
 from inference.engine.session import Session, common_prefix
 
 
@@ -21,13 +21,15 @@ class DraftModelSession:
     Args:
         runner: The draft model and its KV cache.
         drafter: Drafts for the draft model in turn; nothing by default.
-        sampler: Picks the draft model's tokens; greedy decoding if not given.
+        sampler: Picks the draft model's tokens; greedy decoding if not given. Its seed selects other samples for the
+            same request.
     """
 
     def __init__(self, runner: Runner, drafter: Drafter | None = None, sampler: Sampler | None = None) -> None:
         self.session = Session(runner, drafter or NoDrafter(), sampler)
+        self.sampler = sampler
         self.forwards = 0
-        self.remembers = self.session.drafter.remembers or isinstance(sampler, RunningSampler)
+        self.remembers = self.session.drafter.remembers
         self._num_known = 0  # leading tokens of the session's text that are known to be the base's text too
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -39,15 +41,20 @@ class DraftModelSession:
         self._num_known = min(self._num_known, length)
 
     def reset(self) -> None:
-        """Reset the draft model's own drafter and its random draws."""
+        """Reset the draft model's own drafter."""
         self.session.drafter.reset()
-        if isinstance(self.session.sampler, RunningSampler):
-            self.session.sampler.reset()
 
     def write(
-        self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
+        self,
+        seq: Sequence[int],
+        num_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        threshold: float = 0.0,
+        draft_seed: int = 0,
     ) -> DraftedTokens:
-        session, sampler = self.session, self.session.sampler
+        session = self.session
+        sampler = self.sampler.for_proposal(draft_seed) if isinstance(self.sampler, KeyedSampler) else None
+        session.sampler = sampler or session.sampler
         # The base's text only grows between two calls, unless `rewind` says otherwise. So the comparison starts behind
         # what was the same at the last call, and a step costs the same however long the text is.
         session.resume(seq, common_prefix(session.seq, seq, self._num_known))
@@ -61,7 +68,7 @@ class DraftModelSession:
             if improbable:
                 emitted = emitted[: 1 + improbable[0]]
             tokens += emitted
-            if isinstance(sampler, KeyedSampler):
+            if sampler:
                 distributions += self._distributions(sampler, len(emitted))
             if improbable:
                 break

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drafters.protocol import DraftedTokens
 from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler, RunningSampler
+from inference.engine.sampling import KeyedSampler
 
 
 def sublayers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -126,7 +126,8 @@ class LayerSkippingSession:
         runner: The base's own runner, which the verifying session uses too.
         attention: Layers whose attention is skipped.
         mlp: Layers whose MLP is skipped.
-        sampler: Picks the draft tokens; greedy decoding if not given.
+        sampler: Picks the draft tokens; greedy decoding if not given. Its seed selects other samples for the same
+            request.
 
     Raises:
         ValueError: A layer does not exist or is named twice, or the base has neither LLaMA's nor GPT-2's layout.
@@ -148,8 +149,7 @@ class LayerSkippingSession:
                     "twice"
                 )
         self.runner, self.attention, self.mlp, self.sampler = runner, tuple(attention), tuple(mlp), sampler
-        self.forwards = 0
-        self.remembers = isinstance(sampler, RunningSampler)
+        self.forwards, self.remembers = 0, False
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Do nothing: there is no state of a text."""
@@ -158,15 +158,18 @@ class LayerSkippingSession:
         """Do nothing: there is no state of a text."""
 
     def reset(self) -> None:
-        """Restart the random generator."""
-        if isinstance(self.sampler, RunningSampler):
-            self.sampler.reset()
+        """Do nothing: there is no state of a text."""
 
     @torch.inference_mode()
     def write(
-        self, seq: Sequence[int], num_tokens: int, eos: frozenset[int] = frozenset(), threshold: float = 0.0
+        self,
+        seq: Sequence[int],
+        num_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        threshold: float = 0.0,
+        draft_seed: int = 0,
     ) -> DraftedTokens:
-        runner = self.runner
+        runner, sampler = self.runner, self.sampler and self.sampler.for_proposal(draft_seed)
         tokens: list[int] = []
         distributions: list[Tensor] = []
         start, end = runner.cached, min(len(seq) + num_tokens, runner.context_length)
@@ -179,7 +182,7 @@ class LayerSkippingSession:
                     logits = runner.forward_uncommitted(fed, start)
                     self.forwards += 1
                     start += len(fed)
-                    token, probability = self._pick(logits, start, distributions)
+                    token, probability = self._pick(sampler, logits, start, distributions)
                     tokens.append(token)
                     fed = [token]
                     if token in eos or probability < threshold:
@@ -188,11 +191,13 @@ class LayerSkippingSession:
             runner.rollback()
         return DraftedTokens(tokens, distributions)
 
-    def _pick(self, logits: Tensor, position: int, distributions: list[Tensor]) -> tuple[int, float]:
+    def _pick(
+        self, sampler: KeyedSampler | None, logits: Tensor, position: int, distributions: list[Tensor]
+    ) -> tuple[int, float]:
         """Return the next token and its probability at temperature 1, by one copy to the host."""
-        if self.sampler:
-            picked = self.sampler.pick(logits, [position])
-            distributions += self.sampler.probabilities(logits)
+        if sampler:
+            picked = sampler.pick(logits, [position])
+            distributions += sampler.probabilities(logits)
         else:
             picked = logits.argmax(-1)
         probability = logits.float().softmax(-1)[0, picked]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Protocol
@@ -24,10 +26,14 @@ class Sampler(Protocol):
 
     Args:
         lossless: Whether the text follows the base's own distribution.
+        seed: Seed of the request; the seeds of its drafts are derived from it (`derived_seed`).
     """
 
     @property
     def lossless(self) -> bool: ...
+
+    @property
+    def seed(self) -> int: ...
 
     def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
         """Device part: compute the decisions.
@@ -47,6 +53,20 @@ class Sampler(Protocol):
         ...
 
 
+def derived_seed(*keys: int) -> int:
+    """Derive the seed of the random numbers of drafts, in [0, 2^64).
+
+    The text follows the base's distribution only if drafts are independent of the numbers that accept them. Those are
+    seeded by the seed of the request itself (`KeyedSampler.uniform`), the drafts of each step by a hash of it.
+
+    Args:
+        keys: Seed of the request, and the length of the text, which is another one at every step; or the seed of a
+            proposal, and a drafter's own seed.
+    """
+    text = ",".join(str(key) for key in keys)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"draft seed").digest(), "little")
+
+
 def most_probable(logits: Tensor) -> Tensor:
     """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal.
 
@@ -63,6 +83,7 @@ class _PickPerNode:
     """A sampler with one decision per row: the token picked there. The accepted path follows the picks."""
 
     lossless = True
+    seed = 0
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         return accept(tree, [row[0] for row in decisions])
@@ -108,6 +129,12 @@ class KeyedSampler(_PickPerNode):
             self._processors.append(TopKLogitsWarper(top_k))
         if top_p < 1.0:
             self._processors.append(TopPLogitsWarper(top_p))
+
+    def for_proposal(self, draft_seed: int) -> KeyedSampler:
+        """Return a sampler from the same distributions for the drafts of one proposal, see `Limits.draft_seed`."""
+        sampler = copy.copy(self)
+        sampler.seed = derived_seed(draft_seed, self.seed)
+        return sampler
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distributions (N, V) that tokens are drawn from, given logits (N, V)."""
@@ -172,24 +199,6 @@ def make_sampler(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, s
         option = f"top_k {top_k}" if top_k else f"top_p {top_p}"
         raise ValueError(f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
     return KeyedSampler(temperature, top_k, top_p, seed) if temperature else Greedy()
-
-
-class RunningSampler(KeyedSampler):
-    """Draws with successive numbers of one generator.
-
-    For drafts: their random numbers must be independent of those that decide the base's tokens.
-    """
-
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
-        super().__init__(temperature, top_k, top_p, seed)
-        self.reset()
-
-    def reset(self) -> None:
-        """Start again with the generator's first number."""
-        self._generator = np.random.default_rng((self.seed, 0x0D4AF7))
-
-    def uniform(self, position: int, stream: int = 0) -> float:
-        return self._generator.random()
 
 
 class Typical(KeyedSampler):

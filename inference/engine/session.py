@@ -26,7 +26,7 @@ from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
 from inference.engine.base import BaseInfo
 from inference.engine.runner import TreeRunner
-from inference.engine.sampling import Greedy, Sampler, most_probable
+from inference.engine.sampling import Greedy, Sampler, derived_seed, most_probable
 
 PHASES = ("propose", "forward", "accept", "commit", "observe")
 RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, for the draft trees near it
@@ -144,7 +144,8 @@ class Session:
         max_nodes = self.max_nodes if max_nodes is None else max_nodes
         marks = [clock()]
 
-        limits = Limits(end - length - 1, max_nodes, eos, runner.context_length - length)
+        seed = derived_seed(self.sampler.seed, length)
+        limits = Limits(end - length - 1, max_nodes, eos, runner.context_length - length, seed)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
         marks.append(clock())

@@ -16,7 +16,7 @@ from inference.engine.base import Base, Dtype, load_base, tokenizer_hash
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.engine.runner import Runner
-from inference.engine.sampling import RunningSampler
+from inference.engine.sampling import KeyedSampler
 
 
 @register("draft_model", "MODEL")
@@ -31,7 +31,7 @@ def draft_model(
     seed: int = 0,
 ) -> Drafter:
     """Draft-model speculation: greedy chains at temperature 0, above it sampled ones with exact rejection."""
-    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
+    sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     return drafters.DraftModel(
         DraftModelSession(model_runner(folder, runner.base), sampler=sampler), num_draft, threshold
     )
@@ -90,7 +90,7 @@ def self_speculative(
     """
     num_layers = runner.base.model.config.num_hidden_layers
     attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
-    sampler = RunningSampler(temperature, top_k, top_p, seed) if temperature else None
+    sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     inner = LayerSkippingSession(runner, attention, mlp, sampler)
     return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
 

@@ -81,11 +81,9 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
         self.draft_options, self.chunk_anchors = draft, chunk_anchors
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
-        self.remembers = draft.draws > 0  # the position in the random numbers
         self.layer = DraftLayer(base, num_inputs)
         self._cache: DraftCache | None = None
         self._waiting: list[Tensor] = []  # observed states whose next token is not known yet
-        self._generator: torch.Generator | None = None
 
     # ---- defined by a subclass
 
@@ -153,7 +151,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
         for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
             logits = paths.step(torch.tensor([[token]], device=keys.device), paths.only_slot)[:, 0]
-        tree = self._trees(logits, paths, limits)[0]
+        tree = self._trees(logits, paths, limits, _draft_generator(limits, logits.device))[0]
         self.draft_forwards += paths.num_passes
         return tree
 
@@ -185,17 +183,19 @@ class AutoregressiveDrafter(LearnedDrafter):
             if self._waiting:
                 self._waiting = [torch.cat(self._waiting, dim=1)[:, : max(0, length - 1 - self._cache.length)]]
 
-    def reset(self) -> None:
-        self._generator = None
-
-    def _trees(self, logits: Tensor, paths: Paths, limits: Limits, with_distributions: bool = True) -> list[DraftTree]:
+    def _trees(
+        self,
+        logits: Tensor,
+        paths: Paths,
+        limits: Limits,
+        generator: torch.Generator,
+        with_distributions: bool = True,
+    ) -> list[DraftTree]:
         options = self.draft_options
         depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
         if options.draws:
             # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
             depth = min(depth, num_nodes // options.draws)
-            if self._generator is None or self._generator.device != logits.device:
-                self._generator = torch.Generator(logits.device).manual_seed(0)
             if depth < 1:
                 return [DraftTree()] * len(logits)
             return dynamic.draw(
@@ -204,7 +204,7 @@ class AutoregressiveDrafter(LearnedDrafter):
                 depth,
                 options.draws,
                 options.temperature,
-                self._generator,
+                generator,
                 limits.eos,
                 with_distributions,
             )
@@ -224,9 +224,15 @@ class AutoregressiveDrafter(LearnedDrafter):
         residual, x = self.pair(states, self.embed(input_ids[None, 1:], base_weights))
         context = self.layer.self_attn.keys_values(x, self.layer.rotary(positions[None]))
         trees: list[DraftTree] = []
+        generator = _draft_generator(limits, hidden.device)
         for part in after_first.split(self.chunk_anchors):
             paths = Paths(self, base_weights, context, part, visible=positions < part[:, None])
             logits = paths.start(residual[0, part - 1][:, None], x[0, part - 1][:, None])
-            trees += self._trees(logits, paths, limits, with_distributions=False)
+            trees += self._trees(logits, paths, limits, generator, with_distributions=False)
         drafted = iter(trees)
         return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
+
+
+def _draft_generator(limits: Limits, device: torch.device) -> torch.Generator:
+    """The random numbers of a proposal."""
+    return torch.Generator(device).manual_seed(limits.draft_seed)

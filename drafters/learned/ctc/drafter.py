@@ -46,7 +46,7 @@ class CTCDraftOptions(ParallelDraftOptions):
             sampling; 0 for none. Of the other options only ``num_nodes`` applies then. Validation and simulation always
             use ``tree``.
         draw_temperature: Temperature of the sampled texts.
-        draw_seed: Seed of the sampled texts.
+        draw_seed: Selects other samples for the same request; the text follows the same distribution.
     """
 
     tree: Literal["prefix", "paper", "chain"] = "prefix"
@@ -92,8 +92,6 @@ class CTC(ParallelDrafter):
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
         self.loss_options = loss
         self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
-        self.remembers = draft.draws > 0  # the position in the random numbers
-        self.reset()
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
         self.register_load_state_dict_pre_hook(_read_scalar_blank_bias)
@@ -121,10 +119,6 @@ class CTC(ParallelDrafter):
         return 1 - min(1.0, step / num_steps)
 
     # ---- drafting
-
-    def reset(self) -> None:
-        """Start the sampled texts over."""
-        self._generator = np.random.default_rng((self.draw_seed, 0xC7C))  # independent of the numbers of acceptance
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
         """Logits (..., V + 1) of frame states (..., D), the blank last."""
@@ -158,7 +152,7 @@ class CTC(ParallelDrafter):
             min(self.draft_options.num_nodes, limits.max_nodes),
             limits.max_depth,
             limits.eos,
-            self._generator,
+            np.random.default_rng((limits.draft_seed, self.draw_seed)),
             self.draw_temperature,
         )
 

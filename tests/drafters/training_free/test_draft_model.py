@@ -8,7 +8,7 @@ import torch
 from drafters import ANPD, DraftModel, PromptLookup
 from drafters.protocol import DraftedTokens, DraftSession, Limits
 from inference.engine.draft_session import DraftModelSession
-from inference.engine.sampling import KeyedSampler, RunningSampler
+from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
 
 FAR = Limits(max_depth=100)
@@ -24,7 +24,7 @@ class Pen(DraftSession):
     def __init__(self, distributions=False):
         self.asked, self.distributions = [], distributions
 
-    def write(self, seq, num_tokens, eos=NO_EOS, threshold=0.0):
+    def write(self, seq, num_tokens, eos=NO_EOS, threshold=0.0, draft_seed=0):
         self.asked.append((list(seq), num_tokens, eos, threshold))
         tokens = list(range(1, num_tokens + 1))
         return DraftedTokens(
@@ -133,7 +133,7 @@ def test_a_sampled_draft_does_not_change_the_distribution_of_the_text(make_base)
     from inference.engine.runner import Runner
 
     base, other, prompt, distribution = make_base(), make_base(seed=3), [5, 6, 7], {"temperature": 1.5, "top_k": 3}
-    inner = DraftModelSession(Runner(other), sampler=RunningSampler(**distribution, seed=9))
+    inner = DraftModelSession(Runner(other), sampler=KeyedSampler(**distribution, seed=9))
     counts, draws = {}, 300
     for seed in range(draws):
         session = Session(Runner(base), DraftModel(inner, num_draft=2), KeyedSampler(**distribution, seed=seed))

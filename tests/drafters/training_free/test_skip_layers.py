@@ -24,7 +24,7 @@ class Counting:
     def reset(self):
         pass
 
-    def write(self, seq, num_tokens, eos=frozenset(), threshold=0.0):
+    def write(self, seq, num_tokens, eos=frozenset(), threshold=0.0, draft_seed=0):
         self.asked.append((list(seq), num_tokens, eos, threshold))
         return DraftedTokens(list(range(10, 10 + num_tokens)), [])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import inference
-from drafters import ANPD
+from drafters import ANPD, Drafter, DraftTree
 from inference import generate, load_base, stream
 from inference.api.generation import IncrementalDetokenizer, acquire_runner
 from inference.engine.runner import Runner
@@ -261,22 +261,26 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
     assert gone() is None
 
 
-def test_a_named_drafter_that_samples_gets_the_seed_of_the_call(base, monkeypatch):
-    from inference.api import generation
+class KeepsSeeds(Drafter):
+    """Proposes nothing and keeps the seed of every proposal."""
 
-    made = []
-    monkeypatch.setattr(generation.catalogue, "make", lambda spec, runner: made.append(spec))
-    for spec in ("draft_model=x", "draft_model=x:num_draft=2", "draft_model=x:seed=1", "anpd", "anpd:order=3"):
-        generation.make_drafter(spec, None, 7)
-        generation.make_drafter(spec, None)
-    assert made[::2] == [
-        "draft_model=x:seed=7",
-        "draft_model=x:num_draft=2,seed=7",
-        "draft_model=x:seed=1",
-        "anpd",
-        "anpd:order=3",
-    ]
-    assert made[1::2] == ["draft_model=x", "draft_model=x:num_draft=2", "draft_model=x:seed=1", "anpd", "anpd:order=3"]
+    def __init__(self):
+        self.seeds = []
+
+    def propose(self, seq, limits):
+        self.seeds.append(limits.draft_seed)
+        return DraftTree()
+
+
+def test_every_proposal_has_its_own_seed_which_the_seed_of_the_request_decides(base):
+    def seeds(seed, temperature=0.9):
+        drafter = KeepsSeeds()
+        generate(base, [3, 4], drafter, max_new_tokens=8, temperature=temperature, seed=seed, eos=[])
+        return drafter.seeds
+
+    assert len(set(seeds(5) + seeds(6) + [5, 6])) == 2 * 8 + 2
+    assert seeds(5) == seeds(5)
+    assert len(set(seeds(0, temperature=0))) == 8
 
 
 # ---- the package

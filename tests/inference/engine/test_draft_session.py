@@ -11,7 +11,7 @@ from drafters import ANPD, Drafter, DraftModel, DraftTree
 from inference.engine.base import Base
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
+from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 
 PROMPTS = [1, 2, 3, 17]
@@ -230,7 +230,7 @@ def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, thres
 @pytest.mark.parametrize("length", PROMPTS)
 def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(make_base, length, guessing):
     base, seq = make_base(), prompt_of(length)
-    sampler = RunningSampler(**SAMPLING, seed=3)
+    sampler = KeyedSampler(**SAMPLING, seed=3)
     inner = DraftModelSession(Runner(base), Guesses(1, 40) if guessing else None, sampler)
     inner.begin(seq)
     for _ in range(5):
@@ -248,12 +248,12 @@ def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(make_base,
 def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(make_base):
     """Two tokens drawn through a sampled draft of another model, against the product of their conditionals."""
     base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}
-    lowest = DraftModelSession(Runner(similar_model(base)), sampler=RunningSampler(**distribution, seed=1))
-    inner = DraftModelSession(Runner(base), DraftModel(lowest, num_draft=2), RunningSampler(**distribution, seed=2))
+    lowest = DraftModelSession(Runner(similar_model(base)), sampler=KeyedSampler(**distribution, seed=1))
+    inner = DraftModelSession(Runner(base), DraftModel(lowest, num_draft=2), KeyedSampler(**distribution, seed=2))
     counts, draws = {}, 600
-    for _ in range(draws):
+    for index in range(draws):
         inner.begin(prompt)
-        pair = tuple(inner.write(prompt, 2).tokens)
+        pair = tuple(inner.write(prompt, 2, draft_seed=index).tokens)
         counts[pair] = counts.get(pair, 0) + 1
     expected = {}
     probabilities = KeyedSampler(**distribution).probabilities
@@ -269,7 +269,7 @@ def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(m
     assert square < 27, "chi-square of at most 8 degrees of freedom beyond its 0.9993 quantile"
 
 
-@pytest.mark.parametrize("sampler", [Greedy(), RunningSampler(**SAMPLING)])
+@pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(**SAMPLING)])
 def test_a_draft_model_without_drafter_makes_one_forward_per_token(make_base, sampler):
     inner = DraftModelSession(Runner(make_base()), sampler=sampler)
     inner.begin([5, 6, 7])

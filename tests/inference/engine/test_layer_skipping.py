@@ -13,7 +13,7 @@ from inference.engine.base import Base
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips, skipping, sublayers
 from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, KeyedSampler, RunningSampler
+from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 from inference.evaluation.verify import generate_reference
 from inference.registry import catalogue
@@ -155,7 +155,7 @@ def test_nothing_is_drafted_before_the_prefill(make_base):
 
 def test_drawn_drafts_come_with_the_distributions_they_were_drawn_from(make_base):
     base, skips, prompt = make_base(layers=3), SETS["one layer"], prompt_of(9)
-    sampler = RunningSampler(0.7, top_k=9, seed=3)
+    sampler = KeyedSampler(0.7, top_k=9, seed=3)
     written = LayerSkippingSession(primed(base, prompt, 8), *skips, sampler).write(prompt, 5)
     model = zeroed(base, skips)
     assert len(written.distributions) == len(written.tokens) == 5
@@ -164,7 +164,7 @@ def test_drawn_drafts_come_with_the_distributions_they_were_drawn_from(make_base
         logits = model(torch.tensor([[*prompt[8:], *written.tokens[:count]]]), past_key_values=cache).logits[0, -1:]
         torch.testing.assert_close(distribution, sampler.probabilities(logits)[0], rtol=0, atol=1e-6)
         assert distribution[written.tokens[count]] > 0
-    again = RunningSampler(0.7, top_k=9, seed=3)
+    again = KeyedSampler(0.7, top_k=9, seed=3)
     assert LayerSkippingSession(primed(base, prompt, 8), *skips, again).write(prompt, 5).tokens == written.tokens
 
 
@@ -296,7 +296,7 @@ def test_without_skips_every_draft_is_accepted(make_base, cache, kind, attention
 
 def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_base):
     base = make_base(layers=3)
-    samplers = KeyedSampler(0.9, seed=1), RunningSampler(0.9, seed=2)
+    samplers = KeyedSampler(0.9, seed=1), KeyedSampler(0.9, seed=2)
     result = session_of(base, SETS["nothing"], "static", *samplers, num_draft=5).run(prompt_of(3), 31)
     assert all(step.accepted == step.fed_candidates == 5 for step in result.steps[1:])
 
@@ -354,13 +354,15 @@ def test_the_named_drafter_uses_the_runner_of_the_base(make_base, tmp_path):
     runner, file = Runner(base), tmp_path / "skips.json"
     file.write_text(json.dumps({"attention": [0, 2], "mlp": [1]}))
     default = catalogue.make("self_speculative", runner)
-    named = catalogue.make(f"self_speculative={file}:num_draft=3,threshold=0.5,adaptive=false,temperature=0.7", runner)
+    named = catalogue.make(
+        f"self_speculative={file}:num_draft=3,threshold=0.5,adaptive=false,temperature=0.7,seed=3", runner
+    )
     assert default.inner.runner is named.inner.runner is runner
     assert (default.inner.attention, default.inner.mlp, default.inner.sampler) == ((1,), (1,), None)
     assert (default.num_draft, default.threshold, default.adaptive, default.carry) == (8, 0.8, True, False)
     assert (named.inner.attention, named.inner.mlp) == ((0, 2), (1,))
     assert (named.num_draft, named.threshold, named.adaptive) == (3, 0.5, False)
-    assert isinstance(named.inner.sampler, RunningSampler)
+    assert isinstance(named.inner.sampler, KeyedSampler) and named.inner.sampler.seed == 3
     assert default.propose([5], Limits(max_depth=9)) == DraftTree([], range(-1, -1))
 
 

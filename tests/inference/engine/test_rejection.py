@@ -11,7 +11,7 @@ from drafters.tree import ROOT, ChildDistribution
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.rejection import multi_round_rejection
 from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler, RunningSampler
+from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
 
 BASE_DISTRIBUTIONS = {
@@ -175,7 +175,7 @@ ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.95}], ids=["plain", "warped"])
 def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, setting):
     base, small = bases
-    drafter = DraftModel(DraftModelSession(Runner(small), sampler=RunningSampler(1.3, seed=9)), num_draft=2)
+    drafter = DraftModel(DraftModelSession(Runner(small), sampler=KeyedSampler(1.3, seed=9)), num_draft=2)
     assert chi_square(base, drafter, setting) < ONE_IN_A_THOUSAND
 
 

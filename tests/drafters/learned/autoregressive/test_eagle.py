@@ -232,6 +232,17 @@ def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_
         torch.testing.assert_close(distribution.probs, expected)
 
 
+@both
+def test_sampled_drafts_depend_on_the_seed_of_the_proposal_alone(make, base_weights, kind):
+    drafter = make(kind, depth=3, tree="chain", draws=2)
+    hidden, ids = text_for(drafter)
+    ready(drafter, base_weights, hidden, ids, 6)
+    first, again = (
+        [drafter.propose(ids[:7].tolist(), Limits(99, draft_seed=seed)).tokens for seed in range(4)] for _ in range(2)
+    )
+    assert first == again and len({tuple(tokens) for tokens in first}) > 1
+
+
 # ---- training
 
 

@@ -237,7 +237,9 @@ def test_sampled_drafts_have_their_distributions_and_stay_within_their_limits(ma
     drafter.attach_base_weights(base_weights)
     drafter.begin([])
     drafter.observe(committed(hidden[:6]))
-    trees = [drafter.propose(ids[:7].tolist(), Limits(3, 6)) for _ in range(4)]
+    trees = [drafter.propose(ids[:7].tolist(), Limits(3, 6, draft_seed=seed)) for seed in range(4)]
+    again = drafter.propose(ids[:7].tolist(), Limits(3, 6, draft_seed=0))
+    assert (again.tokens, again.parents) == (trees[0].tokens, trees[0].parents)
     for tree in trees:
         tree.validate(vocab_size=23)
         assert len(tree) <= 6 and max(tree.depths, default=0) <= 3

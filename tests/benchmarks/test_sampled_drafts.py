@@ -1,0 +1,114 @@
+"""Sampled drafts leave the distribution of the text unchanged over requests; drafts of a constant seed are detected."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import sampled_drafts
+from benchmarks.sampled_drafts import OPTIONS, PROMPT, by_eval, by_generate, chi_squared, text_distribution
+from drafters import Drafter
+from inference import Speculation, generate, stream
+from inference.chat.chat_session import ChatSession
+from inference.engine.base import load_base
+from inference.engine.options import SamplingOptions
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+from inference.registry import catalogue
+
+SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
+NUM_SEEDS, IMPROBABLE = 150, 1e-3
+
+
+@pytest.fixture(scope="module")
+def toy(shared_folder):
+    """The toy base, and the specs of its drafters."""
+    folder = shared_folder("sampled-drafts", sampled_drafts.save_toy_base)
+    base = load_base(str(folder), "float32", torch.device("cpu"))
+    return base, sampled_drafts.save_toy_drafters(base, folder)
+
+
+@pytest.fixture(scope="module")
+def expected(toy):
+    return text_distribution(toy[0], PROMPT, NUM_TOKENS, SAMPLING)
+
+
+class ConstantSeed(Drafter):
+    """Draws the same numbers for every request, as a drafter does that is built with one seed for each of them."""
+
+    def __init__(self, drafter):
+        self.drafter, self.required_outputs = drafter, drafter.required_outputs
+
+    def begin(self, prompt):
+        self.drafter.begin(prompt)
+
+    def propose(self, seq, limits):
+        return self.drafter.propose(seq, replace(limits, draft_seed=0))
+
+    def observe(self, step):
+        self.drafter.observe(step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_new_drafter_for_every_request_does_not_change_the_distribution(toy, expected, name):
+    base, specs = toy
+    requests = (replace(SAMPLING, seed=seed) for seed in range(NUM_SEEDS))
+    texts = [tuple(by_generate(base, PROMPT, specs[name], NUM_TOKENS, request)) for request in requests]
+    assert chi_squared(texts, expected)[2] > IMPROBABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drafts_from_a_constant_seed_are_detected(toy, expected, name):
+    base, specs = toy
+    runner = Runner(base)
+    drafter = ConstantSeed(catalogue.make(specs[name], runner))
+    sessions = [Session(runner, drafter, replace(SAMPLING, seed=seed).sampler()) for seed in range(NUM_SEEDS)]
+    texts = [tuple(session.run(PROMPT, NUM_TOKENS).tokens) for session in sessions]
+    assert chi_squared(texts, expected)[2] < IMPROBABLE
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(toy, name):
+    base, specs = toy
+    runner, arguments = Runner(base), {"max_new_tokens": 12, "temperature": 1.5, "eos": []}
+    used = catalogue.make(specs[name], runner)
+    chat = ChatSession(Session(runner, used))
+    speculation = Speculation(used, base.tokenizer)
+    texts = []
+    for number in range(2):
+        torch.manual_seed(number)
+        seed = int(torch.randint(2**62, ()))  # as `Speculation` takes it from torch's generator
+        torch.manual_seed(number)
+        answer = base.model.generate(
+            torch.tensor([PROMPT]), do_sample=True, temperature=1.5, max_new_tokens=12, custom_generate=speculation
+        )
+        sampling = SamplingOptions(1.5, seed=seed)
+        chat.session.sampler = sampling.sampler()
+        chat.forget()
+        given = [
+            by_generate(base, PROMPT, specs[name], 12, sampling),
+            by_eval(base, PROMPT, specs[name], 12, sampling),
+            generate(base, PROMPT, used, seed=seed, **arguments)[0].token_ids,
+            answer[0, len(PROMPT) :].tolist(),
+            [token for emitted, _ in chat.decode(PROMPT, 12) for token in emitted],
+        ]
+        assert all(text == given[0] for text in given)
+        streamed = "".join(stream(base, PROMPT, specs[name], seed=seed, **arguments))
+        assert streamed == base.tokenizer.decode(given[0], skip_special_tokens=True)
+        texts.append(given[0])
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.slow
+def test_a_trained_base_that_drafts_for_itself_keeps_its_distribution():
+    base = load_base("checkpoints/tiny-chat", "float32", torch.device("cpu"))
+    prompt, sampling = base.tokenizer("Name a colour.").input_ids, SamplingOptions(1.0, 3)
+    expected = text_distribution(base, prompt, 2, sampling)
+    runner = Runner(base)
+    drafter = catalogue.make(f"draft_model={base.name}:num_draft=1,temperature=1.5,top_k=3", runner)
+    for each, agrees in ((drafter, True), (ConstantSeed(drafter), False)):
+        sessions = [Session(runner, each, replace(sampling, seed=seed).sampler()) for seed in range(100)]
+        texts = [tuple(session.run(prompt, 2).tokens) for session in sessions]
+        assert (chi_squared(texts, expected)[2] > IMPROBABLE) == agrees

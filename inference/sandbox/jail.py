@@ -3,25 +3,22 @@
 It runs as a file and imports nothing of the project. The kernel's locks come first: Landlock for files and signals, and
 seccomp for processes, sockets, and what Landlock does not cover: file modes, owners and times, and objects that outlive
 their process. An audit hook refuses what the kernel does not lock.
+
+Every import here delays every program, so there are few: no ``json``, ``signal``, ``contextlib`` or ``traceback``.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
-import json
+import marshal
 import os
-import platform
 import resource
-import signal
 import struct
 import sys
-import traceback
-from contextlib import suppress
 
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
 READ, BOX = READ_FILE | READ_DIR, WRITE_FILE | READ_FILE | READ_DIR | REMOVE_FILE | MAKE_REG | TRUNCATE
-SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
-
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, audit name
 
 
@@ -71,19 +68,21 @@ def lower(kind: int, value: int) -> None:
     """Set a resource limit if the system has it, but never above the inherited limit."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    with suppress(ValueError, OSError):  # macOS has no limit on address space
+    try:
         resource.setrlimit(kind, (value, value))
+    except (ValueError, OSError):  # macOS has no limit on address space
+        pass
 
 
 def renounce() -> None:
     """Die with the parent process, never gain privileges, and give up those of root."""
-    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
-def landlock(box: str) -> bool:
-    """Allow reading only in Python's and the system's folders, and writing only in the box: no folders, links, devices.
+def landlock(readable: list[str], box: str) -> bool:
+    """Allow reading only in the given folders, and writing only in the box: no folders, links, devices.
 
     Returns whether the kernel enforces it, which needs the third version of Landlock (Linux 6.2).
     """
@@ -99,8 +98,7 @@ def landlock(box: str) -> bool:
     ruleset = call(444, handled, len(handled), 0)
     if ruleset < 0:
         return False
-    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-    for path, rights in [*((path, READ) for path in (*prefixes, *SYSTEM)), ("/dev/null", BOX), (box, BOX)]:
+    for path, rights in [*((path, READ) for path in readable), ("/dev/null", BOX), (box, BOX)]:
         if os.path.exists(path):
             folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = rights if os.path.isdir(path) else rights & (READ_FILE | WRITE_FILE | TRUNCATE)
@@ -115,9 +113,9 @@ def landlock(box: str) -> bool:
 
 def seccomp() -> bool:
     """Refuse the system calls above. Returns whether the kernel enforces it."""
-    if platform.machine() not in ARCHITECTURES or sys.maxsize < 2**32:
+    if os.uname().machine not in ARCHITECTURES or sys.maxsize < 2**32:
         return False
-    column, architecture = ARCHITECTURES[platform.machine()]
+    column, architecture = ARCHITECTURES[os.uname().machine]
     load, equal, at_least, has, end = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000  # EPERM is 1, ENOSYS 38
 
@@ -141,9 +139,9 @@ def seccomp() -> bool:
     return libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def watch(box: str, files: bool, processes: bool) -> None:
+def watch(readable: list[str], box: str, files: bool, processes: bool) -> None:
     """Refuse by an audit hook what the kernel does not: files outside the box, or processes, sockets, native code."""
-    roots = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *SYSTEM, "/dev/null", box)]
+    roots = [os.path.realpath(path) for path in (*readable, box)]
     writable = [os.path.realpath(box), "/dev/null"]
     names = ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "chmod", "chown", "truncate", "utime")
     changes = {f"os.{name}" for name in (*names, "setxattr", "removexattr", "chflags", "lockf")}
@@ -184,7 +182,7 @@ def watch(box: str, files: bool, processes: bool) -> None:
 
 def main() -> None:
     """Read the order, isolate the process, run the program, and report its end to the given file descriptor."""
-    order = json.load(sys.stdin)
+    order = marshal.load(sys.stdin.buffer)
     report, box = int(sys.argv[1]), os.getcwd()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     limit_resources(order["limits"])
@@ -192,7 +190,7 @@ def main() -> None:
     if is_linux:
         renounce()
     locks = {
-        "landlock": is_linux and order["use_kernel"] and landlock(box),
+        "landlock": is_linux and order["use_kernel"] and landlock(order["readable"], box),
         "seccomp": is_linux and order["use_kernel"] and seccomp(),
     }
     if not locks["seccomp"]:
@@ -200,9 +198,11 @@ def main() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] in ("ctypes", "_ctypes")]:
             del sys.modules[name]
     if not all(locks.values()):
-        watch(box, files=not locks["landlock"], processes=not locks["seccomp"])
+        watch(order["readable"], box, files=not locks["landlock"], processes=not locks["seccomp"])
     active = [name for name, is_active in locks.items() if is_active] + ["hook"] * (not all(locks.values()))
     os.write(report, f"{' '.join(active)}\n".encode())
+    sys.path.extend(order["packages"])  # without the module `site`, whose .pth files take longer than everything here
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     end = "an exception that cannot be printed"
     try:
         code = compile(order["program"], "program.py", "exec", dont_inherit=True)
@@ -211,11 +211,16 @@ def main() -> None:
     except SystemExit:
         end = ""
     except BaseException as error:
-        with suppress(BaseException):  # the program defines how its exception is printed
+        try:
             end = f"{type(error).__name__}: {error}"[:200]
-            traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-    with suppress(BaseException):  # the program may have closed it
+            own = error.__traceback__ and error.__traceback__.tb_next
+            sys.__excepthook__(type(error), error.with_traceback(own), own)
+        except BaseException:  # the program defines how its exception is printed
+            pass
+    try:
         sys.stdout.flush()
+    except BaseException:  # the program may have closed it
+        pass
     os.write(report, end.encode())
     os._exit(0)
 

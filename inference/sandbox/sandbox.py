@@ -1,7 +1,7 @@
 """Runs programs that a model wrote where they can do little harm.
 
-A program runs in a fresh process of the same Python (``-I``), with an almost empty environment, an empty folder as its
-working directory and home, and limits on time, memory, files and output. On Linux the kernel isolates it: Landlock
+A program runs in a fresh process of the same Python (``-I -S``), with an almost empty environment, an empty folder as
+its working directory and home, and limits on time, memory, files and output. On Linux the kernel isolates it: Landlock
 (Linux 6.2 or later) lets it write only to its folder and read little more than Python and system libraries; seccomp
 (x86_64, aarch64) refuses new processes, sockets, signals to other processes, and changes of file modes and owners. If
 one of them is missing, as on macOS, a Python audit hook refuses the same operations; native code could get around it.
@@ -14,10 +14,11 @@ Use a virtual machine for code that is written to attack.
 
 from __future__ import annotations
 
-import json
+import marshal
 import os
 import secrets
 import signal
+import site
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,9 @@ from typing import IO
 
 JAIL = Path(__file__).with_name("jail.py")
 MAX_FILES = 1000
+SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/zero")
+READABLE = (sys.prefix, sys.base_prefix, sys.exec_prefix, *SYSTEM, *DEVICES)
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,17 @@ def run(program: str, limits: ResourceLimits | None = None, use_kernel: bool = T
     limits = limits or ResourceLimits()
     token = secrets.token_hex(16)
     order = {"program": program, "token": token, "limits": asdict(limits), "use_kernel": use_kernel}
+    order |= {"readable": READABLE, "packages": site.getsitepackages()}
     with (
         tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as order_file,
         tempfile.TemporaryFile() as output_file,
         tempfile.TemporaryFile() as report_file,
     ):
-        order_file.write(json.dumps(order).encode())
+        order_file.write(marshal.dumps(order))
         order_file.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-X", "utf8", str(JAIL), str(report_file.fileno())],
+            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL), str(report_file.fileno())],
             stdin=order_file,
             stdout=output_file,
             stderr=subprocess.STDOUT,

@@ -1,8 +1,8 @@
 """The script that `inference.sandbox.sandbox` starts in a fresh process: it isolates itself, then runs the program.
 
-It runs as a file and imports nothing of the project. The kernel's locks come first: Landlock for files and signals, and
-seccomp for processes, sockets, and what Landlock does not cover: file modes, owners and times, and objects that outlive
-their process. An audit hook refuses what the kernel does not lock.
+It runs as a file, within bubblewrap if that was chosen, and imports nothing of the project. The kernel's locks come
+first: Landlock for files and signals, and seccomp for processes, sockets, and what Landlock does not cover: file modes,
+owners and times, and objects that outlive their process. An audit hook refuses what nothing else locks.
 
 Every import here delays every program, so there are few: no ``json``, ``signal``, ``contextlib`` or ``traceback``.
 """
@@ -37,7 +37,11 @@ REFUSED = numbers("""
     chmod 90 0  fchmod 91 52  fchmodat 268 53  fchmodat2 452 452  chown 92 0  fchown 93 55  lchown 94 0  fchownat 260 54
     utime 132 0  utimes 235 0  futimesat 261 0  utimensat 280 88  setxattrat 463 463  removexattrat 466 466
     setxattr 188 5  lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
-    file_setattr 469 469  shmget 29 194  semget 64 190  msgget 68 186  mq_open 240 180  memfd_create 319 279
+    file_setattr 469 469  mkdir 83 0  mkdirat 258 34  mknod 133 0  mknodat 259 33  symlink 88 0  symlinkat 266 36
+    link 86 0  linkat 265 37  splice 275 76  tee 276 77  vmsplice 278 75  io_submit 209 2
+    shmget 29 194  shmctl 31 195  shmat 30 196  semget 64 190  semctl 66 191  semtimedop 220 192  semop 65 193
+    msgget 68 186  msgctl 71 187  msgrcv 70 188  msgsnd 69 189  mq_open 240 180  mq_unlink 241 181
+    mq_timedsend 242 182  mq_timedreceive 243 183  mq_notify 244 184  mq_getsetattr 245 185  memfd_create 319 279
     memfd_secret 447 447  add_key 248 217  request_key 249 218  keyctl 250 219  userfaultfd 323 282
     perf_event_open 298 241  bpf 321 280  unshare 272 97  setns 308 268  mount 165 40  umount2 166 39  chroot 161 51
     pivot_root 155 41  open_by_handle_at 304 265  open_tree 428 428  move_mount 429 429  fsopen 430 430
@@ -46,7 +50,15 @@ OWN = numbers("""
     kill 62 129  tkill 200 130  tgkill 234 131  rt_sigqueueinfo 129 138  rt_tgsigqueueinfo 297 240  prlimit64 302 261
     sched_setparam 142 118  sched_setscheduler 144 119  sched_setaffinity 203 122  sched_setattr 314 274
 """)  # their first argument is a process, and only the process itself is allowed
-CLONE, CLONE3, CLONE_THREAD = (56, 220), 435, 0x10000
+SIGNAL_OWNERS = 8, 10, 15  # F_SETOWN, F_SETSIG, F_SETOWN_EX of fcntl, which make the kernel send signals
+# Calls of which some values of an argument are refused: numbers, the argument's position, and the values.
+VALUES = (
+    ((72, 25), 1, SIGNAL_OWNERS),  # fcntl
+    ((16, 29), 1, (0x40305828, 0x4030582A, 0x40305839)),  # ioctl: older ways to call fallocate
+    ((157, 167), 0, (4,)),  # prctl: PR_SET_DUMPABLE, which hides from the parent how much is written
+)
+FALLOCATE, MMAP, CLONE, CLONE3 = (285, 47), (9, 222), (56, 220), 435
+MAP_SHARED, MAP_ANONYMOUS, CLONE_THREAD = 0x1, 0x20, 0x10000
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -117,22 +129,33 @@ def seccomp() -> bool:
         return False
     column, architecture = ARCHITECTURES[os.uname().machine]
     load, equal, at_least, has, end = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, unknown, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000  # EPERM is 1, ENOSYS 38
+    # EPERM is 1, EOPNOTSUPP 95, ENOSYS 38
+    allow, refuse, unsupported, unknown, kill = 0x7FFF0000, 0x50001, 0x5005F, 0x50026, 0x80000000
+
+    def argument(position: int) -> tuple[int, int, int, int]:
+        return load, 0, 0, 16 + 8 * position  # its lower half
+
+    def rule(number: int, *tests: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+        return [(equal, 0, len(tests), number), *tests]
 
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
     if column == 0:
         code += [(at_least, 0, 1, 0x40000000), (end, 0, 0, refuse)]  # the x32 system calls have other numbers
     for number in (call[column] for call in REFUSED if call[column]):
-        code += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-    code += [
-        (equal, 0, 1, CLONE3),
-        (end, 0, 0, unknown),
-    ]  # a filter cannot read its flags; libraries fall back to clone
-    code += [(equal, 0, 4, CLONE[column]), (load, 0, 0, 16), (has, 1, 0, CLONE_THREAD), (end, 0, 0, refuse)]
-    code += [(end, 0, 0, allow)]
+        code += rule(number, (end, 0, 0, refuse))
+    # Libraries do without these two: posix_fallocate writes instead, and clone takes the place of clone3, whose flags a
+    # filter cannot read.
+    code += rule(FALLOCATE[column], (end, 0, 0, unsupported))
+    code += rule(CLONE3, (end, 0, 0, unknown))
+    ends = (end, 0, 0, refuse), (end, 0, 0, allow)
+    code += rule(CLONE[column], argument(0), (has, 1, 0, CLONE_THREAD), *ends)
+    # What is written to a shared mapping of a file is not counted as written.
+    code += rule(MMAP[column], argument(3), (has, 0, 2, MAP_SHARED), (has, 1, 0, MAP_ANONYMOUS), *ends)
+    for numbers_of_call, position, values in VALUES:
+        tests = [test for value in values for test in ((equal, 0, 1, value), (end, 0, 0, refuse))]
+        code += rule(numbers_of_call[column], argument(position), *tests, (end, 0, 0, allow))
     for number in (call[column] for call in OWN):
-        code += [(equal, 0, 5, number), (load, 0, 0, 16), (equal, 2, 0, os.getpid()), (equal, 1, 0, 0)]
-        code += [(end, 0, 0, refuse), (end, 0, 0, allow)]
+        code += rule(number, argument(0), (equal, 2, 0, os.getpid()), (equal, 1, 0, 0), *ends)
     code += [(end, 0, 0, allow)]
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
     program = struct.pack("HP", len(code), ctypes.addressof(instructions))
@@ -172,7 +195,8 @@ def watch(readable: list[str], box: str, files: bool, processes: bool) -> None:
             elif event in looks and args[0] is not None and not isinstance(args[0], int) and not is_in(args[0], roots):
                 refuse(event, args[0])
         if processes:
-            if event in others or event.startswith("socket."):
+            sends_signals = event == "fcntl.fcntl" and args[1] in SIGNAL_OWNERS
+            if event in others or event.startswith("socket.") or sends_signals:
                 refuse(event)
             if event.startswith("ctypes."):  # native code meets no hook; who imports ctypes can do without
                 raise ImportError("the sandbox has no ctypes")
@@ -186,20 +210,25 @@ def main() -> None:
     report, box = int(sys.argv[1]), os.getcwd()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     limit_resources(order["limits"])
+    isolation, readable = order["isolation"], order["readable"]
     is_linux = sys.platform == "linux"
     if is_linux:
         renounce()
     locks = {
-        "landlock": is_linux and order["use_kernel"] and landlock(order["readable"], box),
-        "seccomp": is_linux and order["use_kernel"] and seccomp(),
+        "landlock": is_linux and isolation in ("bubblewrap", "landlock") and landlock(readable, box),
+        "seccomp": is_linux and isolation != "hook" and seccomp(),
     }
+    if not locks.get(isolation, True):
+        sys.exit(f"the kernel has no {isolation}")
     if not locks["seccomp"]:
         lower(resource.RLIMIT_NPROC, 0)
         for name in [name for name in sys.modules if name.split(".")[0] in ("ctypes", "_ctypes")]:
             del sys.modules[name]
-    if not all(locks.values()):
-        watch(order["readable"], box, files=not locks["landlock"], processes=not locks["seccomp"])
-    active = [name for name, is_active in locks.items() if is_active] + ["hook"] * (not all(locks.values()))
+    active = [name for name, is_active in locks.items() if is_active]
+    files, processes = not locks["landlock"] and isolation != "bubblewrap", not locks["seccomp"]
+    if files or processes:
+        watch(readable, box, files, processes)
+        active.append("hook")
     os.write(report, f"{' '.join(active)}\n".encode())
     sys.path.extend(order["packages"])  # without the module `site`, whose .pth files take longer than everything here
     vars(builtins).update(exit=sys.exit, quit=sys.exit)

@@ -26,6 +26,7 @@ from inference.reporting import report
 from inference.reporting.tables import COUNTING_RULE, Summaries
 from inference.runs import timing
 from inference.runs.progress import progress_bars
+from inference.sandbox.sandbox import WEAK, Isolation, choose_isolation, held_locks
 
 DEFAULT_DRAFTERS = ("none", "prompt_lookup", "joint")
 
@@ -46,6 +47,8 @@ class EvaluationOptions:
         repeats: How often every question is decoded; the median of its times counts.
         allow_code_execution: Run the programs in the answers to humaneval and mbpp, to measure how many pass their
             tests. They run in a sandbox; inference/sandbox/sandbox.py says what it does not protect from.
+        allow_weak_sandbox: Run them also where neither bubblewrap nor Landlock (Linux 6.2 or later) works. A Python
+            audit hook is then all that keeps them from other files, and hostile programs get around it.
     """
 
     drafter: list[str] | None = None
@@ -53,6 +56,7 @@ class EvaluationOptions:
     devices: int | Literal["auto"] = 1
     repeats: int = 1
     allow_code_execution: bool = False
+    allow_weak_sandbox: bool = False
 
 
 def evaluate(
@@ -75,19 +79,25 @@ def evaluate(
     """
     check_options(sampling, options)
     questions = selection.load()
+    isolation = None
+    if options.allow_code_execution and any(map(needs_code, questions)):
+        isolation = choose_isolation(options.allow_weak_sandbox)
     reader = load_base_info(model.base)
     selected = selection.select(reader, questions)
     plan = make_plan(model, selection, selected, sampling, options)
     folder = results_folder(out, overwrite, plan)
     answers, num_decoded = decode(plan, folder, overwrite)
-    summaries = score(answers, options.allow_code_execution)
+    summaries = score(answers, isolation)
     skipped = [line for asked in selected.values() for line in asked.notes()] + answers.missing_turns()
     warnings = [*answers.machine.warnings(), *answers.repeat_differences()]
+    sandbox = ", ".join(held_locks(isolation)) if isolation else None
+    if isolation in WEAK:
+        warnings.append(f"the programs in the answers ran in a weak sandbox: {sandbox}")
     page = None
     if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
         to_text: Any = reader.tokenizer.decode
-        page = write_results(folder, answers, summaries, skipped, warnings, to_text)
-    print_results(summaries, skipped, warnings, not options.allow_code_execution)
+        page = write_results(folder, answers, summaries, skipped, warnings, to_text, sandbox)
+    print_results(summaries, skipped, warnings, sandbox)
     if page:
         if not num_decoded:
             print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
@@ -184,16 +194,14 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool) -> tuple[
         return collect(journals, plan), num_decoded
 
 
-def score(answers: CollectedAnswers, allow_code_execution: bool) -> Summaries:
+def score(answers: CollectedAnswers, isolation: Isolation | None) -> Summaries:
     """Summarise the answers of each drafter, and measure their task quality."""
     given = answers.median_answers()
     return {
         benchmark: {
             drafter: replace(
                 summary,
-                quality=quality_of(
-                    benchmark, answers.plan.questions[benchmark], given[benchmark][drafter], allow_code_execution
-                ),
+                quality=quality_of(benchmark, answers.plan.questions[benchmark], given[benchmark][drafter], isolation),
             )
             for drafter, summary in by_drafter.items()
         }
@@ -201,13 +209,15 @@ def score(answers: CollectedAnswers, allow_code_execution: bool) -> Summaries:
     }
 
 
-def print_results(summaries: Summaries, skipped: list[str], warnings: list[str], is_code_unused: bool) -> None:
+def print_results(summaries: Summaries, skipped: list[str], warnings: list[str], sandbox: str | None) -> None:
     """Print the tables, and what a reader must know about them."""
     console = Console()
     for table in report.table(summaries):
         console.print(table)
     console.print(COUNTING_RULE, style="dim")
-    if is_code_unused and any(map(needs_code, summaries)):
+    if sandbox:
+        console.print(f"The programs in the answers ran in a sandbox of {sandbox}.")
+    elif any(map(needs_code, summaries)):
         console.print("pass@1 was not measured: --allow-code-execution runs the programs in the answers.")
     for line in skipped:
         console.print(f"left out: {line}", markup=False, highlight=False)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from data.benchmarks import Question
 from inference.results.records import Answer
-from inference.sandbox.sandbox import run
+from inference.sandbox.sandbox import Isolation, run
 
 NUMBER = r"(?<![\w.])-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
 # The final answer in the form "#### 18" of GSM8K, or "### 18" of CTC-drafter's prompt; not a Markdown heading.
@@ -18,7 +18,7 @@ FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def quality_of(
-    benchmark: str, questions: Sequence[Question], answers: Sequence[Answer], allow_code: bool = False
+    benchmark: str, questions: Sequence[Question], answers: Sequence[Answer], isolation: Isolation | None = None
 ) -> dict[str, float]:
     """Score the first turns of recorded answers.
 
@@ -26,7 +26,7 @@ def quality_of(
         benchmark: Name of the benchmark; a prompt style after a colon is ignored.
         questions: The questions.
         answers: Answers to them, in any order.
-        allow_code: Run the programs in the answers in the sandbox. Without it, pass@1 is left out.
+        isolation: What isolates the programs in the answers while they run; None runs none and leaves out pass@1.
 
     Raises:
         ValueError: A question has no answer.
@@ -36,11 +36,11 @@ def quality_of(
     if missing:
         raise ValueError(f"{benchmark}: question {missing[0]} has no answer; answer the same questions")
     texts = [written[question.question_id] for question in questions]
-    return score(benchmark, questions, texts, allow_code)
+    return score(benchmark, questions, texts, isolation)
 
 
 def score(
-    benchmark: str, questions: Sequence[Question], texts: Sequence[str], allow_code: bool = False
+    benchmark: str, questions: Sequence[Question], texts: Sequence[str], isolation: Isolation | None = None
 ) -> dict[str, float]:
     """Score one text per question, in percent; empty if the benchmark has no reference answers.
 
@@ -50,7 +50,7 @@ def score(
         benchmark: As in `quality_of`.
         questions: The questions.
         texts: The answer to each question.
-        allow_code: As in `quality_of`.
+        isolation: As in `quality_of`.
     """
     name = benchmark.partition(":")[0]
     found: dict[str, float] = {}
@@ -60,8 +60,13 @@ def score(
             for question, text in zip(questions, texts, strict=True)
             if (question.category == of or of is None) and question.reference is not None
         ]
-        if pairs and (allow_code or measure is not pass_at_1):
-            found |= measure(*map(list, zip(*pairs, strict=True)))
+        if not pairs:
+            continue
+        asked, written = map(list, zip(*pairs, strict=True))
+        if measure is not pass_at_1:
+            found |= measure(asked, written)
+        elif isolation:
+            found |= pass_at_1(asked, written, isolation)
     return found
 
 
@@ -111,16 +116,18 @@ def translation(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     }
 
 
-def pass_at_1(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+def pass_at_1(
+    questions: Sequence[Question], texts: Sequence[str], isolation: Isolation | None = None
+) -> dict[str, float]:
     """Percentage of programs that pass their tests, one program per task (Chen et al. 2021 with n = k = 1)."""
-    passed = [passes(program(question, text)) for question, text in zip(questions, texts, strict=True)]
+    passed = [passes(program(question, text), isolation) for question, text in zip(questions, texts, strict=True)]
     return {"pass@1": 100 * sum(passed) / len(passed)}
 
 
 @lru_cache(maxsize=4096)
-def passes(program: str) -> bool:
+def passes(program: str, isolation: Isolation | None = None) -> bool:
     """Run a program with its tests in the sandbox. Equal programs, as lossless drafters write them, are run once."""
-    return run(program).has_finished
+    return run(program, isolation=isolation).has_finished
 
 
 def program(question: Question, text: str) -> str:

@@ -53,6 +53,7 @@ def write_results(
     skipped: Sequence[str],
     warnings: Sequence[str],
     decode: Callable[[list[int]], str],
+    sandbox: str | None = None,
 ) -> Path:
     """Write the answers, results.json, results.md and report.html; return the path of the report.
 
@@ -63,8 +64,9 @@ def write_results(
         skipped: What was left out, one line each.
         warnings: What speaks against the numbers, one line each.
         decode: Turns token ids into text.
+        sandbox: What isolated the programs in the answers, if they were run.
     """
-    context = describe_run(answers)
+    context = describe_run(answers) | ({"sandbox": sandbox} if sandbox else {})
     context |= {key: "; ".join(lines) for key, lines in (("left_out", skipped), ("warnings", warnings)) if lines}
     given = answers.median_answers()
     for benchmark, by_drafter in given.items():

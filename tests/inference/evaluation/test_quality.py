@@ -1,7 +1,12 @@
 """Quality scores of answers, against values computed by hand and the real references."""
 
+import ctypes
 import json
+import os
+import struct
+from concurrent.futures import ProcessPoolExecutor
 from decimal import Decimal
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -12,8 +17,11 @@ from inference.evaluation.evaluate import EvaluationOptions, evaluate
 from inference.evaluation.quality import final_number, needs_code, program, quality_of, score
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.results.records import Answer, Turn
+from inference.sandbox.sandbox import choose_isolation, held_locks
 
+PAGES = ("results.md", "report.html")
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
+ISOLATION = choose_isolation(allow_weak=True)
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
 
 ADD = Checks(
@@ -23,6 +31,14 @@ ADD = Checks(
 
 def questions(*references, category="math"):
     return [Question(index, category, ("?",), reference) for index, reference in enumerate(references)]
+
+
+@pytest.fixture
+def code_file(tmp_path):
+    row = {"task_id": "HumanEval/0", "prompt": "def w5():\n", "entry_point": "w5"}
+    row |= {"canonical_solution": "    pass", "test": "def check(candidate):\n    pass"}
+    (tmp_path / "code.jsonl").write_text(json.dumps(row))
+    return str(tmp_path / "code.jsonl")
 
 
 def code(checks=ADD, stops=()):
@@ -140,23 +156,24 @@ WRONG = {
 
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_a_right_program_passes(text):
-    assert score("humaneval", [code()], [text], allow_code=True) == {"pass@1": 100.0}
+    assert score("humaneval", [code()], [text], ISOLATION) == {"pass@1": 100.0}
 
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
 def test_a_wrong_program_does_not_pass(text):
-    assert score("humaneval", [code()], [text], allow_code=True) == {"pass@1": 0.0}
+    assert score("humaneval", [code()], [text], ISOLATION) == {"pass@1": 0.0}
 
 
 def test_a_completion_ends_where_the_function_ends():
     asked = code(stops=("\ndef ", "\nprint("))
-    assert score("humaneval", [asked], ["    return a + 1\n\ndef add(a):\n    return 0"], True) == {"pass@1": 100.0}
+    text = "    return a + 1\n\ndef add(a):\n    return 0"
+    assert score("humaneval", [asked], [text], ISOLATION) == {"pass@1": 100.0}
 
 
 def test_mbpp_runs_the_program_without_a_prefix():
     asked = code(Checks("", "", "assert twice(2) == 4"), stops=("[DONE]",))
     texts = ["def twice(a):\n    return 2 * a\n[DONE]\nnonsense", "```python\ndef twice(a):\n    return a\n```"]
-    assert score("mbpp", [asked, asked], texts, True) == {"pass@1": 50.0}
+    assert score("mbpp", [asked, asked], texts, ISOLATION) == {"pass@1": 50.0}
 
 
 def test_code_is_not_run_unless_it_is_allowed(tmp_path):
@@ -196,36 +213,70 @@ def test_real_solutions_of_humaneval_pass_and_others_fail(style):
     right = [question.reference for question in chosen]
     if style == "instruct":
         right = [f"Here:\n```python\n{q.checks.prefix}{q.reference}```" for q in chosen]
-    assert score("humaneval", chosen, [*right], allow_code=True) == {"pass@1": 100.0}
+    assert score("humaneval", chosen, [*right], ISOLATION) == {"pass@1": 100.0}
     stripped = [text.strip() for text in right]  # as `drafters eval` records answers
-    assert score("humaneval", chosen, stripped, allow_code=True) == {"pass@1": 100.0}
-    assert score("humaneval", chosen, ["    return None"] * 5, allow_code=True) == {"pass@1": 0.0}
+    assert score("humaneval", chosen, stripped, ISOLATION) == {"pass@1": 100.0}
+    assert score("humaneval", chosen, ["    return None"] * 5, ISOLATION) == {"pass@1": 0.0}
 
 
 @real
 def test_real_solutions_of_mbpp_pass_and_others_fail():
     asked = load_questions("mbpp", str(SHARED / "mbpp" / "mbpp.jsonl"), limit=5)
     right = [question.reference for question in asked]
-    assert score("mbpp", asked, right, allow_code=True) == {"pass@1": 100.0}
-    assert score("mbpp", asked, right[1:] + right[:1], allow_code=True) == {"pass@1": 0.0}
+    assert score("mbpp", asked, right, ISOLATION) == {"pass@1": 100.0}
+    assert score("mbpp", asked, right[1:] + right[:1], ISOLATION) == {"pass@1": 0.0}
 
 
-def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, toy_tokenizer):
+def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, toy_tokenizer, code_file, capsys):
     make_base(context=256).model.float().save_pretrained(tmp_path / "base")
     toy_tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "w5 w6 w7", "answer": "#### 2"}) + "\n")
     rows = [json.dumps({"question": f"w{n} w5", "answer": "w6"}) for n in range(9, 17)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    questions = [f"{tmp_path / 'test.jsonl'},{tmp_path / 'train.jsonl'}"]
+    questions = [f"{tmp_path / 'test.jsonl'},{tmp_path / 'train.jsonl'}", code_file]
     evaluate(
         ModelOptions(str(tmp_path / "base"), device="cpu"),
-        BenchmarkOptions(["gsm8k:shots"], questions, max_new_tokens=8),
+        BenchmarkOptions(["gsm8k:shots", "humaneval:completion"], questions, max_new_tokens=8),
         SamplingOptions(),
-        EvaluationOptions(["prompt_lookup"]),
+        EvaluationOptions(["prompt_lookup"], allow_code_execution=True, allow_weak_sandbox=True),
         out=str(tmp_path / "out"),
     )
-    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]["gsm8k:shots"]
-    assert [set(of["quality"]) for of in results.values()] == [{"exact match"}] * 2
-    assert results["none"]["quality"] == results["prompt_lookup"]["quality"]  # lossless
-    for page in ("results.md", "report.html"):
-        assert "exact match" in (tmp_path / "out" / page).read_text()
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    for benchmark, measure in (("gsm8k:shots", "exact match"), ("humaneval:completion", "pass@1")):
+        results = written["results"][benchmark]
+        assert [set(of["quality"]) for of in results.values()] == [{measure}] * 2
+        assert results["none"]["quality"] == results["prompt_lookup"]["quality"]  # lossless
+    sandbox = ", ".join(held_locks(ISOLATION))
+    assert written["context"]["sandbox"] == sandbox
+    for text in (capsys.readouterr().out, *((tmp_path / "out" / page).read_text() for page in PAGES)):
+        assert all(part in " ".join(text.split()) for part in ("exact match", "pass@1", sandbox))
+
+
+def leave_landlock_and_bubblewrap():
+    """Make this process one of a machine that has neither: the kernel knows no Landlock, and no bwrap is installed."""
+    os.environ["PATH"] = ""
+    held_locks.cache_clear()
+    landlock, unknown, allowed = 444, 0x50026, 0x7FFF0000
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1, landlock), (0x06, 0, 0, unknown), (0x06, 0, 0, allowed)]  # a seccomp filter
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    program = struct.pack("HP", len(code), ctypes.addressof(instructions))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program, 0, 0) == 0
+
+
+def evaluate_code(file, allow_weak):
+    evaluate(
+        ModelOptions("no base"),
+        BenchmarkOptions(["humaneval"], [file]),
+        SamplingOptions(),
+        EvaluationOptions(allow_code_execution=True, allow_weak_sandbox=allow_weak),
+    )
+
+
+def test_without_bubblewrap_and_landlock_code_is_run_only_where_a_weak_sandbox_is_allowed(code_file):
+    with ProcessPoolExecutor(1, get_context("fork"), leave_landlock_and_bubblewrap) as process:
+        refused = process.submit(evaluate_code, code_file, False).exception()
+        assert isinstance(refused, ValueError) and "--allow-weak-sandbox" in str(refused) and "\n" not in str(refused)
+        allowed = process.submit(evaluate_code, code_file, True).exception()
+        assert "no base" in str(allowed), "the next mistake"
+        assert process.submit(choose_isolation, True).result() in ("seccomp", "hook")

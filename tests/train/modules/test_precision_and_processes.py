@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -67,12 +66,6 @@ def wide(make_tiny):
     return make_tiny("wide", hidden_size=64)
 
 
-needs_bitsandbytes = pytest.mark.skipif(
-    not (find_spec("bitsandbytes") and find_spec("accelerate")), reason="bitsandbytes or accelerate is not installed"
-)
-
-
-@needs_bitsandbytes
 @pytest.mark.parametrize(("dtype", "error"), [("int8", 0.05), ("nf4", 0.3)])
 def test_a_quantised_base_has_nearly_the_same_outputs_and_an_unquantised_head(wide, dtype, error):
     whole, small = load_base(str(wide), "bfloat16"), load_base(str(wide), dtype)
@@ -86,7 +79,7 @@ def test_a_quantised_base_has_nearly_the_same_outputs_and_an_unquantised_head(wi
     assert (found - expected).float().norm() < error * expected.float().norm()
 
 
-@needs_bitsandbytes
+@pytest.mark.slow
 def test_a_drafter_trains_on_a_quantised_base(call, write_recipe, wide, tmp_path):
     config = write_recipe(tmp_path, max_steps=2, val_check_interval=2)
     done = call(lightning_command.main, "fit", "--config", config, "--model.base", wide, "--model.base_dtype", "int8")

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import lightning as L
@@ -20,8 +19,7 @@ from train.cli import commands, lightning_command
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent / "processes"
 STEPS = 6
-HAS_DEEPSPEED = find_spec("deepspeed") is not None
-STAGES = (1, 2, 3) if HAS_DEEPSPEED else ()
+STAGES = (1, 2, 3)
 
 
 def arguments(config, folder, *more):
@@ -149,9 +147,8 @@ def test_weights_are_put_together_from_flat_rows_and_from_slices():
     torch.testing.assert_close(join_slices([torch.cat(row) for row in zip(*halves, strict=True)], groups), weights)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_deepspeed_overlay_selects_its_stage(stage, monkeypatch):
-    pytest.importorskip("deepspeed")
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_deepspeed_overlay_selects_its_stage(stage):
     overlay = yaml.safe_load((ROOT / f"configs/strategy/deepspeed_{stage}.yaml").read_text())["trainer"]
     trainer = L.Trainer(**overlay, accelerator="cpu", gradient_clip_val=0.5, logger=False)
     assert trainer.strategy.config["zero_optimization"]["stage"] == stage

@@ -8,6 +8,9 @@ import deepspeed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
+# Its own communication through shared memory would be compiled first, for a minute and a half; gloo does as well.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
 
 class CPUDeepSpeed(DeepSpeedStrategy):
     """As `DeepSpeedStrategy`, over gloo; at stage 3 every weight is shared out, however small."""

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import json
 import os
-import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from io import BufferedIOBase
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.tokenizer import first_line
+from files.bounded_json import MalformedJSON, parse_json, refuse_repeated_keys
+from files.regular import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, UNREADABLE, kind_of, read_document, read_lines
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Table
 
-MAX_LINE_BYTES = 1 << 24  # a longer line is not a conversation and is skipped without holding it in memory
 KINDS = ".json, .jsonl (also .gz) or .parquet"
 FORMS = (
     *(("conversations",), ("conversation",), ("messages",), ("question", "answer")),
@@ -29,7 +23,6 @@ COLUMNS = {"id", "input", "input_ids", "loss_mask", "tokenizer", "template"}.uni
     *FORMS
 )  # the columns that `parse` reads
 ROWS_PER_READ = 256  # rows of a parquet file or of the hub that are held in memory at a time
-UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 def read_records(source: str) -> Iterator[tuple[str, object]]:
@@ -92,17 +85,17 @@ def _read_hub(source: str) -> Iterator[tuple[str, object]]:
 
 def _regular_file(source: str) -> Path:
     path = Path(os.path.expanduser(source))
-    try:
-        mode = path.stat().st_mode
-    except (OSError, ValueError) as error:
-        if os.path.islink(path):
-            raise ValueError(f"{source}: a broken link to {os.readlink(path)}; repair the link") from error
-        hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
-        raise ValueError(f"{source}: no such file; give the path of a {KINDS} file, or `embedded`{hub}") from error
-    if stat.S_ISDIR(mode):
-        raise ValueError(f"{source}: a folder; give the files in it, {KINDS}")
-    if not stat.S_ISREG(mode):
-        raise ValueError(f"{source}: not a regular file; copy its content to a file first")
+    problem = kind_of(path)
+    if problem == "no such file" and os.path.islink(path):
+        raise ValueError(f"{source}: a broken link to {os.readlink(path)}; repair the link")
+    hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
+    advice = {
+        "no such file": f"give the path of a {KINDS} file, or `embedded`{hub}",
+        "a folder": f"give the files in it, {KINDS}",
+        "not a regular file": "copy its content to a file first",
+    }
+    if problem:
+        raise ValueError(f"{source}: {problem}; {advice.get(problem, 'give another file')}")
     return path
 
 
@@ -117,65 +110,45 @@ def _read_file(source: str, path: Path) -> Iterator[tuple[str, object]]:
     raise ValueError(f"{source}: unknown kind of file; convert it to {KINDS}")
 
 
-def _open(path: Path) -> BufferedIOBase:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
 def _read_lines(source: str, path: Path) -> Iterator[tuple[str, object]]:
     number = 0
     try:
-        with _open(path) as stream:
-            for number in count(1):
-                line = stream.readline(MAX_LINE_BYTES + 1)
-                if not line:
-                    break
-                is_long = len(line) > MAX_LINE_BYTES
-                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line = stream.readline(MAX_LINE_BYTES + 1)
-                if is_long:
-                    yield f"line {number}", ValueError(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
-                elif line.strip():
-                    yield f"line {number}", _decoded(line)
+        for number, line in enumerate(read_lines(path), start=1):
+            if line is None:
+                yield f"line {number}", ValueError(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            elif line.strip():
+                yield f"line {number}", _decoded(line)
     except UNREADABLE as error:
-        raise ValueError(f"{source}: cannot be read from line {number} on ({error}); fetch the file again") from error
-    if number == 1:
+        problem = f"cannot be read from line {number + 1} on ({error})"
+        raise ValueError(f"{source}: {problem}; fetch the file again") from error
+    if number == 0:
         raise ValueError(f"{source}: the file is empty; fetch it again")
 
 
 def _decoded(line: bytes) -> object:
     try:
-        return JSON.decode(line.removeprefix(codecs.BOM_UTF8).decode("utf-8").strip())
-    except UnicodeDecodeError as error:
-        return ValueError(f"not UTF-8 ({error.reason})")
-    except json.JSONDecodeError as error:
-        return ValueError(f"invalid JSON ({error.msg})")
-    except RecursionError:
-        return ValueError("invalid JSON (nested too deeply)")
-    except ValueError:
-        return ValueError("invalid JSON (a number of thousands of digits)")  # Python reads at most 4300
+        return parse_json(line.strip(), strict=False, make_object=_object)
+    except MalformedJSON as error:
+        return error
 
 
 def _read_list(source: str, path: Path) -> list[object]:
     try:
-        with _open(path) as stream:
-            data = stream.read()
+        data = read_document(path, MAX_DOCUMENT_BYTES)
     except UNREADABLE as error:
         raise ValueError(f"{source}: cannot be read ({error}); fetch the file again") from error
     if not data.strip():
         raise ValueError(f"{source}: the file is empty; fetch it again")
     try:
-        value = JSON.decode(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{source} line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{source} line {error.lineno}: invalid JSON ({error.msg}); "
-            "fetch it again, or name it .jsonl if it has a record a line"
-        ) from error
-    except (RecursionError, ValueError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else "a number of thousands of digits"
-        raise ValueError(f"{source}: invalid JSON ({problem}); fetch it again, or remove that record") from error
+        value = parse_json(data, strict=False, make_object=_object)
+    except MalformedJSON as error:
+        place = f"{source} line {error.line}" if error.line else source
+        advice = "fetch it again, or remove that record"
+        if str(error).startswith("not UTF-8"):
+            advice = "convert the file to UTF-8"
+        elif error.line:
+            advice = "fetch it again, or name it .jsonl if it has a record a line"
+        raise ValueError(f"{place}: {error}; {advice}") from error
     if isinstance(value, ValueError):
         raise ValueError(f"{source}: {value}; fetch it again")
     lists = [value] if isinstance(value, list) else []
@@ -187,15 +160,11 @@ def _read_list(source: str, path: Path) -> list[object]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """Build a JSON object, or a ValueError if a key occurs twice: Python would silently keep the last value only."""
-    values = dict(pairs)
-    if len(values) == len(pairs):
-        return values
-    keys = [key for key, _ in pairs]
-    return ValueError(f"the key {max(keys, key=keys.count)[:40]!r} occurs twice in one object")
-
-
-JSON = json.JSONDecoder(object_pairs_hook=_object)
+    """Build an object, or the error in its place: it concerns one record, and only if the object is read."""
+    try:
+        return refuse_repeated_keys(pairs)
+    except MalformedJSON as error:
+        return error
 
 
 def _read_parquet(source: str, path: Path) -> Iterator[tuple[str, object]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from files.bounded_json import MalformedJSON, parse_json
+from files.regular import UNREADABLE, read_lines
+
+MAX_TEXT_BYTES = 1 << 30  # of a line, or of a .json file
 FIELDS = ("text",), ("question", "answer"), ("instruction", "input", "output"), ("instruction", "input", "response")
 EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`, or `conversations` or `messages`"
 
@@ -48,16 +50,17 @@ def text_paths(files: Sequence[str]) -> list[Path]:
 
 
 def _lines(file: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of each line."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-        number = 0
-        try:
-            for number, line in enumerate(stream, start=1):
-                yield f"{file} line {number}", line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} line {number}: not UTF-8 ({error.reason}); convert the file") from error
-        except (OSError, EOFError) as error:
-            raise ValueError(f"{file}: cannot be read after line {number} ({error}); fetch it again") from error
+    """Yield the place and the text of each line, which may be as long as the file."""
+    number = 0
+    try:
+        for number, line in enumerate(read_lines(path, MAX_TEXT_BYTES), start=1):
+            if line is None:
+                raise ValueError(f"{file} line {number}: more than {MAX_TEXT_BYTES >> 20} MiB; split the file")
+            yield f"{file} line {number}", line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} line {number}: not UTF-8 ({error.reason}); convert the file") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{file}: cannot be read after line {number} ({error}); fetch it again") from error
 
 
 def _paragraphs(file: str, path: Path) -> Iterator[str]:
@@ -74,7 +77,7 @@ def _paragraphs(file: str, path: Path) -> Iterator[str]:
 def _lines_of_records(file: str, path: Path) -> Iterator[str]:
     for place, line in _lines(file, path):
         if line.strip():
-            yield from _documents(place, _decoded(file, line, place))
+            yield from _documents(place, _decoded(file, line.strip(), place))
 
 
 def _list_of_records(file: str, path: Path) -> Iterator[str]:
@@ -87,10 +90,10 @@ def _list_of_records(file: str, path: Path) -> Iterator[str]:
 
 def _decoded(file: str, text: str, place: str | None = None) -> object:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = place or f"{file} line {error.lineno}"
-        raise ValueError(f"{place}: invalid JSON ({error.msg}); repair or remove it") from error
+        return parse_json(text, strict=False, make_object=dict)
+    except MalformedJSON as error:
+        place = place or (f"{file} line {error.line}" if error.line else file)
+        raise ValueError(f"{place}: {error}; repair or remove it") from error
 
 
 def _documents(place: str, record: object) -> Iterator[str]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from drafters import recipe, registry
 from drafters.atomic_write import atomic_write
 from drafters.protocol import BaseShape, LearnedDrafter
+from files.bounded_json import read_json
 
 FORMAT = 1
 
@@ -78,7 +79,7 @@ def read_config(folder: Path) -> DrafterConfig:
     if not path.is_file():
         raise ValueError(f"no drafter at {folder}: config.json is missing; make one with `drafters export CKPT OUT`")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         if values.pop("format") != FORMAT:
             raise ValueError("another format version")
         config = DrafterConfig(**values | {"base": BaseShape(**values["base"])})

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.benchmarks.question import Benchmark, Hub
+from files.bounded_json import MalformedJSON, parse_json
+from files.regular import UNREADABLE, read_document
 
+MAX_QUESTION_BYTES = 1 << 30
 Rows = Iterator[tuple[str, object]]
 
 
@@ -61,10 +61,9 @@ def _json_rows(file: str) -> Rows:
     for number, line in enumerate(_lines(file), 1):
         if line.strip():
             try:
-                yield f"{file} line {number}", json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                why = getattr(error, "msg", "nested too deeply")
-                raise ValueError(f"{file} line {number}: invalid JSON ({why}); expected an object a line") from error
+                yield f"{file} line {number}", parse_json(line)
+            except MalformedJSON as error:
+                raise ValueError(f"{file} line {number}: {error}; expected an object a line") from error
 
 
 def _lines(file: str) -> list[str]:
@@ -73,12 +72,10 @@ def _lines(file: str) -> list[str]:
         raise ValueError(f"{file} is a folder; give a file of questions in it")
     if not path.is_file():
         raise ValueError(f"{file}: no such file; give a file of questions, or several with commas between them")
-    data = path.read_bytes()
-    if data.startswith(b"\x1f\x8b"):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{file} is a broken gzip file ({error}); download it again") from error
+    try:
+        data = read_document(path, MAX_QUESTION_BYTES)
+    except UNREADABLE as error:
+        raise ValueError(f"{file} is a broken gzip file ({error}); download it again") from error
     try:
         return data.decode("utf-8-sig").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

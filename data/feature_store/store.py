@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from data.feature_store.shards import Shard, StoreDtype, row_keys
+from files.bounded_json import read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -83,7 +84,7 @@ class Manifest:
         if not path.is_file():
             raise ValueError(f"no feature store at {folder}: {MANIFEST} is missing; write one with `drafters features`")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             if (version := values.pop("format")) != FORMAT:
                 raise ValueError(f"format {version}, not {FORMAT}")
             shards = tuple(Shard(**shard) for shard in values["shards"])

@@ -15,6 +15,7 @@ from drafters.atomic_write import atomic_write
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
+from files.bounded_json import parse_json
 
 FORMAT = "drafters-corpus-1"
 
@@ -107,7 +108,7 @@ class CorpusTable:
             raise ValueError(f"no corpus cache at {path}: make one with `drafters corpus OUT`")
         try:
             with safe_open(path, framework="np") as file:
-                metadata = json.loads((file.metadata() or {}).get("corpus", "{}"))
+                metadata = parse_json((file.metadata() or {}).get("corpus", "{}"))
                 if metadata.pop("format", None) != FORMAT:
                     raise ValueError("another kind of file")
                 gram, sources = metadata.pop("gram"), tuple(metadata.pop("sources"))

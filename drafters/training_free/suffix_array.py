@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from drafters.atomic_write import atomic_write
+from files.bounded_json import parse_json
 
 FORMAT = "drafters-suffix-array-1"
 DTYPES = {"U16": np.uint16, "I32": np.int32, "U32": np.uint32, "U64": np.uint64}  # by their names in safetensors
@@ -179,8 +180,8 @@ class SuffixArray:
             start = 8 + int.from_bytes(
                 mapped[:8], "little"
             )  # layout of safetensors: length of the header, header, arrays
-            header = json.loads(mapped[8:start])
-            metadata = json.loads(header["__metadata__"]["suffix_array"])
+            header = parse_json(mapped[8:start])
+            metadata = parse_json(header["__metadata__"]["suffix_array"])
             if metadata.pop("format") != FORMAT:
                 raise ValueError("another kind of file")
             arrays: dict[str, Any] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from drafters.protocol import DraftedTokens
+from files.bounded_json import read_json
+from files.validation import MALFORMED, validated
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 
@@ -97,15 +98,12 @@ def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tupl
         ValueError: The file cannot be read, holds no skip set, or was made for a base with another number of layers.
     """
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-        attention, mlp = (tuple(content[kind]) for kind in ("attention", "mlp"))
-    except OSError as error:
+        content = read_json(file)
+        attention, mlp = (validated(tuple[int, ...], content[kind]) for kind in ("attention", "mlp"))
+    except MALFORMED as error:
         raise ValueError(
-            f"cannot read the skip set {file} ({error.strerror}): make one by `drafters skip-search`"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f'{file} holds no skip set: need {{"attention": [...], "mlp": [...]}}: make one by `drafters skip-search`'
+            f'{file} holds no skip set {{"attention": [...], "mlp": [...]}} ({error}): make one by '
+            "`drafters skip-search`"
         ) from error
     if content.get("num_layers", num_layers) != num_layers:
         raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from files.validation import validated
 from inference.evaluation.answering import Slot, without_times
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.processes import journal_path
@@ -105,26 +106,34 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
         folder: Folder of the journals.
         plan: What was decoded.
     """
-    starts: list[dict[str, Any]] = []
+    starts: list[tuple[float | None, int | None]] = []
     loads: list[float | None] = []
     collected = CollectedAnswers(plan)
     for number in range(len(plan.devices)):
         with Journal(journal_path(folder, number), plan.settings) as journal:
             for key, answers in read_answers(journal).items():
                 collected.answers.setdefault(key, {}).update(answers)
-            own_starts = [entry for entry in journal if "answer" not in entry]
-            loads += [entry["load"] for entry in journal if "answer" in entry]
+            own = list(journal.entries(_read_load))
+        loads += [load for is_start, load, _ in own if not is_start]
+        own_starts = [(load, gpu_use) for is_start, load, gpu_use in own if is_start]
         starts += own_starts
         collected.num_starts = max(collected.num_starts, len(own_starts))
     collected.machine = timing.MachineLoad(
         num_threads=plan.threads * len(plan.devices),
         num_cores=timing.num_cores(),
-        before=_without_none(entry["load"] for entry in starts),
+        before=_without_none(load for load, _ in starts),
         during=_without_none(loads),
         core_shares=_without_none(a.core_share for by_slot in collected.answers.values() for a in by_slot.values()),
-        gpu_percents=_without_none(entry["gpu_use"] for entry in starts),
+        gpu_percents=_without_none(gpu_use for _, gpu_use in starts),
     )
     return collected
+
+
+def _read_load(entry: dict[str, Any]) -> tuple[bool, float | None, int | None]:
+    """Whether an entry is that of a start, the load of the machine, and at a start the use of the GPU."""
+    is_start = "answer" not in entry
+    gpu_use = entry["gpu_use"] if is_start else None
+    return validated(tuple[bool, float | None, int | None], (is_start, entry["load"], gpu_use))
 
 
 def _without_none(values: Iterable[T | None]) -> list[T]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from files.validation import validated
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler, Typical
@@ -96,8 +98,16 @@ class Worker:
 def read_answers(journal: Journal) -> dict[tuple[str, int], dict[Slot, Answer]]:
     """The answers in a journal, by benchmark and repeat."""
     answers: dict[tuple[str, int], dict[Slot, Answer]] = {}
-    for entry in journal:
-        if "answer" in entry:
-            answer = records.from_json(entry["answer"])
-            answers.setdefault((entry["benchmark"], entry["repeat"]), {})[entry["place"], answer.drafter] = answer
+    for read in journal.entries(_read_answer):
+        if read:
+            key, place, answer = read
+            answers.setdefault(key, {})[place, answer.drafter] = answer
     return answers
+
+
+def _read_answer(entry: dict[str, Any]) -> tuple[tuple[str, int], int, Answer] | None:
+    """The benchmark and repeat, the question's index and the answer of an entry; None for the entry of a start."""
+    if "answer" not in entry:
+        return None
+    key, place = validated(tuple[tuple[str, int], int], ((entry["benchmark"], entry["repeat"]), entry["place"]))
+    return key, place, records.from_json(entry["answer"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.conversation import Conversation, resolve_template
 from data.sharegpt import load_conversations
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from drafters.atomic_write import atomic_write
+from files.validation import validated
 from inference.engine.base import base_hash
 from inference.engine.options import ModelOptions
 from inference.regeneration.dialogue import AnswerCounts, Dialogue
@@ -119,8 +121,8 @@ def regenerate(
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [Dialogue(each, tokenizer, answers.template, num_turns) for each in conversations]
     settings = recorded_settings(conversations, tokenizer, answers, answerer)
-    partial = path.with_name(f"{path.name}.partial")
-    with Journal(partial, settings, existing="replace_if_different" if overwrite else "continue") as journal:
+    partial_path = path.with_name(f"{path.name}.partial")
+    with Journal(partial_path, settings, existing="replace_if_different" if overwrite else "continue") as journal:
         with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
             counts = answer_all(dialogues, answerer, journal, answers, advance)
         if not counts.num_answers:
@@ -193,7 +195,11 @@ def answer_all(
         options: Length limits and batch size.
         advance: Called with the number of finished answers, the number of those that are new, and their tokens.
     """
-    known = {(turn, place): reply for turn, replies in journal for place, reply in replies}
+    known = {
+        (turn, place): reply
+        for turn, replies in journal.entries(partial(_read_batch, answerer.responder))
+        for place, reply in replies
+    }
     counts, turn = AnswerCounts(), 0
     while any(dialogue.num_remaining for dialogue in dialogues):
         requests: dict[int, Request] = {}
@@ -221,6 +227,11 @@ def answer_all(
             advance(num_done, len(new), (counts.num_tokens - num_tokens) if new else 0)
         turn += 1
     return counts
+
+
+def _read_batch(responder: Responder, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
+    turn, replies = validated(tuple[int, list[tuple[int, Any]]], entry)
+    return turn, [(place, responder.read(reply)) for place, reply in replies]
 
 
 def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool) -> str:

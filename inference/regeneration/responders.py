@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from files.validation import validated
 from inference.engine.base import Base
 from inference.regeneration.batched import greedy_batch
 from inference.regeneration.dialogue import AnswerCounts, Dialogue
-from inference.regeneration.endpoint import Endpoint, RequestFailed, RequestRefused
+from inference.regeneration.endpoint import ChatAnswer, Endpoint, RequestFailed, RequestRefused
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Responder(Protocol):
 
     def answer(self, requests: Sequence[Request]) -> Sequence[Any]:
         """Return a reply to each request."""
+
+    def read(self, reply: Any) -> Any:
+        """Return a reply that a journal holds; raises ValueError if this responder cannot have given it."""
 
     def add(self, dialogue: Dialogue, prompt: list[int], reply: Any, counts: AnswerCounts) -> None:
         """Add a reply to its conversation."""
@@ -60,6 +64,13 @@ class LocalResponder:
         torch.cuda.empty_cache()  # outside the handler, where the error no longer keeps the tensors alive
         half = len(requests) // 2
         return self.answer(requests[:half]) + self.answer(requests[half:])
+
+    def read(self, reply: Any) -> list[int]:
+        """Return a reply of at least one token of the base's vocabulary."""
+        tokens = validated(list[int], reply)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < self.base.model.config.vocab_size:
+            raise ValueError("not an answer of this base")
+        return tokens
 
     def add(self, dialogue: Dialogue, prompt: list[int], reply: list[int], counts: AnswerCounts) -> None:
         """Add the answer's tokens to its conversation."""
@@ -96,6 +107,12 @@ class ServerResponder:
                 "repair the server, then repeat the command to continue"
             )
         return replies
+
+    def read(self, reply: Any) -> dict[str, Any]:
+        """Return a reply, or a refusal, with all its fields."""
+        if "refused" in reply:
+            return {"refused": str(reply["refused"])}
+        return vars(validated(ChatAnswer, reply))
 
     def _reply(self, request: Request) -> dict[str, Any]:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter
 from drafters.registry import Registration, class_path, full_path, registered
+from files.bounded_json import read_json
 from inference.engine.base import Base, check_fit, tokenizer_hash
 from inference.engine.runner import Runner
 from inference.registry import builders  # noqa: F401  registers the drafters that need a model
@@ -160,8 +161,8 @@ def _parse(name: str, text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
 def _read_entry(file: str, key: str) -> Any:
     """The entry ``key`` of a JSON file, such as the one that `drafters tree-search` writes."""
     try:
-        return json.loads(Path(file).read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_json(file)[key]
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{file} is not a JSON file with an entry {key!r}: give the file that was made for it"
         ) from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from files.bounded_json import read_json_lines
 
 # The keys of a choice that hold the fields of `RecordedTurn`, in their order.
 COLUMNS = ("turns", "new_tokens", "idxs", "wall_time", "token_ids", "ended", "prompt_tokens")
@@ -101,16 +102,7 @@ def lines(path: str | Path) -> Iterator[tuple[str, dict]]:
         raise ValueError(f"{path} is a folder; give a JSONL file of recorded answers in it")
     if not Path(path).is_file():
         raise ValueError(f"{path}: no such file; give a JSONL file of recorded answers")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error.reason}); convert the file") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield f"{path} line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: invalid JSON ({error.msg})") from error
+    yield from read_json_lines(path)
 
 
 def parse(place: str, row: dict) -> RecordedAnswer:

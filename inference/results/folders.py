@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from files.bounded_json import read_json
+from files.validation import MALFORMED, validated
 from inference.registry import catalogue
 from inference.results import records
 from inference.results.metrics import CategorySummary, Summary
@@ -83,15 +84,15 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
     if not path.is_file():
         raise ValueError(f"{folder} holds no results.json: give a folder that `drafters eval --out` wrote")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        context = dict(content["context"])
+        content = read_json(path)
+        context = validated(dict[str, Any], content["context"])
         summaries = {
             benchmark: {drafter: summary_from_json(summary) for drafter, summary in by_drafter.items()}
             for benchmark, by_drafter in content["results"].items()
         }
         if not all(summaries.values()) or not summaries:
             raise ValueError("no results")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise ValueError(
             f"{path} was not written by `drafters eval --out` ({type(error).__name__}: {error}): give one that was"
         ) from error
@@ -160,25 +161,18 @@ def summary_from_json(values: Mapping[str, Any]) -> Summary:
 
     Raises:
         KeyError: A key that every version writes is missing.
+        ValueError: A value is not of its type.
     """
     if missing := [key for key in REQUIRED if key not in values]:
         raise KeyError(missing[0])
-    by_category = {
-        category: CategorySummary(**_field_values(CategorySummary, own))
-        for category, own in values["by_category"].items()
-    }
-    return replace(Summary(**_field_values(Summary, values)), by_category=by_category)
+    by_category = {name: _with_all_fields(CategorySummary, own) for name, own in values["by_category"].items()}
+    return validated(Summary, {**_with_all_fields(Summary, values), "by_category": by_category})
 
 
-def _field_values(kind: type[Summary | CategorySummary], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a dataclass's fields; None for those that are missing and have no default."""
-    return {
-        field.name: tuple(value)
-        if isinstance(value := values.get(field.name), list) and field.name != "acceptance_by_depth"
-        else value
-        for field in fields(kind)
-        if field.name in values or field.default_factory is MISSING
-    }
+def _with_all_fields(kind: type[Summary | CategorySummary], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dataclass's fields, with None for those that are missing and have no default."""
+    required = [field.name for field in fields(kind) if field.default_factory is MISSING]
+    return {**dict.fromkeys(required), **values}
 
 
 def _baseline_tokens(results: EvaluationResults, benchmark: str) -> dict[int, list[list[int]]] | None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from drafters.atomic_write import atomic_write
-from inference.engine.session import StepCost
+from files.bounded_json import read_json_lines
+from files.validation import MALFORMED, validated
+from inference.engine.session import PHASES, StepCost
 
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
 
@@ -95,15 +97,32 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 
 def from_json(record: dict[str, Any]) -> Answer:
-    """The inverse of `to_json`."""
-    choice = record["choices"][0]
-    columns = (choice[key] for key in ("turns", "token_ids", "prompt_tokens", "steps", "wall_time"))
-    turns = [
-        Turn(text, token_ids, prompt_tokens, [_step_from_json(row) for row in steps], seconds)
-        for text, token_ids, prompt_tokens, steps, seconds in zip(*columns, strict=True)
-    ]
-    measured = choice.get("peak_bytes"), choice.get("core_share")  # answers of older runs have none
-    return Answer(record["question_id"], record["category"], record["model_id"], turns, choice["ended"], *measured)
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError: The record is not such an answer.
+    """
+    try:
+        choice = record["choices"][0]
+        columns = (choice[key] for key in ("turns", "token_ids", "prompt_tokens", "steps", "wall_time"))
+        turns = [
+            {
+                "text": text,
+                "token_ids": token_ids,
+                "prompt_tokens": prompt_tokens,
+                "steps": [_step_from_json(row) for row in steps],
+                "seconds": seconds,
+            }
+            for text, token_ids, prompt_tokens, steps, seconds in zip(*columns, strict=True)
+        ]
+        measured = {name: choice.get(name) for name in ("peak_bytes", "core_share")}  # answers of older runs have none
+        fields = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
+        answer = validated(Answer, {**fields, "turns": turns, "ended": choice["ended"], **measured})
+    except MALFORMED as error:
+        raise ValueError(f"not a recorded answer ({type(error).__name__}: {error})") from error
+    if len(answer.ended) != len(answer.turns):
+        raise ValueError("not a recorded answer (its turns and its ends differ in number)")
+    return answer
 
 
 def write(path: str | Path, answers: Iterable[Answer]) -> None:
@@ -119,17 +138,14 @@ def read(path: str | Path) -> list[Answer]:
         ValueError: A line is not such an answer.
     """
     answers = []
-    with Path(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+    try:
+        for place, record in read_json_lines(path):
             try:
-                answers.append(from_json(json.loads(line)))
-            except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: not a recorded answer ({type(error).__name__}: {error}): "
-                    "delete the line, or the file, and run `drafters eval` again"
-                ) from error
+                answers.append(from_json(record))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}: delete the line, or the file, and run `drafters eval` again") from error
     return answers
 
 
@@ -142,6 +158,7 @@ def _step_to_json(step: StepCost) -> list[float]:
     return counts + [round(seconds, 7) for seconds in step.seconds]
 
 
-def _step_from_json(row: list[float]) -> StepCost:
-    counts = dict(zip(COUNTS, map(int, row), strict=False))
-    return StepCost(**counts, seconds=tuple(row[len(COUNTS) :]))
+def _step_from_json(row: list[float]) -> dict[str, Any]:
+    if len(row) != len(COUNTS) + len(PHASES) or min(row) < 0:
+        raise ValueError(f"a step has {len(COUNTS)} counts and {len(PHASES)} times, none of them negative")
+    return {**dict(zip(COUNTS, row, strict=False)), "seconds": row[len(COUNTS) :]}

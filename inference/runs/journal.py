@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
+
+from files.bounded_json import parse_json
+from files.regular import kind_of, open_regular
+from files.validation import MALFORMED
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -37,6 +43,8 @@ class Journal:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: BinaryIO | None = None  # opened by the first append
+        if self.path.exists() and (problem := kind_of(self.path)):
+            raise ValueError(f"{path}: {problem}; choose another --out")
         self._num_bytes = 0 if existing == "replace" else self._count_complete_lines()
         if self._num_bytes and (recorded := next(self._read())) != self.settings:
             if existing == "continue":
@@ -56,9 +64,22 @@ class Journal:
 
     def __iter__(self) -> Iterator[Any]:
         """The entries, without the settings."""
-        lines = self._read()
-        next(lines, None)
-        return lines
+        return self.entries(lambda entry: entry)
+
+    def entries(self, read: Callable[[Any], T]) -> Iterator[T]:
+        """What ``read`` makes of each entry, without the settings.
+
+        Raises:
+            ValueError: An entry is not JSON, or ``read`` cannot make anything of it. The message names the line.
+        """
+        for number, entry in enumerate(self._read(), start=1):
+            if number == 1:
+                continue
+            try:
+                value = read(entry)
+            except MALFORMED as error:
+                raise self._damage(number) from error
+            yield value
 
     def append(self, entry: Any) -> None:
         """Add an entry; it is on the disk when this returns."""
@@ -94,22 +115,25 @@ class Journal:
         """Number of bytes up to the end of the last complete line."""
         if not self.path.exists():
             return 0
-        with self.path.open("rb") as stream:
+        with open_regular(self.path, is_compressed=False) as stream:
             return sum(len(line) for line in stream if line.endswith(b"\n"))
 
     def _read(self) -> Iterator[Any]:
         if not self._num_bytes:
             return
         position = 0
-        with self.path.open("rb") as stream:
+        with open_regular(self.path, is_compressed=False) as stream:
             for number, line in enumerate(stream, start=1):
                 position += len(line)
                 if position > self._num_bytes:
                     return
                 try:
-                    yield json.loads(line)
+                    yield parse_json(line)
                 except ValueError as error:
-                    raise ValueError(f"{self.path} line {number} is damaged: delete the file and start over") from error
+                    raise self._damage(number) from error
+
+    def _damage(self, number: int) -> ValueError:
+        return ValueError(f"{self.path} line {number} is damaged: delete the file and start over")
 
 
 def _differences(recorded: Any, settings: Mapping[str, Any], labels: Mapping[str, str]) -> str:

@@ -9,6 +9,7 @@ from itertools import product
 
 from inference.registry import catalogue
 
+MAX_VALUES = 1000  # of an axis
 FILE = "file"  # the axis whose values take the place of FILE in NAME=FILE
 RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
@@ -50,6 +51,8 @@ def read_axis(text: str) -> Axis:
     for part in listed.split(","):
         if ends := RANGE.fullmatch(part):
             first, last = map(int, ends.groups())
+            if last - first >= MAX_VALUES:
+                raise ValueError(f"the axis {text!r} has more than {MAX_VALUES} values: name fewer")
             values += [str(number) for number in range(first, last + 1)] or [""]
         else:
             values.append(part)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from data.benchmarks import Question
 from drafters.atomic_write import atomic_write
+from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
 from inference.engine.layer_skipping import default_skips, sublayers
@@ -155,10 +156,11 @@ def read_survival(journal: Journal) -> dict[SkipSet, list[float]]:
     Raises:
         ValueError: An entry is damaged.
     """
-    try:
-        return {frozenset(entry["skips"]): entry["survival"] for entry in journal}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{journal.path} is damaged ({error}): pass --overwrite to start over") from error
+
+    def read(entry: dict[str, Any]) -> tuple[SkipSet, list[float]]:
+        return validated(tuple[frozenset[int], list[float]], (entry["skips"], entry["survival"]))
+
+    return dict(journal.entries(read))
 
 
 def run(

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from data.tokenizer import short_hash
+from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
@@ -24,7 +25,7 @@ from inference.engine.session import Session
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
-from inference.results import metrics
+from inference.results import folders, metrics
 from inference.results.records import Answer
 from inference.runs.fingerprint import fingerprint
 from inference.runs.journal import Journal
@@ -144,7 +145,7 @@ def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: 
 def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[MeasuredCell]:
     """Measure the cells that are not in the journal, add them to it, and return all cells in the order of ``grid``."""
     identities = {cell: (cell.spec, fingerprint(catalogue.split(cell.spec)[1])) for cell in grid}
-    known = {(entry["spec"], entry["files"]): entry for entry in journal}
+    known = {(entry["spec"], entry["files"]): entry for entry in journal.entries(_read_cell)}
     num_missing = sum(identity not in known for identity in identities.values())
     measured = []
     with progress_bars() as progress:
@@ -164,6 +165,12 @@ def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[
                     print(f"{number} of {len(grid)}: {cell.spec}: {numbers}", file=sys.stderr)
             measured.append(MeasuredCell(cell, known[identity]["summary"], known[identity]["alone"]))
     return measured
+
+
+def _read_cell(entry: dict[str, Any]) -> dict[str, Any]:
+    folders.summary_from_json(entry["summary"])  # raises ValueError or KeyError if it is damaged
+    _, _, entry["alone"] = validated(tuple[str, str, float], (entry["spec"], entry["files"], entry["alone"]))
+    return entry
 
 
 def measure_cell(cell: Cell, workload: Workload, advance: Callable[[], object]) -> tuple[metrics.Summary, float]:

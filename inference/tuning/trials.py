@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from drafters.atomic_write import atomic_write
+from files.bounded_json import read_json
+from files.validation import validated
 from inference.results.metrics import decode_steps
 from inference.results.records import Turn
 from inference.runs.outputs import folder_above
@@ -80,11 +82,11 @@ class TrialFile:
             raise ValueError(f"{file}: there is no folder {self.path.parent}; make it, or give another --out")
         if self.path and self.path.exists():
             try:
-                self.trials = json.loads(self.path.read_text(encoding="utf-8"))
-                for search in self.trials.values():
-                    for trial in search.values():
-                        Trial(**trial)
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+                self.trials = read_json(self.path)
+                read = validated(dict[str, dict[str, Trial]], self.trials)
+                if any(min(trial.tokens, trial.seconds) <= 0 for trials in read.values() for trial in trials.values()):
+                    raise ValueError("a trial without tokens")
+            except ValueError as error:
                 raise ValueError(f"{file} holds no trials of ouroboros-search: give another --out") from error
 
     def get(self, spec: str) -> Trial | None:

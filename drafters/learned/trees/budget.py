@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
+
+from files.bounded_json import read_json
 
 
 def best_size(probabilities: np.ndarray, seconds: np.ndarray, draft_seconds: float = 0.0) -> int:
@@ -44,11 +45,9 @@ def read_costs(path: str | Path) -> np.ndarray:
     """
     again = "write it with drafters step-cost"
     try:
-        curve = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); {again}") from error
+        curve = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path}: not a JSON file; {again}") from error
+        raise ValueError(f"{error}; {again}") from error
     if not isinstance(curve, dict) or not {"nodes", "seconds"} <= curve.keys():
         raise ValueError(f"{path}: no step cost: nodes and seconds are needed; {again}")
     nodes, seconds = curve["nodes"], curve["seconds"]

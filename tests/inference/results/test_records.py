@@ -77,5 +77,5 @@ def test_a_malformed_line_is_reported_with_advice(tmp_path, line):
     path = tmp_path / "ctc.jsonl"
     records.write(path, [ANSWER])
     path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"ctc\.jsonl:2: .*delete the line.*drafters eval"):
+    with pytest.raises(ValueError, match=r"ctc\.jsonl line 2: .*delete the line.*drafters eval"):
         records.read(path)

@@ -6,8 +6,9 @@ TORCH_ARGS ?=
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=
+FUZZ_MINUTES ?= 30
 
-.PHONY: install quickstart test test-fast coverage lint docs tiny-chat clean
+.PHONY: install quickstart test test-fast fuzz coverage lint docs tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -33,6 +34,10 @@ test: install
 # Every test but those marked slow.
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+# New hostile inputs for every reader and command line; tests/fuzz/conftest.py explains it.
+fuzz: install
+	FUZZ_MINUTES=$(FUZZ_MINUTES) $(BIN)/python -m pytest tests/fuzz
 
 coverage: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term-missing:skip-covered

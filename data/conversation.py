@@ -9,6 +9,7 @@ from itertools import groupby
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING
 
+from data.time_limit import time_limit
 from data.tokenizer import short_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(["gpt", "chatgpt", "assistant", "model", "bard", "bing", "claude"], "assistant")
 
+TEMPLATE_SECONDS = 5.0  # for one conversation; the sandbox of transformers bounds one loop, not loops in loops
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -320,6 +322,7 @@ def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str, 
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=text, **options)
-    except TemplateError as error:
+        with time_limit(TEMPLATE_SECONDS, "the chat template"):
+            return tokenizer.apply_chat_template(messages, chat_template=text, **options)
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error

@@ -213,8 +213,10 @@ def split(conversations: list[Conversation], val_size: int, seed: int) -> tuple[
         seed: Seed of the random choice.
 
     Raises:
-        ValueError: `val_size` leaves no conversation to train on.
+        ValueError: `val_size` is negative, or leaves no conversation to train on.
     """
+    if val_size < 0:
+        raise ValueError(f"val_size must be at least 0, not {val_size}")
     if val_size >= len(conversations):
         raise ValueError(
             f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on; "

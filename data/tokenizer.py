@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.shipped import find_base
+from files.regular import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +45,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def _require_folder_or_hub_id(name: str) -> None:
     path = Path(name)
     if path.is_dir():
+        check_folder(path)
         if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
             raise ValueError(f"{name} is a folder without config.json: pass a folder saved by save_pretrained")
     elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from drafters.protocol import BaseShape, LearnedDrafter
 from files.bounded_json import read_json
 
 FORMAT = 1
+# Options that multiply the hidden size in weights; where the product is far above the weights, all shapes are compared.
+SIZES = "num_layers", "num_heads", "num_frames", "markov_rank"
+SLACK = 4
+MAX_SIZE = 1 << 24  # of a dimension of the base, or of a number in the recipe
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,28 @@ class DrafterConfig:
             ValueError: The class is not a registered drafter.
         """
         return recipe.nested(self.init_args, recipe.groups(registry.find_class(self.class_path)))
+
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that the recipe asks for no more memory than its weights take, before a drafter is built.
+
+        Args:
+            shapes: The shape of each weight.
+
+        Raises:
+            ValueError: It asks for more layers than there are weights, or for larger ones.
+        """
+        numbers = {key.rpartition(".")[2]: value for key, value in recipe.flattened(self.nested_init_args()).items()}
+        counts = {key: numbers[key] for key in SIZES if isinstance(numbers.get(key), int)}
+        if (num_layers := counts.pop("num_layers", 0)) > len(shapes):
+            raise ValueError(f"num_layers is {num_layers}, but the weights are {len(shapes)} tensors")
+        base, total = self.base, sum(map(prod, shapes.values()))
+        largest = max(base.hidden_size, base.intermediate_size, base.num_heads * base.head_dim, *counts.values())
+        if base.hidden_size * largest <= SLACK * total:
+            return
+        with torch.device("meta"):  # nothing is allocated
+            expected = {name: list(weight.shape) for name, weight in self.build().state_dict().items()}
+        if wrong := [name for name in expected if expected[name] != list(shapes.get(name, ()))]:
+            raise ValueError(f"{wrong[0]} is {list(shapes.get(wrong[0], ()))}, not {expected[wrong[0]]}")
 
     def build(self) -> LearnedDrafter:
         """A drafter with fresh weights.
@@ -83,11 +111,25 @@ def read_config(folder: Path) -> DrafterConfig:
         if values.pop("format") != FORMAT:
             raise ValueError("another format version")
         config = DrafterConfig(**values | {"base": BaseShape(**values["base"])})
-        if not isinstance(config.init_args, dict):
-            raise ValueError("init_args is not an object")
+        _check_values(config)
         return config
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a drafter's configuration ({error}); export the drafter again") from error
+
+
+def _check_values(config: DrafterConfig) -> None:
+    """Raise ValueError if a value is of a wrong type, or larger than any drafter has it."""
+    for name, kind in (("init_args", dict), ("training", dict), ("base_name", str), ("tokenizer_hash", str)):
+        if not isinstance(getattr(config, name), kind):
+            raise ValueError(f"{name} is not {'an object' if kind is dict else 'a text'}")
+    for size in fields(BaseShape):
+        value = getattr(config.base, size.name)
+        is_number = type(value) is int or (size.type == "float" and type(value) is float and isfinite(value))
+        if not is_number or not 0 < value <= MAX_SIZE:
+            raise ValueError(f"{size.name} of the base is {value!r}")
+    for name, value in recipe.flattened(config.init_args).items():
+        if isinstance(value, int) and abs(value) > MAX_SIZE and not name.endswith("seed"):
+            raise ValueError(f"{name} is {value}")
 
 
 def load(
@@ -105,7 +147,6 @@ def load(
     """
     folder = Path(folder)
     config = config or read_config(folder)
-    drafter = config.build()
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"no drafter at {folder}: model.safetensors is missing; export the drafter again")
@@ -113,6 +154,11 @@ def load(
         weights = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); export the drafter again") from error
+    try:
+        config.check_weights({name: weight.shape for name, weight in weights.items()})
+    except ValueError as error:
+        raise ValueError(f"{path} does not fit its config.json ({error}); export the drafter again") from error
+    drafter = config.build()
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:

@@ -7,12 +7,21 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from drafters.protocol import BaseShape
 
+MAX_LAYERS = 1000  # of a drafter; it also bounds its heads and frames
+
 
 def check_at_least(minimum: int, **values: float) -> None:
     """Raise ValueError if a value is below the minimum or not a number."""
     for name, value in values.items():
         if not value >= minimum:
             raise ValueError(f"{name} must be at least {minimum}, not {value}")
+
+
+def check_at_most(maximum: int, **values: int) -> None:
+    """Raise ValueError if a value is above the maximum, for instance before so many layers are built."""
+    for name, value in values.items():
+        if value > maximum:
+            raise ValueError(f"{name} must be at most {maximum}, not {value}")
 
 
 def check_above_zero(**values: float) -> None:

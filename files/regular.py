@@ -52,7 +52,7 @@ def open_regular(path: str | Path, is_compressed: bool | None = None) -> Iterato
         ValueError: It is missing, a folder, a FIFO or a device.
     """
     if problem := kind_of(path):
-        raise ValueError(f"{path}: {problem}; give a regular file")
+        raise ValueError(f"{path} cannot be read: {problem}; give a regular file")
     with open(path, "rb") as raw:
         if is_compressed is None:
             is_compressed = raw.peek(2)[:2] == GZIP_MAGIC or str(path).endswith(".gz")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-T = TypeVar("T")
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 """What reading the wrong parts of a parsed JSON value may raise."""
 
 
-def validated(kind: type[T], value: Any) -> T:
+def validated(kind: Any, value: Any) -> Any:
     """Build a dataclass, or another type such as ``list[int]``, from parsed JSON.
 
     Lists become tuples and whole numbers become floats where the type says so; unknown keys are left out.
@@ -21,7 +20,7 @@ def validated(kind: type[T], value: Any) -> T:
         ValueError: A field is missing or has another type. The message, of one line, names it.
     """
     try:
-        return cast(T, _adapter(kind).validate_python(value))
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
-from data.feature_store.shards import Shard, StoreDtype, row_keys
+from data.feature_store.shards import KEY_BYTES, Shard, StoreDtype, row_keys
 from files.bounded_json import read_json
+from files.validation import MALFORMED, validated
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -87,14 +88,15 @@ class Manifest:
             values = read_json(path)
             if (version := values.pop("format")) != FORMAT:
                 raise ValueError(f"format {version}, not {FORMAT}")
-            shards = tuple(Shard(**shard) for shard in values["shards"])
-            manifest = cls(
-                **values | {"layers": tuple(values["layers"]), "files": tuple(values["files"]), "shards": shards}
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if (dtype := values.get("dtype")) not in get_args(StoreDtype):
+                raise ValueError(f"an unknown dtype, {dtype!r}")
+            manifest = validated(cls, values)
+            if any(Path(shard.file).name != shard.file for shard in manifest.shards):
+                raise ValueError("a shard outside its folder")
+            if any(min(shard.num_rows, shard.num_tokens) < 0 for shard in manifest.shards):
+                raise ValueError("a shard of a negative size")
+        except MALFORMED as error:
             raise ValueError(f"{path} is not a manifest of a feature store ({error}); write the store again") from error
-        if manifest.dtype not in get_args(StoreDtype):
-            raise ValueError(f"{path} names an unknown dtype, {manifest.dtype!r}; write the store again")
         return manifest
 
 
@@ -161,11 +163,11 @@ class FeatureStore:
         places: dict[bytes, tuple[int, int, int]] = {}
         for number, shard in enumerate(self.manifest.shards):
             with self._open(number) as opened:
+                if not self._fits(opened, shard):
+                    raise ValueError(
+                        f"{self.folder / shard.file} is not the file that the manifest describes: write the store again"
+                    )
                 starts, names = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
-            if len(names) != shard.num_rows:
-                raise ValueError(
-                    f"{self.folder / shard.file} is not the file that the manifest describes: write the store again"
-                )
             for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
                 places[name.tobytes()] = (number, start, end)
         keys = row_keys(rows)
@@ -175,6 +177,20 @@ class FeatureStore:
                 f"first is {rows[missing[0]]['id']}: it was written from other files, or with another limit"
             )
         return [places[key] for key in keys]
+
+    def _fits(self, opened: safe_open, shard: Shard) -> bool:
+        """Whether a shard holds the tensors that the manifest says, in their shapes."""
+        states = {f"layer.{layer}": (shard.num_tokens, self.manifest.hidden_size) for layer in self.manifest.layers}
+        scales = {f"scale.{layer}": (shard.num_tokens,) for layer in self.manifest.layers}
+        expected: dict[str, tuple[int, ...]] = {**states, **(scales if self.manifest.dtype == "int8" else {})}
+        expected |= dict.fromkeys(("input_ids", "loss_mask", "labels"), (shard.num_tokens,))
+        expected |= {"starts": (shard.num_rows + 1,), "keys": (shard.num_rows, KEY_BYTES)}
+        held = set(opened.keys())
+        if not all(name in held and tuple(opened.get_slice(name).get_shape()) == expected[name] for name in expected):
+            return False
+        starts, keys = opened.get_tensor("starts"), opened.get_tensor("keys")
+        in_order = bool((starts.diff() >= 0).all()) and starts[0] == 0 and starts[-1] == shard.num_tokens
+        return in_order and starts.dtype == torch.int64 and keys.dtype == torch.uint8
 
     def read(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
         """Read one row, with its hidden states in the dtype of the store.

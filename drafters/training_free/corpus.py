@@ -115,8 +115,12 @@ class CorpusTable:
                 arrays = {name: file.get_tensor(name) for name in ("keys", "offsets", "grams")}
             table = cls(**arrays, **metadata, sources=sources)
             expected = (len(table.keys) + 1,), (table.offsets[-1], gram)
-            if (table.offsets.shape, table.grams.shape) != expected:
+            if (table.offsets.shape, table.grams.shape) != expected or table.keys.ndim != 1:
                 raise ValueError("its arrays do not fit each other")
+            if any(array.dtype.kind != "i" for array in arrays.values()):
+                raise ValueError("its arrays are not whole numbers")
+            if table.offsets[0] != 0 or (np.diff(table.offsets) < 0).any() or (np.diff(table.keys) <= 0).any():
+                raise ValueError("its contexts are not in order")
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is not a corpus cache ({error}): build it again with `drafters corpus OUT`"

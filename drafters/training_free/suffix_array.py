@@ -19,6 +19,7 @@ from drafters.atomic_write import atomic_write
 from files.bounded_json import parse_json
 
 FORMAT = "drafters-suffix-array-1"
+MAX_DEPTH = 4096  # far more tokens than any draft has
 DTYPES = {"U16": np.uint16, "I32": np.int32, "U32": np.uint32, "U64": np.uint64}  # by their names in safetensors
 
 
@@ -58,7 +59,8 @@ class SuffixArray:
 
         Args:
             documents: Token ids of the documents; empty ones are left out.
-            depth: Number of tokens to sort by, at least 2: the longest look-up and the tokens read after it, together.
+            depth: Number of tokens to sort by, 2 to `MAX_DEPTH`: the longest look-up and the tokens read after it,
+                together.
             tokenizer_hash: Hash of the vocabulary.
             sources: Names of the files.
             sorted_by: Called after each round of sorting with the number of tokens that the positions are sorted by.
@@ -66,8 +68,8 @@ class SuffixArray:
         Raises:
             ValueError: The text is empty or too long, or the depth too small.
         """
-        if depth < 2:
-            raise ValueError(f"depth must be at least 2, not {depth}")
+        if not 2 <= depth <= MAX_DEPTH:
+            raise ValueError(f"depth must be at least 2 and at most {MAX_DEPTH}, not {depth}")
         text, borders = array("i"), array("q")
         for document in documents:
             if len(document):
@@ -189,8 +191,13 @@ class SuffixArray:
                 (size,), dtype = header[name]["shape"], DTYPES[header[name]["dtype"]]
                 arrays[name] = np.frombuffer(mapped, dtype, size, start + header[name]["data_offsets"][0])
             store = cls(**arrays, **metadata | {"sources": tuple(metadata["sources"])})
+            dtypes = store.tokens.dtype in (np.uint16, np.int32), store.suffixes.dtype, store.heads.dtype
+            if dtypes != (True, np.uint32, np.uint64) or not isinstance(store.depth, int):
+                raise ValueError("its arrays have other types")
             if not 0 < len(store.suffixes) == len(store.heads) < len(store.tokens):
                 raise ValueError("its arrays do not fit each other")
+            if store.tokens[-1] != store.border:
+                raise ValueError("its text does not end with a border")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is not a datastore ({error}): build it again with `drafters datastore OUT`"

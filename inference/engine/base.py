@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from data.shipped import find_base
 from data.tokenizer import first_line, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
+from inference.engine.base_files import check_base_folder
 from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 
 if TYPE_CHECKING:
@@ -201,6 +202,9 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
+    check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
     try:
@@ -225,12 +229,15 @@ def load_base_info(name: str) -> BareBase:
     """
     from transformers import AutoConfig
 
+    check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     try:
         config = AutoConfig.from_pretrained(find_base(name))
     except Exception as error:  # transformers and the hub client raise errors of their own
         raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
-    return BareBase(name, tokenizer, config.max_position_embeddings)
+    if not isinstance(length := getattr(config, "max_position_embeddings", None), int):
+        raise ValueError(f"the configuration of {name} has no context length (max_position_embeddings)")
+    return BareBase(name, tokenizer, length)
 
 
 def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:

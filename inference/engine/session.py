@@ -148,6 +148,7 @@ class Session:
         limits = Limits(end - length - 1, max_nodes, eos, runner.context_length - length, seed)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
+        _check_tokens(tree, runner.vocab_size)
         marks.append(clock())
 
         pending = seq[runner.cached :]
@@ -286,6 +287,15 @@ def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> 
         raise ValueError(
             f"the prompt has {len(prompt)} tokens and the context of {base.name} ends at {base.context_length}: "
             "shorten the prompt"
+        )
+
+
+def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
+    """Raise ValueError if a token lies outside the vocabulary: the drafter reads a damaged corpus or datastore."""
+    if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
+        token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"the drafter proposes token {token}, but the base has tokens 0 to {vocab_size - 1}: build its file again"
         )
 
 

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
 
+from files.bounded_json import parse_json
+from files.validation import validated
+
 KEY = "OPENAI_API_KEY"
 MAX_RETRIES = 5
-TIMEOUT = 600.0  # seconds without data before a request is given up
+TIMEOUT = 600.0  # seconds without data, and seconds for a whole reply, before a request is given up
+MAX_REPLY_BYTES = 1 << 24
+FRAMING = "content-encoding", "content-length", "transfer-encoding"  # headers of a body that is still on its way
 
 
 class RequestRefused(Exception):
     """The server refuses this one request; other requests may succeed."""
+
+
+class UnboundedReply(Exception):
+    """A reply is larger than `MAX_REPLY_BYTES`, or takes longer than `TIMEOUT`."""
+
+
+class BoundedClient(openai.DefaultHttpxClient):
+    """An HTTP client that reads replies within bounds, and does not decompress them: it never asks for that."""
+
+    def send(self, request: Any, **options: Any) -> Any:
+        """Send a request and return the reply with its whole body."""
+        response = super().send(request, **options | {"stream": True})
+        body, deadline = bytearray(), time.monotonic() + TIMEOUT
+        try:
+            for block in response.iter_raw():
+                body += block
+                if len(body) > MAX_REPLY_BYTES or time.monotonic() > deadline:
+                    raise UnboundedReply(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB or {TIMEOUT:g} seconds")
+        finally:
+            response.close()
+        headers = {name: value for name, value in response.headers.items() if name not in FRAMING}
+        return type(response)(response.status_code, headers=headers, content=bytes(body), request=request)
 
 
 class RequestFailed(RequestRefused):
@@ -70,7 +98,8 @@ class Endpoint:
             max_retries=max_retries,
             timeout=TIMEOUT,
             # The client follows redirects by default, which could send the key to another host.
-            http_client=openai.DefaultHttpxClient(follow_redirects=False),
+            http_client=BoundedClient(follow_redirects=False),
+            default_headers={"Accept-Encoding": "identity"},
         )
 
     def chat(self, messages: Sequence[tuple[str, str]], max_new_tokens: int) -> ChatAnswer:
@@ -93,8 +122,12 @@ class Endpoint:
             raise self._explained(error.status_code, num_attempts(error)) from error
         except openai.APIConnectionError as error:
             # Only the type of the cause: its text may quote the request's headers, and with them the key.
+            if isinstance(error.__cause__, UnboundedReply):
+                raise RequestFailed(str(error.__cause__)) from error
             reason = type(error.__cause__ or error).__name__
             raise self._no_answer(reason, num_attempts(error)) from None
+        except UnboundedReply as error:  # newer versions of the client raise it as it is
+            raise RequestFailed(str(error)) from error
         try:
             return _parsed(response.content)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -150,10 +183,16 @@ def _authorization() -> Mapping[str, str | openai.Omit]:
 
 
 def _parsed(body: bytes) -> ChatAnswer:
-    completion = json.loads(body)
+    completion = parse_json(body, strict=False)
     (choice, *_), usage = completion["choices"], completion.get("usage") or {}
     text = choice["message"]["content"] or ""
     if not isinstance(text, str):
         raise TypeError("the content is not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRefused("the answer holds half of a surrogate pair, which no file can hold") from error
     is_cut = choice.get("finish_reason") == "length"
-    return ChatAnswer(text, is_cut, usage.get("prompt_tokens"), usage.get("completion_tokens"))
+    return ChatAnswer(
+        text, is_cut, *(validated(int | None, usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from data.conversation import Conversation, resolve_template
 from data.sharegpt import load_conversations
+from data.time_limit import TooSlow
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from drafters.atomic_write import atomic_write
 from files.validation import validated
@@ -257,6 +258,8 @@ def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool
 def _request(dialogue: Dialogue, max_new_tokens: int, max_length: int, counts: AnswerCounts) -> Request | None:
     try:
         prompt = dialogue.prompt()
+    except TooSlow:  # every other prompt would take as long
+        raise
     except ValueError as error:
         dialogue.stop(str(error), counts)
         return None

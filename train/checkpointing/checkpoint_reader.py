@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data.tokenizer import first_line
+from files.regular import read_document
+
 Shapes = dict[str, Sequence[int]]  # shape of each weight of a parameter group, in order
 
 # Empty classes under the names of those in DeepSpeed's files, so that the files load without DeepSpeed and its code.
@@ -33,7 +36,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ValueError: There is no checkpoint at this path, or it is damaged.
     """
     if (path / "latest").is_file():
-        return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
+        try:
+            return _read_shards(path / read_document(path / "latest", max_bytes=4096).decode("utf-8").strip())
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a complete checkpoint of DeepSpeed ({error!r}): copy it again") from error
     checkpoints = [file for pattern in ("*.ckpt", "checkpoints/*.ckpt") for file in sorted(path.glob(pattern))]
     if checkpoints:
         names = ", ".join(str(file.relative_to(path)) for file in checkpoints)
@@ -41,6 +47,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}: give the .ckpt that `lightning fit` wrote")
     return _load(path)
+
+
+def hyper_parameters(saved: Any) -> dict[str, Any]:
+    """The arguments of the training; empty for a file of another kind."""
+    arguments = saved.get("hyper_parameters") if isinstance(saved, dict) else None
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -54,7 +66,7 @@ def _load(path: Path) -> dict[str, Any]:
         ) from error
     except Exception as error:  # zip and I/O errors have types of their own
         raise ValueError(
-            f"{path} is not a readable checkpoint ({str(error).splitlines()[0]}); train or copy it again"
+            f"{path} is not a readable checkpoint ({first_line(error)}); train or copy it again"
         ) from error
 
 

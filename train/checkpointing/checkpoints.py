@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from drafters.atomic_write import atomic_write
+from files.regular import kind_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -68,10 +69,12 @@ def check_complete(path: Path) -> None:
         if not (path / "latest").is_file():
             raise ValueError(f"{path} is not a readable checkpoint (no file latest, which DeepSpeed writes at the end)")
         return
+    if problem := kind_of(path):
+        raise ValueError(f"{path} is not a readable checkpoint ({problem}): give the .ckpt that `lightning fit` wrote")
     try:
         with ZipFile(path) as file:
             damaged = file.testzip()
-    except (BadZipFile, EOFError, OSError, zlib.error) as error:
+    except (BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError, ValueError, zlib.error) as error:
         raise ValueError(f"{path} is not a readable checkpoint ({error}): train or copy it again") from error
     if damaged:
         raise ValueError(f"{path} is not a readable checkpoint ({damaged} is damaged): train or copy it again")

@@ -232,4 +232,6 @@ def parse(command: str, args: list[str]) -> tuple[Callable[..., None], dict[str,
         raise ValueError(
             f"{command}: {in_plain_words(str(error))} (drafters {command} --help lists the arguments)"
         ) from error
+    if values.get("out") == "":
+        raise ValueError(f"{command}: --out has an empty name: name a file or folder")
     return function, grouped(function, dict(values))

@@ -15,7 +15,7 @@ EXIT_CODE_OF_CTRL_C = 130
 def user_errors(command: str) -> Iterator[None]:
     """Print errors that a user can fix as one line without a traceback; DRAFTERS_DEBUG=1 shows the traceback.
 
-    These are ValueError, files that are missing or cannot be accessed, a full disk, Lightning's misconfigurations,
+    These are ValueError, the system's errors about a named file, a full disk, Lightning's misconfigurations,
     and Ctrl-C. All other errors are raised.
 
     Args:
@@ -40,8 +40,8 @@ def user_errors(command: str) -> Iterator[None]:
 
 
 def _can_be_fixed_by_the_user(error: Exception) -> bool:
-    files = FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError
     is_full_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     # By name, because importing Lightning takes seconds and most commands do without it.
     is_misconfiguration = type(error).__name__ == "MisconfigurationException"
-    return isinstance(error, (ValueError, *files)) or is_full_disk or is_misconfiguration
+    is_about_a_file = isinstance(error, OSError) and error.filename is not None
+    return isinstance(error, ValueError) or is_about_a_file or is_full_disk or is_misconfiguration

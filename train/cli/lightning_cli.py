@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
+import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -19,7 +20,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from data.module import ShareGPTData
 from drafters import recipe, registry
 from drafters.protocol import LearnedDrafter
+from files.bounded_yaml import read_yaml
+from files.regular import kind_of
 from inference.runs.outputs import folder_above
+from inference.runs.timing import num_cores
 from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate
 from train.callbacks.preemption import Preemption
@@ -31,6 +35,8 @@ from train.checkpointing.checkpoints import AtomicCheckpointIO, check_complete, 
 from train.cli import class_paths
 from train.cli.wrong_values import in_plain_words
 from train.modules.drafter_training import DrafterTraining
+
+MIN_PROCESSES = 8  # that a machine without a GPU may start for trainer.devices, however few cores it has
 
 
 class OneLineParser(LightningArgumentParser):
@@ -121,11 +127,12 @@ class DrafterCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Check the checkpoint. Lightning's method would let its hyper-parameters override the command line."""
         path = Path(self.config[self.config.subcommand].get("ckpt_path") or "")
-        if path.is_file():
+        if path.is_file() or kind_of(path) == "not a regular file":
             check_complete(path)
 
     def before_instantiate_classes(self) -> None:
         config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
+        check_trainer(config.trainer)
         if config.data.tokenizer is None:
             model = config.model.get("init_args") or config.model
             config.data.tokenizer = model.get("base") or model.get("tokenizer")
@@ -184,6 +191,26 @@ class DrafterCLI(LightningCLI):
                 remove_unfinished(folder)
 
 
+def check_trainer(trainer: Namespace) -> None:
+    """Check values that Lightning would divide by, or start processes for.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+    for name in ("val_check_interval", "accumulate_grad_batches"):
+        value = trainer.get(name)
+        if isinstance(value, (int, float)) and not value > 0:
+            raise ValueError(f"trainer.{name} must be above 0, not {value}")
+    is_cpu = trainer.get("accelerator") == "cpu" or not torch.cuda.is_available()
+    devices = trainer.get("devices")
+    count = int(devices) if str(devices).isdecimal() else 1
+    if is_cpu and count > max(MIN_PROCESSES, num_cores()):
+        raise ValueError(
+            f"trainer.devices is {count}, which starts as many processes on {num_cores()} cores: pass at most "
+            f"{max(MIN_PROCESSES, num_cores())}"
+        )
+
+
 def names_a_class(args: list[str]) -> bool:
     """Whether a config names the class of its model, as configs/base/tiny.yaml does, instead of `DrafterTraining`.
 
@@ -198,8 +225,8 @@ def names_a_class(args: list[str]) -> bool:
 def read_config(path: str) -> dict:
     """Return the contents of a YAML file, or raise ValueError if it is not a mapping."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = read_yaml(path)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not a readable YAML file: {error}") from error
     if not isinstance(values, dict | None):
         raise ValueError(f"{path} holds no keys: a config looks like configs/ctc.yaml")

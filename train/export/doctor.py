@@ -9,7 +9,7 @@ from typing import Any
 
 from drafters import checkpoint
 from inference.engine.base import Base, load_base, resolve_device
-from train.checkpointing.checkpoint_reader import read_checkpoint
+from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export.examine import (
     DraftSample,
     Finding,
@@ -54,13 +54,14 @@ def doctor(
     from rich.text import Text
 
     saved = read_checkpoint(Path(ckpt))
-    if "drafter" not in (saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}):
+    if "drafter" not in (arguments := hyper_parameters(saved)):
         raise ValueError(f"{ckpt} holds no drafter: give the checkpoint of a drafter's training")
     if not Path(export).is_dir():
         raise ValueError(f"no folder {export}: make it with `drafters export {ckpt} {export}`")
     if num_texts < 1 or num_roots < 1:
         raise ValueError(f"num_texts and num_roots must be at least 1, not {num_texts} and {num_roots}")
-    loaded = load_base(base or saved["base"]["name"], saved["hyper_parameters"]["base_dtype"], resolve_device(device))
+    drafter_of(saved, arguments)  # raises ValueError if anything is missing
+    loaded = load_base(base or saved["base"]["name"], arguments.get("base_dtype", "float32"), resolve_device(device))
     template = saved.get("datamodule_hyper_parameters", {}).get("template") or "tokenizer"
     sample = DraftSample(files or ["embedded"], template, num_texts, num_roots)
     console, has_errors = Console(), False

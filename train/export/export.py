@@ -11,7 +11,7 @@ from data.tokenizer import load_tokenizer
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
-from train.checkpointing.checkpoint_reader import read_checkpoint
+from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export import vllm
 
 Format = Literal["drafters", "vllm"]
@@ -48,7 +48,7 @@ def export(
     if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
         raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
     saved = read_checkpoint(Path(ckpt))
-    arguments = saved.get("hyper_parameters", {}) if isinstance(saved, dict) else {}
+    arguments = hyper_parameters(saved)
     if "drafter" in arguments:
         drafter, config = drafter_of(saved, arguments, base)
         if format == "vllm":
@@ -83,25 +83,34 @@ def drafter_of(
         saved: The checkpoint, as `read_checkpoint` returns it.
         arguments: Its hyper-parameters.
         base: Folder or hub id of the base, if it is not the one of the training.
+
+    Raises:
+        ValueError: Something is missing, or the weights do not fit the recipe.
     """
-    recipe, trained_for = arguments["drafter"], saved["base"]
-    config = DrafterConfig(
-        class_path=recipe["class_path"],
-        init_args=dict(recipe.get("init_args") or {}),
-        base=BaseShape(**trained_for["shape"]),
-        base_name=base or trained_for["name"],
-        tokenizer_hash=trained_for["tokenizer_hash"],
-        training=_describe_training(saved, arguments),
-    )
-    config = replace(config, init_args=config.nested_init_args())
-    drafter = config.build()
-    drafter.load_state_dict(
-        {
+    try:
+        recipe, trained_for = arguments["drafter"], saved["base"]
+        config = DrafterConfig(
+            class_path=recipe["class_path"],
+            init_args=dict(recipe.get("init_args") or {}),
+            base=BaseShape(**trained_for["shape"]),
+            base_name=base or trained_for["name"],
+            tokenizer_hash=trained_for["tokenizer_hash"],
+            training=_describe_training(saved, arguments),
+        )
+        config = replace(config, init_args=config.nested_init_args())
+        weights = {
             name.removeprefix("drafter."): weight
             for name, weight in saved["state_dict"].items()
             if name.startswith("drafter.")
         }
-    )
+        config.check_weights({name: weight.shape for name, weight in weights.items()})
+        drafter = config.build()
+        drafter.load_state_dict(weights)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        problem = (
+            f"{type(error).__name__}: {str(error).splitlines()[-1].strip()}" if str(error) else type(error).__name__
+        )
+        raise ValueError(f"the checkpoint holds no complete drafter ({problem}): train or copy it again") from error
     return drafter, config
 
 
@@ -124,8 +133,15 @@ def _describe_training(saved: dict[str, Any], arguments: dict[str, Any]) -> dict
 def _export_base(saved: dict[str, Any], arguments: dict[str, Any], folder: Path, max_shard_size: str | None) -> None:
     from train.modules.base_training import BaseTraining
 
-    module = BaseTraining(**{name: value for name, value in arguments.items() if not name.startswith("_")})
-    module.load_state_dict(saved["state_dict"])
+    try:
+        weights = saved["state_dict"]
+        if arguments["num_layers"] > len(weights):
+            raise ValueError(f"num_layers is {arguments['num_layers']}, but the weights are {len(weights)} tensors")
+        module = BaseTraining(**{name: value for name, value in arguments.items() if not name.startswith("_")})
+        module.load_state_dict(weights)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        problem = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
+        raise ValueError(f"the checkpoint holds no complete base ({problem}): train or copy it again") from error
     for name in WEIGHTS:
         # A model with another number of files would leave one of these; transformers removes the shards itself.
         (folder / name).unlink(missing_ok=True)

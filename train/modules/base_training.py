@@ -9,6 +9,7 @@ from torch import Tensor
 
 from data.tokenizer import load_tokenizer
 from train.modules.optimizer import adamw
+from train.modules.size_check import check_size
 
 
 class BaseTraining(L.LightningModule):
@@ -47,6 +48,12 @@ class BaseTraining(L.LightningModule):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         vocabulary = load_tokenizer(tokenizer)
+        check_size(len(vocabulary), hidden_size, num_layers, intermediate_size)
+        if num_heads < 1 or hidden_size % num_heads or context_length < 1:
+            raise ValueError(
+                f"num_heads {num_heads} must divide hidden_size {hidden_size}, and context_length {context_length} "
+                "must be at least 1"
+            )
         config = LlamaConfig(
             vocab_size=len(vocabulary),
             hidden_size=hidden_size,

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from data import embedded
 from data.sharegpt import load_conversations
+from inference.runs.outputs import folder_above
+
+MAX_VOCABULARY = 1 << 20
 
 
 def tokenizer(
@@ -22,8 +25,11 @@ def tokenizer(
     """
     if (Path(out) / "tokenizer.json").exists():
         raise ValueError(f"{out} already holds a tokenizer: give another folder")
-    if vocab_size < 259:
-        raise ValueError(f"vocab_size {vocab_size} is less than 259: 256 bytes and three special tokens")
+    if not 259 <= vocab_size <= MAX_VOCABULARY:
+        raise ValueError(f"vocab_size {vocab_size}: from 259, 256 bytes and three special tokens, to {MAX_VOCABULARY}")
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    folder_above(Path(out) / "tokenizer.json")  # raises ValueError if it cannot be made, as where a file stands
     conversations, dropped = load_conversations(files or [f"embedded:{count}:{seed}"])
     if dropped.total:
         print(dropped)

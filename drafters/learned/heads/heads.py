@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafters.checks import check_at_least
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
 from drafters.protocol import (
@@ -44,6 +44,7 @@ class HeadOptions:
 
     def __post_init__(self) -> None:
         check_at_least(1, num_heads=self.num_heads, num_layers=self.num_layers)
+        check_at_most(MAX_LAYERS, num_heads=self.num_heads, num_layers=self.num_layers)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafters.checks import check_at_least, check_choices, check_hidden_layers
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
 from drafters.learned.layers.anchor_attention import AnchorMask
 from drafters.learned.layers.draft_cache import DraftCache
 from drafters.learned.layers.transformer import Trunk
@@ -56,6 +56,7 @@ class TrunkOptions:
 
     def __post_init__(self) -> None:
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
+        check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
 
 

@@ -1,8 +1,15 @@
 """The client of an OpenAI-compatible server, against a real server on this machine."""
 
+import contextlib
+import json
+import socket
+import threading
+import time
+
 import pytest
 
-from inference.regeneration.endpoint import ChatAnswer, Endpoint, RequestRefused
+from inference.regeneration import endpoint
+from inference.regeneration.endpoint import ChatAnswer, Endpoint, RequestFailed, RequestRefused
 
 
 @pytest.fixture
@@ -96,3 +103,72 @@ def test_a_password_in_the_address_is_refused_and_not_repeated():
     with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
         Endpoint("http://me:hunter2@host/v1", "m")
     assert "hunter2" not in str(error.value)
+
+
+@pytest.fixture
+def raw_server():
+    """Starts a server that answers every connection by what a function sends on it."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve(send):
+        def run():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1 << 16)
+                    with contextlib.suppress(OSError):  # the client has hung up
+                        send(connection)
+
+        threading.Thread(target=run, daemon=True).start()
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    yield serve
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+
+
+HEAD = b"HTTP/1.1 %d OK\r\nContent-Type: application/json\r\nContent-Length: 3000000000\r\n\r\n"
+
+
+@pytest.mark.parametrize("code", [200, 500])
+def test_a_reply_of_gigabytes_is_cut_off(raw_server, monkeypatch, code):
+    sent = []
+
+    def send(connection):
+        connection.sendall(HEAD % code)
+        for _ in range(3000):
+            connection.sendall(b" " * 1_000_000)
+            sent.append(1)
+
+    url = raw_server(send)
+    monkeypatch.setattr(endpoint, "MAX_REPLY_BYTES", 1 << 22, raising=False)
+    with pytest.raises(RequestFailed, match="a reply of more than 4 MiB"):
+        Endpoint(url, "m", max_retries=0).chat([("user", "hi")], 3)
+    assert len(sent) < 100
+
+
+def test_a_reply_that_drips_for_ever_is_cut_off(raw_server, monkeypatch):
+    def send(connection):
+        connection.sendall(HEAD % 200)
+        for _ in range(200):
+            connection.sendall(b" ")
+            time.sleep(0.02)
+
+    monkeypatch.setattr(endpoint, "TIMEOUT", 0.3)
+    with pytest.raises(RequestFailed, match=r"a reply of more than .* 0\.3 seconds"):
+        Endpoint(raw_server(send), "m", max_retries=0).chat([("user", "hi")], 3)
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "[" * 5000])
+def test_an_answer_that_no_file_can_hold_is_refused_in_one_line(raw_server, text):
+    whole = json.dumps({"choices": [{"message": {"content": "@"}}]}).replace("@", text)
+    body = whole.encode() if text.startswith("\\u") else text.encode()
+
+    def send(connection):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    with pytest.raises((RequestRefused, ValueError), match=r"half of a surrogate pair|nested too deeply"):
+        Endpoint(raw_server(send), "m", max_retries=0).chat([("user", "hi")], 3)

@@ -209,7 +209,7 @@ def test_a_journal_written_by_earlier_versions_is_read(tmp_path):
 def test_a_damaged_journal_is_refused(tmp_path):
     path = tmp_path / "x.search.jsonl"
     path.write_text('{"base": "b"}\n{"skips": 3}\n')
-    with pytest.raises(ValueError, match=r"x\.search\.jsonl is damaged"):
+    with pytest.raises(ValueError, match=r"x\.search\.jsonl line 2 is damaged"):
         read_survival(Journal(path, {"base": "b"}))
 
 

@@ -42,7 +42,7 @@ def test_costs_between_measured_sizes_are_interpolated(tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("{", "not a JSON file"),
+        ("{", "invalid JSON"),
         ("[1]", "nodes and seconds are needed"),
         ('{"nodes": [0]}', "nodes and seconds are needed"),
         ('{"nodes": [0, 1], "seconds": [1.0]}', "lists of equal length"),

@@ -6,7 +6,7 @@ import hashlib
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data.shipped import find_base
 from files.regular import check_folder
@@ -15,6 +15,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HUB_TIMEOUT = 10  # seconds
+
+
+def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+    """Load a model, a configuration or a tokenizer with transformers, without running code that its folder contains.
+
+    Every call of `from_pretrained` goes through here: where `trust_remote_code` is left out, transformers asks on
+    standard input whether to run the code, and whatever is piped into the command answers.
+
+    Args:
+        auto_class: A class of transformers, such as `AutoConfig`.
+        name: Folder or hub id; ``checkpoints/tiny-chat`` is also found where the package is installed.
+        options: Further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: It cannot be used without code of its own.
+        Exception: transformers, the hub client and safetensors raise errors of many types for what they cannot load.
+    """
+    try:
+        return auto_class.from_pretrained(find_base(name), trust_remote_code=False, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            "it can only be used with the code in its folder (auto_map), which is never run: "
+            "give a model of a type that transformers itself contains"
+        ) from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -31,7 +57,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source = find_base(name)
     _require_folder_or_hub_id(source)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return load_pretrained(AutoTokenizer, name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
         if not Path(source).is_dir():
             raise ValueError(

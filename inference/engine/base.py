@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from data.shipped import find_base
-from data.tokenizer import first_line, load_tokenizer, tokenizer_hash
+from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
 from inference.engine.base_files import check_base_folder
@@ -208,7 +207,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     tokenizer = load_tokenizer(name)
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(find_base(name), **options)
+        model: Any = load_pretrained(AutoModelForCausalLM, name, **options)
     except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
         raise ValueError(
             f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
@@ -232,7 +231,7 @@ def load_base_info(name: str) -> BareBase:
     check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     try:
-        config = AutoConfig.from_pretrained(find_base(name))
+        config = load_pretrained(AutoConfig, name)
     except Exception as error:  # transformers and the hub client raise errors of their own
         raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
     if not isinstance(length := getattr(config, "max_position_embeddings", None), int):

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.shipped import find_base
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_pretrained, load_tokenizer
 from drafters import Block, Medusa
 from drafters.atomic_write import atomic_write
 from drafters.checkpoint import DrafterConfig
@@ -190,7 +189,7 @@ def _stored_dtype(name: str) -> Dtype:
     from transformers import AutoConfig
 
     load_tokenizer(name)  # its errors say what to do if there is no base of this name
-    stored = AutoConfig.from_pretrained(find_base(name)).dtype
+    stored = load_pretrained(AutoConfig, name).dtype
     if stored in (torch.bfloat16, "bfloat16"):
         return "bfloat16"
     return "float16" if stored in (torch.float16, "float16") else "float32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -18,12 +19,14 @@ class Command(NamedTuple):
         function: Name of the function.
         summary: Line in the list of commands.
         positional: Options that may be given by position; a list takes all arguments that are left.
+        makes_folders: Whether the folder of ``out`` is made where it is missing.
     """
 
     module: str
     function: str
     summary: str
     positional: tuple[str, ...] = ()
+    makes_folders: bool = True
 
 
 COMMANDS = {
@@ -87,6 +90,7 @@ COMMANDS = {
         "inference.tuning.ouroboros_search",
         "ouroboros_search",
         "search the hyper-parameters of ouroboros",
+        makes_folders=False,
     ),
     "step-cost": Command(
         "inference.tuning.step_cost",
@@ -171,7 +175,17 @@ def main(argv: list[str] | None = None) -> None:
 
     with user_errors("drafters"):
         function, values = parse(args[0], args[1:])
-        function(**values)
+        with lock_of(COMMANDS[args[0]], values):
+            function(**values)
+
+
+def lock_of(command: Command, values: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return the lock of the place that a command writes to, or a context that does nothing without one."""
+    from files.locks import output_lock
+
+    # Without --out, `report` writes into the folder that it reads.
+    place = values.get("out") or next(iter(values.get("folders") or ()), None)
+    return output_lock(place, command.makes_folders) if place else nullcontext()
 
 
 def option_groups(function: Callable[..., None]) -> dict[str, type]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import ExitStack
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +17,13 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from data.module import ShareGPTData
 from drafters import recipe, registry
 from drafters.protocol import LearnedDrafter
 from files.bounded_yaml import read_yaml
+from files.locks import output_lock
 from files.regular import kind_of
 from inference.runs.outputs import folder_above
 from inference.runs.timing import num_cores
@@ -113,6 +116,7 @@ class DrafterCLI(LightningCLI):
     """
 
     command: str
+    locks: ExitStack  # of the folders that checkpoints are written to
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -141,10 +145,11 @@ class DrafterCLI(LightningCLI):
         for callback in config.trainer.callbacks or []:
             if callback.class_path.endswith("ModelCheckpoint"):
                 callback.init_args.dirpath = callback.init_args.get("dirpath") or f"{run}/checkpoints"
+                self._lock(callback.init_args.dirpath)
                 callback.init_args.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
-                self.checkpoint_folders.append(callback.init_args.dirpath)
                 if self.subcommand == "fit" and "://" not in callback.init_args.dirpath:
                     folder_above(Path(callback.init_args.dirpath) / "last.ckpt")
+                self.checkpoint_folders.append(callback.init_args.dirpath)
                 self._require_empty(Path(callback.init_args.dirpath), config)
         if config.get("ckpt_path") == "last" and (path := newest_complete(self.checkpoint_folders)):
             config.ckpt_path = str(path)
@@ -156,6 +161,12 @@ class DrafterCLI(LightningCLI):
 
         if config.get("weights_only") is None and "weights_only" in config:
             config.weights_only = True  # never run code from a checkpoint
+
+    def _lock(self, folder: str) -> None:
+        """Let no other training write checkpoints to a folder; one process of a distributed training holds the lock."""
+        is_writer = self.subcommand == "fit" and getattr(rank_zero_only, "rank", 0) == 0
+        if is_writer and "://" not in folder and folder not in self.checkpoint_folders:
+            self.locks.enter_context(output_lock(folder))
 
     def _require_empty(self, folder: Path, config: Namespace) -> None:
         is_new = self.subcommand == "fit" and not config.get("ckpt_path")
@@ -242,18 +253,19 @@ def run(args: list[str], command: str) -> None:
     """
     quieten_libraries()
     class_paths.in_configs()
-    DrafterCLI.command = command
+    DrafterCLI.command, DrafterCLI.locks = command, ExitStack()
     sys.argv[1:] = class_paths.in_arguments(args)
     has_class = names_a_class(args)
-    DrafterCLI(
-        L.LightningModule if has_class else DrafterTraining,
-        ShareGPTData,
-        subclass_mode_model=has_class,
-        trainer_defaults={
-            "use_distributed_sampler": False,  # the data module distributes batches by length itself
-            "callbacks": [Preemption(), Speed(), Optimisation(), Estimate()],
-        },
-        save_config_kwargs={"overwrite": True},
-        parser_class=OneLineParser,
-        seed_everything_default=0,
-    )
+    with DrafterCLI.locks:
+        DrafterCLI(
+            L.LightningModule if has_class else DrafterTraining,
+            ShareGPTData,
+            subclass_mode_model=has_class,
+            trainer_defaults={
+                "use_distributed_sampler": False,  # the data module distributes batches by length itself
+                "callbacks": [Preemption(), Speed(), Optimisation(), Estimate()],
+            },
+            save_config_kwargs={"overwrite": True},
+            parser_class=OneLineParser,
+            seed_everything_default=0,
+        )

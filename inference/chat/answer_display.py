@@ -8,8 +8,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from files.safe_text import safe_text
+
 ACCEPTED = "green"
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}  # a model may write escape codes
 
 
 class AnswerDisplay:
@@ -46,7 +47,7 @@ class AnswerDisplay:
             piece: The text.
             is_accepted: Whether it was drafted and accepted; otherwise it is the base's own token.
         """
-        text = Text(piece.translate(CONTROLS), style=ACCEPTED if is_accepted else "")
+        text = Text(safe_text(piece), style=ACCEPTED if is_accepted else "")
         if not self._live:
             self.console.print(text, end="", soft_wrap=True)
             return

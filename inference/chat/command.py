@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from drafters.protocol import NoDrafter
+from files.safe_text import safe_text
+from files.terminal import SafeConsole
 from inference.api.generation import IncrementalDetokenizer, make_drafter
 from inference.api.prompts import encode_messages
 from inference.chat.answer_display import AnswerDisplay
@@ -298,7 +300,7 @@ def chat(
         max_new_tokens: Maximum number of tokens of an answer.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
     """
-    console = Console(highlight=False)
+    console = SafeConsole(highlight=False)
     conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling)
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
@@ -309,7 +311,7 @@ def chat(
         try:
             line = input("> ").strip()
             if not sys.stdin.isatty():
-                print(line)
+                print(safe_text(line))
             if line == "/quit":
                 return
             if line:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from drafters.protocol import NoDrafter
+from files.terminal import SafeConsole
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
@@ -148,7 +149,7 @@ def verify(model: ModelOptions, selection: PromptOptions, sampling: SamplingOpti
     runner = Runner(base)
     sessions = {spec: Session(runner, catalogue.make(spec, runner), sampler) for spec in drafter}
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
-    console = Console()
+    console = SafeConsole()
     decoding = f"temperature {sampling.temperature}, seed {sampling.seed}" if sampling.temperature > 0 else "greedy"
     console.print(f"{model.base} · {model.dtype} · {decoding} · {len(prompts)} prompts", markup=False)
     for line in selected.notes():
@@ -174,7 +175,7 @@ def _table(comparisons: dict[str, Comparison], num_prompts: int) -> Table:
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for spec, comparison in comparisons.items():
         colour = "red" if comparison.divergences else "green"
-        identical = f"[{colour}]{comparison.num_identical}/{num_prompts}[/]"
+        identical = Text(f"{comparison.num_identical}/{num_prompts}", style=colour)
         table.add_row(catalogue.label(spec), identical, f"{comparison.acceptance_length:.2f}")
     return table
 

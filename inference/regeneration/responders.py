@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from files.safe_text import redacted, well_formed
 from files.validation import validated
 from inference.engine.base import Base
 from inference.regeneration.batched import greedy_batch
@@ -116,7 +117,8 @@ class ServerResponder:
 
     def _reply(self, request: Request) -> dict[str, Any]:
         try:
-            return vars(self.endpoint.chat(request.messages, request.max_new_tokens))
+            answer = self.endpoint.chat(request.messages, request.max_new_tokens)
+            return vars(replace(answer, text=redacted(answer.text)))  # a server may echo the key
         except RequestRefused as refused:
             return {"refused": str(refused), "is_failing": isinstance(refused, RequestFailed)}
 
@@ -125,4 +127,4 @@ class ServerResponder:
         if "refused" in reply:
             return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
         counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
-        return dialogue.add_text(reply["text"], reply["is_cut"], reply["num_written"], counts)
+        return dialogue.add_text(well_formed(reply["text"]), reply["is_cut"], reply["num_written"], counts)

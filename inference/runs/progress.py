@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +18,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+
+from files.terminal import SafeConsole
 
 SECONDS_PER_LOG_LINE = 60.0
 
@@ -51,7 +52,7 @@ def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int],
         read from a journal, and the number of tokens that were written now.
     """
     is_terminal = sys.stderr.isatty()
-    with _progress(MofNCompleteColumn(), TextColumn("{task.fields[rate]}")) as bars:
+    with _progress(MofNCompleteColumn(), TextColumn("{task.fields[rate]}", markup=False)) as bars:
         task = bars.add_task(title, total=total, rate="")
         start = last_line = time.monotonic()
         done = new = tokens = 0
@@ -72,10 +73,10 @@ def throughput_bar(title: str, total: int) -> Iterator[Callable[[int, int, int],
 
 def _progress(*columns: ProgressColumn, transient: bool = False) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         *columns,
-        console=Console(stderr=True),
+        console=SafeConsole(stderr=True),
         transient=transient,
         disable=not sys.stderr.isatty(),
     )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from data.benchmarks import Question
+from files.terminal import SafeConsole
 from inference.engine.base import Base, resolve_device
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
@@ -121,7 +121,7 @@ def ouroboros_search(
     base = model.load()
     prompts = selection.select(base, questions)
     for note in prompts.notes():
-        Console(stderr=True).print(f"left out: {note}", markup=False, highlight=False)
+        SafeConsole(stderr=True).print(f"left out: {note}", markup=False, highlight=False)
     trials, best = run(base, prompts.questions, selection, options, drafter_model, trial_file)
     print_table(trials, best, options.draft_cost)
     print(best.spec(drafter_model, options.num_phrases))
@@ -205,4 +205,4 @@ def print_table(trials: Mapping[Setting, Trial], best: Setting, draft_cost: floa
         table.add_row(*cells, style="bold green" if setting == best else None)
     for column in table.columns:
         column.justify = "right"
-    Console().print(table)
+    SafeConsole().print(table)

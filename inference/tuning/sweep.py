@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from data.tokenizer import short_hash
+from files.terminal import SafeConsole
 from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
@@ -111,7 +111,7 @@ def sweep(
     for metric in sweep_plots.METRICS:
         maps = sweep_plots.panels(axes, {each.cell.place: each.summary[metric] for each in measured})
         sweep_plots.draw(metric, catalogue.label(drafter), maps, folder / f"{metric}.png")
-    Console().print(sweep_report.table(axes, measured))
+    SafeConsole().print(sweep_report.table(axes, measured))
     print_lines([*sweep_report.conclusions(measured), f"All {len(measured)} cells: {folder / 'sweep.md'}"])
 
 
@@ -193,7 +193,7 @@ def measure_cell(cell: Cell, workload: Workload, advance: Callable[[], object]) 
 
 def print_lines(lines: Sequence[str], style: str | None = None) -> None:
     """Print lines as they are, without wrapping or markup."""
-    console = Console()
+    console = SafeConsole()
     for line in lines:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 

@@ -11,11 +11,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from data.sharegpt import lengths
+from files.terminal import SafeConsole
 from train.callbacks.memory import estimate_memory, largest_batch, peak_memory
 from train.modules.drafter_training import DrafterTraining
 
@@ -74,7 +74,7 @@ def show_memory(parts: dict[str, float], num_rows: int, num_positions: int, avai
     table.add_section()
     of_available = f" of {readable(available)}" if available else ""
     table.add_row("at the worst moment", readable(peak_memory(parts)) + of_available)
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = SafeConsole(width=None if sys.stdout.isatty() else 100)
     console.print(f"memory of a device, for a batch of {num_rows} texts of {num_positions} tokens (estimated)")
     console.print(table)
     if available and peak_memory(parts) > 0.95 * available:

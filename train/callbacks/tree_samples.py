@@ -7,12 +7,13 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
+from files.terminal import SafeConsole
 from inference.engine.base import Base
 from train.modules.drafter_training import DrafterTraining
 from train.validation.simulate import answer_spans
@@ -118,7 +119,7 @@ class TreeSamples(L.Callback):
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("val/trees", markdown, step)
         if self.is_printed:
-            console = Console()
+            console = SafeConsole()
             console.rule(f"draft trees at step {step}")
             texts = [Text("\n").join([drawing, Text()]) for drawing in drawings]
             console.print(Group(*texts), no_wrap=True, crop=False)

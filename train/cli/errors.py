@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from files.safe_text import safe_line
+from files.terminal import print_traceback, safe_messages
+
 EXIT_CODE_OF_CTRL_C = 130
 
 
@@ -22,7 +25,8 @@ def user_errors(command: str) -> Iterator[None]:
         command: Name of the command, with which the line begins.
     """
     try:
-        yield
+        with safe_messages():
+            yield
     except KeyboardInterrupt:
         print(
             f"\n{command}: stopped by Ctrl-C: repeat the command to continue from its files",
@@ -31,11 +35,12 @@ def user_errors(command: str) -> Iterator[None]:
         sys.exit(EXIT_CODE_OF_CTRL_C)
     except Exception as error:
         if os.environ.get("DRAFTERS_DEBUG") == "1" or not _can_be_fixed_by_the_user(error):
+            sys.excepthook = print_traceback  # which runs after this function
             raise
         message = str(error)
         if isinstance(error, PermissionError) and error.filename:
             message = f"no permission to use {error.filename}: give another place"
-        print(f"{command}: error: {' '.join(message.split())}", file=sys.stderr)
+        print(safe_line(f"{command}: error: {' '.join(message.split())}"), file=sys.stderr)
         sys.exit(2)
 
 

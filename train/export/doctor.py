@@ -50,8 +50,9 @@ def doctor(
         acceptance: Whether to repeat the recorded validation, if its data are found.
         device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
     """
-    from rich.console import Console
     from rich.text import Text
+
+    from files.terminal import SafeConsole
 
     saved = read_checkpoint(Path(ckpt))
     if "drafter" not in (arguments := hyper_parameters(saved)):
@@ -64,7 +65,7 @@ def doctor(
     loaded = load_base(base or saved["base"]["name"], arguments.get("base_dtype", "float32"), resolve_device(device))
     template = saved.get("datamodule_hyper_parameters", {}).get("template") or "tokenizer"
     sample = DraftSample(files or ["embedded"], template, num_texts, num_roots)
-    console, has_errors = Console(), False
+    console, has_errors = SafeConsole(), False
     for finding in examine(saved, Path(export), loaded, sample, acceptance):
         line = Text.assemble(MARKS[finding.is_correct], f"  {finding.subject}: {finding.message}")
         console.print(line, soft_wrap=True)

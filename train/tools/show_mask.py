@@ -19,11 +19,11 @@ def show_mask(
         max_length: Maximum number of tokens of a conversation; the rest is cut off.
         limit: Number of conversations to print.
     """
-    from rich.console import Console
+    from files.terminal import SafeConsole
 
     loaded = load_tokenizer(tokenizer)
     conversations, dropped = load_conversations(files, limit)
-    console = Console()
+    console = SafeConsole()
     if dropped.total:
         console.print(str(dropped), markup=False)
     num_masked = 0

@@ -36,7 +36,7 @@ from benchmarks.frame_trees import WAYS, Build, frames_at
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS
 from drafters import CTC, Block, Medusa, checkpoint
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
 from inference.engine.base import Base, load_base
 
 MODULES = {
@@ -114,8 +114,7 @@ def measure_exported(
         assert isinstance(drafter, (Medusa, Block, CTC))  # the only ones that `table2` accepts
         ways = WAYS[config.class_path.removeprefix("drafters.")]
         known[key] = measure(drafter.to(base.model.device), base, answers, ways, budgets)
-        with atomic_write(path) as new:
-            new.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        write_text(path, json.dumps(known, indent=1))
     return known[key]
 
 

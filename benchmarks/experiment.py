@@ -18,8 +18,8 @@ from torch import Tensor
 
 from data.benchmarks import load_questions
 from drafters import checkpoint
-from drafters.atomic_write import atomic_write
 from drafters.protocol import LearnedDrafter
+from files.atomic_write import atomic_write, write_text
 from inference.engine.base import Base, base_hash
 from inference.evaluation.answering import encode_question
 from inference.regeneration.batched import greedy_batch
@@ -174,8 +174,7 @@ def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: in
             written = greedy_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
             answers |= zip(indices, written, strict=True)
         known = {"key": key, "answers": [answers[index] for index in range(len(prompts))]}
-        with atomic_write(cache) as new:
-            new.write_text(json.dumps(known), encoding="utf-8")
+        write_text(cache, json.dumps(known))
     return [
         GreedyAnswer(torch.tensor([*prompt, *answer]), len(prompt), answer[-1] in base.eos)
         for prompt, answer in zip(prompts, known["answers"], strict=True)
@@ -272,6 +271,5 @@ def simulate_exported(
         drafter.to(base.model.device)
         result = vars(simulate(drafter, base, answers, budgets))
         known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters()), "answers": digest}
-        with atomic_write(path) as new:
-            new.write_text(json.dumps(known, indent=1), encoding="utf-8")
+        write_text(path, json.dumps(known, indent=1))
     return known[key]

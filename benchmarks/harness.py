@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
 from inference.engine.base import Base
 from inference.runs.progress import progress_bars
 
@@ -161,8 +161,7 @@ def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -
     if out:
         head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
         text = "\n\n".join([head, *(table.markdown() for table in tables)])
-        with atomic_write(out) as new:
-            new.write_text(text + "\n", encoding="utf-8")
+        write_text(out, text + "\n")
 
 
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:

@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from drafters import recipe, registry
-from drafters.atomic_write import atomic_write
 from drafters.protocol import BaseShape, LearnedDrafter
+from files.atomic_write import atomic_write
 from files.bounded_json import read_json
+from files.checksums import check_files
 
 FORMAT = 1
 # Options that multiply the hidden size in weights; where the product is far above the weights, all shapes are compared.
@@ -101,7 +102,7 @@ def read_config(folder: Path) -> DrafterConfig:
     """Read config.json.
 
     Raises:
-        ValueError: The file is missing or is not a drafter's configuration.
+        ValueError: The file is missing, is not a drafter's configuration, or does not have its checksum.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -112,9 +113,10 @@ def read_config(folder: Path) -> DrafterConfig:
             raise ValueError("another format version")
         config = DrafterConfig(**values | {"base": BaseShape(**values["base"])})
         _check_values(config)
-        return config
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a drafter's configuration ({error}); export the drafter again") from error
+    check_files(folder, path.name)
+    return config
 
 
 def _check_values(config: DrafterConfig) -> None:
@@ -143,13 +145,14 @@ def load(
         config: Its configuration, if the caller has changed an option; config.json by default.
 
     Raises:
-        ValueError: The folder is missing, its weights are truncated, or they do not fit the recipe.
+        ValueError: The folder is missing, its weights are damaged, or they do not fit the recipe.
     """
     folder = Path(folder)
     config = config or read_config(folder)
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ValueError(f"no drafter at {folder}: model.safetensors is missing; export the drafter again")
+    check_files(folder, path.name)
     try:
         weights = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from files.atomic_write import DiskError, atomic_write
+from files.checksums import checksum
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -120,27 +122,11 @@ def write_shard(
     data = {name: torch.cat(columns.pop(name)).contiguous() for name in list(columns)}
     data["starts"] = torch.tensor([0, *lengths]).cumsum(0)
     data["keys"] = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
-    new = path.with_name(f"{path.name}.new")
     try:
-        new.touch()
-        mode = new.stat().st_mode
-        save_file(data, new)
-        new.chmod(mode)  # safetensors creates files that only their owner can read
-        shard = Shard(path.name, len(lengths), sum(lengths), new.stat().st_size, checksum(new))
-        os.replace(new, path)
-    except (OSError, SafetensorError) as error:
+        with atomic_write(path) as new:
+            save_file(data, new)
+            return Shard(path.name, len(lengths), sum(lengths), new.stat().st_size, checksum(new))
+    except (OSError, SafetensorError, DiskError) as error:
         raise ValueError(
             f"{path} cannot be written ({error}): free some space and run again, finished shards are kept"
         ) from error
-    finally:
-        new.unlink(missing_ok=True)
-    return shard
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from data.feature_store.shards import KEY_BYTES, Shard, StoreDtype, row_keys
+from files.atomic_write import write_text
 from files.bounded_json import read_json
 from files.validation import MALFORMED, validated
 
@@ -70,9 +70,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write manifest.json atomically."""
-        new = folder / f"{MANIFEST}.new"
-        new.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, folder / MANIFEST)
+        write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

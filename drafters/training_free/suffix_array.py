@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import atomic_write
 from files.bounded_json import parse_json
 
 FORMAT = "drafters-suffix-array-1"

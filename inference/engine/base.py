@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
+from files.checksums import check_files
 from inference.engine.base_files import check_base_folder
 from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 
@@ -205,6 +208,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
         raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
     check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
+    check_files(Path(find_base(name)))
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
     try:
         model: Any = load_pretrained(AutoModelForCausalLM, name, **options)

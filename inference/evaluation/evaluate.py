@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 
+from files.terminal import SafeConsole
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import load_base_info, resolve_device
 from inference.engine.options import ModelOptions, SamplingOptions
@@ -20,7 +20,7 @@ from inference.evaluation.collected import CollectedAnswers, collect
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.quality import needs_code, quality_of
 from inference.evaluation.question_options import BenchmarkOptions
-from inference.evaluation.results_folder import JOURNALS, clear, results_folder, write_results
+from inference.evaluation.results_folder import JOURNALS, delete_journals, results_folder, write_results
 from inference.registry import catalogue
 from inference.reporting import report
 from inference.reporting.tables import COUNTING_RULE, Summaries
@@ -182,7 +182,7 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool) -> tuple[
             for line in before:
                 print(f"drafters eval: {line}; the measured times will be unreliable", file=sys.stderr)
             if folder and overwrite:
-                clear(folder)
+                delete_journals(folder)
 
         def on_answer(is_new: bool) -> None:
             nonlocal num_decoded
@@ -211,7 +211,7 @@ def score(answers: CollectedAnswers, isolation: Isolation | None) -> Summaries:
 
 def print_results(summaries: Summaries, skipped: list[str], warnings: list[str], sandbox: str | None) -> None:
     """Print the tables, and what a reader must know about them."""
-    console = Console()
+    console = SafeConsole()
     for table in report.table(summaries):
         console.print(table)
     console.print(COUNTING_RULE, style="dim")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
 from inference.evaluation.collected import CollectedAnswers
 from inference.evaluation.plan import LABELS, EvaluationPlan
 from inference.reporting import report
@@ -39,11 +39,10 @@ def results_folder(out: str | None, overwrite: bool, plan: EvaluationPlan) -> Pa
     return folder
 
 
-def clear(folder: Path) -> None:
-    """Delete the results of an earlier evaluation."""
-    old = [*(folder / "answers").rglob("*.jsonl"), *(folder / JOURNALS).glob("*.jsonl")]
-    for path in [*old, folder / "results.json", folder / "results.md"]:
-        path.unlink(missing_ok=True)
+def delete_journals(folder: Path) -> None:
+    """Delete the journals of an earlier evaluation; its results stay until `write_results` replaces them."""
+    for path in (folder / JOURNALS).glob("*.jsonl"):
+        path.unlink()
 
 
 def write_results(
@@ -69,12 +68,16 @@ def write_results(
     context = describe_run(answers) | ({"sandbox": sandbox} if sandbox else {})
     context |= {key: "; ".join(lines) for key, lines in (("left_out", skipped), ("warnings", warnings)) if lines}
     given = answers.median_answers()
+    written = set()
     for benchmark, by_drafter in given.items():
         for drafter, own in by_drafter.items():
-            records.write(folder / "answers" / benchmark / f"{_file_name(drafter)}.jsonl", own)
+            path = folder / "answers" / benchmark / f"{_file_name(drafter)}.jsonl"
+            records.write(path, own)
+            written.add(path)
+    for path in {*(folder / "answers").rglob("*.jsonl")} - written:  # of drafters that are no longer measured
+        path.unlink()
     report.write_results(folder, summaries, context)
-    with atomic_write(folder / "results.md") as new:
-        new.write_text(report.markdown(summaries, context), encoding="utf-8")
+    write_text(folder / "results.md", report.markdown(summaries, context))
     return report.write_report(folder, summaries, context, given, decode)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 from data.texts import text_paths
 from data.tokenizer import load_tokenizer
 from drafters.training_free.corpus import CorpusTable
+from files.atomic_write import scratch_folder
 from inference.engine.base import tokenizer_hash
 from inference.indexes.documents import encoded, progress
-from inference.runs.outputs import folder_above, new_file
+from inference.runs.outputs import new_file
 
 NUM_FOLLOWING, MAX_CONTEXT = 4, 4  # tokens after a context, and tokens of a context, as in Self-Draft
 BORDER = -1  # separates documents; no n-gram contains it
@@ -45,14 +47,14 @@ def corpus(
     loaded = load_tokenizer(tokenizer)
     with (
         progress(files, "count", MAX_CONTEXT + NUM_FOLLOWING) as (advance, complete),
-        tempfile.TemporaryDirectory(dir=folder_above(path), prefix=".corpus-") as folder,
+        scratch_folder(path) as folder,
     ):
         num_tokens = 0
-        with Path(folder, "tokens").open("wb") as stream:
+        with (folder / "tokens").open("wb") as stream:
             for ids in encoded(files, loaded, advance):
-                np.array([*ids, BORDER], dtype=np.int32).tofile(stream)
+                stream.write(np.array([*ids, BORDER], dtype=np.int32).tobytes())
                 num_tokens += len(ids)
-        tokens = np.memmap(Path(folder, "tokens"), np.int32, "r")
+        tokens = np.memmap(folder / "tokens", np.int32, "r")
         arrays = count(tokens, min_count, top, folder, complete)
         del tokens
     if not len(arrays[0]):
@@ -69,7 +71,7 @@ def count(
     tokens: np.ndarray,
     min_count: int = 6,
     top: int = 20,
-    folder: str | None = None,
+    folder: Path | None = None,
     complete: Callable[[int], object] = lambda length: None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the arrays of a `CorpusTable`: the n-grams that follow each context at least ``min_count`` times.
@@ -101,7 +103,7 @@ def count(
     return keys, np.concatenate(sizes).cumsum(), np.concatenate(grams)
 
 
-def _frequent(tokens: np.ndarray, min_count: int, folder: str | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _frequent(tokens: np.ndarray, min_count: int, folder: Path | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the frequent n-grams of each length n = 1, 2, ..., 8: (F, n) in ascending order, and their counts (F,).
 
     An n-gram can only be frequent if its first n - 1 tokens are. So the frequent n-grams of a length are numbered, and
@@ -109,6 +111,8 @@ def _frequent(tokens: np.ndarray, min_count: int, folder: str | None) -> Iterato
     """
     rows, counts = np.empty((1, 0), np.int32), np.array([len(tokens)])
     with tempfile.TemporaryFile(dir=folder) as file:
+        if len(tokens):  # on a full disk this raises OSError, where writing to the map would kill the process
+            os.posix_fallocate(file.fileno(), 0, tokens.size * np.dtype(np.int32).itemsize)
         # The number of the frequent n-gram that starts at each position, BORDER if there is none.
         numbers = np.memmap(file, np.int32, "w+", shape=tokens.shape)
         for length in range(MAX_CONTEXT + NUM_FOLLOWING):

@@ -12,7 +12,8 @@ from data.conversation import Conversation, resolve_template
 from data.sharegpt import load_conversations
 from data.time_limit import TooSlow
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
-from drafters.atomic_write import atomic_write
+from files.atomic_write import atomic_write
+from files.safe_text import safe_text
 from files.validation import validated
 from inference.engine.base import base_hash
 from inference.engine.options import ModelOptions
@@ -129,12 +130,12 @@ def regenerate(
         if not counts.num_answers:
             journal.delete()  # so that the next run tries all prompts again
             raise ValueError(f"no prompt was answered: {counts.dropped}")
-        with atomic_write(path) as new, new.open("w", encoding="utf-8") as stream:
+        with atomic_write(path) as new, new.open("w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.writelines(_lines(dialogues))
         journal.delete()
     for left_out in (dropped, counts.dropped):
         if left_out.total:
-            print(left_out)
+            print(safe_text(left_out))
     print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
 
 

@@ -9,19 +9,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from rich.console import Console
 from rich.text import Text
 
 from data import benchmarks
 from data.tokenizer import load_tokenizer
-from drafters.atomic_write import atomic_write
 from drafters.protocol import Drafter, RequiredOutputs
+from files.atomic_write import write_text
+from files.safe_text import escape_markdown
+from files.terminal import SafeConsole
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost
 from inference.registry import catalogue
 from inference.replay import recordings
 from inference.replay.recordings import NoModel, Recorded, RecordedBase, Recording, Recordings, ReplayRunner
-from inference.reporting.tables import Row, escape, markdown_table, number, rich_table
+from inference.reporting.tables import Row, markdown_table, number, rich_table
 from inference.results.metrics import acceptance_length, decode_steps
 from inference.runs.outputs import new_folder
 from inference.runs.progress import progress_bars
@@ -199,7 +200,7 @@ def replay(recording: RecordingOptions, drafter: list[str], out: str | None = No
         "by category: tokens per forward, acceptance length": _category_table(replayed),
     }
     notes = [COUNTING, *_mismatch_notes(recorded)]
-    console = Console()
+    console = SafeConsole()
     for title, table in tables.items():
         console.print(Text(title, style="bold"), rich_table(*table), Text(), sep="\n")
     for note in notes:
@@ -231,17 +232,15 @@ def _write_results(folder: Path, replayed: Mapping[str, list[ReplayedTurn]], rec
             for name, turns in replayed.items()
         },
     }
-    with atomic_write(folder / "results.json") as new:
-        new.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_markdown(folder: Path, tables: Mapping[str, tuple[list[str], list[Row]]], notes: Sequence[str]) -> None:
     lines = [
         line for title, table in tables.items() for line in (f"## {title.capitalize()}", "", *markdown_table(*table))
     ]
-    lines += [line for note in notes for line in (escape(note), "")]
-    with atomic_write(folder / "results.md") as new:
-        new.write_text("\n".join(lines), encoding="utf-8")
+    lines += [line for note in notes for line in (escape_markdown(note), "")]
+    write_text(folder / "results.md", "\n".join(lines))
 
 
 def _drafter_table(replayed: Mapping[str, list[ReplayedTurn]]) -> tuple[list[str], list[Row]]:

@@ -12,7 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from inference.reporting.tables import Row, escape, markdown_table, number, rich_table
+from files.safe_text import escape_markdown
+from inference.reporting.tables import Row, markdown_table, number, rich_table
 from inference.results import intervals
 from inference.results.answer_files import RecordedAnswer
 
@@ -222,4 +223,4 @@ def markdown(pairs: Pairs) -> str:
     """The tables and notes in Markdown."""
     by_category = category_rows(pairs)
     lines = [*markdown_table(*rows(pairs)), *(markdown_table(*by_category) if by_category[1] else [])]
-    return "\n".join([*lines, *(f"- {escape(note)}" for note in notes(pairs)), ""])
+    return "\n".join([*lines, *(f"- {escape_markdown(note)}" for note in notes(pairs)), ""])

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import atomic_write, write_text
+from files.safe_text import safe_text
 from inference.reporting import plots
 from inference.reporting.answer_viewer import Answers, Decode, choose_answers, cut_note, ended_turns
 from inference.reporting.tables import (
@@ -69,7 +70,7 @@ def write_page(folder: str | Path, evaluations: Sequence[tuple[EvaluationResults
     colours = plots.choose_colours(
         summary for results in every for by_drafter in results.summaries.values() for summary in by_drafter.values()
     )
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_safe)
     environment.filters.update(number=number)
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         parts=[
@@ -85,9 +86,12 @@ def write_page(folder: str | Path, evaluations: Sequence[tuple[EvaluationResults
         overview_title=OVERVIEW,
     )
     path = folder / "report.html"
-    with atomic_write(path) as new:
-        new.write_text(page, encoding="utf-8")
+    write_text(path, page)
     return path
+
+
+def _safe(value: Any) -> Any:
+    return safe_text(value) if type(value) is str else value  # a string that is marked as HTML is ours
 
 
 def _describe(
@@ -131,11 +135,11 @@ def context_lines(results: EvaluationResults, key: str) -> list[str]:
 
 def _draw_figures(folder: Path, name: str, summaries: dict[str, Summary], colours: plots.Colours) -> list[dict]:
     """Draw every plot that has something to show: as a PNG file, and as data URIs for light and dark pages."""
-    folder.mkdir(parents=True, exist_ok=True)
     figures = []
     for plot in plots.applicable(summaries):
         pngs = {theme: plots.draw(plot, summaries, colours, theme) for theme in plots.THEMES}
-        (folder / f"{re.sub('[^A-Za-z0-9_.-]', '-', name)}-{plot}.png").write_bytes(pngs["light"])
+        with atomic_write(folder / f"{re.sub('[^A-Za-z0-9_.-]', '-', name)}-{plot}.png") as new:
+            new.write_bytes(pngs["light"])
         sources = {theme: f"data:image/png;base64,{base64.b64encode(png).decode()}" for theme, png in pngs.items()}
         figures.append({"plot": plot, **sources})
     return figures

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from data.tokenizer import load_tokenizer
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
+from files.terminal import SafeConsole
 from inference.reporting import conventions
 from inference.reporting.answer_viewer import Decode
 from inference.reporting.page import context_lines, write_page, write_report
@@ -70,8 +70,7 @@ def write_results(folder: str | Path, summaries: Summaries, context: Mapping[str
     path = Path(folder) / "results.json"
     results = {benchmark: {name: asdict(s) for name, s in by.items()} for benchmark, by in summaries.items()}
     content = {"context": with_counting_rule(context), "results": results}
-    with atomic_write(path) as new:
-        new.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n")
     return path
 
 
@@ -103,7 +102,7 @@ def _report(folders: Sequence[str], tokenizer: str | None, out: str | None, over
     folder = Path(folders[0]) if out is None else _new_folder(out, "report.html", overwrite)
     evaluations = read_all(folders)
     parts = [(results, decoder(results, tokenizer)) for results in evaluations]
-    console = Console()
+    console = SafeConsole()
     for results in evaluations:
         if len(evaluations) > 1:
             console.rule(Text(results.name))
@@ -119,8 +118,7 @@ def _report(folders: Sequence[str], tokenizer: str | None, out: str | None, over
     texts = [
         title + markdown(results.summaries, results.context) for title, results in zip(titles, evaluations, strict=True)
     ]
-    with atomic_write(folder / "results.md") as new:
-        new.write_text("\n".join(texts), encoding="utf-8")
+    write_text(folder / "results.md", "\n".join(texts))
     print(f"Report: {page}")
 
 
@@ -128,17 +126,15 @@ def _count(paths: Sequence[str], baseline: str, out: str | None, overwrite: bool
     folder = None if out is None else _new_folder(out, "recount.json", overwrite)
     base = answer_files.read(baseline)
     pairs = {path: conventions.pair(answer_files.read(path), base) for path in paths}
-    console = Console()
+    console = SafeConsole()
     for path, own in pairs.items():
         title = Text(f"{path}\ncompared with {baseline}", style="bold")
         console.print(title, Text(), *conventions.table(own), sep="\n")
     if folder:
         texts = [f"## {Path(path).name}\n\n{conventions.markdown(own)}" for path, own in pairs.items()]
         content = {"baseline": baseline, "answers": {path: conventions.figures(own) for path, own in pairs.items()}}
-        with atomic_write(folder / "recount.md") as new:
-            new.write_text("\n".join(texts), encoding="utf-8")
-        with atomic_write(folder / "recount.json") as new:
-            new.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(folder / "recount.md", "\n".join(texts))
+        write_text(folder / "recount.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _new_folder(out: str, name: str, overwrite: bool) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from files.safe_text import escape_markdown
 from inference.results.metrics import CategorySummary, Summary
 
 Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark and drafter
@@ -100,20 +100,22 @@ def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[Renderab
 
 def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
     """The same tables in Markdown, followed by what was run."""
-    lines = [f"**{escape(headline(summaries))}**", ""]
+    lines = [f"**{escape_markdown(headline(summaries))}**", ""]
     if len(summaries) > 1:
         lines += [f"{OVERVIEW}:", "", *markdown_table(*overview_rows(summaries))]
     for benchmark, by_drafter in summaries.items():
-        lines += [f"## {escape(benchmark)}", ""]
+        lines += [f"## {escape_markdown(benchmark)}", ""]
         lines += markdown_table(*drafter_rows(by_drafter))
-        lines += [line for note in footnotes(by_drafter) for line in (escape(note), "")]
+        lines += [line for note in footnotes(by_drafter) for line in (escape_markdown(note), "")]
         if (quality := quality_rows(by_drafter))[1]:
             lines += ["Task quality, %:", "", *markdown_table(*quality)]
         headings, rows = category_rows(by_drafter)
         if len(rows) > 1:
             lines += [f"{BY_CATEGORY}:", "", *markdown_table(headings, rows)]
     lines += ["## What was run", ""]
-    lines += [f"- {escape(str(key))}: {escape(str(value))}" for key, value in with_counting_rule(context).items()]
+    lines += [
+        f"- {escape_markdown(key)}: {escape_markdown(value)}" for key, value in with_counting_rule(context).items()
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -296,14 +298,9 @@ def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
     """The lines of a table in Markdown, followed by an empty line."""
-    lines = [list(map(escape, headings)), ["---", *["---:"] * (len(headings) - 1)]]
+    lines = [list(map(escape_markdown, headings)), ["---", *["---:"] * (len(headings) - 1)]]
     for row in rows:
-        cells = [f"**{escape(cell)}**" if at in row.best else escape(cell) for at, cell in enumerate(row.cells)]
+        cells = [f"**{cell}**" if at in row.best else cell for at, cell in enumerate(map(escape_markdown, row.cells))]
         small = [f" ({text})" if (text := row.small.get(at)) else "" for at in range(len(cells))]
         lines.append([cell + text for cell, text in zip(cells, small, strict=True)])
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
-
-
-def escape(text: str) -> str:
-    """Escape the characters that Markdown interprets."""
-    return re.sub(r"([\\`*|<>\[\]])", r"\\\1", text.replace("\n", " "))

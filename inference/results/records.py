@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
 from files.bounded_json import read_json_lines
 from files.validation import MALFORMED, validated
 from inference.engine.session import PHASES, StepCost
@@ -127,8 +127,7 @@ def from_json(record: dict[str, Any]) -> Answer:
 
 def write(path: str | Path, answers: Iterable[Answer]) -> None:
     """Write the answers, one per line, replacing the file."""
-    with atomic_write(path) as new:
-        new.write_text("".join(map(_line, answers)), encoding="utf-8")
+    write_text(path, "".join(map(_line, answers)))
 
 
 def read(path: str | Path) -> list[Answer]:

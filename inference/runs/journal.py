@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from files.atomic_write import disk_errors
 from files.bounded_json import parse_json
 from files.regular import kind_of, open_regular
 from files.validation import MALFORMED
@@ -42,7 +44,7 @@ class Journal:
     ) -> None:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
-        self._stream: BinaryIO | None = None  # opened by the first append
+        self._stream: FileIO | None = None  # opened by the first append
         if self.path.exists() and (problem := kind_of(self.path)):
             raise ValueError(f"{path}: {problem}; choose another --out")
         self._num_bytes = 0 if existing == "replace" else self._count_complete_lines()
@@ -85,13 +87,15 @@ class Journal:
         """Add an entry; it is on the disk when this returns."""
         if self._stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = self.path.open("ab")
+            if self.path.is_symlink():
+                raise ValueError(f"{self.path} is a symbolic link, which is never written through: delete it")
+            self._stream = self.path.open("ab", buffering=0)  # nothing is left to be written when a full disk ends it
             self._stream.truncate(self._num_bytes)
             if not self._num_bytes:
                 self._write(self.settings)
         self._write(entry)
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        with disk_errors(self.path):
+            os.fsync(self._stream.fileno())
 
     def close(self) -> None:
         """Close the file."""
@@ -108,7 +112,10 @@ class Journal:
     def _write(self, value: Any) -> None:
         assert self._stream is not None
         line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        self._stream.write(line)
+        with disk_errors(self.path):
+            written = 0
+            while written < len(line):  # a write to an almost full disk may end early, and the next one fails
+                written += self._stream.write(line[written:])
         self._num_bytes += len(line)
 
     def _count_complete_lines(self) -> int:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from data.benchmarks import Question
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
+from files.terminal import SafeConsole
 from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
@@ -213,13 +212,12 @@ def write(path: Path, settings: dict[str, Any], best: SkipSetResult, cost: str) 
         "cost": cost,
         "predicted_speedup": best.predicted_speedup,
     }
-    with atomic_write(path) as new:
-        new.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def print_result(base: str, out: str, notes: list[str], best: SkipSetResult, cost: str, num_drafts: int) -> None:
     """Print the best set, and the command that measures it."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = SafeConsole(soft_wrap=True, highlight=False)
     for note in notes:
         console.print(f"left out: {note}", markup=False)
     console.print(

@@ -11,9 +11,9 @@ from statistics import median
 import numpy as np
 import torch
 
-from drafters.atomic_write import atomic_write
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
+from files.atomic_write import write_text
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.runs.outputs import new_file
@@ -74,8 +74,7 @@ def write(
         "nodes": nodes,
         "seconds": seconds,
     }
-    with atomic_write(path) as new:
-        new.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def sizes(max_nodes: int) -> list[int]:

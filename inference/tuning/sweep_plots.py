@@ -14,6 +14,7 @@ from matplotlib.colors import CenteredNorm, Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from files.atomic_write import atomic_write
 from inference.tuning.grid import Axis
 
 METRICS = {
@@ -85,7 +86,8 @@ def draw(metric: str, drafter: str, maps: Sequence[Panel], path: Path) -> None:
             _label(axes, panel, colour_map, norm, best=high)
         figure.suptitle(f"{drafter}: {METRICS[metric]}", fontsize=11, fontweight="bold", x=0.01, ha="left")
         figure.colorbar(image, ax=grid, shrink=0.9, pad=0.02, label=legend)
-        figure.savefig(path, dpi=160)
+        with atomic_write(path) as new:
+            figure.savefig(new, dpi=160, format="png")
 
 
 def _label(axes: Axes, panel: Panel, colour_map: Colormap, norm: Normalize, best: float) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
+from files.safe_text import escape_markdown, safe_line
 from inference.reporting.tables import number
 from inference.tuning.grid import Axis, Cell
 from inference.tuning.sweep_plots import short
@@ -89,12 +90,11 @@ def write(folder: Path, axes: Sequence[Axis], measured: Sequence[MeasuredCell], 
     for title, metric in RANKINGS.items():
         headings = [axis.name for axis in axes] + list(COLUMNS)
         rows = [headings, ["---"] * len(axes) + ["---:"] * len(COLUMNS), *_rows(ranked(measured, metric))]
-        lines += [f"## By {title}", "", *("| " + " | ".join(_escape(row)) + " |" for row in rows), ""]
+        lines += [f"## By {title}", "", *("| " + " | ".join(map(escape_markdown, row)) + " |" for row in rows), ""]
         lines += [f"![{title}]({metric}.png)", ""]
-    lines += ["## What was run", "", *(f"- {key}: {value}" for key, value in context.items()), ""]
-    with atomic_write(folder / "sweep.json") as new, atomic_write(folder / "sweep.md") as new_page:
-        new.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        new_page.write_text("\n".join(lines), encoding="utf-8")
+    lines += ["## What was run", "", *(f"- {key}: {safe_line(value)}" for key, value in context.items()), ""]
+    write_text(folder / "sweep.json", json.dumps(record, indent=1) + "\n")
+    write_text(folder / "sweep.md", "\n".join(lines))
 
 
 def table(axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> Table:
@@ -118,7 +118,3 @@ def table(axes: Sequence[Axis], measured: Sequence[MeasuredCell]) -> Table:
 
 def _rows(measured: Sequence[MeasuredCell]) -> list[list[str]]:
     return [[*each.cell.place, *(column(each.summary) for column in COLUMNS.values())] for each in measured]
-
-
-def _escape(row: Sequence[str]) -> list[str]:
-    return [cell.replace("|", "\\|") for cell in row]

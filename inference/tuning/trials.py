@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import write_text
 from files.bounded_json import read_json
 from files.validation import validated
 from inference.results.metrics import decode_steps
@@ -98,5 +98,4 @@ class TrialFile:
         """Store a trial."""
         self.trials.setdefault(self.key, {})[spec] = asdict(trial)
         if self.path:
-            with atomic_write(self.path) as new:
-                new.write_text(json.dumps(self.trials, indent=1), encoding="utf-8")
+            write_text(self.path, json.dumps(self.trials, indent=1))

@@ -8,12 +8,14 @@ from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import first_line
 from files.regular import read_document
+from train.checkpointing.checkpoints import check_complete
 
 Shapes = dict[str, Sequence[int]]  # shape of each weight of a parameter group, in order
 
@@ -56,6 +58,8 @@ def hyper_parameters(saved: Any) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    if is_zipfile(path):  # torch does not compare the checksums in it
+        check_complete(path)
     try:
         with torch.serialization.safe_globals(PLACEHOLDERS):
             return torch.load(path, map_location="cpu", weights_only=True)

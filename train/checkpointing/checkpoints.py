@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import zlib
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from drafters.atomic_write import atomic_write
+from files.atomic_write import DiskError, atomic_write
 from files.regular import kind_of
 
 
@@ -36,25 +35,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path, buffer = Path(path), io.BytesIO()
         torch.save(checkpoint, buffer)  # to memory first: torch aborts the process if writing to a file fails
         try:
-            with atomic_write(path) as new, new.open("wb") as file:
-                file.write(buffer.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-            _sync_folder(path.parent)
-        except OSError as error:
+            if path.is_symlink():  # `last.ckpt` of a run that linked it to another checkpoint
+                path.unlink()
+            with atomic_write(path) as new:
+                new.write_bytes(buffer.getbuffer())
+        except (OSError, DiskError) as error:
+            cause = error.__cause__ if isinstance(error, DiskError) else error
             raise ValueError(
-                f"the checkpoint {path} could not be written ({error.strerror}), and the one before it is kept: make "
-                "room, then go on with --ckpt_path last"
+                f"the checkpoint {path} could not be written ({getattr(cause, 'strerror', cause)}), and the one before "
+                "it is kept: make room, then go on with --ckpt_path last"
             ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the folder's list of files, which holds the new name, is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def check_complete(path: Path) -> None:

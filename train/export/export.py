@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +13,9 @@ from data.tokenizer import load_tokenizer
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
+from files.atomic_write import atomic_folder, write_text
+from files.checksums import write_checksums
+from files.safe_text import code_span, escape_markdown, yaml_line
 from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export import vllm
 
@@ -51,16 +56,18 @@ def export(
     arguments = hyper_parameters(saved)
     if "drafter" in arguments:
         drafter, config = drafter_of(saved, arguments, base)
-        if format == "vllm":
-            vllm.write(folder, drafter, config, mask_token_id)
-        else:
-            checkpoint.save(folder, drafter, config)
-            card = model_card(config, sum(weight.numel() for weight in drafter.parameters()))
-            (folder / "README.md").write_text(card, encoding="utf-8")
+        with _new_folder(folder) as new:
+            if format == "vllm":
+                vllm.write(new, drafter, config, mask_token_id)
+            else:
+                checkpoint.save(new, drafter, config)
+                card = model_card(config, sum(weight.numel() for weight in drafter.parameters()))
+                write_text(new / "README.md", card)
     elif "context_length" in arguments and format == "vllm":
         raise ValueError(f"{ckpt} holds a base, which vLLM reads as a transformers model: leave out --format")
     elif "context_length" in arguments:
-        _export_base(saved, arguments, folder, max_shard_size)
+        with _new_folder(folder) as new:
+            _export_base(saved, arguments, new, max_shard_size)
     else:
         raise ValueError(f"{ckpt} holds neither a drafter nor a base of this project")
     print(f"wrote {folder}")
@@ -72,6 +79,14 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that gets checksums and replaces ``folder`` when it is whole."""
+    with atomic_folder(folder, replaced=["model*.safetensors*"]) as new:
+        yield new
+        write_checksums(new)
 
 
 def drafter_of(
@@ -142,9 +157,6 @@ def _export_base(saved: dict[str, Any], arguments: dict[str, Any], folder: Path,
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         problem = str(error).splitlines()[-1].strip() if str(error) else type(error).__name__
         raise ValueError(f"the checkpoint holds no complete base ({problem}): train or copy it again") from error
-    for name in WEIGHTS:
-        # A model with another number of files would leave one of these; transformers removes the shards itself.
-        (folder / name).unlink(missing_ok=True)
     sharded: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
     module.model.bfloat16().save_pretrained(folder, **sharded)
     load_tokenizer(arguments["tokenizer"]).save_pretrained(folder)
@@ -162,24 +174,29 @@ def model_card(config: DrafterConfig, num_parameters: int) -> str:
         if length
         else "not measured in training"
     )
-    arguments = "\n".join(f"| {key} | {value} |" for key, value in recipe.flattened(config.init_args).items())
+    arguments = "\n".join(
+        f"| {escape_markdown(key)} | {escape_markdown(value)} |"
+        for key, value in recipe.flattened(config.init_args).items()
+    )
+    base = code_span(config.base_name)
+    used = f"drafters eval --base {config.base_name} --drafter {name}=THIS_FOLDER --benchmark mt_bench"
     return f"""---
-base_model: {config.base_name}
+{yaml_line("base_model", config.base_name)}
 library_name: drafters
 tags: [speculative-decoding, {name}]
 ---
-# {config.class_path} for {config.base_name}
+# {config.class_path} for {escape_markdown(config.base_name)}
 
 A drafter for lossless speculative decoding: it proposes a tree of tokens, the base verifies it in one forward, and
 the text stays the base's own. {num_parameters:,} parameters.
 
-- Base: `{config.base_name}` (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
-  {config.tokenizer_hash}). It fits no other.
-- Training data: {", ".join(training["data"]) or "not recorded"}, {training["steps"]} steps
+- Base: {base} (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
+  {escape_markdown(config.tokenizer_hash)}). It fits no other.
+- Training data: {escape_markdown(", ".join(map(str, training["data"]))) or "not recorded"}, {training["steps"]} steps
 - Acceptance length: {measured}
-- Command: `{training["command"] or "not recorded"}`
+- Command: {code_span(training["command"] or "not recorded")}
 
-Use it: `drafters eval --base {config.base_name} --drafter {name}=THIS_FOLDER --benchmark mt_bench`
+Use it: {code_span(used)}
 
 | argument | value |
 |---|---|

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from data.tokenizer import load_pretrained, load_tokenizer
 from drafters import Block, Medusa
-from drafters.atomic_write import atomic_write
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter
+from files.atomic_write import write_text
+from files.safe_text import code_span, escape_markdown, safe_line, yaml_line
 from inference.engine.base import Base, Dtype, check_fit, load_base
 
 
@@ -22,7 +23,7 @@ def write(folder: Path, drafter: LearnedDrafter, config: DrafterConfig, mask_tok
     """Write config.json, model.safetensors and README.md in the format that vLLM reads.
 
     Args:
-        folder: Folder to write.
+        folder: Folder to write to, which replaces the exported one when it is whole.
         drafter: The trained drafter.
         config: Its configuration.
         mask_token_id: For a block drafter, the token whose embedding becomes that of the masked frames.
@@ -41,10 +42,9 @@ def write(folder: Path, drafter: LearnedDrafter, config: DrafterConfig, mask_tok
         reason = "no engine applies a CTC collapse" if name == "CTC" else "only Medusa and Block have one there"
         raise ValueError(f"{name} has no vllm format ({reason}): leave out --format")
     weights = {name: weight.detach().cpu().contiguous().clone() for name, weight in weights.items()}
-    with atomic_write(folder / "model.safetensors") as new, atomic_write(folder / "config.json") as new_config:
-        new_config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        save_file(weights, new, metadata={"format": "pt"})
-    (folder / "README.md").write_text(_card(config, method, num_tokens, notes), encoding="utf-8")
+    write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_text(folder / "README.md", _card(config, method, num_tokens, notes))
 
 
 # ---- Medusa
@@ -206,14 +206,14 @@ base's but for the mask token; the head is the base's own."""
 
 def _card(config: DrafterConfig, method: str, num_tokens: int, notes: str) -> str:
     served = json.dumps({"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": num_tokens})
-    name = config.class_path.removeprefix("drafters.").lower()
+    name, base = config.class_path.removeprefix("drafters.").lower(), code_span(config.base_name)
     return f"""---
-base_model: {config.base_name}
+{yaml_line("base_model", config.base_name)}
 tags: [speculative-decoding, {name}, vllm]
 ---
-# {config.class_path} for {config.base_name}, in vLLM's format
+# {config.class_path} for {escape_markdown(config.base_name)}, in vLLM's format
 
-    vllm serve {config.base_name} --speculative-config '{served}'
+    vllm serve {safe_line(config.base_name)} --speculative-config '{served}'
 
 Keys, shapes and meaning follow vLLM's and speculators' sources of 2026 and are tested; the folder was not run in vLLM.
 
@@ -221,7 +221,7 @@ Keys, shapes and meaning follow vLLM's and speculators' sources of 2026 and are 
 
 `drafters eval` reads the folder that `drafters export` makes without `--format vllm`, and drafts trees with it.
 
-- Base: `{config.base_name}` (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
-  {config.tokenizer_hash}). It fits no other.
-- Command of the training: `{config.training.get("command") or "not recorded"}`
+- Base: {base} (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
+  {escape_markdown(config.tokenizer_hash)}). It fits no other.
+- Command of the training: {code_span(config.training.get("command") or "not recorded")}
 """

@@ -14,6 +14,7 @@ from data.feature_store.shards import BYTES_PER_ROW, StoreDtype, bytes_per_token
 from data.feature_store.store import MANIFEST, Manifest
 from data.sharegpt import Statistics, load_conversations, tokenise
 from data.tokenizer import short_hash, tokenizer_hash
+from files.safe_text import safe_text
 from inference.engine.base import Base, Dtype, base_hash, load_base, resolve_device
 from inference.runs.outputs import folder_above
 from train.feature_store.base_features import dtype_name
@@ -119,7 +120,7 @@ def _read_texts(base: Base, files: list[str], limit: int | None, manifest: Manif
     """Read and tokenise the conversations, and print how many there are."""
     conversations, dropped = load_conversations(files, limit)
     if dropped.total:
-        print(dropped)
+        print(safe_text(dropped))
     rows = tokenise(conversations, base.tokenizer, manifest.template_name, manifest.max_length, cache_dir)
     print(Statistics.of(rows))
     return Texts.of(rows)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from data import embedded
 from data.sharegpt import load_conversations
+from files.atomic_write import atomic_folder
+from files.safe_text import safe_text
 from inference.runs.outputs import folder_above
 
 MAX_VOCABULARY = 1 << 20
@@ -32,12 +34,13 @@ def tokenizer(
     folder_above(Path(out) / "tokenizer.json")  # raises ValueError if it cannot be made, as where a file stands
     conversations, dropped = load_conversations(files or [f"embedded:{count}:{seed}"])
     if dropped.total:
-        print(dropped)
+        print(safe_text(dropped))
     speakers = {"user": "human", "assistant": "gpt"}
     records = (
         {"conversations": [{"from": speakers[role], "value": text} for role, text in each.messages if role in speakers]}
         for each in conversations
     )
     trained = embedded.train_tokenizer(records, vocab_size)
-    trained.save_pretrained(out)
+    with atomic_folder(out) as folder:
+        trained.save_pretrained(folder)
     print(f"wrote {out}: {len(trained)} tokens of {len(conversations):,} conversations")

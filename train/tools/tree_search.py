@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from data import sharegpt
 from data.batch import collate
 from drafters import Medusa
-from drafters.atomic_write import atomic_write
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.trees import best_first
+from files.atomic_write import write_text
+from files.terminal import SafeConsole
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
 from inference.registry import catalogue
@@ -174,8 +174,7 @@ def _write(path: Path, accuracies: HeadAccuracies, static: list[best_first.RankP
         "num_positions": accuracies.num_positions,
         **options,
     }
-    with atomic_write(path) as new:
-        new.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(result) + "\n")
 
 
 def _show(accuracies: HeadAccuracies, static: list[best_first.RankPath], eval_command: str) -> None:
@@ -185,7 +184,7 @@ def _show(accuracies: HeadAccuracies, static: list[best_first.RankPath], eval_co
     for head, row in enumerate(shares.tolist()):
         num_nodes = sum(len(path) == head + 1 for path in static)
         table.add_row(str(head + 1), *(f"{share:.1%}" for share in row), str(num_nodes))
-    console = Console(soft_wrap=True, highlight=False)
+    console = SafeConsole(soft_wrap=True, highlight=False)
     console.print(table)
     console.print(
         f"{len(static)} nodes, measured at {accuracies.num_positions} positions; "

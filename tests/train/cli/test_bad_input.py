@@ -52,6 +52,7 @@ def place(trained, tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
         "drafter-of-no-class": {"class_path": "os.system"},
     }.items():
         (copy(trained.folder, name) / "config.json").write_text(json.dumps(config | change))
+        (folder / name / "SHA256SUMS").unlink()
 
     (folder / "cut.ckpt").write_bytes(trained.ckpt.read_bytes()[:3000])
     (folder / "text.ckpt").write_text("not a checkpoint")

@@ -12,7 +12,8 @@ from train.export.export import drafter_of
 
 
 def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card(trained, tiny, tiny_base):
-    assert sorted(path.name for path in trained.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    names = ["README.md", "SHA256SUMS", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in trained.folder.iterdir()) == names
     saved = torch.load(trained.ckpt, weights_only=True)
     config = json.loads((trained.folder / "config.json").read_text())
     assert config["class_path"] == "drafters.CTC"

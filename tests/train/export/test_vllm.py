@@ -357,7 +357,8 @@ def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask,
 def test_the_model_card_tells_how_to_serve_it_that_it_drafts_a_chain_and_that_vllm_was_not_run(exported):
     for kind, method in (("medusa", "medusa"), ("block", "dspark")):
         made = exported(kind)
-        assert sorted(file.name for file in made.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+        names = ["README.md", "SHA256SUMS", "config.json", "model.safetensors"]
+        assert sorted(file.name for file in made.folder.iterdir()) == names
         card = (made.folder / "README.md").read_text()
         tokens = 3 if kind == "medusa" else 5
         assert f'{{"method": "{method}", "model": "THIS_FOLDER", "num_speculative_tokens": {tokens}}}' in card

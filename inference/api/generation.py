@@ -19,7 +19,7 @@ from inference.registry import catalogue
 from inference.results import metrics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
@@ -63,6 +63,7 @@ def generate(
     seed: int = 0,
     eos: int | Collection[int] | None = None,
     cache: CacheKind = "static",
+    logits_processor: Sequence[LogitsProcessor] = (),
 ) -> list[Generated]:
     """Generate a text for each prompt: the same tokens as without a drafter, in fewer base forwards.
 
@@ -82,6 +83,8 @@ def generate(
         eos: Tokens that end a text; by default the base's own end-of-sequence tokens.
         cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
             transformers' own cache.
+        logits_processor: Logits processors of transformers, applied before temperature, top_k and top_p. They are
+            called once for each new token, in order, with the token ids (1, S) of prompt and text before it.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -91,7 +94,7 @@ def generate(
     """
     base, encoded_prompts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos)
     sampling = SamplingOptions(temperature, top_k, top_p, seed)
-    samplers = [replace(sampling, seed=seed + index).sampler() for index in range(len(encoded_prompts))]
+    samplers = [replace(sampling, seed=seed + index).sampler(logits_processor) for index in range(len(encoded_prompts))]
     with acquire_runner(base, cache) as runner:
         built = make_drafter(drafter, runner)
         generations = [
@@ -115,11 +118,13 @@ def stream(
     seed: int = 0,
     eos: int | Collection[int] | None = None,
     cache: CacheKind = "static",
+    logits_processor: Sequence[LogitsProcessor] = (),
 ) -> Iterator[str]:
     """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
     Args:
-        base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache: As in `generate`.
+        base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache, logits_processor:
+            As in `generate`.
 
     Raises:
         ValueError: As in `generate`; raised by the call itself, not with the first piece.
@@ -127,7 +132,7 @@ def stream(
     base, encoded_prompts, eos = _prepare(base, tokenizer, prompt, max_new_tokens, eos)
     if len(encoded_prompts) != 1:
         raise ValueError(f"stream writes one text: pass one prompt, not {len(encoded_prompts)}")
-    sampler = SamplingOptions(temperature, top_k, top_p, seed).sampler()
+    sampler = SamplingOptions(temperature, top_k, top_p, seed).sampler(logits_processor)
 
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)

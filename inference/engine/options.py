@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.sampling import Greedy, KeyedSampler, make_sampler
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,6 @@ class SamplingOptions:
     top_p: float = 1.0
     seed: int = 0
 
-    def sampler(self) -> Greedy | KeyedSampler:
-        """The sampler with these options; raises ValueError if a value is out of range."""
-        return make_sampler(self.temperature, self.top_k, self.top_p, self.seed)
+    def sampler(self, processors: Sequence[LogitsProcessor] = ()) -> Greedy | KeyedSampler:
+        """The sampler with these options, behind logits processors; raises ValueError if a value is out of range."""
+        return make_sampler(self.temperature, self.top_k, self.top_p, self.seed, processors)

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,11 @@ from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
 from inference.engine.acceptance import accept, accept_deepest
+from inference.engine.processing import ScoreProcessors
 from inference.engine.rejection import multi_round_rejection
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 
 class Sampler(Protocol):
@@ -35,13 +39,22 @@ class Sampler(Protocol):
     @property
     def seed(self) -> int: ...
 
-    def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
         """Device part: compute the decisions.
 
         Args:
             logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
             tree: M nodes.
             positions: 1 + M positions; the token that row i decides stands at positions[i].
+            text: Token ids up to the root, which logits processors may read.
+            eos: Tokens that end the text, so that nothing needs to be decided after a node with one.
 
         Returns:
             (1 + M, C) integers; what the C columns hold is between `decide` and `accept`.
@@ -80,20 +93,58 @@ def most_probable(logits: Tensor) -> Tensor:
 
 
 class _PickPerNode:
-    """A sampler with one decision per row: the token picked there. The accepted path follows the picks."""
+    """A sampler with one decision per row: the token picked there. The accepted path follows the picks.
+
+    Args:
+        processors: Logits processors that change the base's logits before a token is picked.
+    """
 
     lossless = True
     seed = 0
+
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._processors = ScoreProcessors(processors)
+
+    def _decide_along_path(self, tree: DraftTree, pick: Callable[[int], int], eos: frozenset[int]) -> Tensor:
+        """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
+
+        Args:
+            tree: M nodes.
+            pick: Returns the token after a node or after `ROOT`; called from the root down.
+            eos: End-of-sequence tokens.
+        """
+        decisions = torch.full((1 + len(tree), 1), -1)
+        node: int | None = ROOT
+        while node is not None:
+            token = pick(node)
+            decisions[1 + node] = token
+            node = None if token in eos else tree.child(node, token)
+        return decisions
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         return accept(tree, [row[0] for row in decisions])
 
 
 class Greedy(_PickPerNode):
-    """Picks the most probable token, the first one if several are equally probable."""
+    """Picks the most probable token, the first one if several are equally probable.
 
-    def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        return most_probable(logits)[:, None]
+    Args:
+        processors: Logits processors that change the base's logits before a token is picked.
+    """
+
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        processors = self._processors
+        if processors.read_text:
+            scores = processors.at_nodes(logits, tree, text)
+            return self._decide_along_path(tree, lambda node: int(most_probable(scores(node))), eos).to(logits.device)
+        return most_probable(processors.at_all_rows(logits) if processors else logits)[:, None]
 
 
 class KeyedSampler(_PickPerNode):
@@ -108,10 +159,18 @@ class KeyedSampler(_PickPerNode):
         top_k: Sample from the k most probable tokens only; 0 keeps all.
         top_p: Sample from the smallest set of tokens that together have this probability; 1 keeps all.
         seed: Key of the draws.
+        processors: Logits processors that come before temperature, top_k and top_p.
     """
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         for is_valid, requirement, value in (
             (0 < temperature < inf, "temperature must be a number above 0, or 0 to decode greedily", temperature),
@@ -122,13 +181,14 @@ class KeyedSampler(_PickPerNode):
             if not is_valid:
                 raise ValueError(f"{requirement}, not {value}")
         self.seed = seed
-        self._processors: Any = LogitsProcessorList()  # called without the token ids that its type asks for
+        warpers: list[LogitsProcessor] = []
         if temperature != 1.0:
-            self._processors.append(TemperatureLogitsWarper(float(temperature)))
+            warpers.append(TemperatureLogitsWarper(float(temperature)))
         if top_k:
-            self._processors.append(TopKLogitsWarper(top_k))
+            warpers.append(TopKLogitsWarper(top_k))
         if top_p < 1.0:
-            self._processors.append(TopPLogitsWarper(top_p))
+            warpers.append(TopPLogitsWarper(top_p))
+        super().__init__([*processors, *warpers])
 
     def for_proposal(self, draft_seed: int) -> KeyedSampler:
         """Return a sampler from the same distributions for the drafts of one proposal, see `Limits.draft_seed`."""
@@ -137,36 +197,47 @@ class KeyedSampler(_PickPerNode):
         return sampler
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distributions (N, V) that tokens are drawn from, given logits (N, V)."""
-        return self._processors(None, logits.float()).double().softmax(-1)
+        """Return the distributions (N, V) that tokens are drawn from, given logits (N, V).
+
+        Not for processors that read the text.
+        """
+        return self._processors.at_all_rows(logits).double().softmax(-1)
 
     def pick(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         """Draw one token (N,) for each row of (N, V)."""
         return self._draws(self.probabilities(logits), positions)
 
-    def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        """Draw along the accepted path only; rows that `accept` never reaches hold -1.
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        """Draw along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
-        On a GPU, a tree without random drafts is drawn for all nodes at once: that is faster than waiting for the
-        device at every node of the path.
+        On a GPU, a tree without random drafts is drawn for all nodes at once, unless a logits processor reads the text:
+        that is faster than waiting for the device at every node of the path.
         """
-        if logits.is_cuda and not tree.distributions:
+        if logits.is_cuda and not tree.distributions and not self._processors.read_text:
             return self.pick(logits, positions)[:, None]
         drawn_children = {children.parent: children for children in tree.distributions}
-        decisions = torch.full((len(logits), 1), -1)
-        node: int | None = ROOT
-        while node is not None:
-            row, position = 1 + node, positions[1 + node]
-            distribution, picked = self.probabilities(logits[row : row + 1]), None
+        scores = self._processors.at_nodes(logits, tree, text)
+
+        def pick(node: int) -> int:
+            position = positions[1 + node]
+            distribution = scores(node).double().softmax(-1)
             if node in drawn_children:
                 accepted, accepted_token, residual = multi_round_rejection(
                     distribution[0], drawn_children[node], tree, self._round_numbers(position)
                 )
-                distribution, picked = residual.view(1, -1), accepted_token if accepted else None
-            token = int(self._draws(distribution, [position]) if picked is None else picked)
-            decisions[row] = token
-            node = tree.child(node, token)
-        return decisions.to(logits.device)
+                if accepted:
+                    return int(accepted_token)
+                distribution = residual.view(1, -1)
+            return int(self._draws(distribution, [position]))
+
+        return self._decide_along_path(tree, pick, eos).to(logits.device)
 
     def _round_numbers(self, position: int) -> Callable[[int], float]:
         """The random numbers of the rounds of rejection at a position, by the index of the round."""
@@ -189,8 +260,17 @@ class KeyedSampler(_PickPerNode):
         return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
 
 
-def make_sampler(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Greedy | KeyedSampler:
+def make_sampler(
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Greedy | KeyedSampler:
     """Create the sampler for these options: greedy at temperature 0, else draws keyed by seed and position.
+
+    Args:
+        temperature, top_k, top_p, seed, processors: As in `KeyedSampler`.
 
     Raises:
         ValueError: A value is out of its range, or top_k or top_p is given with temperature 0.
@@ -198,7 +278,7 @@ def make_sampler(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, s
     if not temperature and (top_k or top_p != 1):
         option = f"top_k {top_k}" if top_k else f"top_p {top_p}"
         raise ValueError(f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
-    return KeyedSampler(temperature, top_k, top_p, seed) if temperature else Greedy()
+    return KeyedSampler(temperature, top_k, top_p, seed, processors) if temperature else Greedy(processors)
 
 
 class Typical(KeyedSampler):
@@ -230,7 +310,14 @@ class Typical(KeyedSampler):
             raise ValueError(f"need 0 < threshold <= 1 and alpha > 0, not {threshold} and {alpha}")
         self.threshold, self.alpha = threshold, alpha
 
-    def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
         """Decisions of two columns: whether the node is acceptable, and the token drawn after it."""
         distributions = self.probabilities(logits)
         entropy = -torch.special.xlogy(distributions, distributions).sum(-1)  # (1 + M,)

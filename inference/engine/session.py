@@ -155,7 +155,7 @@ class Session:
         outputs = runner.forward(pending, tree, drafter.required_outputs)
         marks.append(clock())
 
-        path, emitted, top_tokens = self._accept(outputs.logits, tree)
+        path, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
         emitted = _until_eos(emitted[: end - length], eos)
         num_accepted = min(len(path), len(emitted))
         path = path[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if it was drafted
@@ -180,7 +180,9 @@ class Session:
         )
 
     @torch.inference_mode()
-    def _accept(self, logits: Tensor, tree: DraftTree) -> tuple[list[int], list[int], list[list[int]]]:
+    def _accept(
+        self, logits: Tensor, tree: DraftTree, eos: frozenset[int]
+    ) -> tuple[list[int], list[int], list[list[int]]]:
         """Decide on the device, copy the decisions to the host once, and accept there.
 
         Returns:
@@ -188,7 +190,8 @@ class Session:
             if the drafter requires them.
         """
         length = len(self.seq)
-        decisions = self.sampler.decide(logits, tree, [length, *(length + depth for depth in tree.depths)])
+        positions = [length, *(length + depth for depth in tree.depths)]
+        decisions = self.sampler.decide(logits, tree, positions, self.seq, eos)
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
         if top_k == 1:
             decisions = torch.cat([decisions, most_probable(logits)[:, None]], dim=1)

@@ -114,7 +114,14 @@ class Recorded:
 
     lossless = True
 
-    def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
         return logits
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:

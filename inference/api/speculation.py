@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers.generation import logits_process
-from transformers.generation.configuration_utils import GenerationMode
+from transformers import LogitsProcessor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
-from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter
-from drafters.tree import DraftTree
+from inference.api.generate_call import (
+    SCORE_OUTPUTS,
+    check_supported,
+    check_supported_in_batch,
+    count_new_tokens,
+    find_generate_call,
+    read_prompts,
+)
 from inference.api.generation import acquire_runner, make_drafter
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
+from inference.engine.processing import ScoreProcessors
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler, Sampler
 from inference.engine.session import Generation, Session, StepCost
@@ -34,20 +39,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
 
-# Processors that read nothing but one row of scores, so the rows of a whole draft tree can go through them at once.
-ROWWISE_PROCESSORS = {
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.MinPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
-    logits_process.EpsilonLogitsWarper,
-    logits_process.EtaLogitsWarper,
-    logits_process.LogitNormalization,
-}
-MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-EXTRA_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-
 
 class Speculation:
     """A decoding loop for ``model.generate``: ``custom_generate=Speculation("anpd")``.
@@ -56,8 +47,15 @@ class Speculation:
     the requested temperature, top_k, top_p and so on; its draws are keyed by a number from torch's global generator, so
     ``torch.manual_seed`` repeats them. Several prompts are decoded one after the other.
 
-    Stopping criteria see the text grow token by token. ``stop_strings`` does not work, because transformers does not
-    pass the tokenizer on; use ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]`` instead.
+    Logits processors, those of ``generate`` (repetition_penalty, bad_words_ids, ...) and your own, are called as
+    without speculation: once for each new token, in order, with the text before it. So they may even keep a state.
+    Several texts at once take only transformers' own processors.
+
+    Stopping criteria see the text grow token by token, and its scores if ``generate`` returns them (``output_scores``).
+    ``stop_strings`` does not work, because transformers does not pass the tokenizer on; use
+    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]`` instead.
+
+    Threads that share a model need a `Speculation` each, with a drafter of its own.
 
     Args:
         drafter: Name of a drafter as on the command line (``anpd``, ``ctc=FOLDER``), built at the first call with a
@@ -77,6 +75,7 @@ class Speculation:
         self.drafter, self.tokenizer, self.cache = drafter, tokenizer, cache
         self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter] | None = None
+        self._in_use = threading.Lock()
 
     @property
     def steps(self) -> list[StepCost]:
@@ -100,34 +99,55 @@ class Speculation:
         """Decode the prompts; called by ``generate``.
 
         Args:
-            model, logits_processor, stopping_criteria, generation_config, model_kwargs: What ``generate`` prepared.
+            model, logits_processor, stopping_criteria, generation_config, model_kwargs: What ``generate`` prepared. A
+                wrapper that calls from another thread than ``generate`` adds ``streamer``, None if there is none.
             input_ids: (B, S) prompts, padded on the left.
 
         Returns:
             (B, S + N) prompts and texts; texts that end early are padded on the right.
 
         Raises:
-            ValueError: The call uses an option that would change the text, or that is not supported.
+            ValueError: The call uses an option that would change the text, or that is not supported; or this object is
+                decoding already.
         """
-        streamer, assistant = _unpassed_arguments()
+        if not self._in_use.acquire(blocking=False):
+            raise ValueError("this Speculation object is already decoding: make one for each thread")
+        try:
+            return self._decode(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        finally:
+            self._in_use.release()
+
+    def _decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        call = model_kwargs if "streamer" in model_kwargs else find_generate_call(model)
+        streamer, assistant = call["streamer"], call.get("assistant_model")
+        model_kwargs = {name: value for name, value in model_kwargs.items() if name != "streamer"}
         other_criteria = StoppingCriteriaList(
             each for each in stopping_criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
         )
-        _check_supported(generation_config, logits_processor, assistant, model_kwargs)
-        if len(input_ids) > 1 and (other_criteria or streamer is not None):
-            raise _unsupported("a streamer or stopping criteria with several texts at once")
-        prompts = _prompts(input_ids, model_kwargs)
+        check_supported(generation_config, assistant, model_kwargs)
+        if len(input_ids) > 1:
+            check_supported_in_batch(generation_config, logits_processor, other_criteria, streamer)
+        prompts = read_prompts(input_ids, model_kwargs)
         max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
         eos_criteria = [each for each in stopping_criteria if type(each) is EosTokenCriteria]
         eos = frozenset(chain.from_iterable(each.eos_token_id.flatten().tolist() for each in eos_criteria))
         base = self._base(model)
         self.generations = []
         with acquire_runner(base, self.cache) as runner:
-            max_new_tokens = _max_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
-            for row, prompt in zip(input_ids, prompts, strict=True):
-                sampler = _sampler(generation_config, logits_processor)
+            max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
+            for index, prompt in enumerate(prompts):
+                processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, index, len(prompt))
+                sampler = _sampler(generation_config, processors)
                 steps = Session(runner, self._drafter(runner), sampler).decode(prompt, max_new_tokens, eos)
-                self.generations.append(_collect(steps, row, other_criteria, streamer))
+                self.generations.append(_collect(steps, input_ids[index], other_criteria, streamer, processors))
         if streamer is not None:
             streamer.end()
         answers = [input_ids.new_tensor(generation.tokens) for generation in self.generations]
@@ -135,7 +155,12 @@ class Speculation:
         padding_value = 0 if pad is None else pad.item()
         padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=padding_value)
         sequences: Any = torch.cat([input_ids, padded], dim=1)
-        return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        num_tokens = padded.shape[1]
+        return GenerateDecoderOnlyOutput(
+            sequences, scores=processors.scores(num_tokens), logits=processors.logits(num_tokens)
+        )
 
     def _base(self, model: PreTrainedModel) -> Base:
         """Wrap the model; its tokenizer is loaded only if the drafter's folder is to be checked against it."""
@@ -188,6 +213,7 @@ def _collect(
     prompt: Tensor,
     criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,
+    processors: _ProcessorsOfOneText,
 ) -> Generation:
     """Run the steps of one text; criteria and streamer get every token as if it had been a step of its own.
 
@@ -196,6 +222,7 @@ def _collect(
         prompt: (S,) the prompt with its padding, as the criteria expect it.
         criteria: Stopping criteria besides length and end-of-sequence tokens, which the steps respect already.
         streamer: Receives each token, if given.
+        processors: Hold the scores that the criteria get.
     """
     generation, started, is_stopped = Generation(), time.perf_counter(), False
     for emitted, cost in steps:
@@ -204,7 +231,7 @@ def _collect(
             generation.tokens.append(token)
             if criteria:
                 text: Any = torch.cat([prompt, prompt.new_tensor(generation.tokens)])[None]
-                scores: Any = None
+                scores: Any = processors.scores(len(generation.tokens))
                 is_stopped = bool(criteria(text, scores).item())
             if streamer is not None:
                 streamer.put(torch.tensor([token]))
@@ -218,110 +245,55 @@ def _collect(
     return generation
 
 
-class _ProcessedSampler(KeyedSampler):
-    """Draws from the distribution after the logits processors that ``generate`` made."""
+class _ProcessorsOfOneText(LogitsProcessor):
+    """The logits processors of ``generate`` for one text of its batch, and a record of what they made of it.
 
-    def __init__(self, processors: LogitsProcessorList, seed: int) -> None:
-        super().__init__(seed=seed)
-        self._processors = processors
-
-
-class _ProcessedGreedy(Greedy):
-    """Picks the most probable token after the logits processors, which may exclude the model's own argmax."""
-
-    def __init__(self, processors: LogitsProcessorList) -> None:
-        self._processors: Any = processors  # called without the token ids that its type asks for
-
-    def decide(self, logits: Tensor, tree: DraftTree, positions: Sequence[int]) -> Tensor:
-        return super().decide(self._processors(None, logits.float()), tree, positions)
-
-
-def _sampler(config: GenerationConfig, processors: LogitsProcessorList) -> Sampler:
-    if config.do_sample:
-        return _ProcessedSampler(processors, int(torch.randint(2**62, ())))
-    return _ProcessedGreedy(processors) if processors else Greedy()
-
-
-def _unpassed_arguments() -> tuple[BaseStreamer | None, PreTrainedModel | None]:
-    """Return the streamer and the assistant model that were passed to ``generate``.
-
-    transformers (5.23) passes neither on to a callable ``custom_generate``. The streamer is needed because ``generate``
-    has put the prompt into it, and its reader would never get the rest. The assistant model is needed to refuse
-    it. So both are read from the local variables of ``generate``, two frames up the call stack (three if it called
-    `speculate`). If anything else calls us, such as a wrapper around `speculate`, nothing is found there: the streamer
-    is not served and an assistant model is ignored.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    if frame and frame.f_code is speculate.__code__:
-        frame = frame.f_back
-    is_generate = frame is not None and frame.f_code is inspect.unwrap(GenerationMixin.generate).__code__
-    local_variables = frame.f_locals if frame and is_generate else {}
-    return local_variables.get("streamer"), local_variables.get("assistant_model")
-
-
-def _unsupported(what: str) -> ValueError:
-    return ValueError(
-        f"speculation would not give generate's own result with {what}: leave it out, or call generate without "
-        "custom_generate"
-    )
-
-
-def _check_supported(
-    config: GenerationConfig,
-    processors: LogitsProcessorList,
-    assistant: PreTrainedModel | None,
-    model_kwargs: Mapping[str, Any],
-) -> None:
-    """Raise ValueError if the call uses options that the engine does not support."""
-    mode = config.get_generation_mode(assistant)
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise _unsupported(f"{mode.value.replace('_', ' ')} (num_beams, assistant_model, ...)")
-    for processor in processors:
-        if type(processor) not in ROWWISE_PROCESSORS:
-            raise _unsupported(f"{type(processor).__name__} (repetition_penalty, min_length, ...)")
-    for output in EXTRA_OUTPUTS:
-        if config.return_dict_in_generate and getattr(config, output):
-            raise _unsupported(output)
-    for name, value in model_kwargs.items():
-        if value is not None and name not in MODEL_INPUTS:
-            raise _unsupported(name)
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise _unsupported("past_key_values")
-
-
-def _prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[list[int]]:
-    """Return the token ids of each prompt of (B, S) without its left padding.
-
-    Raises:
-        ValueError: Attention mask or position ids describe more than left padding.
-    """
-    mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
-    if mask.shape != input_ids.shape or (mask[:, 1:] < mask[:, :-1]).any():
-        raise _unsupported("an attention mask that hides more than padding on the left")
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and ((positions.to(mask.device) - mask.cumsum(-1) + 1) * mask).any():
-        raise _unsupported("position_ids that do not count from the start of each text")
-    return [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
-
-
-def _max_new_tokens(base: Base, padded_length: int, longest: int, max_lengths: Sequence[int]) -> int:
-    """Return the maximum number of new tokens of each text.
+    Processors may hold a value for each row of the batch (``prompt_ignore_length``), and they see the padding. So they
+    get as many copies of the text as the batch has rows, each with the text's padding, and its own row is kept.
 
     Args:
-        base: The base.
-        padded_length: Length S of the prompts with their padding, which transformers counts.
-        longest: Length of the longest prompt without padding.
-        max_lengths: Maximum lengths of padded prompt and text, of which the smallest applies; if there are none, only
-            the context limits the text.
-
-    Raises:
-        ValueError: Prompt and text do not fit into the context.
+        config: Says whether logits and scores are recorded.
+        processors: What ``generate`` prepared for the batch.
+        input_ids: (B, S) the padded prompts.
+        row: Index of the text in the batch.
+        prompt_length: Length of its prompt without padding.
     """
-    max_new_tokens = max(1, min(max_lengths) - padded_length) if max_lengths else base.context_length - longest
-    if longest + max_new_tokens > base.context_length:
-        raise ValueError(
-            f"{longest} tokens and {max_new_tokens} more do not fit into the context of {base.name}, which ends at "
-            f"{base.context_length}: lower max_new_tokens"
-        )
-    return max_new_tokens
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        processors: LogitsProcessorList,
+        input_ids: Tensor,
+        row: int,
+        prompt_length: int,
+    ) -> None:
+        self.processors, self.row, self.num_rows = processors, row, len(input_ids)
+        self.padding = input_ids[row, : input_ids.shape[1] - prompt_length]
+        self.returned = {name: bool(config.return_dict_in_generate and getattr(config, name)) for name in SCORE_OUTPUTS}
+        self.read_text = any(self.returned.values()) or ScoreProcessors(processors).read_text
+        self._recorded: list[tuple[Tensor, Tensor]] = []  # logits and scores (1, V) before each new token
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Process the logits (1, V) after a text (1, S)."""
+        place = self.padding.device  # of the prompts, where transformers processes too
+        text: Any = torch.cat([self.padding, input_ids[0].to(place)]).repeat(self.num_rows, 1)
+        logits: Any = scores.to(place).repeat(self.num_rows, 1)
+        processed = self.processors(text, logits)[self.row : self.row + 1]
+        if any(self.returned.values()):
+            self._recorded.append((logits, processed))
+        return processed.to(scores.device)
+
+    def scores(self, num_tokens: int) -> tuple[Tensor, ...] | None:
+        """The scores (1, V) that decided the first tokens, or None if ``generate`` does not return scores."""
+        scores = tuple(scores for _, scores in self._recorded[:num_tokens])
+        return scores if self.returned["output_scores"] else None
+
+    def logits(self, num_tokens: int) -> tuple[Tensor, ...] | None:
+        """The logits (1, V) behind the first tokens, or None if ``generate`` does not return logits."""
+        logits = tuple(logits for logits, _ in self._recorded[:num_tokens])
+        return logits if self.returned["output_logits"] else None
+
+
+def _sampler(config: GenerationConfig, processors: _ProcessorsOfOneText) -> Sampler:
+    used = [processors] if processors.read_text else processors.processors
+    return KeyedSampler(seed=int(torch.randint(2**62, ())), processors=used) if config.do_sample else Greedy(used)

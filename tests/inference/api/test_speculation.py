@@ -1,7 +1,9 @@
 """With speculation, transformers' ``generate`` returns what it returns without."""
 
 import copy
+import functools
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,10 +172,56 @@ def test_a_streamer_gets_the_same_values_as_from_generate(base, way):
     assert mine.seen == theirs.seen and mine.seen[-1] == "end" and len(mine.seen) > 3
 
 
-def test_a_text_streamer_ends(base):
+def wrapped(*args, **options):
+    """What users write around `speculate`, to log or to time it."""
+    return speculate(*args, **options)
+
+
+class OtherGenerate:
+    """A model whose ``generate`` is a wrapper itself."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def generate(self, *args, **options):
+        return self.model.generate(*args, **options)
+
+
+@pytest.mark.parametrize("way", [speculate, wrapped, functools.partial(wrapped, drafter="none")])
+def test_a_text_streamer_ends(base, way):
     streamer = TextIteratorStreamer(base.tokenizer, skip_prompt=True, timeout=1)
-    (ids,) = base.model.generate(PROMPT, max_new_tokens=20, streamer=streamer, custom_generate=speculate)
+    (ids,) = OtherGenerate(base.model).generate(PROMPT, max_new_tokens=20, streamer=streamer, custom_generate=way)
     assert "".join(streamer) == base.tokenizer.decode(ids[5:])
+
+
+def test_an_assistant_model_is_refused_through_a_wrapper(base, make_base):
+    with pytest.raises(ValueError, match="assisted generation"):
+        base.model.generate(PROMPT, assistant_model=make_base(seed=1).model, custom_generate=wrapped, max_new_tokens=5)
+
+
+def test_a_wrapper_that_calls_from_another_thread_passes_the_streamer_on(base):
+    def elsewhere(*args, **options):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(speculate, *args, **options).result()
+
+    with pytest.raises(ValueError, match=r"its streamer is unknown: pass streamer=\.\.\. on"):
+        base.model.generate(PROMPT, max_new_tokens=9, custom_generate=elsewhere)
+    streamer = TextIteratorStreamer(base.tokenizer, skip_prompt=True, timeout=1)
+    way = functools.partial(elsewhere, streamer=streamer)
+    (ids,) = base.model.generate(PROMPT, max_new_tokens=9, streamer=streamer, custom_generate=way)
+    assert "".join(streamer) == base.tokenizer.decode(ids[5:])
+
+
+def test_a_speculation_object_is_refused_while_it_is_decoding(base):
+    speculation = Speculation()
+
+    class DecodesAgain(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            base.model.generate(input_ids, max_new_tokens=2, custom_generate=speculation)
+
+    with pytest.raises(ValueError, match="already decoding: make one for each thread"):
+        base.model.generate(PROMPT, max_new_tokens=5, custom_generate=speculation, stopping_criteria=[DecodesAgain()])
+    base.model.generate(PROMPT, max_new_tokens=5, custom_generate=speculation)
 
 
 # ---- sampling
@@ -240,13 +288,11 @@ def test_sampled_tokens_follow_the_processed_distribution(make_base, oracle, war
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
-        ({"min_new_tokens": 4}, "MinLength"),
-        ({"logits_processor": LogitsProcessorList([LogitsProcessor()])}, "LogitsProcessor "),
-        ({"prefix_allowed_tokens_fn": lambda batch, ids: [3]}, "PrefixConstrained"),
         ({"num_beams": 2}, "beam search"),
+        ({"num_beams": 2, "do_sample": True}, "beam sample"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),
         ({"position_ids": torch.arange(5)[None] + 1}, "position_ids"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "padding on the left"),
@@ -269,9 +315,18 @@ def test_an_assistant_model_and_input_embeddings_are_refused(base, make_base):
         base.model.generate(inputs_embeds=base.model.get_input_embeddings()(PROMPT), **arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"stopping_criteria": [StopsAt(7)]}, {"streamer": Recorder()}])
-def test_criteria_and_streamers_are_refused_with_several_texts(base, arguments):
-    with pytest.raises(ValueError, match="several texts at once"):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"stopping_criteria": [StopsAt(7)]}, "a streamer or stopping criteria"),
+        ({"streamer": Recorder()}, "a streamer or stopping criteria"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"logits_processor": LogitsProcessorList([LogitsProcessor()])}, "LogitsProcessor"),
+        ({"prefix_allowed_tokens_fn": lambda batch, ids: [3]}, "PrefixConstrainedLogitsProcessor"),
+    ],
+)
+def test_what_needs_the_texts_of_a_batch_side_by_side_is_refused(base, arguments, said):
+    with pytest.raises(ValueError, match=f"with {said} with several texts at once: .*generate without"):
         base.model.generate(PROMPT.repeat(2, 1), custom_generate=speculate, max_new_tokens=5, **arguments)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,40 +35,47 @@ def sublayers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     )
 
 
-def _no_attention(hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
-    return torch.zeros_like(hidden_states), None
+class _NoAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, *_, **__) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
 
 
-def _no_mlp(hidden_states: Tensor, *_, **__) -> Tensor:
-    return torch.zeros_like(hidden_states)
+class _NoMLP(nn.Module):
+    def forward(self, hidden_states: Tensor, *_, **__) -> Tensor:
+        return torch.zeros_like(hidden_states)
 
 
-@contextmanager
-def skipping(model: nn.Module, attention: Sequence[int], mlp: Sequence[int]) -> Iterator[None]:
-    """Skip sublayers inside the ``with`` block: they do not run, and add zero to the residual stream.
+def without_sublayers(model: nn.Module, attention: Sequence[int], mlp: Sequence[int]) -> nn.Module:
+    """Return a view of a model that leaves out sublayers: they do not run, and add zero to the residual stream.
 
-    A ``forward`` that returns zeros is set on the modules themselves; the norm before a sublayer still runs. Afterwards
-    the modules are as they were, also after an exception.
+    The norm before a sublayer still runs. The view shares all modules with the model, except for the decoder and the
+    layers that lack a sublayer, which are shallow copies: no weight is copied, and the model itself stays as it is, so
+    that other threads may run it meanwhile. Make a new view for each draft, to follow changes of the model.
 
     Args:
         model: A transformers model without its LM head.
-        attention: Layers whose attention is skipped; these layers cache nothing during the block.
-        mlp: Layers whose MLP is skipped.
+        attention: Layers whose attention is left out; in the view, these layers cache nothing.
+        mlp: Layers whose MLP is left out.
     """
     attentions, mlps = sublayers(model)
-    replacements: list[tuple[nn.Module, Callable]] = [(attentions[layer], _no_attention) for layer in attention]
-    replacements += [(mlps[layer], _no_mlp) for layer in mlp]
-    originals = [(module, vars(module).get("forward")) for module, _ in replacements]  # a wrapper may have set one
-    try:
-        for module, replacement in replacements:
-            module.forward = replacement
-        yield
-    finally:
-        for module, forward in originals:
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
+    replacements: dict[nn.Module, nn.Module] = {attentions[layer]: _NoAttention() for layer in attention}
+    replacements |= {mlps[layer]: _NoMLP() for layer in mlp}
+    return _with_replacements(model, replacements, depth=3)  # decoder, list of layers, layer, sublayer
+
+
+def _with_replacements(module: nn.Module, replacements: dict[nn.Module, nn.Module], depth: int) -> nn.Module:
+    """Return the module if nothing in it is replaced, else a shallow copy of it, ``depth`` levels deep."""
+    if module in replacements or not depth:
+        return replacements.get(module, module)
+    children = {
+        name: child and _with_replacements(child, replacements, depth - 1) for name, child in module._modules.items()
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    view = type(module).__new__(type(module))  # copy.copy takes ten times longer
+    vars(view).update(vars(module), _modules=children)
+    vars(view).pop("forward", None)  # one set on the module itself (accelerate does so) would run the whole module
+    return view
 
 
 def default_skips(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -175,16 +181,16 @@ class LayerSkippingSession:
             return DraftedTokens(tokens, distributions)
         fed = seq[start:]
         try:
-            with skipping(runner.model, self.attention, self.mlp):
-                while start + len(fed) < end:
-                    logits = runner.forward_uncommitted(fed, start)
-                    self.forwards += 1
-                    start += len(fed)
-                    token, probability = self._pick(sampler, logits, start, distributions)
-                    tokens.append(token)
-                    fed = [token]
-                    if token in eos or probability < threshold:
-                        break
+            draft_model = without_sublayers(runner.model, self.attention, self.mlp)
+            while start + len(fed) < end:
+                logits = runner.forward_uncommitted(fed, start, draft_model)
+                self.forwards += 1
+                start += len(fed)
+                token, probability = self._pick(sampler, logits, start, distributions)
+                tokens.append(token)
+                fed = [token]
+                if token in eos or probability < threshold:
+                    break
         finally:
             runner.rollback()
         return DraftedTokens(tokens, distributions)

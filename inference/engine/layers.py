@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ PLAIN_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 def capture_hidden_states(model: nn.Module, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
     """Collect the outputs of some layers while a model of `PLAIN_MODEL_TYPES` runs inside the ``with`` block.
 
+    Other threads may run the model meanwhile: only forwards of this thread are observed.
+
     Args:
         model: The base without its LM head.
         layers: 0 is the embedding, i the output of layer i. The last layer's output is taken before the final norm.
@@ -27,12 +31,15 @@ def capture_hidden_states(model: nn.Module, layers: Collection[int]) -> Iterator
         A dictionary that each forward fills with the states by layer.
     """
     states: dict[int, Tensor] = {}
+    thread = threading.get_ident()
     decoder: Any = model  # torch types the attributes of a module as Tensor | Module
     modules = [decoder.embed_tokens, *decoder.layers]
-    hooks = [
-        modules[layer].register_forward_hook(lambda module, inputs, state, layer=layer: states.update({layer: state}))
-        for layer in layers
-    ]
+
+    def keep(layer: int, module: nn.Module, inputs: object, state: Tensor) -> None:
+        if threading.get_ident() == thread:
+            states[layer] = state
+
+    hooks = [modules[layer].register_forward_hook(partial(keep, layer)) for layer in layers]
     try:
         yield states
     finally:

@@ -140,14 +140,14 @@ class Runner:
         self.cached = first_node + len(path)
 
     @torch.inference_mode()
-    def forward_uncommitted(self, tokens: Sequence[int], start: int) -> Tensor:
+    def forward_uncommitted(self, tokens: Sequence[int], start: int, model: nn.Module | None = None) -> Tensor:
         """Run the base over a chain of draft tokens behind the cache; `rollback` drops them.
-
-        Sublayers may be skipped during the call: a layer without attention then caches fewer positions than the others.
 
         Args:
             tokens: Tokens that follow the cached ones and those of earlier calls since the last commit.
             start: Position of the first token.
+            model: The base without its LM head, or a view of it that leaves out sublayers (a layer without attention
+                then caches fewer positions than the others). By default the whole base.
 
         Returns:
             (1, V) logits after the last token.
@@ -159,7 +159,8 @@ class Runner:
         if num_fed > 1 or self._cache.get_seq_length() != start:
             everywhere = torch.full((num_fed, start + num_fed), torch.finfo(self.dtype).min, dtype=self.dtype)
             mask = everywhere.triu(start + 1)[None, None].to(self.device)
-        return self.head(compute_hidden_states(self.model, fed[:1], fed[1:], mask, self._cache)[-1][0, -1:])
+        model = self.model if model is None else model
+        return self.head(compute_hidden_states(model, fed[:1], fed[1:], mask, self._cache)[-1][0, -1:])
 
     @torch.inference_mode()
     def rollback(self) -> None:

@@ -13,7 +13,7 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.engine.base import Base
 from inference.engine.cache import make_cache
-from inference.engine.layer_skipping import skipping, sublayers
+from inference.engine.layer_skipping import sublayers, without_sublayers
 from inference.engine.runner import Runner
 
 
@@ -69,14 +69,13 @@ class Probe:
     def agrees(self, attention: Sequence[int], mlp: Sequence[int]) -> Tensor:
         """Return (N, K) bool: which draft tokens equal the base's, valid while all tokens before them do."""
         try:
-            with skipping(self.model, attention, mlp):
-                output = self.model(
-                    input_ids=self.fed,
-                    position_ids=self.positions,
-                    attention_mask=self.mask,
-                    past_key_values=self.cache,
-                    use_cache=True,
-                )
+            output = without_sublayers(self.model, attention, mlp)(
+                input_ids=self.fed,
+                position_ids=self.positions,
+                attention_mask=self.mask,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         finally:
             self.cache.keep(self.length, [])
         states = output.last_hidden_state.unflatten(1, (-1, self.num_draft))[self.is_draft]  # (N, K, D)
@@ -129,12 +128,12 @@ def measured_shares(base: Base, prompt: Sequence[int], repeats: int = 15) -> lis
 
     def seconds(attention: Sequence[int], mlp: Sequence[int]) -> float:
         times = []
-        with skipping(runner.model, attention, mlp):
-            for _ in range(repeats):
-                started = time.perf_counter()
-                runner.forward_uncommitted(prompt[-1:], runner.cached).argmax().item()
-                times.append(time.perf_counter() - started)
-                runner.rollback()
+        model = without_sublayers(runner.model, attention, mlp)
+        for _ in range(repeats):
+            started = time.perf_counter()
+            runner.forward_uncommitted(prompt[-1:], runner.cached, model).argmax().item()
+            times.append(time.perf_counter() - started)
+            runner.rollback()
         return statistics.median(times)
 
     full = seconds(nothing, nothing)

@@ -11,7 +11,13 @@ import torch
 from drafters import DraftTree, Limits, NoDrafter, RequiredOutputs, SelfSpeculative
 from inference.engine.base import Base
 from inference.engine.draft_session import DraftModelSession
-from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips, skipping, sublayers
+from inference.engine.layer_skipping import (
+    LayerSkippingSession,
+    default_skips,
+    read_skips,
+    sublayers,
+    without_sublayers,
+)
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
@@ -180,7 +186,7 @@ def forwards_of(model):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_skipped_sublayers_do_not_run_and_are_restored(make_base, kind):
+def test_skipped_sublayers_do_not_run_in_the_view_and_the_model_stays_as_it_is(make_base, kind):
     model, ran = make_base(kind, layers=3).model.base_model, []
     attentions, mlps = sublayers(model)
     before = forwards_of(model)
@@ -192,9 +198,10 @@ def test_skipped_sublayers_do_not_run_and_are_restored(make_base, kind):
     hooks = [note(module, ("attention", layer)) for layer, module in enumerate(attentions)]
     hooks += [note(module, ("mlp", layer)) for layer, module in enumerate(mlps)]
     try:
-        with skipping(model, (0, 2), (1,)):
-            model(torch.tensor([[5, 6]]))
+        view = without_sublayers(model, (0, 2), (1,))
+        view(torch.tensor([[5, 6]]))
         assert sorted(ran) == [("attention", 1), ("mlp", 0), ("mlp", 2)]
+        assert {id(weight) for weight in view.parameters()} < {id(weight) for weight in model.parameters()}
         assert forwards_of(model) == before == dict.fromkeys(before)
         ran.clear()
         model(torch.tensor([[5, 6]]))
@@ -204,16 +211,21 @@ def test_skipped_sublayers_do_not_run_and_are_restored(make_base, kind):
             hook.remove()
 
 
-def test_a_forward_that_was_set_on_a_module_before_is_restored(make_base):
-    model = make_base(layers=3, seed=5).model.base_model
-    wrapped = sublayers(model)[1][1]
-    wrapped.forward = own = lambda hidden, whole=wrapped.forward: whole(hidden)
+def test_sublayers_are_skipped_though_a_forward_was_set_on_the_modules(make_base):
+    """As accelerate does for quantised and offloaded models."""
+    model, text, calls = make_base("gpt2", layers=3, seed=5).model.base_model, torch.tensor([[5, 6]]), []
+    expected = without_sublayers(model, (), (1,))(text).last_hidden_state
+    wrapped = model, model.h[1], model.h[1].mlp
+    for module in wrapped:
+        module.forward = lambda *args, whole=module.forward, **options: calls.append(1) or whole(*args, **options)
+    own = [vars(module)["forward"] for module in wrapped]
     try:
-        with skipping(model, (), (1,)):
-            assert wrapped.forward is not own
-        assert vars(wrapped)["forward"] is own
+        assert torch.equal(without_sublayers(model, (), (1,))(text).last_hidden_state, expected)
+        assert not calls and [vars(module)["forward"] for module in wrapped] == own
+        assert not torch.equal(model(text).last_hidden_state, expected) and len(calls) == 3
     finally:
-        del wrapped.forward
+        for module in wrapped:
+            del module.forward
 
 
 @each_cache

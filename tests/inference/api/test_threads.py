@@ -1,0 +1,106 @@
+"""Threads that decode with one model at the same time, each with a drafter of its own, write what they write alone."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from inference import Speculation, generate
+
+PROMPT, OTHER = [3, 4, 5, 3, 4], [9, 8, 7, 9, 8]
+SELF_SPECULATIVE = "self_speculative:threshold=0,num_draft=4"
+
+
+@pytest.fixture(scope="module")
+def base(make_base):
+    return make_base(layers=4, seed=2)
+
+
+def plain(base, prompt):
+    return base.model.generate(torch.tensor([prompt]), max_new_tokens=20, eos_token_id=None)[0, len(prompt) :].tolist()
+
+
+def speculated(base, prompt):
+    arguments = {"max_new_tokens": 20, "eos_token_id": None, "repetition_penalty": 1.2}
+    ids = base.model.generate(torch.tensor([prompt]), custom_generate=Speculation("anpd"), **arguments)
+    return ids[0, len(prompt) :].tolist()
+
+
+def ours(drafter, **options):
+    def write(base, prompt):
+        (result,) = generate(base, prompt, drafter, max_new_tokens=20, eos=[], **options)
+        return result.token_ids
+
+    return write
+
+
+class Meeting:
+    """Runs one function in a thread, and another while the first is within a forward of the model.
+
+    Args:
+        module: A part of the model.
+        num_calls: The first function pauses when it calls the module for the ``num_calls``-th time.
+    """
+
+    def __init__(self, module, num_calls):
+        self.module, self.num_calls = module, num_calls
+
+    def __call__(self, first, second):
+        inside, done = threading.Event(), threading.Event()
+        calls, thread = [], []
+
+        def pause(*_):
+            if threading.get_ident() in thread:
+                calls.append(1)
+                if len(calls) == self.num_calls:
+                    inside.set()
+                    assert done.wait(60)
+
+        hook = self.module.register_forward_pre_hook(pause)
+        try:
+            with ThreadPoolExecutor(1, initializer=lambda: thread.append(threading.get_ident())) as pool:
+                running = pool.submit(first)
+                assert inside.wait(60)
+                try:
+                    result = second()
+                finally:
+                    done.set()
+                return running.result(), result
+        finally:
+            hook.remove()
+
+
+@pytest.mark.parametrize(
+    "second", [plain, ours("anpd"), ours(SELF_SPECULATIVE)], ids=["generate", "anpd", "self_speculative"]
+)
+def test_a_text_written_within_a_self_speculative_draft_is_the_one_written_alone(base, second):
+    """The first forward is the prefill, the second one belongs to a draft with half of the layers left out."""
+    first = ours(SELF_SPECULATIVE)
+    alone = plain(base, PROMPT), plain(base, OTHER)
+    meet = Meeting(base.model.model.layers[0].mlp, num_calls=2)
+    assert meet(lambda: first(base, PROMPT), lambda: second(base, OTHER)) == alone
+
+
+def test_texts_of_several_threads_are_those_written_alone(base, adversary):
+    ways = [plain, speculated, ours("anpd"), ours(SELF_SPECULATIVE), ours("anpd", temperature=0.9, cache="dynamic")]
+    ways.append(ours(adversary([*PROMPT, *plain(base, PROMPT)])))
+    alone = [way(base, PROMPT) for way in ways]
+    for _ in range(2):
+        start = threading.Barrier(len(ways))
+
+        def write(way, start=start):
+            start.wait()
+            return way(base, PROMPT)
+
+        with ThreadPoolExecutor(len(ways)) as pool:
+            assert list(pool.map(write, ways)) == alone
+
+
+def test_hidden_states_of_another_thread_are_not_captured(base):
+    layers, mine, theirs = (1, 2), torch.tensor([PROMPT]), torch.tensor([OTHER + OTHER])
+    expected = base.hidden_states(mine, layers)
+    meet = Meeting(base.model.model.layers[3].mlp, num_calls=1)
+    (states, last), _ = meet(lambda: base.hidden_states(mine, layers), lambda: base.model(theirs))
+    torch.testing.assert_close(states, expected[0])
+    torch.testing.assert_close(last, expected[1])

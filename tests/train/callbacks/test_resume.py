@@ -15,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from train.cli import commands, lightning_command
 
+BATCHES, BATCHES_PER_EPOCH = 50, 5  # of `write_run`
 KILLS_IN_A_SAVE = [("fsync", 1), ("replace", 2), ("symlink", 1), ("remove", 1)]
 
 
@@ -37,15 +38,29 @@ def die_in(name, nth):
     return prepare
 
 
-def kill_at_random(run, losses, rng):
-    """Kill a run after a few more batches, at any point of a batch, a validation or a save."""
-    before = losses.read_text().count("\n") if losses.exists() else 0
-    wanted = before + rng.randint(1, 12)
-    while not losses.exists() or losses.read_text().count("\n") < wanted:
+def kill_at_random(run, losses, rng, latest):
+    """Kill a run at any point of a batch, a validation or a save, soon after it has trained batch ``latest`` or earlier.
+
+    Args:
+        run: The running training.
+        losses: File that holds a line for each batch trained so far, by this run and by the ones before it.
+        rng: Draws the batch, and the moment within it.
+        latest: Number of batches, counted from the start of training.
+    """
+    before = len(read_batches(losses))
+    wanted = rng.randint(1, latest)
+    while not any(batch >= wanted for batch in read_batches(losses)[before:]):
         assert run.is_alive(), run.log.read_text()
         time.sleep(0.001)
-    time.sleep(rng.random() / 20)
+    time.sleep(rng.random() / 50)
     run.send(signal.SIGKILL)
+
+
+def read_batches(losses):
+    """Return how many batches were trained at each line of the file, counted from the start of training."""
+    lines = losses.read_text().split("\n")[:-1] if losses.exists() else []
+    places = [line.split()[0].split(".") for line in lines]
+    return [int(epoch) * BATCHES_PER_EPOCH + int(batch) + 1 for _, epoch, batch in places]
 
 
 class PrivateLoopState(L.Callback):
@@ -109,7 +124,7 @@ def killed(write_run, fork, tmp_path_factory):
             run = fork("fit", "--config", config, "--ckpt_path", "last", before=before)
         else:
             run = fork("fit", "--config", config, "--ckpt_path", "last")
-            kill_at_random(run, folder / "losses.txt", rng)
+            kill_at_random(run, folder / "losses.txt", rng, latest=BATCHES * (kill + 1) // 12)
         assert run.wait() == -signal.SIGKILL, run.log.read_text()
     run = fork("fit", "--config", config, "--ckpt_path", "last")
     assert run.wait() == 0, run.log.read_text()

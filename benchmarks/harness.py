@@ -7,12 +7,14 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from rich.console import Console
@@ -23,6 +25,7 @@ from inference.engine.base import Base
 from inference.runs.progress import progress_bars
 
 ArmName = TypeVar("ArmName", bound=Hashable)
+Result = TypeVar("Result")
 
 # hidden size, intermediate size, layers, heads, key-value heads
 SHAPES = {
@@ -79,6 +82,17 @@ def alternate(arms: Sequence[ArmName], num_items: int, repeats: int, title: str)
             for arm in [*arms[first:], *arms[:first]]:
                 yield repeat, item, arm
                 progress.advance(task)
+
+
+def call_in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a process of its own, so that its peak memory is not that of earlier work.
+
+    The process is a copy of a server that has imported the libraries and done nothing else.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.harness", "drafters", "transformers.modeling_utils"])
+    with ProcessPoolExecutor(1, context) as process:
+        return process.submit(function, *arguments).result()
 
 
 def spread(values: Sequence[float]) -> float:

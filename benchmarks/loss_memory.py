@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import ResultTable, alternate, main, show, spread
+from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, show, spread
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
 from drafters.learned.losses.anchors import AnchoredFrames
@@ -122,9 +120,8 @@ def _peak(anchors: Anchors, sizes: tuple[int, ...], dtype: Dtype, arm: str) -> i
         torch.cuda.reset_peak_memory_stats(device)
         anchors.step(arm)
         return torch.cuda.max_memory_allocated(device) - before
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        settings = anchors.max_bytes, anchors.rank, arm, torch.get_num_threads()
-        return process.submit(extra_bytes, sizes, dtype, *settings).result()
+    settings = anchors.max_bytes, anchors.rank, arm, torch.get_num_threads()
+    return call_in_new_process(extra_bytes, sizes, dtype, *settings)
 
 
 def _seconds(anchors: Anchors, arm: str) -> float:

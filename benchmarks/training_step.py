@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from statistics import median
 from time import perf_counter as clock
 from types import SimpleNamespace
@@ -13,7 +11,17 @@ from typing import Any, Literal, cast
 
 import torch
 
-from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show, spread
+from benchmarks.harness import (
+    SHAPES,
+    ResultTable,
+    alternate,
+    call_in_new_process,
+    main,
+    num_millions,
+    random_llama,
+    show,
+    spread,
+)
 from benchmarks.loss_memory import resident_bytes
 from drafters import CTC, recipe
 from drafters.protocol import TrainingBatch
@@ -139,8 +147,7 @@ def _peak(step: TrainingStep, num_anchors: int) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         step.run(STEP)
         return torch.cuda.max_memory_allocated(device)
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(peak_bytes, step.setting, num_anchors).result()
+    return call_in_new_process(peak_bytes, step.setting, num_anchors)
 
 
 def training(

@@ -48,8 +48,10 @@ def tree_of(draws):
     return DraftTree(tokens, [ROOT] * len(tokens)), tuple(tokens.index(token) for token in draws)
 
 
-def threshold(accepted):
-    """Find the number below which a uniform draw is accepted, by bisection."""
+def threshold(accepted, guess):
+    """Find the number below which a uniform draw is accepted, by bisection unless it is within 1e-9 of a guess."""
+    if (guess < 1e-9 or accepted(guess - 1e-9)) and (guess > 1 - 1e-9 or not accepted(guess + 1e-9)):
+        return guess
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -71,10 +73,17 @@ def emitted_distribution(rule, base_distribution, draft_distribution, count, rep
         tree, nodes = tree_of(draws)
         distribution = ChildDistribution(ROOT, q, nodes, replacement)
         refused = probability
+        left, drawn_from = p, q  # what the papers' rule has left of both distributions
         for index, token in enumerate(draws):
-            share = threshold(partial(accepts, rule, p, distribution, tree, index, token))
+            guess = min(1.0, (left[token] / drawn_from[token]).item())
+            share = threshold(partial(accepts, rule, p, distribution, tree, index, token), guess)
             emitted[token] += refused * share
             refused *= 1 - share
+            left = (left - drawn_from).clamp(min=0)
+            left = left / left.sum().clamp(min=1e-30)
+            if not replacement:
+                drawn_from = drawn_from.index_fill(0, torch.tensor(token), 0)
+                drawn_from = drawn_from / drawn_from.sum().clamp(min=1e-30)
         if refused > 1e-7:
             taken, _, residual = rule(p, distribution, tree, lambda i: 1 - 1e-15)
             assert not taken

@@ -65,8 +65,8 @@ def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
     arguments = {
         "BIN": Path(sys.executable).parent,
         "RUN": tmp_path / "run",
-        "FIT_ARGS": "--trainer.max_steps 6 --trainer.val_check_interval 6 --data.files [embedded:80] --data.val_size 2 "
-        f"--model.max_val_tokens 16 --data.cache_dir {tmp_path / 'cache'}",
+        "FIT_ARGS": "--trainer.max_steps 6 --trainer.val_check_interval 6 --data.files [embedded:40] --data.val_size 2 "
+        f"--data.batch_size 2 --model.max_val_tokens 16 --data.cache_dir {tmp_path / 'cache'}",
         "EVAL_ARGS": "--limit 2 --max-new-tokens 24",
     }
     made = subprocess.run(

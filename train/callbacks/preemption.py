@@ -72,7 +72,7 @@ class Preemption(L.Callback):
         if savers:
             folder = next((saver for saver in savers if saver.save_last), savers[0]).dirpath
             assert folder is not None, "Lightning chooses the folder before the first step"
-            trainer.save_checkpoint(Path(folder) / "last.ckpt")
+            trainer.save_checkpoint(Path(folder) / "last.ckpt", weights_only=False)
             if trainer.is_global_zero:
                 message = f"stopped by a signal after step {trainer.global_step}: go on with --ckpt_path last"
                 print(f"\n{message}", file=sys.stderr)

@@ -50,27 +50,62 @@ def words():
 
 
 @cache
-def toy_base(kind="llama", attention="sdpa", dtype=torch.float64, context=64, layers=2, hidden=32, vocab=VOCAB, seed=0):
-    """A random base with weights large enough that its greedy text does not repeat a single token."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+def toy_base(
+    kind="llama",
+    attention="sdpa",
+    dtype=torch.float64,
+    context=64,
+    layers=2,
+    hidden=32,
+    vocab=VOCAB,
+    seed=0,
+    predictable=False,
+):
+    """A random base with weights large enough that its greedy text does not repeat a single token.
+
+    A ``predictable`` one is made so that a token is often followed by the next one of its cycle of six, which drafters
+    can guess.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM, GPT2Config
 
     common = {"vocab_size": vocab, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.4}
     if kind == "gpt2":
         config = GPT2Config(n_embd=hidden, n_layer=layers, n_head=4, n_positions=context, **common)
     else:
-        config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](
+        config = getattr(transformers, f"{kind.capitalize()}Config")(
             hidden_size=hidden,
             intermediate_size=2 * hidden,
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
+            head_dim=hidden // 4,
             max_position_embeddings=context,
             **common,
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return Base(f"toy-{kind}", model.to(dtype).eval().requires_grad_(False), words())
+    model = model.to(dtype).eval().requires_grad_(False)
+    if predictable:
+        make_predictable(model)
+    return Base(f"toy-{kind}", model, words())
+
+
+@torch.no_grad()
+def make_predictable(model):
+    """Let a model's layers add less to its hidden state, and its LM head favour the next token of a cycle of six."""
+    model.config.tie_word_embeddings = False
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    share = 0.07 if model.config.model_type == "gpt2" else 0.035
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
+            weight *= share
+    favoured = head.weight.clone()
+    for first in range(3, len(favoured) - 5, 6):
+        cycle = torch.arange(first, first + 6)
+        favoured[cycle.roll(-1)] += 2 * embedding[cycle]
+    head.weight = torch.nn.Parameter(favoured, requires_grad=False)
 
 
 class PseudoBase:

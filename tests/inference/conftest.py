@@ -7,6 +7,7 @@ import torch
 
 import drafters
 from drafters import DraftTree, RequiredOutputs, recipe
+from drafters.protocol import TrainingBatch
 
 
 class AdversarialTrees(drafters.Drafter):
@@ -66,6 +67,34 @@ class Oracle(drafters.Drafter):
 
     def observe(self, step):
         self.steps.append(step)
+
+
+def train_briefly(drafter, base, texts, num_steps=30):
+    """Train a learned drafter until it often guesses what the base writes, and prepare it for decoding.
+
+    Args:
+        drafter: An untrained drafter.
+        base: Its base.
+        texts: (B, S) texts that the base wrote.
+        num_steps: Number of optimizer steps.
+    """
+    drafter.to(base.model.dtype).initialise(base.base_weights)
+    with torch.no_grad():
+        hidden, last_hidden = base.hidden_states(texts, drafter.required_outputs.hidden_layers)
+        labels = base.model(texts).logits.argmax(-1)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=0.03, weight_decay=0)
+    for step in range(num_steps):
+        mask = torch.ones_like(texts, dtype=torch.bool)
+        loss, _ = drafter.loss(TrainingBatch(hidden, last_hidden, texts, labels, mask, step), base.base_weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter.eval().requires_grad_(False).attach_base_weights(base.base_weights)
+
+
+@pytest.fixture(scope="session")
+def train_drafter():
+    return train_briefly
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from inference.evaluation.question_options import BenchmarkOptions
 from inference.results.records import Answer, Turn
 from inference.sandbox.sandbox import choose_isolation, held_locks
 
-PAGES = ("results.md", "report.html")
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 ISOLATION = choose_isolation(allow_weak=True)
 real = pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
@@ -248,8 +247,10 @@ def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, 
         assert results["none"]["quality"] == results["prompt_lookup"]["quality"]  # lossless
     sandbox = ", ".join(held_locks(ISOLATION))
     assert written["context"]["sandbox"] == sandbox
-    for text in (capsys.readouterr().out, *((tmp_path / "out" / page).read_text() for page in PAGES)):
-        assert all(part in " ".join(text.split()) for part in ("exact match", "pass@1", sandbox))
+    assert sandbox in " ".join(capsys.readouterr().out.split())
+    for page in ("results.md", "report.html"):
+        text = (tmp_path / "out" / page).read_text()
+        assert all(part in text for part in ("exact match", "pass@1", sandbox))
 
 
 def leave_landlock_and_bubblewrap():

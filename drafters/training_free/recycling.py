@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from typing import Literal
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
 
 Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
+
+# Number of children of each node of the authors' tree, level by level, from the root; zeros at the end left out.
+PAPER_CHILDREN = (
+    (8,),
+    (8, 4, 3, 2, 1, 1, 1, 1),
+    (8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1),
+    (5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1),
+    (3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1),
+    (2, 0, 0, 1),
+)
 
 
 @register("token_recycling")
@@ -27,12 +38,18 @@ class TokenRecycling(Drafter):
     Args:
         num_nodes: Number of nodes of the template; the paper's has 80.
         top_k: Number of successors kept per token.
+        template: ``best_first``, the most probable paths of ranks by frequencies of our small bases; or ``paper``, the
+            first ``num_nodes`` nodes of the tree that the authors published, which is fixed.
     """
 
-    def __init__(self, num_nodes: int = 80, top_k: int = 8) -> None:
+    def __init__(
+        self, num_nodes: int = 80, top_k: int = 8, template: Literal["best_first", "paper"] = "best_first"
+    ) -> None:
         if num_nodes < 1 or top_k < 1:
             raise ValueError(f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}")
-        self.num_nodes, self.top_k = num_nodes, top_k
+        if template not in ("best_first", "paper"):
+            raise ValueError(f"template must be best_first or paper, not {template!r}")
+        self.num_nodes, self.top_k, self.template = num_nodes, top_k, template
         self.required_outputs = RequiredOutputs(top_k=top_k)
         self._successors: dict[int, Sequence[int]] = {}
 
@@ -40,7 +57,9 @@ class TokenRecycling(Drafter):
         self._root = seq[-1]
         tokens: list[int] = []
         parents: list[int] = []
-        level = [(ROOT, self._root, best_first(min(self.num_nodes, limits.max_nodes), self.top_k))]
+        num_nodes = min(self.num_nodes, limits.max_nodes)
+        template = best_first(num_nodes, self.top_k) if self.template == "best_first" else paper_template(num_nodes)
+        level = [(ROOT, self._root, template)]
         for _ in range(limits.max_depth):
             below = []
             for parent, token, template in level:
@@ -97,3 +116,27 @@ def best_first(num_nodes: int, top_k: int) -> Template:
     for path in reversed(paths):
         below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))
     return below.get((), ())
+
+
+@lru_cache(maxsize=64)
+def paper_template(num_nodes: int) -> Template:
+    """Return the first nodes of the tree of 80 nodes that the authors published (in Spec-Bench, version 2.2.2).
+
+    Args:
+        num_nodes: Number of nodes, counted level by level; 80 for the whole tree.
+
+    >>> paper_template(10)  # ranks 0 to 7, 0-0 and 0-1
+    (((), ()), (), (), (), (), (), (), ())
+    """
+    budget = num_nodes
+    levels: list[list[int]] = []
+    for counts in PAPER_CHILDREN:
+        levels.append([])
+        for count in counts:
+            levels[-1].append(min(count, budget))
+            budget -= levels[-1][-1]
+    below: list[Template] = []
+    for level in reversed(levels):
+        children = iter(below)
+        below = [tuple(next(children, ()) for _ in range(count)) for count in level]
+    return below[0]

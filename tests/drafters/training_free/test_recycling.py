@@ -9,7 +9,7 @@ import torch
 
 import drafters
 from drafters import DraftTree, Limits, StepResult, TokenRecycling
-from drafters.training_free.recycling import best_first, rank_probability
+from drafters.training_free.recycling import best_first, paper_template, rank_probability
 from inference.engine.runner import ForwardOutput, Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
@@ -50,9 +50,9 @@ def paths_of(template, above=()):
     return found
 
 
-def slow_step(base, seq, table, num_nodes, top_k, eos, end):
+def slow_step(base, seq, table, template, top_k, eos, end):
     """One step with a dict of paths: draft along the most probable rank paths, compare, refill the table."""
-    ranks = sorted(paths_of(best_first(num_nodes, top_k)), key=lambda path: (len(path), path))
+    ranks = sorted(paths_of(template), key=lambda path: (len(path), path))
     tokens = {(): seq[-1]}
     for path in ranks:
         above = tokens.get(path[:-1])
@@ -72,19 +72,23 @@ def slow_step(base, seq, table, num_nodes, top_k, eos, end):
     return emitted, len(tokens) - 1
 
 
-@pytest.mark.parametrize(("num_nodes", "top_k"), [(1, 1), (5, 2), (12, 3), (12, 20), (40, 8)])
+@pytest.mark.parametrize(
+    ("num_nodes", "top_k", "kind"),
+    [*((*numbers, "best_first") for numbers in [(1, 1), (5, 2), (12, 3), (12, 20), (40, 8)]), (80, 8, "paper")],
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_nodes, top_k, seed):
+def test_token_recycling_takes_the_steps_of_the_published_algorithm(ranked, num_nodes, top_k, kind, seed):
     rng = random.Random(seed)
     runner = ranked(seed, vocab=10, order=rng.choice([1, 2]))
-    drafter, table = TokenRecycling(num_nodes, top_k), {}
+    drafter, table = TokenRecycling(num_nodes, top_k, kind), {}
+    template = paper_template(num_nodes) if kind == "paper" else best_first(num_nodes, top_k)
     session, gained = Session(runner, drafter), 0
     for length in (1, 2, 9):  # the table is kept
         seq = [rng.randrange(10) for _ in range(length)]
         session.begin(seq)
         eos, end = frozenset(rng.sample(range(10), rng.choice([0, 1]))), length + 25
         while len(seq) < end and not (seq[length:] and seq[-1] in eos):
-            wanted, num_fed = slow_step(runner, seq, table, num_nodes, min(top_k, 10), eos, end)
+            wanted, num_fed = slow_step(runner, seq, table, template, min(top_k, 10), eos, end)
             emitted, cost = session.step(end, eos)
             assert emitted == wanted[: end - len(seq)]
             assert cost.fed_candidates == num_fed
@@ -138,6 +142,15 @@ def test_the_tree_of_eighty_nodes_has_the_papers_width_and_about_its_depth():
     assert 5 <= max(map(len, paths)) <= 7
 
 
+def test_the_papers_tree_has_its_published_shape_and_a_smaller_budget_keeps_its_first_nodes():
+    paths = sorted(paths_of(paper_template(80)), key=lambda path: (len(path), path))
+    assert [sum(len(path) == depth for path in paths) for depth in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
+    assert {(7, 0), (0, 2, 1), (0, 0, 4, 0), (3, 0, 0, 0), (0, 0, 0, 1, 0, 0), (0, 0, 0, 0, 0, 1)} <= set(paths)
+    for num_nodes in range(81):
+        first = paths_of(paper_template(num_nodes))
+        assert sorted(first, key=lambda path: (len(path), path)) == paths[:num_nodes]
+
+
 def test_a_smaller_budget_keeps_the_best_nodes_and_proposals_stay_within_their_limits():
     rng = random.Random(0)
     drafter = TokenRecycling(num_nodes=30, top_k=4)
@@ -187,3 +200,8 @@ def test_a_drafter_spec_takes_its_numbers(pseudo_runner):
 def test_too_small_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match="at least 1"):
         TokenRecycling(**arguments)
+
+
+def test_an_unknown_template_is_refused():
+    with pytest.raises(ValueError, match="template must be best_first or paper, not 'flat'"):
+        TokenRecycling(template="flat")

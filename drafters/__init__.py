@@ -20,6 +20,7 @@ from drafters.protocol import (
     TrainingBatch,
 )
 from drafters.registry import register, registered
+from drafters.training_free.cascade import HorizontalCascade, MaxGram
 from drafters.training_free.corpus import CorpusCache
 from drafters.training_free.draft_model import DraftModel
 from drafters.training_free.joint import Joint
@@ -47,11 +48,13 @@ __all__ = [
     "DraftModel",
     "DraftTree",
     "Drafter",
+    "HorizontalCascade",
     "Hydra",
     "Joint",
     "LearnedDrafter",
     "Limits",
     "Lookahead",
+    "MaxGram",
     "Medusa",
     "NgramPool",
     "NoDrafter",

@@ -5,12 +5,14 @@ Each function takes the base's runner, the model or file that ``NAME=...`` names
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import drafters
 from drafters.protocol import Drafter
 from drafters.registry import register
+from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.pool import NgramPool
 from inference.engine.base import Base, Dtype, load_base, tokenizer_hash
 from inference.engine.draft_session import DraftModelSession
@@ -38,10 +40,25 @@ def draft_model(
 
 
 @register("cascade", "MODEL")
-def cascade(runner: Runner, folder: str, num_draft: int = 5, inner_ngram: int = 3, inner_draft: int = 5) -> Drafter:
-    """Vertical cascade: prompt lookup drafts for the draft model, and the draft model for the base."""
-    lowest = drafters.PromptLookup(inner_ngram, inner_draft)
-    return drafters.DraftModel(DraftModelSession(model_runner(folder, runner.base), lowest), num_draft)
+def cascade(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 5,
+    inner_ngram: int = 3,
+    inner_draft: int = 5,
+    extension: int = 0,
+    corpus: str = "",
+) -> Drafter:
+    """Vertical cascade: prompt lookup drafts for the draft model, and the draft model for the base.
+
+    With ``extension``, prompt lookup also appends up to that many tokens to the chain of the draft model (horizontal
+    cascade). With the file ``corpus``, it drafts bigrams of that corpus where nothing matches, as in the paper.
+    """
+    table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
+    inner = DraftModelSession(model_runner(folder, runner.base), drafters.MaxGram(table, inner_ngram, inner_draft))
+    if extension:
+        return drafters.HorizontalCascade(inner, drafters.MaxGram(table, inner_ngram, extension), num_draft)
+    return drafters.DraftModel(inner, num_draft)
 
 
 @register("ouroboros", "MODEL")
@@ -93,6 +110,21 @@ def self_speculative(
     sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     inner = LayerSkippingSession(runner, attention, mlp, sampler)
     return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
+
+
+def load_index(load: Callable[[str], Any], command: str, file: str, base: Base) -> Any:
+    """Read a file that a command has built from texts.
+
+    Raises:
+        ValueError: The file is missing or damaged, or was built with another tokenizer.
+    """
+    loaded = load(file)
+    if loaded.tokenizer_hash != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"the {command} {file} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters {command} OUT --tokenizer {base.name}`"
+        )
+    return loaded
 
 
 def model_runner(folder: str, base: Base) -> Runner:

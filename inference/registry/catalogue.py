@@ -14,9 +14,9 @@ from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter
 from drafters.registry import Registration, class_path, full_path, registered
 from files.bounded_json import read_json
-from inference.engine.base import Base, check_fit, tokenizer_hash
+from inference.engine.base import Base, check_fit
 from inference.engine.runner import Runner
-from inference.registry import builders  # noqa: F401  registers the drafters that need a model
+from inference.registry import builders
 
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
 
@@ -85,24 +85,9 @@ def make(spec: str, runner: Runner) -> Drafter:
     if not registration.load:
         return registration.build(runner, file, **options)
     if file:
-        options[registration.argument] = _load(registration, file, runner.base)
+        index = builders.load_index(registration.load, registration.command, file, runner.base)
+        options[registration.argument] = index
     return registration.build(**options)
-
-
-def _load(registration: Registration, file: str, base: Base) -> Any:
-    """Read the file of a drafter.
-
-    Raises:
-        ValueError: The file is missing or damaged, or was built with another tokenizer.
-    """
-    assert registration.load is not None
-    loaded = registration.load(file)
-    if loaded.tokenizer_hash != tokenizer_hash(base.tokenizer):
-        raise ValueError(
-            f"the {registration.command} {file} was built with another tokenizer than that of {base.name}: "
-            f"build it again with `drafters {registration.command} OUT --tokenizer {base.name}`"
-        )
-    return loaded
 
 
 def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:

@@ -22,6 +22,7 @@ from inference import generate
 from inference.engine.base import Base, load_base, tokenizer_hash
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
 from inference.registry import catalogue
 
@@ -103,7 +104,7 @@ def text_distribution(
     base: Base, prompt: Sequence[int], num_tokens: int, sampling: SamplingOptions
 ) -> dict[Text, float]:
     """The probability of every text of ``num_tokens`` tokens that the base may sample, by the model's own forward."""
-    sampler = sampling.sampler()
+    sampler = KeyedSampler(sampling.temperature, sampling.top_k, sampling.top_p)
     texts: dict[Text, float] = {(): 1.0}
     for _ in range(num_tokens):
         sequences = torch.tensor([[*prompt, *text] for text in texts], device=base.model.device)

@@ -112,7 +112,7 @@ class ReplayRunner:
 class Recorded:
     """The sampler of a `ReplayRunner`, whose rows are already token ids."""
 
-    lossless = True
+    lossless, seed = True, 0
 
     def decide(
         self,

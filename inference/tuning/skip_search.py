@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.benchmarks import Question
+from drafters import SelfSpeculative
 from files.atomic_write import write_text
 from files.terminal import SafeConsole
 from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
-from inference.engine.layer_skipping import default_skips, sublayers
+from inference.engine.layer_skipping import LayerSkippingSession, default_skips, sublayers
 from inference.engine.options import ModelOptions
+from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy
+from inference.engine.session import Session
 from inference.evaluation.question_options import QuestionOptions
 from inference.evaluation.verify import generate_reference
 from inference.runs.journal import Journal
 from inference.runs.outputs import new_file
 from inference.runs.progress import progress_bars
-from inference.tuning.local_search import SkipSet, as_layers, search
+from inference.tuning.bayesian_search import bayesian_search
+from inference.tuning.local_search import Layers, SkipSet, as_layers, search
 from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
 
 
@@ -42,6 +46,9 @@ class SkipSearchOptions:
         evaluations: Maximum number of skip sets to try.
         cost: How the cost of a draft token is found: parameters takes the share of the parameters that it reads,
             measured takes its share of the base's time on this machine.
+        objective: What the best set has most of: predicted is the speed-up predicted from accepted drafts and cost,
+            speed is the tokens per second of decoding with drafts of num_draft tokens, as in the paper.
+        method: Local search, or the paper's Bayesian optimisation.
         seed: Seed of the search.
     """
 
@@ -49,6 +56,8 @@ class SkipSearchOptions:
     stride: int = 4
     evaluations: int = 400
     cost: Literal["parameters", "measured"] = "parameters"
+    objective: Literal["predicted", "speed"] = "predicted"
+    method: Literal["local", "bayesian"] = "local"
     seed: int = 0
 
 
@@ -64,6 +73,7 @@ class SkipSetResult:
         agreement: Share of the drafts whose first token is accepted.
         draft_cost: Cost of a draft token in base forwards.
         predicted_speedup: Predicted speed-up, for the answers it was chosen with.
+        tokens_per_second: Speed of decoding, if that was the objective.
     """
 
     attention: tuple[int, ...]
@@ -73,6 +83,7 @@ class SkipSetResult:
     agreement: float
     draft_cost: float
     predicted_speedup: float
+    tokens_per_second: float | None = None
 
 
 def skip_search(
@@ -99,12 +110,12 @@ def skip_search(
     path, journal_path = check(selection, options, out, overwrite)
     settings = recorded_settings(model, selection, options)
     journal = Journal(journal_path, settings, existing="replace" if overwrite else "continue")
-    survival = read_survival(journal)
+    survival, speeds = read_survival(journal), read_speeds(journal)
     questions: list[Question] = selection.load()
     base = model.load()
     prompts = selection.select(base, questions)
     with journal:
-        best, num_drafts = run(base, prompts, selection.max_new_tokens, options, journal, survival)
+        best, num_drafts = run(base, prompts, selection.max_new_tokens, options, journal, survival, speeds)
     write(path, settings, best, options.cost)
     print_result(model.base, out, prompts.notes(), best, options.cost, num_drafts)
 
@@ -145,8 +156,9 @@ def recorded_settings(
         "stride": options.stride,
         "dtype": model.dtype,
     }
-    # Journals from before --offset existed have no such key.
-    return settings | ({"offset": selection.offset} if selection.offset else {})
+    # Journals from before --offset and --objective existed have no such keys.
+    settings |= {"offset": selection.offset} if selection.offset else {}
+    return settings | ({"objective": options.objective} if options.objective != "predicted" else {})
 
 
 def read_survival(journal: Journal) -> dict[SkipSet, list[float]]:
@@ -162,6 +174,37 @@ def read_survival(journal: Journal) -> dict[SkipSet, list[float]]:
     return dict(journal.entries(read))
 
 
+def read_speeds(journal: Journal) -> dict[SkipSet, float]:
+    """Read what the journal holds: by skip set, the tokens per second of decoding; empty if it was not measured.
+
+    Raises:
+        ValueError: An entry is damaged.
+    """
+
+    def read(entry: dict[str, Any]) -> tuple[SkipSet, float]:
+        return validated(tuple[frozenset[int], float], (entry["skips"], entry["tokens_per_second"]))
+
+    return dict(journal.entries(read)) if journal.settings.get("objective") == "speed" else {}
+
+
+def decoding_speed(
+    runner: Runner, layers: Layers, prompts: list[list[int]], num_draft: int, max_new_tokens: int
+) -> float:
+    """Tokens per second of greedy self-speculative decoding, with drafts of ``num_draft`` tokens.
+
+    Args:
+        runner: Runner of the base.
+        layers: Layers whose attention is skipped, and those whose MLP is skipped.
+        prompts: Token ids of the prompts.
+        num_draft: Number of tokens of a draft.
+        max_new_tokens: Maximum number of tokens of a text.
+    """
+    drafter = SelfSpeculative(LayerSkippingSession(runner, *layers), num_draft, threshold=0.0, adaptive=False)
+    session = Session(runner, drafter)
+    texts = [session.run(prompt, max_new_tokens, runner.base.eos) for prompt in prompts]
+    return sum(len(text.tokens) for text in texts) / sum(text.seconds for text in texts)
+
+
 def run(
     base: Base,
     prompts: BenchmarkPrompts,
@@ -169,8 +212,9 @@ def run(
     options: SkipSearchOptions,
     journal: Journal,
     survival: dict[SkipSet, list[float]],
+    speeds: dict[SkipSet, float],
 ) -> tuple[SkipSetResult, int]:
-    """Let the base answer, then search; new entries go to the journal and to ``survival``.
+    """Let the base answer, then search; new entries go to the journal, to ``survival`` and to ``speeds``.
 
     Returns:
         The best skip set, and the number of drafts that the prediction rests on.
@@ -184,18 +228,30 @@ def run(
         shares = parameter_shares(base) if options.cost == "parameters" else measured_shares(base, texts[0][0])
         task = progress.add_task("skip sets", total=min(options.evaluations, 4**num_layers))
 
+        runner = Runner(base)
+
         def score(skips: SkipSet) -> float:
             if skips not in survival:
-                survival[skips] = probe.survival(*as_layers(skips, num_layers))
-                journal.append({"skips": sorted(skips), "survival": survival[skips]})
+                layers = as_layers(skips, num_layers)
+                survival[skips] = probe.survival(*layers)
+                entry = {"skips": sorted(skips), "survival": survival[skips]}
+                if options.objective == "speed":
+                    speeds[skips] = decoding_speed(runner, layers, prompts.prompts, options.num_draft, max_new_tokens)
+                    entry["tokens_per_second"] = speeds[skips]
+                journal.append(entry)
             progress.advance(task)
+            if options.objective == "speed":
+                return speeds[skips]
             return speed_up(survival[skips], draft_cost(shares, skips))[0]
 
-        best = search(score, 2 * num_layers, [frozenset(), default], options.evaluations, options.seed)
+        method = bayesian_search if options.method == "bayesian" else search
+        best = method(score, 2 * num_layers, [frozenset(), default], options.evaluations, options.seed)
     cost = draft_cost(shares, best)
     predicted, num_draft = speed_up(survival[best], cost)
+    if options.objective == "speed":
+        num_draft = options.num_draft
     attention, mlp = as_layers(best, num_layers)
-    result = SkipSetResult(attention, mlp, num_layers, num_draft, survival[best][0], cost, predicted)
+    result = SkipSetResult(attention, mlp, num_layers, num_draft, survival[best][0], cost, predicted, speeds.get(best))
     return result, len(probe.expected)
 
 
@@ -212,6 +268,8 @@ def write(path: Path, settings: dict[str, Any], best: SkipSetResult, cost: str) 
         "cost": cost,
         "predicted_speedup": best.predicted_speedup,
     }
+    if best.tokens_per_second is not None:
+        record["tokens_per_second"] = best.tokens_per_second
     write_text(path, json.dumps(record, indent=2) + "\n")
 
 
@@ -220,6 +278,8 @@ def print_result(base: str, out: str, notes: list[str], best: SkipSetResult, cos
     console = SafeConsole(soft_wrap=True, highlight=False)
     for note in notes:
         console.print(f"left out: {note}", markup=False)
+    if best.tokens_per_second is not None:
+        console.print(f"{best.tokens_per_second:.1f} tokens per second, the fastest of the sets tried", markup=False)
     console.print(
         f"best set: attention of layers {list(best.attention)} and MLP of layers {list(best.mlp)} skipped\n"
         f"agreement {best.agreement:.1%} of first draft tokens; a draft token costs {best.draft_cost:.2f} base "

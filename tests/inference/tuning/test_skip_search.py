@@ -4,6 +4,7 @@ import json
 import random
 from itertools import chain, combinations
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from inference.engine.sampling import Greedy
 from inference.evaluation.verify import generate_reference
 from inference.runs.journal import Journal
 from inference.tuning import skip_search as module
+from inference.tuning.bayesian_search import NOISE, bayesian_search, expected_improvement
 from inference.tuning.local_search import as_layers, search
 from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
 from inference.tuning.skip_search import SkipSearchOptions, SkipSearchQuestions, read_survival, skip_search
@@ -172,8 +174,50 @@ def test_a_search_of_a_quarter_of_the_sets_finds_the_best_of_all(seed):
     assert scored == first[:100], "a longer search begins as the shorter one"
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_bayesian_optimisation_finds_the_best_of_all_sets_in_an_eighth_of_them(seed):
+    rng = random.Random(seed)
+    single = [rng.gauss(0, 1) for _ in range(10)]
+    pair = {frozenset(two): rng.gauss(0, 0.7) for two in combinations(range(10), 2)}
+
+    def worth(skips):
+        return sum(single[bit] for bit in skips) + sum(value for two, value in pair.items() if two <= skips)
+
+    scored = []
+
+    def score(skips):
+        scored.append(skips)
+        return worth(skips)
+
+    found = bayesian_search(score, 10, [frozenset(), frozenset({1, 3})], 128, seed)
+    assert worth(found) == max(map(worth, subsets(range(10))))
+    assert len(scored) == len(set(scored)) == 128
+    assert scored[:2] == [frozenset(), frozenset({1, 3})]
+    first = list(scored)
+    scored.clear()
+    bayesian_search(score, 10, [frozenset(), frozenset({1, 3})], 40, seed)
+    assert scored == first[:40], "a longer search begins as the shorter one"
+
+
+def test_the_expected_improvement_is_that_of_draws_from_the_gaussian_process():
+    known, scores = [frozenset(), frozenset({0, 2}), frozenset({1, 2, 3})], [0.0, 1.0, 3.0]
+    candidates = [frozenset({1, 2}), frozenset({0, 1, 2, 3}), frozenset({3})]
+    sets = [*known, *candidates]
+    covariance = torch.tensor([[np.exp(-len(a ^ b)) for b in sets] for a in sets])  # 4 sublayers: length scale 1
+    covariance[:3, :3] += NOISE * torch.eye(3)
+    values = (torch.tensor(scores, dtype=torch.float64) - np.mean(scores)) / np.std(scores)
+    solved = torch.linalg.solve(covariance[:3, :3], covariance[:3, 3:])
+    mean, posterior = solved.T @ values, covariance[3:, 3:] - covariance[3:, :3] @ solved
+    normal = torch.distributions.MultivariateNormal(mean, posterior)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = (normal.sample((200_000,)) - values.max()).clamp(min=0).mean(0)
+    assert expected_improvement(known, scores, candidates, 4) == pytest.approx(expected.tolist(), abs=0.005)
+
+
+@pytest.mark.parametrize("search", [search, bayesian_search])
 @pytest.mark.parametrize("evaluations", [1, 2, 3, 63, 64, 65])
-def test_no_more_sets_are_scored_than_the_limit_or_than_exist(evaluations):
+def test_no_more_sets_are_scored_than_the_limit_or_than_exist(search, evaluations):
     scored = []
     search(lambda skips: scored.append(skips) or len(skips), 6, [frozenset(), frozenset({1})], evaluations)
     assert len(scored) == len(set(scored)) == min(evaluations, 64)
@@ -224,8 +268,10 @@ def folder(make_base, tmp_path_factory):
     return str(path)
 
 
-def run_search(base, out, evaluations=400, num_draft=8, stride=4, overwrite=False, device="auto", **questions):
-    options = SkipSearchOptions(num_draft=num_draft, stride=stride, evaluations=evaluations)
+def run_search(
+    base, out, evaluations=400, num_draft=8, stride=4, overwrite=False, device="auto", search=None, **questions
+):
+    options = SkipSearchOptions(num_draft=num_draft, stride=stride, evaluations=evaluations, **search or {})
     skip_search(ModelOptions(base, device=device), SkipSearchQuestions(**questions), options, out, overwrite)
 
 
@@ -254,6 +300,27 @@ def test_the_command_writes_a_set_that_the_drafter_reads(asked, tmp_path, capsys
     assert f"predicted speed-up {found['predicted_speedup']:.2f}" in said
     assert f"agreement {found['agreement']:.1%}" in said
     assert sorted(path.name for path in out.parent.iterdir()) == ["skips.json", "skips.search.jsonl"]
+
+
+def test_the_fastest_set_is_found_by_decoding_and_is_not_measured_again(asked, tmp_path, monkeypatch, capsys):
+    base, measured, decoding_speed = load_base(asked["base"]), [], module.decoding_speed
+    assert decoding_speed(Runner(base), ((1,), (0,)), PROMPTS, 2, 8) > 0
+    out, by_speed = tmp_path / "skips.json", {"objective": "speed", "method": "bayesian"}
+
+    def speed(runner, layers, *arguments):  # that of a real run depends on the machine
+        measured.append(layers)
+        return {((1,), (0,)): 30.0}.get(layers, 20.0 - len(layers[0]))
+
+    monkeypatch.setattr(module, "decoding_speed", speed)
+    run_search(**asked, out=str(out), evaluations=16, search=by_speed)
+    found = json.loads(out.read_text())
+    assert read_skips(out, 2) == ((1,), (0,)) and len(measured) == len(set(measured)) == 16
+    assert (found["tokens_per_second"], found["num_draft"], found["objective"]) == (30.0, 3, "speed")
+    assert "30.0 tokens per second" in capsys.readouterr().out
+    run_search(**asked, out=str(out), evaluations=16, search=by_speed)
+    assert len(measured) == 16 and json.loads(out.read_text()) == found
+    with pytest.raises(ValueError, match="was started with more settings"):
+        run_search(**asked, out=str(out), evaluations=16)
 
 
 def test_an_interrupted_search_continues_where_it_stopped(asked, tmp_path, monkeypatch):

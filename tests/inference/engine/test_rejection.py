@@ -196,7 +196,7 @@ def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(b
     assert chi_square(base, drafter, {}) < ONE_IN_A_THOUSAND
 
 
-def decide_afresh(sampler, logits, tree, positions):
+def decide_afresh(sampler, logits, tree, positions, *_):
     distributions = sampler.probabilities(logits)
     picks = sampler._draws(distributions, positions)
     for children in tree.distributions:

@@ -52,6 +52,7 @@ class Speculation:
     Several texts at once take only transformers' own processors.
 
     Stopping criteria see the text grow token by token, and its scores if ``generate`` returns them (``output_scores``).
+    They are asked after a step, so processors may have been called for a few tokens behind the end they set.
     ``stop_strings`` does not work, because transformers does not pass the tokenizer on; use
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]`` instead.
 

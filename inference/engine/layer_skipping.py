@@ -58,8 +58,8 @@ def without_sublayers(model: nn.Module, attention: Sequence[int], mlp: Sequence[
         mlp: Layers whose MLP is left out.
     """
     attentions, mlps = sublayers(model)
-    replacements: dict[nn.Module, nn.Module] = {attentions[layer]: _NoAttention() for layer in attention}
-    replacements |= {mlps[layer]: _NoMLP() for layer in mlp}
+    replacements: dict[nn.Module, nn.Module] = dict.fromkeys((attentions[layer] for layer in attention), _NoAttention())
+    replacements |= dict.fromkeys((mlps[layer] for layer in mlp), _NoMLP())
     return _with_replacements(model, replacements, depth=3)  # decoder, list of layers, layer, sublayer
 
 
@@ -70,7 +70,7 @@ def _with_replacements(module: nn.Module, replacements: dict[nn.Module, nn.Modul
     children = {
         name: child and _with_replacements(child, replacements, depth - 1) for name, child in module._modules.items()
     }
-    if all(child is module._modules[name] for name, child in children.items()):
+    if children == module._modules:
         return module
     view = type(module).__new__(type(module))  # copy.copy takes ten times longer
     vars(view).update(vars(module), _modules=children)

@@ -197,7 +197,7 @@ class JsonObject(LogitsProcessor):
 
     WORD, NUMBER = r'"[a-z ]{1,6}"', r"(?:0|[1-9]\d?)"
     VALUE = rf"(?:{WORD}|{NUMBER}|\[{WORD}(?:, {WORD})?\]|\[{NUMBER}(?:, {NUMBER})?\])"
-    OBJECT = regex.compile(rf"\{{{WORD}: {VALUE}(?:, {WORD}: {VALUE})?\}}")
+    OBJECT = regex.compile(rf"\{{{WORD}: {VALUE}\}}")
 
     def __init__(self, tokenizer):
         self.tokenizer, self.prompt_length = tokenizer, 0

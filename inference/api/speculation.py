@@ -158,10 +158,9 @@ class Speculation:
         sequences: Any = torch.cat([input_ids, padded], dim=1)
         if not generation_config.return_dict_in_generate:
             return sequences
-        num_tokens = padded.shape[1]
-        return GenerateDecoderOnlyOutput(
-            sequences, scores=processors.scores(num_tokens), logits=processors.logits(num_tokens)
-        )
+        scores: Any = processors.scores(padded.shape[1])
+        logits: Any = processors.logits(padded.shape[1])
+        return GenerateDecoderOnlyOutput(sequences, scores=scores, logits=logits)
 
     def _base(self, model: PreTrainedModel) -> Base:
         """Wrap the model; its tokenizer is loaded only if the drafter's folder is to be checked against it."""

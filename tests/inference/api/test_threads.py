@@ -35,39 +35,45 @@ def ours(drafter, **options):
     return write
 
 
-class Meeting:
-    """Runs one function in a thread, and another while the first is within a forward of the model.
+def run_within(first, second, module, skipped=None):
+    """Run one function in a thread, and another while the first is within a forward of the model.
 
     Args:
+        first: Runs in a thread, which pauses at a call of ``module``.
+        second: Runs meanwhile.
         module: A part of the model.
-        num_calls: The first function pauses when it calls the module for the ``num_calls``-th time.
+        skipped: If given, the thread pauses in a forward that leaves out this part, which comes before ``module``.
+
+    Returns:
+        What both return.
     """
+    inside, done, ran, thread = threading.Event(), threading.Event(), [], []
 
-    def __init__(self, module, num_calls):
-        self.module, self.num_calls = module, num_calls
+    def note(*_):
+        if threading.get_ident() in thread:
+            ran.append(1)
 
-    def __call__(self, first, second):
-        inside, done = threading.Event(), threading.Event()
-        calls, thread = [], []
+    def pause(*_):
+        if threading.get_ident() in thread and not ran and not inside.is_set():
+            inside.set()
+            assert done.wait(60)
+        ran.clear()
 
-        def pause(*_):
-            if threading.get_ident() in thread:
-                calls.append(1)
-                if len(calls) == self.num_calls:
-                    inside.set()
-                    assert done.wait(60)
-
-        hook = self.module.register_forward_pre_hook(pause)
-        try:
-            with ThreadPoolExecutor(1, initializer=lambda: thread.append(threading.get_ident())) as pool:
-                running = pool.submit(first)
-                assert inside.wait(60)
-                try:
-                    result = second()
-                finally:
-                    done.set()
-                return running.result(), result
-        finally:
+    hooks = [module.register_forward_pre_hook(pause)]
+    if skipped is not None:
+        hooks.append(skipped.register_forward_pre_hook(note))
+    try:
+        with ThreadPoolExecutor(1, initializer=lambda: thread.append(threading.get_ident())) as pool:
+            running = pool.submit(first)
+            running.add_done_callback(lambda _: inside.set())
+            assert inside.wait(60) and not running.done()
+            try:
+                result = second()
+            finally:
+                done.set()
+            return running.result(), result
+    finally:
+        for hook in hooks:
             hook.remove()
 
 
@@ -75,11 +81,10 @@ class Meeting:
     "second", [plain, ours("anpd"), ours(SELF_SPECULATIVE)], ids=["generate", "anpd", "self_speculative"]
 )
 def test_a_text_written_within_a_self_speculative_draft_is_the_one_written_alone(base, second):
-    """The first forward is the prefill, the second one belongs to a draft with half of the layers left out."""
-    first = ours(SELF_SPECULATIVE)
+    first, layers = ours(SELF_SPECULATIVE), base.model.model.layers
     alone = plain(base, PROMPT), plain(base, OTHER)
-    meet = Meeting(base.model.model.layers[0].mlp, num_calls=2)
-    assert meet(lambda: first(base, PROMPT), lambda: second(base, OTHER)) == alone
+    skipped, module = layers[1].mlp.down_proj, layers[2].mlp.down_proj  # half of the layers are left out in drafts
+    assert run_within(lambda: first(base, PROMPT), lambda: second(base, OTHER), module, skipped) == alone
 
 
 def test_texts_of_several_threads_are_those_written_alone(base, adversary, make_random_ctc):
@@ -100,7 +105,8 @@ def test_texts_of_several_threads_are_those_written_alone(base, adversary, make_
 def test_hidden_states_of_another_thread_are_not_captured(base):
     layers, mine, theirs = (1, 2), torch.tensor([PROMPT]), torch.tensor([OTHER + OTHER])
     expected = base.hidden_states(mine, layers)
-    meet = Meeting(base.model.model.layers[3].mlp, num_calls=1)
-    (states, last), _ = meet(lambda: base.hidden_states(mine, layers), lambda: base.model(theirs))
+    (states, last), _ = run_within(
+        lambda: base.hidden_states(mine, layers), lambda: base.model(theirs), base.model.model.layers[3].mlp
+    )
     torch.testing.assert_close(states, expected[0])
     torch.testing.assert_close(last, expected[1])

@@ -37,7 +37,7 @@ test-fast: install
 
 # New hostile inputs for every reader and command line; tests/fuzz/conftest.py explains it.
 fuzz: install
-	FUZZ_MINUTES=$(FUZZ_MINUTES) $(BIN)/python -m pytest tests/fuzz
+	FUZZ_MINUTES=$(FUZZ_MINUTES) nice $(BIN)/python -m pytest tests/fuzz
 
 coverage: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term-missing:skip-covered

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from files.regular import read_document
+from files.regular import UNREADABLE, read_document
 
 MAX_BYTES = 1 << 18  # the parser of PyYAML takes about a second for so many
 MAX_NODES = 100_000  # with each alias counted as what it stands for
@@ -38,10 +38,13 @@ def read_yaml(path: str | Path) -> Any:
     """Read a YAML file.
 
     Raises:
-        ValueError: It is not a regular file, not UTF-8, or exceeds the bounds.
+        ValueError: It is not a regular file, cannot be read, is not UTF-8, or exceeds the bounds.
         yaml.YAMLError: It is not YAML.
     """
-    text = read_document(path, MAX_BYTES).decode("utf-8")
+    try:
+        text = read_document(path, MAX_BYTES).decode("utf-8")
+    except UNREADABLE as error:
+        raise ValueError(f"{path} cannot be read ({error})") from error
     check_yaml(text)
     return yaml.safe_load(text)
 

@@ -194,6 +194,8 @@ class SuffixArray:
             dtypes = store.tokens.dtype in (np.uint16, np.int32), store.suffixes.dtype, store.heads.dtype
             if dtypes != (True, np.uint32, np.uint64) or not isinstance(store.depth, int):
                 raise ValueError("its arrays have other types")
+            if not all(array.flags.aligned for array in arrays.values()):
+                raise ValueError("its arrays do not start where numbers of their types can")
             if not 0 < len(store.suffixes) == len(store.heads) < len(store.tokens):
                 raise ValueError("its arrays do not fit each other")
             if store.tokens[-1] != store.border:

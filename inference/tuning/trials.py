@@ -92,7 +92,7 @@ class TrialFile:
     def get(self, spec: str) -> Trial | None:
         """Return the trial of a drafter, or None if there is none."""
         trial = self.trials.get(self.key, {}).get(spec)
-        return Trial(**trial) if trial else None
+        return validated(Trial, trial) if trial else None
 
     def add(self, spec: str, trial: Trial) -> None:
         """Store a trial."""

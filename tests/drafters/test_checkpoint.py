@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -158,3 +158,38 @@ def test_loading_needs_neither_lightning_nor_transformers(folder, repository):
     command = [sys.executable, "-c", program, str(folder)]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_args": {"trunk": {"num_layers": 900}}},
+        {"init_args": {"trunk": {"num_layers": 10**8}}},
+        {"init_args": {"draft": {"num_nodes": 10**12}}},
+        {"base": {"hidden_size": 10**6, "intermediate_size": 10**6}},
+        {"base": {"hidden_size": 10**9}},
+        {"base": {"vocab_size": 2.5}},
+        {"base": {"num_layers": None}},
+        {"base_name": ["x"]},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_asks_for_more_than_the_weights_is_refused_before_it_is_built(folder, config, changes):
+    values = asdict(config)
+    for name, change in changes.items():
+        changes[name] = values[name] | change if isinstance(change, dict) else change
+    edit(folder, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DrafterConfig, "build", only_on_meta(DrafterConfig.build))
+        message = refusal(folder)
+    assert "config.json" in message
+
+
+def only_on_meta(build):
+    """Build a drafter only where that allocates nothing."""
+
+    def checked(config):
+        assert torch.get_default_device().type == "meta"
+        return build(config)
+
+    return checked

@@ -34,6 +34,7 @@ VALID = {
 }
 # Large values of these ask for much work, and get it.
 WORK = {
+    "limit",
     "count",
     "repeats",
     "num_texts",
@@ -125,7 +126,7 @@ def values(name, hint):
     if hint is bool:
         return st.sampled_from(["true", "false", "", "maybe", "1"])
     if any(kind in (int, float) for kind in (hint, *get_args(hint))):
-        return st.sampled_from(NUMBERS + ([] if name in WORK else LARGE))
+        return st.sampled_from([number for number in NUMBERS if number] if name in WORK else NUMBERS + LARGE)
     choices = [choice for choice in get_args(hint) if isinstance(choice, str)]
     return st.sampled_from([*TEXTS, *choices * 3])
 
@@ -144,7 +145,7 @@ def command_lines(draw):
         while flag in words:  # the value of the valid line is replaced
             at = words.index(flag)
             del words[at : at + 2]
-        if not is_removed:
+        if not is_removed or name in WORK:
             words.append(f"{flag}={value}")
     return [command, *words]
 

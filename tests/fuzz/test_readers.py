@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import shutil
+from copy import deepcopy
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -90,13 +91,13 @@ def with_changed_values(value, edits):
         near = every[:10] if place < 0.5 else every
         container, key = near[int(2 * place % 1 * len(near))]
         if kind == "replace" or (kind == "remove" and container is root):
-            container[key] = HOSTILE[number]
+            container[key] = deepcopy(HOSTILE[number])
         elif kind == "remove":
             del container[key]
         elif isinstance(container, list):
-            container.insert(key, container[key])
+            container.insert(key, deepcopy(container[key]))
         else:
-            container[f"{key}2"] = container[key]
+            container[f"{key}2"] = deepcopy(container[key])
         if not root:
             root.append(None)
     return root[0]
@@ -174,13 +175,19 @@ def read_questions(folder, name):
     load_questions("mt_bench", str(folder / name))
 
 
+def stored_rows():
+    from datasets import Dataset
+
+    return Dataset.from_dict({"input_ids": [[5, 6, 7]], "loss_mask": [[0, 1, 1]], "id": ["a"]})
+
+
 def write_feature_store(folder, tiny):
-    from data.feature_store.shards import write_shard
+    from data.feature_store.shards import row_keys, write_shard
     from data.feature_store.store import Manifest
 
     ids = torch.tensor([5, 6, 7])
     row = {"id": "a", "input_ids": ids, "loss_mask": ids > 5, "labels": ids, "hidden": torch.ones(3, 8)}
-    shard = write_shard(folder / "shard-00000.safetensors", [b"k" * 16], [row], (0, -1), "int8")
+    shard = write_shard(folder / "shard-00000.safetensors", row_keys(stored_rows()), [row], (0, -1), "int8")
     named = dict.fromkeys(["base", "base_dtype", "base_hash", "tokenizer", "template", "template_name", "rows"], "")
     sizes = {"max_length": 9, "hidden_size": 4, "num_rows": 1, "num_tokens": 3, "shard_bytes": 99}
     manifest = Manifest(**named, **sizes, layers=(0, -1), dtype="int8", shards=(shard,), is_complete=True)
@@ -198,10 +205,7 @@ def read_feature_store(folder, name):
         (folder / "manifest.json").write_text(json.dumps(manifest))
     store = FeatureStore(folder)
     store.check("", "", "", 9)
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "loss_mask": [[0, 1, 1]], "id": ["a"]})
-    for place in store.find(rows):
+    for place in store.find(stored_rows()):
         store.read(place)
 
 
@@ -450,7 +454,7 @@ READERS = {
     "corpus": (write_corpus, read_corpus, 60),
     "datastore": (write_datastore, read_datastore, 60),
     "small files": (write_small_files, read_small_files, 80),
-    "results": (write_results, read_results, 60),
+    "results": (write_results, read_results, 12),
     "journals": (write_journals, read_journals, 80),
     "checkpoints": (write_checkpoints, read_checkpoints, 50),
     "base": (write_base, read_base, 15),

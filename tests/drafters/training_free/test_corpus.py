@@ -147,3 +147,21 @@ def test_the_text_is_lossless_and_takes_fewer_steps(pseudo_runner, sampler):
         drafted = Session(runner, drafter, sampler).run(prompt, 60)
         assert drafted.tokens == alone.tokens
         assert len(drafted.steps) < len(alone.steps)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offsets": [0, 3, 2, 4]},
+        {"offsets": [-1, 1, 3, 4]},
+        {"keys": [3, 3, 4]},
+        {"keys": [5, 4, 3]},
+    ],
+    ids=str,
+)
+def test_a_table_whose_contexts_are_not_in_order_is_refused(tmp_path, changes):
+    arrays = {"keys": [3, 4, 5], "offsets": [0, 1, 3, 4]} | changes
+    table = CorpusTable(*(np.array(arrays[name]) for name in ("keys", "offsets")), np.ones((4, 2), np.int32))
+    table.save(tmp_path / "corpus")
+    with pytest.raises(ValueError, match=r"its contexts are not in order.*build it again"):
+        CorpusTable.load(tmp_path / "corpus")

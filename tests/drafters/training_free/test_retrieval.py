@@ -300,3 +300,27 @@ def test_sampled_text_equals_that_without_a_drafter(base):
         result = Session(Runner(base), REST(store, num_draft=9), sampler).run(prompt, 40)
         assert result.tokens == alone
         assert sum(step.accepted for step in result.steps) > 10
+
+
+@pytest.mark.parametrize("damage", ["types", "border", "nesting", "alignment"])
+def test_a_datastore_with_a_damaged_header_is_refused(tmp_path, damage):
+    path = tmp_path / "store"
+    SuffixArray.build([[1, 2, 3]], 4).save(path)
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header, arrays = content[8:size], content[size:]
+    if damage == "types":
+        header = header.replace(b'"U16"', b'"I32"')
+    elif damage == "border":
+        arrays = arrays.replace(b"\xff\xff", b"\x01\x00")
+    elif damage == "nesting":
+        header = b"[" * 5000
+    else:
+        arrays = b"\x00" + arrays
+        values = json.loads(header)
+        for name in ("tokens", "suffixes", "heads"):
+            values[name]["data_offsets"] = [place + 1 for place in values[name]["data_offsets"]]
+        header = json.dumps(values).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + arrays)
+    with pytest.raises(ValueError, match=r"is not a datastore .*build it again"):
+        SuffixArray.open(path)

@@ -351,3 +351,15 @@ def test_all_drafters_give_the_text_of_a_pretrained_base(shared, make_drafter):
         for name in DRAFTERS:
             drafter = make_drafter(name, base, [*prompt, *expected])
             assert Session(Runner(base), drafter).run(prompt, 48, base.eos).tokens == expected
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_a_draft_outside_the_vocabulary_is_refused_in_one_line(base, token):
+    """As a damaged corpus or datastore makes a drafter draft."""
+
+    class Outside(drafters.NoDrafter):
+        def propose(self, seq, limits):
+            return DraftTree.from_paths([[token]])
+
+    with pytest.raises(ValueError, match=f"proposes token {token}, but the base has tokens 0 to"):
+        Session(Runner(base), Outside()).run(list(prompt_of(5)), 9, NO_EOS)

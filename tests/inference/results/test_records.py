@@ -79,3 +79,24 @@ def test_a_malformed_line_is_reported_with_advice(tmp_path, line):
     path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"ctc\.jsonl line 2: .*delete the line.*drafters eval"):
         records.read(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("token_ids", [["x"], [1]]),
+        ("token_ids", None),
+        ("wall_time", ["soon", 1.0]),
+        ("steps", [[[1] * 3], []]),
+        ("steps", [[[-1] * 11], []]),
+        ("prompt_tokens", [{}, 1]),
+        ("ended", [True]),
+        ("ended", "yes"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp_path, key, value):
+    record = records.to_json(ANSWER)
+    record["choices"][0][key] = value
+    (tmp_path / "ctc.jsonl").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"ctc\.jsonl line 1: not a recorded answer"):
+        records.read(tmp_path / "ctc.jsonl")

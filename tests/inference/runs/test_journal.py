@@ -1,6 +1,7 @@
 """A journal holds every completed entry, however its run was interrupted."""
 
 import json
+import os
 
 import pytest
 
@@ -98,3 +99,25 @@ def test_a_damaged_line_in_the_middle_is_named(path):
     path.write_bytes(b"\n".join([lines[0], b"{oops", *lines[2:]]))
     with Journal(path, SETTINGS) as journal, pytest.raises(ValueError, match="line 2 is damaged: delete the file"):
         list(journal)
+
+
+def test_an_entry_of_another_form_is_named_with_its_line(path):
+    path.write_text('{"base": "b"}\n{"n": 1}\n{"n": "x"}\n')
+    entries = Journal(path, {"base": "b"}).entries(lambda entry: entry["n"] + 1)
+    assert next(entries) == 2
+    with pytest.raises(ValueError, match="line 3 is damaged: delete the file"):
+        next(entries)
+
+
+@pytest.mark.parametrize("existing", ["continue", "replace"])
+def test_a_pipe_in_place_of_a_journal_is_refused_at_once(tmp_path, existing):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        Journal(tmp_path / "pipe", {}, existing)
+
+
+@pytest.mark.parametrize("line", ["[" * 5000, '{"x": "\\ud800"}', '{"x": 1' + "0" * 400 + "}"])
+def test_a_hostile_line_is_named(path, line):
+    path.write_text('{"base": "b"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        list(Journal(path, {"base": "b"}))

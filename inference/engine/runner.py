@@ -39,6 +39,7 @@ class TreeRunner(Protocol):
 
     cached: int
     context_length: int
+    vocab_size: int
 
     @property
     def base(self) -> Any:

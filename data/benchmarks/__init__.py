@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from data.benchmarks import arithmetic, dialogue, programs, summaries, translation
 from data.benchmarks.question import Benchmark, Checks, Question, Style
 from data.benchmarks.rows import Rows, file_rows, hub_rows, split_files
+from files.validation import MALFORMED
 
 __all__ = [
     "BENCHMARKS",
@@ -130,7 +131,7 @@ def _read(name: str, benchmark: Benchmark, rows: Rows, ids: range | None) -> lis
             if not isinstance(row, Mapping):
                 raise TypeError("not a JSON object")
             question = benchmark.read(row, index)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except MALFORMED as error:
             raise ValueError(
                 f"{place}: not a question of {name}, expected the fields {benchmark.fields} ({error!r})"
             ) from error

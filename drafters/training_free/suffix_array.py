@@ -200,7 +200,7 @@ class SuffixArray:
                 raise ValueError("its arrays do not fit each other")
             if store.tokens[-1] != store.border:
                 raise ValueError("its text does not end with a border")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{path} is not a datastore ({error}): build it again with `drafters datastore OUT`"
             ) from error

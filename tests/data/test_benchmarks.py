@@ -63,6 +63,7 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
     ("name", "rows", "reason"),
     [
         ("mt_bench", [MT_BENCH[0], "{"], "line 2: invalid JSON"),
+        ("mt_bench", [{**MT_BENCH[0], "question_id": float("inf")}], "line 1: not a question of mt_bench"),
         ("mt_bench", [MT_BENCH[0], GSM8K[0]], r"line 2: not a question of mt_bench, expected the fields question_id"),
         ("mt_bench", [{"question_id": 1, "category": "x", "turns": "text"}], "line 1.*turns is not a list"),
         ("gsm8k", [*GSM8K, MT_BENCH[0]], "line 5: not a question of gsm8k, expected the fields question, answer"),

@@ -302,7 +302,7 @@ def test_sampled_text_equals_that_without_a_drafter(base):
         assert sum(step.accepted for step in result.steps) > 10
 
 
-@pytest.mark.parametrize("damage", ["types", "border", "nesting", "alignment"])
+@pytest.mark.parametrize("damage", ["types", "border", "nesting", "alignment", "offsets"])
 def test_a_datastore_with_a_damaged_header_is_refused(tmp_path, damage):
     path = tmp_path / "store"
     SuffixArray.build([[1, 2, 3]], 4).save(path)
@@ -315,6 +315,8 @@ def test_a_datastore_with_a_damaged_header_is_refused(tmp_path, damage):
         arrays = arrays.replace(b"\xff\xff", b"\x01\x00")
     elif damage == "nesting":
         header = b"[" * 5000
+    elif damage == "offsets":
+        header = header.replace(b'"data_offsets":[0,', b'"data_offsets":[],"old":[0,')
     else:
         arrays = b"\x00" + arrays
         values = json.loads(header)

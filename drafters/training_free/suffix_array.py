@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from drafters.checks import check_at_least, check_at_most
 from files.atomic_write import atomic_write
 from files.bounded_json import parse_json
 
@@ -68,8 +69,7 @@ class SuffixArray:
         Raises:
             ValueError: The text is empty or too long, or the depth too small.
         """
-        if not 2 <= depth <= MAX_DEPTH:
-            raise ValueError(f"depth must be at least 2 and at most {MAX_DEPTH}, not {depth}")
+        check_depth(depth)
         text, borders = array("i"), array("q")
         for document in documents:
             if len(document):
@@ -205,6 +205,12 @@ class SuffixArray:
                 f"{path} is not a datastore ({error}): build it again with `drafters datastore OUT`"
             ) from error
         return store
+
+
+def check_depth(depth: int) -> None:
+    """Raise ValueError if a text cannot be sorted by so many tokens."""
+    check_at_least(2, depth=depth)
+    check_at_most(MAX_DEPTH, depth=depth)
 
 
 def _sorted_places(tokens: np.ndarray, depth: int, sorted_by: Callable[[int], object]) -> np.ndarray:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data.texts import text_paths
 from data.tokenizer import load_tokenizer
-from drafters.training_free.suffix_array import MAX_DEPTH, SuffixArray
+from drafters.training_free.suffix_array import SuffixArray, check_depth
 from inference.engine.base import tokenizer_hash
 from inference.indexes.documents import encoded, progress
 from inference.runs.outputs import new_file
@@ -27,8 +27,7 @@ def datastore(out: str, tokenizer: str, files: list[str], depth: int = 32, overw
         depth: Number of tokens by which the text is sorted; the longest match and draft of rest together.
         overwrite: Replace an existing file.
     """
-    if not 2 <= depth <= MAX_DEPTH:
-        raise ValueError(f"depth must be at least 2 and at most {MAX_DEPTH}, not {depth}")
+    check_depth(depth)
     path = new_file(out, overwrite)
     text_paths(files)
     loaded = load_tokenizer(tokenizer)

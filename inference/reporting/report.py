@@ -12,6 +12,7 @@ from rich.text import Text
 
 from data.tokenizer import load_tokenizer
 from files.atomic_write import write_text
+from files.safe_text import escape_markdown
 from files.terminal import SafeConsole
 from inference.reporting import conventions
 from inference.reporting.answer_viewer import Decode
@@ -114,7 +115,7 @@ def _report(folders: Sequence[str], tokenizer: str | None, out: str | None, over
             console.print(f"Warning: {line}.", style="yellow", markup=False)
     console.print(COUNTING_RULE, style="dim")
     page = write_page(folder, parts)
-    titles = [f"# {results.name}\n\n" if len(evaluations) > 1 else "" for results in evaluations]
+    titles = [f"# {escape_markdown(results.name)}\n\n" if len(evaluations) > 1 else "" for results in evaluations]
     texts = [
         title + markdown(results.summaries, results.context) for title, results in zip(titles, evaluations, strict=True)
     ]
@@ -131,7 +132,7 @@ def _count(paths: Sequence[str], baseline: str, out: str | None, overwrite: bool
         title = Text(f"{path}\ncompared with {baseline}", style="bold")
         console.print(title, Text(), *conventions.table(own), sep="\n")
     if folder:
-        texts = [f"## {Path(path).name}\n\n{conventions.markdown(own)}" for path, own in pairs.items()]
+        texts = [f"## {escape_markdown(Path(path).name)}\n\n{conventions.markdown(own)}" for path, own in pairs.items()]
         content = {"baseline": baseline, "answers": {path: conventions.figures(own) for path, own in pairs.items()}}
         write_text(folder / "recount.md", "\n".join(texts))
         write_text(folder / "recount.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

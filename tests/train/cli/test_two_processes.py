@@ -1,0 +1,80 @@
+"""A second process that would write to the same place is told who writes there, and changes nothing."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from files.locks import output_lock
+from train.cli import commands, lightning_command
+
+NONE = "--base nowhere --drafter anpd"  # a place is locked before anything is loaded
+LINES = [
+    f"eval {NONE} --out @out",
+    f"sweep {NONE} --grid order=2 --out @out",
+    "report @out",
+    "report one two --out @out",
+    "replay --tokenizer nowhere --answers a --questions q --drafter anpd --out @out",
+    "regenerate --base nowhere --files embedded --out @out",
+    "export nowhere @out",
+    "features --base nowhere --files embedded --out @out",
+    "tokenizer @out",
+    "corpus @out --tokenizer nowhere --files nowhere",
+    "datastore @out --tokenizer nowhere --files nowhere",
+    "ouroboros-search --base nowhere --drafter-model nowhere --out @out",
+    "step-cost --base nowhere --out @out",
+    "tree-search --base nowhere --drafter nowhere --data embedded --out @out",
+    "skip-search --base nowhere --out @out",
+]
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    """A place whose lock another process holds, and the id of that process."""
+    place = tmp_path_factory.mktemp("held") / "out"
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        with output_lock(place):
+            os.write(writer, b"held")
+            time.sleep(600)
+        os._exit(0)
+    assert os.read(reader, 4) == b"held"
+    yield place, child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_command_that_writes_says_who_holds_its_place(line, held, call):
+    place, holder = held
+    error = call(commands.main, *line.replace("@out", str(place)).split()).one_line_error("drafters")
+    assert re.search(rf"{place} is in use by process {holder} on \S+ since \S+ \S+: wait until it ends, or", error)
+    assert not place.exists()
+
+
+def test_every_command_with_an_output_is_tested():
+    assert {line.split()[0] for line in LINES} == commands.COMMANDS.keys() - {"chat", "verify", "doctor", "show-mask"}
+
+
+def test_a_training_says_who_holds_its_checkpoints(held, call, write_recipe, tmp_path):
+    place, holder = held
+    folder = ("--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={place}")
+    outcome = call(lightning_command.main, "fit", "--config", write_recipe(tmp_path), *folder)
+    assert outcome.code == 2
+    assert f"lightning: error: {place} is in use by process {holder} on" in outcome.err.splitlines()[-1]
+
+
+def test_of_two_sweeps_at_once_one_finishes_and_the_other_is_refused(fork, call, tiny, tmp_path):
+    out = tmp_path / "out"
+    drafter = ("--base", tiny, "--drafter", "anpd", "--grid", "order=2..4")
+    line = ("sweep", *drafter, "--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 4, "--out", out)
+    first = fork(*line, main=commands.main)
+    while not (tmp_path / ".out.lock").exists():
+        time.sleep(0.01)
+    assert f"is in use by process {first.process} on" in call(commands.main, *line).one_line_error("drafters")
+    assert first.wait() == 0, first.log.read_text()
+    again = call(commands.main, *line)
+    assert again.code == 0 and "All 3 cells" in again.out
+    assert (out / "cells.jsonl").read_bytes().count(b"\n") == 1 + 3 and not (tmp_path / ".out.lock").exists()

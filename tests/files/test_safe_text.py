@@ -1,4 +1,3 @@
-import sys
 import unicodedata
 
 import pytest
@@ -9,7 +8,7 @@ HARMFUL_BIDIRECTIONAL = ("LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI",
 
 
 def test_no_control_character_no_mark_of_direction_and_no_half_of_a_pair_is_left():
-    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    every = "".join(map(chr, range(0x10000)))  # no higher plane has any of them
     safe = safe_text(every)
     assert len(safe) == len(every)
     for character in set(safe):

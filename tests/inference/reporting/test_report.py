@@ -468,3 +468,20 @@ def test_several_folders_need_an_output_folder(make_folder, tmp_path):
     (tmp_path / "page" / "report.html").write_text("mine")
     with pytest.raises(ValueError, match="is already there: give another --out, or --overwrite"):
         report.report(folders, out=str(tmp_path / "page"))
+
+
+def test_control_characters_and_halves_of_a_pair_change_neither_the_page_nor_the_tables(tmp_path):
+    (tmp_path / "report.html").write_text("an earlier page")
+    hostile = "x\ud83d\x1b[2J\x9b\u202e|\ry"
+    answers = {
+        benchmark: {name: [replace(each, category=hostile) for each in own] for name, own in by_drafter.items()}
+        for benchmark, by_drafter in two_benchmarks().items()
+    }
+    context = CONTEXT | {"base": hostile}
+    page = report.write_report(tmp_path, summarised(answers), context, answers, decode).read_text(encoding="utf-8")
+    results = report.write_results(tmp_path, summarised(answers), context)
+    text = report.markdown(summarised(answers), context)
+    text.encode("utf-8")
+    for shown in (page, text):
+        assert "x�␛" in shown and not any(mark in shown for mark in ("\x1b", "\x9b", "\u202e", "\r"))
+    assert json.loads(results.read_text(encoding="utf-8"))["context"]["base"] == hostile

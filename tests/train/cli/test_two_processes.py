@@ -71,7 +71,7 @@ def test_of_two_sweeps_at_once_one_finishes_and_the_other_is_refused(fork, call,
     drafter = ("--base", tiny, "--drafter", "anpd", "--grid", "order=2..4")
     line = ("sweep", *drafter, "--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 4, "--out", out)
     first = fork(*line, main=commands.main)
-    while not (tmp_path / ".out.lock").exists():
+    while not (tmp_path / ".out.lock").exists() and first.is_alive():
         time.sleep(0.01)
     assert f"is in use by process {first.process} on" in call(commands.main, *line).one_line_error("drafters")
     assert first.wait() == 0, first.log.read_text()

@@ -1,4 +1,4 @@
-"""The base's KV cache: one contiguous buffer for all layers, or transformers' own DynamicCache."""
+"""The base's KV cache, which keeps all positions: one buffer for all layers, or transformers' own DynamicCache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class _BufferLayer(DynamicLayer):
         self.cache, self.index, self.length, self.is_initialized = cache, index, 0, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append (1, H, q, d) keys and values, and return those of all positions."""
+        """Append keys (1, H, q, d) and values (1, H, q, e), and return those of all positions."""
         start, self.length = self.length, self.length + key_states.shape[-2]
-        keys, values = self.cache.layer_buffers(self.index, self.length, key_states)
+        keys, values = self.cache.layer_buffers(self.index, self.length, key_states, value_states)
         positions = self.cache.positions(start, self.length)
         keys.index_copy_(2, positions, key_states)
         values.index_copy_(2, positions, value_states)
@@ -29,11 +29,11 @@ class _BufferLayer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]  # transformers reads it as an attribute and never sets ours
-        return self.cache.allocated[0, self.index, :, :, : self.length]
+        return self.cache.views[self.index][0][:, :, : self.length]
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]  # as for the keys
-        return self.cache.allocated[1, self.index, :, :, : self.length]
+        return self.cache.views[self.index][1][:, :, : self.length]
 
     def get_seq_length(self) -> int:
         return self.length
@@ -42,7 +42,8 @@ class _BufferLayer(DynamicLayer):
 class BufferCache(Cache):
     """Keys and values of all layers in one preallocated buffer (2, L, 1, H, C, d), written in place.
 
-    A step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
+    The width d is that of the keys or of the values, whichever is larger; the others leave the rest of it unused. A
+    step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
     layers by one copy. `clear` keeps the memory. A text that outgrows the buffer gets one of 1.5 times its length.
 
     Args:
@@ -55,7 +56,7 @@ class BufferCache(Cache):
         super().__init__(layers=list(self._buffer_layers))
         self.capacity = capacity
         self.buffer: Tensor | None = None
-        self._views: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer
+        self.views: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, of all C positions
         self._positions: tuple[int, int, Tensor] | None = None
 
     @property
@@ -64,18 +65,28 @@ class BufferCache(Cache):
         assert self.buffer is not None, "nothing was cached yet"
         return self.buffer
 
-    def layer_buffers(self, layer: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views (1, H, C, d) of a layer's keys and values, with room for at least ``length`` positions.
+    def layer_buffers(self, layer: int, length: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of a layer's keys (1, H, C, d) and values (1, H, C, e), with C at least ``length``.
 
         Args:
             layer: Index of the layer.
             length: Number of positions needed.
-            like: Key states (1, H, q, d); a new buffer takes their sizes, dtype and device.
+            keys: New key states (1, H, q, d); a new buffer takes their sizes, dtype and device.
+            values: New value states (1, H, q, e).
+
+        Raises:
+            ValueError: The layer's keys and values have other sizes than those of the first layer.
         """
         if self.buffer is None or length > self.capacity:
             self.capacity = max(self.capacity, length + length // 2)
-            self._grow(like)
-        return self._views[layer]
+            self._grow(keys, values)
+        views = self.views[layer]
+        if any(new.shape[1::2] != view.shape[1::2] for new, view in zip((keys, values), views, strict=True)):
+            raise ValueError(
+                f"layer {layer} has keys and values of its own sizes, and the static cache holds one size for all "
+                "layers: pass cache='dynamic'"
+            )
+        return views
 
     def positions(self, start: int, end: int) -> Tensor:
         """Return the positions from ``start`` to ``end``, built once per forward for all layers."""
@@ -83,15 +94,15 @@ class BufferCache(Cache):
             self._positions = start, end, torch.arange(start, end, device=self.allocated.device)
         return self._positions[2]
 
-    def _grow(self, like: Tensor) -> None:
+    def _grow(self, keys: Tensor, values: Tensor) -> None:
         """Allocate a buffer of the current capacity and copy the old one into it."""
-        _, num_heads, _, head_dim = like.shape
-        num_layers = len(self._buffer_layers)
-        grown = like.new_empty(2, num_layers, 1, num_heads, self.capacity, head_dim)
+        _, num_heads, _, key_dim = keys.shape
+        value_dim, num_layers = values.shape[-1], len(self._buffer_layers)
+        grown = keys.new_empty(2, num_layers, 1, num_heads, self.capacity, max(key_dim, value_dim))
         if self.buffer is not None:
             grown[..., : self.buffer.shape[-2], :] = self.buffer
         self.buffer = grown
-        self._views = [(grown[0, layer], grown[1, layer]) for layer in range(num_layers)]
+        self.views = [(grown[0, layer, ..., :key_dim], grown[1, layer, ..., :value_dim]) for layer in range(num_layers)]
 
     def reserve(self, length: int) -> None:
         """Make the first allocation large enough for ``length`` positions."""
@@ -114,7 +125,10 @@ class BufferCache(Cache):
 
 
 class GatheredCache(DynamicCache):
-    """transformers' own DynamicCache, which concatenates in every forward; cutting it gathers what is kept."""
+    """transformers' own DynamicCache, which concatenates in every forward; cutting it gathers what is kept.
+
+    All layers keep all positions, also those of a sliding window: what a token sees is the mask's business alone.
+    """
 
     def reserve(self, length: int) -> None:
         """Do nothing: this cache grows with every forward."""
@@ -122,7 +136,7 @@ class GatheredCache(DynamicCache):
     def keep(self, length: int, moved: list[int]) -> None:
         """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
         for layer in self.layers:
-            assert isinstance(layer, DynamicLayer), "the runner accepts only bases with full attention in all layers"
+            assert isinstance(layer, DynamicLayer), "this cache makes no layers of other kinds"
             if not layer.is_initialized:
                 continue
             assert layer.keys is not None and layer.values is not None
@@ -139,7 +153,7 @@ class GatheredCache(DynamicCache):
 
 
 def make_cache(kind: CacheKind, config: PretrainedConfig) -> BufferCache | GatheredCache:
-    """Create an empty cache for a base with full attention in all layers.
+    """Create an empty cache that keeps the keys and values of all positions in all layers.
 
     Args:
         kind: ``static`` is one preallocated buffer, ``dynamic`` transformers' own cache.
@@ -151,5 +165,5 @@ def make_cache(kind: CacheKind, config: PretrainedConfig) -> BufferCache | Gathe
     if kind == "static":
         return BufferCache(config.num_hidden_layers)
     if kind == "dynamic":
-        return GatheredCache(config=config)
+        return GatheredCache()  # without the configuration, which would make layers that drop positions
     raise ValueError(f"cache must be static or dynamic, not {kind!r}")

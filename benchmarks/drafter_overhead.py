@@ -78,6 +78,9 @@ class RecitingRunner:
     def commit(self, path: list[int]) -> None:
         self.cached += self._num_pending + len(path)
 
+    def prepare(self, length: int) -> int:
+        return self.context_length
+
     def truncate(self, length: int) -> None:
         self.cached = length
 

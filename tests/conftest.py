@@ -166,6 +166,9 @@ class PseudoRunner:
         assert all(node < tree.num_candidates for node in path)
         self.text += pending + (tree.path_tokens(path[-1]) if path else [])
 
+    def prepare(self, length):
+        return self.context_length
+
     def truncate(self, length):
         assert length <= len(self.text)
         del self.text[length:]

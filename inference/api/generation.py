@@ -12,6 +12,7 @@ from data.conversation import encode_prompt
 from drafters.protocol import Drafter
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
+from inference.engine.examination import check_config, model_state
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost, check_prompt
@@ -64,6 +65,7 @@ def generate(
     eos: int | Collection[int] | None = None,
     cache: CacheKind = "static",
     logits_processor: Sequence[LogitsProcessor] = (),
+    check: bool = True,
 ) -> list[Generated]:
     """Generate a text for each prompt: the same tokens as without a drafter, in fewer base forwards.
 
@@ -85,6 +87,9 @@ def generate(
             transformers' own cache.
         logits_processor: Logits processors of transformers, applied before temperature, top_k and top_p. They are
             called once for each new token, in order, with the token ids (1, S) of prompt and text before it.
+        check: Whether the base is examined: at the first call, and again after the model has changed, the logits of a
+            few draft tokens are compared with those of the model's own forward, and a base where they differ is
+            refused.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -92,7 +97,7 @@ def generate(
     Raises:
         ValueError: An argument is invalid or does not fit the base; the message says what to do.
     """
-    base, encoded_prompts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos)
+    base, encoded_prompts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos, check)
     sampling = SamplingOptions(temperature, top_k, top_p, seed)
     samplers = [replace(sampling, seed=seed + index).sampler(logits_processor) for index in range(len(encoded_prompts))]
     with acquire_runner(base, cache) as runner:
@@ -119,20 +124,23 @@ def stream(
     eos: int | Collection[int] | None = None,
     cache: CacheKind = "static",
     logits_processor: Sequence[LogitsProcessor] = (),
+    check: bool = True,
 ) -> Iterator[str]:
     """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
     Args:
-        base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache, logits_processor:
-            As in `generate`.
+        base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache, logits_processor,
+            check: As in `generate`.
 
     Raises:
         ValueError: As in `generate`; raised by the call itself, not with the first piece.
     """
-    base, encoded_prompts, eos = _prepare(base, tokenizer, prompt, max_new_tokens, eos)
+    base, encoded_prompts, eos = _prepare(base, tokenizer, prompt, max_new_tokens, eos, check)
     if len(encoded_prompts) != 1:
         raise ValueError(f"stream writes one text: pass one prompt, not {len(encoded_prompts)}")
     sampler = SamplingOptions(temperature, top_k, top_p, seed).sampler(logits_processor)
+    with acquire_runner(base, cache):
+        pass  # refuses a base now, not with the first piece
 
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)
@@ -191,7 +199,8 @@ class _RunnerPool(dict[CacheKind, Runner]):
 def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
     """Use the runner of a model, which keeps its buffers between calls and is freed with the model.
 
-    While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time.
+    While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time. If the
+    model has changed since (`model_state`), the runner is made anew, and the model examined again.
 
     Args:
         base: The base.
@@ -205,32 +214,13 @@ def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
     # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
     runner = pool.pop(cache, None)
-    if not runner or not _is_current(runner, model):
-        _check_model(base)
+    if not runner or runner.state != model_state(model) or (base.check and not runner.base.check):
         runner = Runner(base, cache)
     runner.base = base
     try:
         yield runner
     finally:
         pool[cache] = runner
-
-
-def _is_current(runner: Runner, model: PreTrainedModel) -> bool:
-    """Whether the model has kept its device, dtype and LM head since the runner was made."""
-    is_same_place = (runner.device, runner.dtype) == (model.device, model.dtype)
-    return is_same_place and runner.head is model.get_output_embeddings()
-
-
-def _check_model(base: Base) -> None:
-    """Raise ValueError if draft trees cannot be fed to this model."""
-    config = base.model.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{base.name} is an encoder-decoder model: pass a causal language model")
-    for size in ("max_position_embeddings", "vocab_size", "num_hidden_layers"):
-        if not isinstance(getattr(config, size, None), int):
-            raise ValueError(f"{base.name} has no {size} in its config: not supported")
-    if (attention := getattr(config, "_attn_implementation", None)) not in (None, "sdpa", "eager"):
-        raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
 
 
 def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:
@@ -244,18 +234,20 @@ def _prepare(
     prompts: Prompt | Sequence[Prompt],
     max_new_tokens: int,
     eos: int | Collection[int] | None,
+    check: bool,
 ) -> tuple[Base, list[list[int]], frozenset[int]]:
     """Return the base, the token ids of each prompt and the end-of-sequence tokens, after checking them all."""
     if isinstance(base, Base):
         if tokenizer is not None:
             raise ValueError(f"{base.name} has a tokenizer of its own: leave tokenizer out")
+        base = replace(base, check=base.check and check)
     elif not hasattr(base, "get_output_embeddings"):
         raise ValueError(f"base must come from load_base or be a model of transformers, not {type(base).__name__}")
     elif tokenizer is None:
         raise ValueError("a model of transformers comes without its tokenizer: pass tokenizer=...")
     else:
-        base = Base(base.name_or_path or type(base).__name__, base, tokenizer)
-    _check_model(base)
+        base = Base(base.name_or_path or type(base).__name__, base, tokenizer, check)
+    check_config(base)
     encoded_prompts = [_encode(prompt, base.tokenizer) for prompt in (prompts if _is_list(prompts) else [prompts])]
     for token_ids in encoded_prompts:
         check_prompt(base, token_ids, max_new_tokens)

@@ -65,11 +65,13 @@ class Base:
         name: Folder or hub id it was loaded from.
         model: The model in evaluation mode; its weights require no gradients.
         tokenizer: Its tokenizer.
+        check: Whether a runner of the base compares its logits with the model's own; see `examination`.
     """
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    check: bool = True
 
     @property
     def shape(self) -> BaseShape:
@@ -187,7 +189,7 @@ def base_hash(base: Base) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu") -> Base:
+def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu", check: bool = True) -> Base:
     """Load a frozen base from a local folder or a hub id.
 
     Args:
@@ -195,6 +197,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
         dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
             (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
         device: Device to load the base to.
+        check: Whether a runner of the base compares its logits with the model's own, and refuses it if they differ.
 
     Raises:
         ValueError: The base cannot be loaded; the message says what to do.
@@ -221,7 +224,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
             f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
             "they do not belong together"
         )
-    return Base(name, model.to(device).eval().requires_grad_(False), tokenizer)
+    return Base(name, model.to(device).eval().requires_grad_(False), tokenizer, check)
 
 
 def load_base_info(name: str) -> BareBase:

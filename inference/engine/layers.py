@@ -1,16 +1,19 @@
-"""The base's decoder layers, without its LM head: run behind a cache, or observed during a forward of the model."""
+"""The base's forward: run behind a cache with masks of our own, or observed while the model itself runs."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from transformers.cache_utils import Cache
 
 # Embedding, decoder layers with rotary positions and a final norm, and nothing else in their forward.
@@ -47,27 +50,122 @@ def capture_hidden_states(model: nn.Module, layers: Collection[int]) -> Iterator
             hook.remove()
 
 
+def attention_kinds(config: PretrainedConfig) -> list[str]:
+    """Return the kind of attention of each layer by transformers' name for it, such as ``sliding_attention``."""
+    if kinds := getattr(config, "layer_types", None):
+        return list(kinds)
+    if getattr(config, "sliding_window", None):
+        kind = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None):
+        kind = "chunked_attention"
+    else:
+        kind = "full_attention"
+    return [kind] * config.num_hidden_layers
+
+
+def longrope_border(config: PretrainedConfig) -> int | None:
+    """Return the position at which a base with longrope scaling changes the angles of all its positions, if it has one.
+
+    A forward that feeds this position or a later one computes all its tokens with the long factors, any other forward
+    with the short ones.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind = [each for each in rope.values() if isinstance(each, dict)]  # some bases have parameters for each kind
+    default = getattr(config, "original_max_position_embeddings", None)
+    borders = [
+        each.get("original_max_position_embeddings", default)
+        for each in (rope, *by_kind)
+        if each.get("rope_type") == "longrope"
+    ]
+    return min(borders, default=None)
+
+
+@lru_cache
+def takes_argument(model_class: type[nn.Module], name: str) -> bool:
+    """Whether the forward of a class of models has an argument of this name."""
+    return name in signature(model_class.forward).parameters
+
+
+def attention_spans(config: PretrainedConfig) -> dict[str, int]:
+    """Return the number of positions of a window or chunk for each kind of attention in a base.
+
+    Raises:
+        ValueError: A layer keeps a state from which rejected drafts cannot be removed.
+    """
+    sizes = {"full_attention": sys.maxsize}
+    sizes["sliding_attention"] = getattr(config, "sliding_window", None) or sys.maxsize
+    sizes["chunked_attention"] = getattr(config, "attention_chunk_size", None) or sys.maxsize
+    kinds = sorted(set(attention_kinds(config)))
+    if unknown := [kind for kind in kinds if kind not in sizes]:
+        raise ValueError(f"it has {' and '.join(unknown)} layers, which are not supported")
+    return {kind: sizes[kind] for kind in kinds}
+
+
+def run_base(
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    masks: Mapping[str, Tensor | None],
+    cache: Cache,
+    num_logits: int,
+    layers: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Run the base on new tokens behind a cache.
+
+    The layers of `PLAIN_MODEL_TYPES` are called directly, which makes the forward of a small base a tenth faster and
+    keeps only the requested states. Other models run through their own forward, so that whatever they do around the
+    layers (scaling, soft-capping, a transform before the LM head) is done.
+
+    Args:
+        model: The base.
+        input_ids: (1, S).
+        position_ids: (1, S).
+        masks: Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain
+            causal attention, which is right for an empty cache or a single new token.
+        cache: Keys and values of the tokens before; it grows by S.
+        num_logits: Number of last tokens whose logits are returned.
+        layers: Requested layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
+
+    Returns:
+        Logits (num_logits, V), and the states (1, S, D) of the requested layers.
+    """
+    base: Any = model  # torch types the attributes of a module as Tensor | Module
+    if base.config.model_type in PLAIN_MODEL_TYPES:
+        states = compute_hidden_states(base.base_model, input_ids, position_ids, masks, cache, layers)
+        return base.get_output_embeddings()(states[-1][0, -num_logits:]), states
+    outputs = base(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=_mask_argument(masks),
+        past_key_values=cache,
+        use_cache=True,
+        output_hidden_states=bool(layers),
+        return_dict=True,
+        **({"logits_to_keep": num_logits} if takes_argument(type(base), "logits_to_keep") else {}),
+    )
+    return outputs.logits[0, -num_logits:], {layer: outputs.hidden_states[layer] for layer in layers}
+
+
+def _mask_argument(masks: Mapping[str, Tensor | None]) -> Any:
+    """Return masks as transformers takes them: one tensor, or a dictionary if there are several kinds of layers."""
+    return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
 def compute_hidden_states(
     model: nn.Module,
     input_ids: Tensor,
     position_ids: Tensor,
-    mask: Tensor | None,
+    masks: Mapping[str, Tensor | None],
     cache: Cache,
     layers: Collection[int] = (),
 ) -> dict[int, Tensor]:
-    """Run the base's layers on new tokens behind a cache, and return hidden states by layer.
+    """Run the layers of a base and return hidden states by layer.
 
-    The layers of `PLAIN_MODEL_TYPES` are called directly, which makes the forward of a small base a tenth faster and
-    keeps only the requested states. Other models run through their own forward.
+    The layers of `PLAIN_MODEL_TYPES` are called one after the other, which keeps only the requested states.
 
     Args:
         model: The base without its LM head.
-        input_ids: (1, S).
-        position_ids: (1, S).
-        mask: Additive attention mask (1, 1, S, S + cached). None means plain causal attention, which is right for an
-            empty cache or a single new token.
-        cache: Keys and values of the tokens before; it grows by S.
-        layers: Requested layers; 0 is the embedding, i the output of layer i.
+        input_ids, position_ids, masks, cache, layers: As in `run_base`.
 
     Returns:
         States (1, S, D) of the requested layers, and under -1 the last state after the final norm.
@@ -77,7 +175,7 @@ def compute_hidden_states(
         outputs = decoder(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=mask,
+            attention_mask=_mask_argument(masks),
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=any(layer != -1 for layer in layers),
@@ -88,10 +186,12 @@ def compute_hidden_states(
     rotary = decoder.rotary_emb(state, position_ids=position_ids)
     states = {0: state} if 0 in layers else {}
     decoder_layers = decoder.layers._modules.values()  # iterating over the ModuleList itself is slower
-    for number, decoder_layer in enumerate(decoder_layers, start=1):
+    for number, (decoder_layer, kind) in enumerate(
+        zip(decoder_layers, attention_kinds(decoder.config), strict=True), start=1
+    ):
         state = decoder_layer(
             state,
-            attention_mask=mask,
+            attention_mask=masks[kind],
             position_embeddings=rotary,
             position_ids=position_ids,
             past_key_values=cache,

@@ -21,15 +21,18 @@ class ModelOptions:
         base: Folder or hub id of the base.
         dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
         device: Device to run on; auto uses the GPU if there is one.
+        check: Compare the logits of draft trees with those of the base's own forward on a few tokens, and refuse a base
+            where they differ. Pass false only for a base that you know to be right.
     """
 
     base: str
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    check: bool = True
 
     def load(self) -> Base:
         """Load the base; raises ValueError if it cannot be loaded or the device does not exist."""
-        return load_base(self.base, self.dtype, resolve_device(self.device))
+        return load_base(self.base, self.dtype, resolve_device(self.device), self.check)
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind, make_cache
-from inference.engine.layers import compute_hidden_states
+from inference.engine.examination import check_config, examine_once, model_state, unwrap
+from inference.engine.layers import attention_spans, compute_hidden_states, longrope_border, run_base
 
 MAX_PENDING_OF_KEPT_MASKS = 8  # steps feed few pending tokens, a prefill feeds many and its mask is needed once
 
@@ -54,63 +56,74 @@ class TreeRunner(Protocol):
 
     def truncate(self, length: int) -> None: ...
 
+    def prepare(self, length: int) -> int: ...
+
 
 class Runner:
     """Runs the base over one sequence, whose first ``cached`` tokens have their keys and values in the KV cache.
 
-    In each decoding step `forward` feeds the pending tokens and the draft tree, then `commit` keeps the pending tokens
-    and the accepted path. Between steps, `truncate` cuts the sequence. A drafter that runs on this very base calls
-    `forward_uncommitted`, then `rollback`.
+    In each decoding step `prepare` says how far drafts may reach, `forward` feeds the pending tokens and the draft
+    tree, then `commit` keeps the pending tokens and the accepted path. Between steps, `truncate` cuts the sequence. A
+    drafter that runs on this very base calls `forward_uncommitted`, then `rollback`.
 
     Args:
-        base: A causal language model with full attention.
+        base: A causal language model whose layers attend to the text, to all of it or to a window of it.
         cache: ``static``, one preallocated buffer, or ``dynamic``, transformers' own cache.
 
     Raises:
-        ValueError: The base has sliding-window or linear-attention layers, whose caches cannot drop rejected nodes, or
-            it changes its logits after the LM head.
+        ValueError: The logits of a draft tree would not be the base's own; see `examine`, which runs when the first
+            runner of a model is made and whenever the model has changed since (`model_state`).
     """
 
     def __init__(self, base: Base, cache: CacheKind = "static") -> None:
+        check_config(base)
         config = base.model.config
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-            raise ValueError(
-                f"{base.name} has layers that are not full attention ({', '.join(sorted(kinds))}): not supported"
-            )
-        for option in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(config, option, None) not in (None, 1, 1.0):
-                raise ValueError(f"{base.name} changes its logits after the LM head ({option}): not supported")
-        self.base, self.model = base, base.model.base_model
-        self.head = base.model.get_output_embeddings()
+        self.base, self._causal_lm = base, unwrap(base.model)
+        self.model: nn.Module = self._causal_lm.base_model
+        self.head = self._causal_lm.get_output_embeddings()
         self.device, self.dtype = base.model.device, base.model.dtype
         self.context_length, self.vocab_size = base.context_length, config.vocab_size
+        self._spans = attention_spans(config)
         # sdpa reads a missing mask as causal attention, eager as no mask at all.
-        self._is_causal_without_mask = base.model.config._attn_implementation != "eager"
+        self._is_causal_without_mask = config._attn_implementation != "eager"
+        self._longrope_border = longrope_border(config)
         self._cache = make_cache(cache, config)
         self.reset()
+        self.state = model_state(base.model)
+        if base.check:
+            examine_once(base.model, (self.state, cache), lambda: Runner(replace(base, check=False), cache))
 
     def reset(self, reserve: int = 0) -> None:
         """Empty the cache for another sequence, for which it should have room for ``reserve`` positions."""
         self.cached = 0
         self._num_pending = 0
+        self._num_short = 0  # cached positions that were computed with the short factors of longrope scaling
         self._cache.clear()
         self._cache.reserve(reserve)
 
-    def _mask(self, num_pending: int, tree: DraftTree) -> Tensor | None:
-        """Build the additive attention mask (1, 1, P + M, cached + P + M).
+    def prepare(self, length: int) -> int:
+        """Prepare the step that follows a text, and return where the positions of its draft tree must end.
 
-        A pending token sees the cache and the pending tokens up to itself. A node sees the cache, all pending tokens,
-        its ancestors and itself.
+        They end with the context. A base with longrope scaling changes the angles of all positions of a forward that
+        reaches the border of the scaling, so a draft tree must not reach it before the root does. Once the root does,
+        the cache is dropped where transformers' `generate` would have computed it with the other factors.
 
-        Returns:
-            The mask, or None if plain causal attention is the same.
+        Args:
+            length: Number of tokens of the text.
         """
-        if not len(tree) and (num_pending == 1 or (self._is_causal_without_mask and not self.cached)):
-            return None
-        make = _kept_mask if num_pending <= MAX_PENDING_OF_KEPT_MASKS else causal_tree_mask
-        mask = make(num_pending, tuple(tree.parents), self.dtype, self.device)
-        return nn.functional.pad(mask, (self.cached, 0))[None, None]
+        if self._longrope_border is None:
+            return self.context_length
+        if length <= self._longrope_border:
+            is_stale = self.cached > self._num_short
+        else:
+            # Phi-3's `generate` computes the whole text again at the border, others only what they have not cached.
+            recomputes = type(self._causal_lm).prepare_inputs_for_generation is not (
+                GenerationMixin.prepare_inputs_for_generation
+            )
+            is_stale = self._num_short > 0 and (recomputes or length - self.cached > 1)
+        if is_stale:
+            self.truncate(0)
+        return self.context_length if length > self._longrope_border else self._longrope_border
 
     @torch.inference_mode()
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
@@ -121,14 +134,63 @@ class Runner:
             tree: M nodes below the root.
             required_outputs: What the drafter requires of the base.
         """
-        num_pending = self._num_pending = len(pending)
-        root = self.cached + num_pending - 1
-        positions = [*range(self.cached, root + 1), *(root + depth for depth in tree.depths)]
-        fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)  # one copy to the device
-        mask, layers = self._mask(num_pending, tree), required_outputs.hidden_layers
-        states = compute_hidden_states(self.model, fed[:1], fed[1:], mask, self._cache, layers)
+        self._num_pending, layers = len(pending), required_outputs.hidden_layers
+        ids, positions, masks = self._inputs(pending, tree, self.cached)
+        logits, states = run_base(self._causal_lm, ids, positions, masks, self._cache, 1 + len(tree), layers)
         hidden = torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None  # (P + M, F * D)
-        return ForwardOutput(self.head(states[-1][0, num_pending - 1 :]), hidden)
+        return ForwardOutput(logits, hidden)
+
+    def _inputs(
+        self, pending: Sequence[int], tree: DraftTree, start: int
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+        """Return token ids (1, P + M), positions (1, P + M) and masks of a forward behind ``start`` positions."""
+        root = start + len(pending) - 1
+        positions = [*range(start, root + 1), *(root + depth for depth in tree.depths)]
+        fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)  # one copy to the device
+        return fed[:1], fed[1:], self._masks(len(pending), tree, start, fed[1], max(positions) + 1)
+
+    def forward_at(self, tokens: Sequence[int], positions: Tensor, num_logits: int) -> Tensor:
+        """Run the base over a text whose tokens have any rising positions (S,), and return its last logits."""
+        masks = self._masks(len(tokens), DraftTree(), 0, positions, int(positions[-1]) + 1)
+        fed = torch.tensor([tokens], device=self.device)
+        return run_base(self._causal_lm, fed, positions[None], masks, self._cache, num_logits)[0]
+
+    def _masks(
+        self, num_pending: int, tree: DraftTree, start: int, positions: Tensor, end: int
+    ) -> dict[str, Tensor | None]:
+        """Build the additive attention mask (1, 1, P + M, start + P + M) for each kind of attention in the base.
+
+        A pending token sees the cache and the pending tokens up to itself. A node sees the cache, all pending tokens,
+        its ancestors and itself. Layers with a sliding window or chunks see those of them that are near enough by their
+        positions; their places in the cache do not matter.
+
+        Args:
+            num_pending: Number of pending tokens P.
+            tree: M nodes.
+            start: Number of positions before the pending tokens.
+            positions: (P + M,) positions of the fed tokens.
+            end: The largest of them plus 1.
+
+        Returns:
+            A mask by kind, or None for every kind if plain causal attention is the same.
+        """
+        all_near = end <= min(self._spans.values())
+        is_causal = num_pending == 1 or (self._is_causal_without_mask and not start)
+        if not len(tree) and all_near and is_causal and self._cache.get_seq_length() == start:
+            return dict.fromkeys(self._spans)
+        make = _kept_mask if num_pending <= MAX_PENDING_OF_KEPT_MASKS else causal_tree_mask
+        mask = make(num_pending, tuple(tree.parents), self.dtype, self.device)
+        mask = nn.functional.pad(mask, (start, 0))[None, None]
+        if all_near:
+            return dict.fromkeys(self._spans, mask)
+        key_positions = torch.cat([torch.arange(start, device=self.device), positions])
+        first_visible = {
+            "full_attention": torch.zeros_like(positions),
+            "sliding_attention": positions - self._spans.get("sliding_attention", 0) + 1,
+            "chunked_attention": positions - positions % self._spans.get("chunked_attention", 1),
+        }
+        lowest = torch.finfo(self.dtype).min
+        return {kind: mask.masked_fill(key_positions < first_visible[kind][:, None], lowest) for kind in self._spans}
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
@@ -139,6 +201,8 @@ class Runner:
             num_in_place += 1
         self._cache.keep(first_node + num_in_place, [first_node + node for node in path[num_in_place:]])
         self.cached = first_node + len(path)
+        if self._longrope_border is not None and first_node <= self._longrope_border:
+            self._num_short = self.cached
 
     @torch.inference_mode()
     def forward_uncommitted(self, tokens: Sequence[int], start: int, model: nn.Module | None = None) -> Tensor:
@@ -153,15 +217,9 @@ class Runner:
         Returns:
             (1, V) logits after the last token.
         """
-        num_fed = len(tokens)
-        fed = torch.tensor([[*tokens], [*range(start, start + num_fed)]], device=self.device)
-        mask = None
-        # Without a mask, transformers derives its width from layer 0, which may cache fewer positions than `start`.
-        if num_fed > 1 or self._cache.get_seq_length() != start:
-            everywhere = torch.full((num_fed, start + num_fed), torch.finfo(self.dtype).min, dtype=self.dtype)
-            mask = everywhere.triu(start + 1)[None, None].to(self.device)
         model = self.model if model is None else model
-        return self.head(compute_hidden_states(model, fed[:1], fed[1:], mask, self._cache)[-1][0, -1:])
+        ids, positions, masks = self._inputs(tokens, DraftTree(), start)
+        return self.head(compute_hidden_states(model, ids, positions, masks, self._cache)[-1][0, -1:])
 
     @torch.inference_mode()
     def rollback(self) -> None:
@@ -174,7 +232,7 @@ class Runner:
         assert length <= self.cached, "a cache cannot be cut to more than it holds"
         if length < self.cached:
             self._cache.keep(length, [])
-            self.cached = length
+            self.cached, self._num_short = length, min(length, self._num_short)
 
 
 def causal_tree_mask(num_pending: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

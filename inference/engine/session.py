@@ -144,8 +144,8 @@ class Session:
         max_nodes = self.max_nodes if max_nodes is None else max_nodes
         marks = [clock()]
 
-        seed = derived_seed(self.sampler.seed, length)
-        limits = Limits(end - length - 1, max_nodes, eos, runner.context_length - length, seed)
+        seed, reach = derived_seed(self.sampler.seed, length), runner.prepare(length)
+        limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
         _check_tokens(tree, runner.vocab_size)

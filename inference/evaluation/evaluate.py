@@ -147,6 +147,7 @@ def make_plan(
         devices=devices,
         threads=max(1, torch.get_num_threads() // len(devices)),
         repeats=options.repeats,
+        check=model.check,
     )
 
 

@@ -36,6 +36,7 @@ class EvaluationPlan:
         devices: The device of each process.
         threads: Number of torch threads of each process.
         repeats: How often every question is decoded.
+        check: Whether the base is examined; see `load_base`.
     """
 
     base: str
@@ -49,6 +50,7 @@ class EvaluationPlan:
     devices: tuple[str, ...]
     threads: int
     repeats: int
+    check: bool = True
 
     @property
     def num_answers(self) -> int:

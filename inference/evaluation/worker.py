@@ -38,7 +38,7 @@ class Worker:
         torch.set_num_threads(plan.threads)
         device = torch.device(plan.devices[number])
         self.gpu_use = timing.gpu_use(device)
-        self.base = load_base(plan.base, plan.dtype, device)
+        self.base = load_base(plan.base, plan.dtype, device, plan.check)
         runner = Runner(self.base)
         options = plan.sampling
         exact = options.sampler()

@@ -103,6 +103,10 @@ class ReplayRunner:
         """Keep the pending tokens and the accepted nodes."""
         self.cached += self._num_pending + len(path)
 
+    def prepare(self, length: int) -> int:
+        """Return where the positions of draft trees must end: with the context."""
+        return self.context_length
+
     def truncate(self, length: int) -> None:
         """Keep only the first ``length`` tokens."""
         assert length <= self.cached, "a text cannot be truncated to more than its length"

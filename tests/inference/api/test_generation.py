@@ -140,12 +140,12 @@ def test_a_model_without_tokenizer_is_refused(base):
 
 
 def test_models_that_cannot_be_fed_draft_trees_are_refused(toy_tokenizer):
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MistralConfig, T5Config
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Lfm2Config, MistralConfig, T5Config
 
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    mistral = MistralConfig(vocab_size=40, num_key_value_heads=2, sliding_window=8, **small)
-    with pytest.raises(ValueError, match="not full attention"):
-        generate(AutoModelForCausalLM.from_config(mistral), [3], tokenizer=toy_tokenizer)
+    lfm2 = Lfm2Config(vocab_size=40, num_key_value_heads=2, layer_types=["conv"], **small)
+    with pytest.raises(ValueError, match="cannot drop rejected drafts: it has conv layers"):
+        generate(AutoModelForCausalLM.from_config(lfm2), [3], tokenizer=toy_tokenizer)
     t5 = AutoModelForSeq2SeqLM.from_config(
         T5Config(vocab_size=40, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2)
     )

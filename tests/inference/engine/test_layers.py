@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference.engine.cache import make_cache
-from inference.engine.layers import compute_hidden_states
+from inference.engine.layers import run_base
 from inference.engine.runner import causal_tree_mask
 
 KINDS = [(kind, attention) for kind in ("llama", "qwen2", "gpt2") for attention in ("sdpa", "eager")]
@@ -24,7 +24,8 @@ def test_hidden_states_are_those_of_the_models_own_forward(make_base, kind, atte
             mask = causal_tree_mask(end - start, (), torch.float64, "cpu")
             mask = torch.nn.functional.pad(mask, (start, 0))[None, None]
         positions = torch.arange(start, end)[None]
-        states = compute_hidden_states(model.base_model, text[:, start:end], positions, mask, held, (0, 2, 3, -1))
+        masks, wanted = {"full_attention": mask}, (0, 2, 3, -1)
+        _, states = run_base(model, text[:, start:end], positions, masks, held, 1, wanted)
         for layer in (0, 2, 3):
             found = expected.hidden_states[layer][:, start:end]
             torch.testing.assert_close(states[layer], found, rtol=0, atol=1e-9 if attention == "sdpa" else 1e-4)

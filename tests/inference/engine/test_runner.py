@@ -173,6 +173,25 @@ def test_a_cache_behaves_like_a_list_of_positions(make_base, kind, seed):
         assert cache.get_seq_length() == held.shape[-2]
 
 
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_holds_keys_and_values_of_different_widths(base, kind):
+    cache, keys, values = make_cache(kind, base.model.config), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 4)
+    for start, end in ((0, 3), (3, 5)):
+        for layer in range(2):
+            found = cache.update(keys[:, :, start:end], values[:, :, start:end], layer)
+            assert torch.equal(found[0], keys[:, :, :end]) and torch.equal(found[1], values[:, :, :end])
+    cache.keep(2, [4])
+    for layer in cache.layers:
+        assert torch.equal(layer.keys, keys[:, :, [0, 1, 4]]) and torch.equal(layer.values, values[:, :, [0, 1, 4]])
+
+
+def test_layers_of_different_sizes_need_the_dynamic_cache(base):
+    cache, states = make_cache("static", base.model.config), torch.zeros(1, 2, 3, 4)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match=r"layer 1 has keys and values of its own sizes.* cache='dynamic'"):
+        cache.update(states[:, :1], states[:, :1], 1)
+
+
 def test_accepted_nodes_that_are_in_place_are_not_copied(base, monkeypatch):
     runner, asked = Runner(base), []
     tree = DraftTree([5, 6, 7, 8, 9], [-1, 0, 1, 1, -1])
@@ -202,13 +221,18 @@ def test_an_unknown_kind_of_cache_is_refused(base):
         Runner(base, "paged")
 
 
-def test_a_base_with_sliding_windows_is_refused(toy_tokenizer):
-    from transformers import AutoModelForCausalLM, MistralConfig
-
-    config = MistralConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=40, sliding_window=8,
-    )  # fmt: skip
-    base = Base("windowed", AutoModelForCausalLM.from_config(config), toy_tokenizer)
-    with pytest.raises(ValueError, match="windowed has layers that are not full attention"):
-        Runner(base)
+@pytest.mark.parametrize("label", ["Mistral, sliding window", "Gemma 2", "gpt-oss", "Llama 4 (text)", "DeepSeek-V3"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_windows_chunks_and_narrow_values_hold_at_every_node_and_after_commits(make_model, toy_tokenizer, label, kind):
+    base, rng = Base(label, make_model(label), toy_tokenizer), random.Random(3)
+    runner, seq, path = Runner(base, kind), [5, 6, 7], []
+    for size in (6, 9, 1, 12, 7, 10):  # beyond the windows of 8 positions
+        tree = random_tree(rng, size)
+        rows = runner.forward(seq[runner.cached :], tree, NOTHING)
+        for row, nodes in enumerate([[], *(tree.path_tokens(node) for node in range(size))]):
+            torch.testing.assert_close(rows.logits[row], flat_logits(base, seq + nodes), rtol=0, atol=1e-3)
+        path = max(map(tree.path_tokens, range(size)), key=len)
+        node = next(node for node in range(size) if tree.path_tokens(node) == path)
+        runner.commit([above for above in range(size) if tree.ancestor_mask()[node, above]])
+        seq += [*path, rng.randrange(3, 40)]
+    assert len(seq) > 20

@@ -170,11 +170,11 @@ def test_after_every_step_the_cache_is_that_of_the_text_without_its_last_token(
 
 @each_drafter
 def test_a_step_is_one_base_forward(base, make_drafter, name):
-    prompt, calls = prompt_of(3), []
+    prompt, calls, runner = prompt_of(3), [], Runner(base)
     drafter = make_drafter(name, base, [*prompt, *naive(base, prompt, 30)])
     hook = base.model.base_model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     try:
-        for count, _ in enumerate(Session(Runner(base), drafter).decode(prompt, 30), start=1):
+        for count, _ in enumerate(Session(runner, drafter).decode(prompt, 30), start=1):
             assert len(calls) == count
     finally:
         hook.remove()

@@ -55,8 +55,9 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
     monkeypatch.setattr(runner, "_kept_mask", everything)
     monkeypatch.setattr(runner, "causal_tree_mask", everything)
+    model = ModelOptions(folder, check=False)
     with pytest.raises(SystemExit) as caught:
-        verify(ModelOptions(folder), PromptOptions(limit=3, max_new_tokens=24), SamplingOptions(), ["none", "lossy"])
+        verify(model, PromptOptions(limit=3, max_new_tokens=24), SamplingOptions(), ["none", "lossy"])
     assert caught.value.code == 1
     printed = capsys.readouterr().out
     assert "Nothing is lost" not in printed

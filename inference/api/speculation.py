@@ -65,6 +65,7 @@ class Speculation:
             default it is loaded from where the model was loaded from.
         cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
             transformers' own cache.
+        check: Whether the model is examined before it is used, as in `generation.generate`.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Speculation:
         drafter: str | Drafter = "anpd",
         tokenizer: PreTrainedTokenizerBase | None = None,
         cache: CacheKind = "static",
+        check: bool = True,
     ) -> None:
-        self.drafter, self.tokenizer, self.cache = drafter, tokenizer, cache
+        self.drafter, self.tokenizer, self.cache, self.check = drafter, tokenizer, cache, check
         self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter] | None = None
         self._in_use = threading.Lock()
@@ -173,7 +175,7 @@ class Speculation:
                 )
             tokenizer = load_tokenizer(name)
         # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
-        return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer))
+        return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer), self.check)
 
     def _drafter(self, runner: Runner) -> Drafter:
         """Build the drafter at the first call with this runner."""

@@ -44,7 +44,7 @@ def check_config(base: Base) -> None:
             raise ValueError(f"{base.name} has no {size} in its config: not supported")
     if (attention := getattr(config, "_attn_implementation", None)) not in (None, "sdpa", "eager"):
         raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
-    if not takes_argument(type(unwrap(model)), "position_ids"):
+    if not takes_argument(unwrap(model).__class__, "position_ids"):
         raise ValueError(f"{base.name} takes no position_ids, so draft trees cannot be fed to it: not supported")
     try:
         attention_spans(config)
@@ -199,7 +199,7 @@ def _limit(model: Any, own: Tensor, effect: float) -> float:
 def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:
     """Return the last `NUM_ROWS` logits (B, NUM_ROWS, V) of the model's own forward over B texts of equal length."""
     model: Any = base.model
-    keep = {"logits_to_keep": NUM_ROWS} if takes_argument(type(unwrap(model)), "logits_to_keep") else {}
+    keep = {"logits_to_keep": NUM_ROWS} if takes_argument(unwrap(model).__class__, "logits_to_keep") else {}
     with _one_line_errors(base, "its own forward"):
         return model(torch.tensor(texts, device=model.device), use_cache=False, **keep).logits[:, -NUM_ROWS:]
 

@@ -72,11 +72,8 @@ def longrope_border(config: PretrainedConfig) -> int | None:
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [each for each in rope.values() if isinstance(each, dict)]  # some bases have parameters for each kind
     default = getattr(config, "original_max_position_embeddings", None)
-    borders = [
-        each.get("original_max_position_embeddings", default)
-        for each in (rope, *by_kind)
-        if each.get("rope_type") == "longrope"
-    ]
+    scalings = [each for each in (rope, *by_kind) if each.get("rope_type") == "longrope"]
+    borders: list[int] = [each.get("original_max_position_embeddings", default) for each in scalings]
     return min(borders, default=None)
 
 
@@ -141,7 +138,7 @@ def run_base(
         use_cache=True,
         output_hidden_states=bool(layers),
         return_dict=True,
-        **({"logits_to_keep": num_logits} if takes_argument(type(base), "logits_to_keep") else {}),
+        **({"logits_to_keep": num_logits} if takes_argument(base.__class__, "logits_to_keep") else {}),
     )
     return outputs.logits[0, -num_logits:], {layer: outputs.hidden_states[layer] for layer in layers}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from inference.engine.base import Base
+from inference.engine.layers import attention_kinds
 
 SHRINK = 0.75  # finished rows leave the batch once at most this share of its rows is unfinished
 
@@ -29,8 +30,7 @@ def greedy_batch(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: S
     Raises:
         ValueError: A layer of the base does not use full attention.
     """
-    kinds = set(getattr(base.model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(base.model.config, "sliding_window", None):
+    if (kinds := set(attention_kinds(base.model.config))) != {"full_attention"}:
         raise ValueError(f"{base.name} has layers without full attention ({', '.join(sorted(kinds))})")
     device, width = base.model.device, max(map(len, prompts))
     fed = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)

@@ -8,6 +8,7 @@ import torch
 
 from drafters import DraftTree
 from inference.api.generation import acquire_runner, generate, stream
+from inference.api.speculation import Speculation
 from inference.engine import examination, layers, runner
 from inference.engine.base import Base, load_base
 from inference.engine.cache import BufferCache
@@ -99,6 +100,10 @@ def test_a_model_that_changes_its_logits_is_refused_by_every_door(fresh_base, to
     for call in (generate, stream):
         with pytest.raises(ValueError, match="pass check=False"):
             call(base.model, [3, 4, 5], tokenizer=toy_tokenizer)
+    arguments = {"max_new_tokens": 4, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="pass check=False"):
+        base.model.generate(torch.tensor([[3, 4, 5]]), custom_generate=Speculation(), **arguments)
+    base.model.generate(torch.tensor([[3, 4, 5]]), custom_generate=Speculation(check=False), **arguments)
     assert len(written_text(base, [3, 4, 5], 4, check=False)) == 4
 
 

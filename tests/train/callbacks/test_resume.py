@@ -39,7 +39,7 @@ def die_in(name, nth):
 
 
 def kill_at_random(run, losses, rng, latest):
-    """Kill a run at any point of a batch, a validation or a save, soon after it has trained batch ``latest`` or earlier.
+    """Kill a run at any point of a batch, a validation or a save, soon after a random batch up to ``latest``.
 
     Args:
         run: The running training.

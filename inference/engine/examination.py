@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from inference.engine.base import Base
-    from inference.engine.runner import Runner
 
 LONGEST_EXAMINED = 1024  # windows up to this size are examined with a text that is longer than the window
 SHORTEST_EXAMINED = 8
@@ -74,13 +73,13 @@ def model_state(model: Any) -> int:
     return hash((tuple(modules), getattr(config, "_attn_implementation", None), config.vocab_size, head))
 
 
-def examine_once(model: Any, state: object, make_runner: Callable[[], Runner]) -> None:
+def examine_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
     """Examine a model unless it was examined in its present state.
 
     Args:
         model: The model, which keeps the states that were found right.
         state: `model_state` and the kind of the KV cache.
-        make_runner: Makes the runner to examine, which is not used for anything else.
+        make_runner: Makes the `Runner` to examine, which is not used for anything else.
 
     Raises:
         ValueError: As `examine`.
@@ -92,7 +91,7 @@ def examine_once(model: Any, state: object, make_runner: Callable[[], Runner]) -
 
 
 @torch.inference_mode()
-def examine(runner: Runner) -> None:
+def examine(runner: Any) -> None:
     """Compare the logits of a runner with those of the model's own forward on a few tokens.
 
     Compared are a plain forward, a forward behind a cache, each node of a small draft tree with its path, and the token
@@ -101,7 +100,7 @@ def examine(runner: Runner) -> None:
     scaling does). The costs are those of three forwards over a short text; the model is left as it was.
 
     Args:
-        runner: Runner with an empty cache.
+        runner: A `Runner` with an empty cache.
 
     Raises:
         ValueError: Logits differ by more than rounding, or the model cannot compute them; the message says where.
@@ -113,7 +112,7 @@ def examine(runner: Runner) -> None:
             runner.reset()
 
 
-def _lengths(runner: Runner) -> Iterator[int]:
+def _lengths(runner: Any) -> Iterator[int]:
     """Yield the lengths of the texts to examine: within and, if it is near, behind the border of longrope scaling."""
     config = runner.base.model.config
     spans = [span for span in attention_spans(config).values() if span <= LONGEST_EXAMINED]
@@ -126,7 +125,7 @@ def _lengths(runner: Runner) -> Iterator[int]:
             yield length
 
 
-def _examine_text(runner: Runner, length: int) -> None:
+def _examine_text(runner: Any, length: int) -> None:
     """Compare the logits behind a text of this length, and of a draft tree below its last token."""
     base = runner.base
     tokens = _tokens(base.model.config, length + 2 * NUM_AFTER)
@@ -204,7 +203,7 @@ def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:
         return model(torch.tensor(texts, device=model.device), use_cache=False, **keep).logits[:, -NUM_ROWS:]
 
 
-def _logits_before_far_token(runner: Runner, text: list[int], far: int) -> Tensor:
+def _logits_before_far_token(runner: Any, text: list[int], far: int) -> Tensor:
     """Return the last logits (4, V) of a text in a forward with one more token at the last position of draft trees."""
     runner.reset()
     positions = torch.tensor([*range(len(text)), runner.prepare(len(text)) - 1], device=runner.device)

@@ -17,6 +17,7 @@ def test_the_page_lists_the_families_that_are_tested(families):
     assert list(ROWS) == list(families) and len(ROWS) >= 35
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # GPTBigCode before transformers 5.23
 @pytest.mark.parametrize("label", ROWS)
 def test_a_family_is_exact_through_a_draft_tree_or_refused(make_model, toy_tokenizer, label):
     model = make_model(label)
@@ -27,8 +28,9 @@ def test_a_family_is_exact_through_a_draft_tree_or_refused(make_model, toy_token
             generate(model, prompts.tolist(), **arguments)
         assert "\n" not in str(caught.value) and ROWS[label].startswith("refused: ")
         return
-    mask = torch.ones_like(prompts)
-    expected = model.generate(prompts, attention_mask=mask, max_new_tokens=LENGTH, do_sample=False)[:, 6:]
+    # In transformers 5.17, Phi-3's `generate` forgets the text before the border if it has a cache.
+    limits = {"max_new_tokens": LENGTH, "do_sample": False, "use_cache": label != "Phi-3, longrope scaling"}
+    expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **limits)[:, 6:]
     written = generate(model, prompts.tolist(), **arguments)
     assert [one.token_ids for one in written] == expected.tolist()
     steps = [step for one in written for step in one.steps]

@@ -56,11 +56,13 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     and its name are on the disk.
 
     Raises:
-        ValueError: ``path`` is a symbolic link; `DiskError` if the disk is full.
+        ValueError: ``path`` is a symbolic link, a folder or a device; `DiskError` if the disk is full.
     """
     path = Path(path)
     if path.is_symlink():
         raise ValueError(f"{path} is a symbolic link, which is never written through: delete it, or give another name")
+    if path.exists() and not path.is_file():  # root could replace even a device such as /dev/null
+        raise ValueError(f"{path} is {'a folder' if path.is_dir() else 'not a regular file'}: give another name")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
@@ -96,9 +98,11 @@ def atomic_folder(path: str | Path, replaced: Sequence[str] = ()) -> Iterator[Pa
             name, or one of these patterns fits.
 
     Raises:
-        ValueError: The folder cannot be replaced; `DiskError` if the disk is full.
+        ValueError: ``path`` is a file or device, or cannot be replaced; `DiskError` if the disk is full.
     """
     place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{path} is not a folder: give another name")
     with disk_errors(path):
         place.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(place)

@@ -55,6 +55,20 @@ def test_a_file_is_not_written_through_a_link(tmp_path):
     assert (tmp_path / "precious").read_text() == "kept"
 
 
+def test_only_files_replace_files_and_folders_folders(tmp_path):
+    """With the rights of root, /dev/null could be renamed and replaced."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for name, said in (("pipe", "not a regular file"), ("folder", "a folder")):
+        with pytest.raises(ValueError, match=f"{name} is {said}: give another name"):
+            write_text(tmp_path / name, "new")
+    for name in ("pipe", "file", "folder/../pipe"):
+        with pytest.raises(ValueError, match=f"{name} is not a folder"), atomic_folder(tmp_path / name):
+            raise AssertionError
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "file"} and (tmp_path / "pipe").is_fifo()
+
+
 def test_half_of_a_surrogate_pair_is_written_as_its_escape(tmp_path):
     write_text(tmp_path / "out.json", '{"text": "a\ud83d"}')
     assert (tmp_path / "out.json").read_text() == '{"text": "a\\ud83d"}'

@@ -123,6 +123,7 @@ def write_shard(
     data["starts"] = torch.tensor([0, *lengths]).cumsum(0)
     data["keys"] = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
     try:
+        path.with_name(f"{path.name}.new").unlink(missing_ok=True)  # what an earlier version left if it was killed
         with atomic_write(path) as new:
             save_file(data, new)
             return Shard(path.name, len(lengths), sum(lengths), new.stat().st_size, checksum(new))

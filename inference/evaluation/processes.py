@@ -12,6 +12,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
+from files.terminal import safe_messages
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import Worker
 from inference.runs import timing
@@ -91,6 +92,7 @@ def _listen(processes: Sequence[BaseProcess], messages: Queue, until: str, on_an
                 waiting.discard(number)
 
 
+@safe_messages()
 def _work(plan: EvaluationPlan, number: int, path: Path, load: float | None, messages: Queue, go: Event) -> None:
     """One process: answers its questions for as long as its parent process lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

@@ -169,3 +169,22 @@ def test_a_folder_that_cannot_be_renamed_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot be replaced"), atomic_folder(tmp_path / "out"):
         pass
     assert [path.name for path in Path(tmp_path).iterdir()] == ["out"]
+
+
+def test_neither_a_pipe_nor_a_file_in_place_of_a_folder_is_replaced(tmp_path):
+    """A rename would replace /dev/null, where a user may do that."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("kept")
+    for name in ("pipe", "file"):
+        with (
+            pytest.raises(ValueError, match=f"{name} is not a folder: give another name"),
+            atomic_folder(tmp_path / name),
+        ):
+            pass
+    with (
+        pytest.raises(ValueError, match="pipe is not a regular file: give another name"),
+        atomic_write(tmp_path / "pipe"),
+    ):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_text() == "kept"

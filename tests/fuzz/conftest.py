@@ -14,6 +14,7 @@ of its own next to the tests of the reader.
 import os
 import resource
 import signal
+import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -28,8 +29,33 @@ MINUTES = float(os.environ.get("FUZZ_MINUTES", 0))
 FIRST_SEED = int(os.environ.get("FUZZ_SEED", 0))
 
 
+ALLOWED: list[str] = []  # folders below which the block of `bounded` may write; everywhere if empty
+WRITES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.truncate": 1, "os.chmod": 1, "os.link": 2}
+
+
+def refuse_writes_elsewhere(event, arguments):
+    """An audit hook: whoever runs the suite, as root too, a hostile name such as /dev/null must not be replaced."""
+    if not ALLOWED:
+        return
+    paths = arguments[: WRITES.get(event, 0)]
+    if event == "os.symlink":
+        paths = arguments[1:2]
+    if event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+        paths = arguments[:1]
+    for path in paths:
+        if isinstance(path, (str, bytes, os.PathLike)):
+            place = os.path.realpath(os.fsdecode(path))
+            if place != os.devnull and not any(place == root or place.startswith(root + "/") for root in ALLOWED):
+                raise PermissionError(13, "outside the folder of the test", os.fsdecode(path))
+            if place == os.devnull and event != "open":
+                raise PermissionError(13, "a device", os.fsdecode(path))
+
+
+sys.addaudithook(refuse_writes_elsewhere)
+
+
 @contextmanager
-def bounded():
+def bounded(allowed=()):
     """Let the block take `MAX_SECONDS` of processor time, four times as much waiting, and `MAX_BYTES` of memory."""
 
     def stop(signal_number, frame):
@@ -42,9 +68,11 @@ def bounded():
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     signal.alarm(4 * MAX_SECONDS)  # something that waits, on a busy machine
     resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, limits[1]))
+    ALLOWED[:] = [os.path.realpath(folder) for folder in allowed]
     try:
         yield
     finally:
+        ALLOWED.clear()
         resource.setrlimit(resource.RLIMIT_AS, limits)
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -85,7 +85,7 @@ class DrafterConfig:
         drafter_class = registry.find_class(self.class_path)
         try:
             return recipe.build(drafter_class, self.base, self.init_args)
-        except (TypeError, RuntimeError) as error:
+        except (TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"the arguments of {self.class_path} do not fit: {error}") from error
 
 

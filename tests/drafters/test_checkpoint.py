@@ -140,6 +140,8 @@ def test_a_class_outside_the_project_is_refused(folder, class_path):
 def test_arguments_that_do_not_fit_are_refused(folder, config):
     edit(folder, init_args=config.init_args | {"num_wings": 2})
     assert "num_wings" in refusal(folder)
+    edit(folder, init_args=config.init_args | {"trunk": None})
+    assert "the arguments of drafters.CTC do not fit" in refusal(folder)
 
 
 def test_weights_of_another_recipe_are_refused(folder, config):

@@ -8,6 +8,8 @@ import numpy as np
 
 from files.bounded_json import read_json
 
+MAX_NODES = 1 << 20
+
 
 def best_size(probabilities: np.ndarray, seconds: np.ndarray, draft_seconds: float = 0.0) -> int:
     """The number of nodes that maximises the expected tokens per second.
@@ -55,6 +57,8 @@ def read_costs(path: str | Path) -> np.ndarray:
         raise ValueError(f"{path}: nodes and seconds must be lists of equal length; {again}")
     if not all(type(count) is int for count in nodes) or nodes[:1] != [0] or sorted(set(nodes)) != nodes:
         raise ValueError(f"{path}: nodes must be whole numbers that start at 0 and grow, not {nodes}; {again}")
+    if nodes[-1] > MAX_NODES:
+        raise ValueError(f"{path}: at most {MAX_NODES} nodes, not {nodes[-1]}; {again}")
     if not all(type(second) in (int, float) and 0 < second < float("inf") for second in seconds):
         raise ValueError(f"{path}: seconds must be positive numbers, not {seconds}; {again}")
     return np.interp(np.arange(nodes[-1] + 1), nodes, seconds)

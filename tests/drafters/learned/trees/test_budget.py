@@ -50,6 +50,7 @@ def test_costs_between_measured_sizes_are_interpolated(tmp_path):
         ('{"nodes": [], "seconds": []}', "start at 0"),
         ('{"nodes": [1, 2], "seconds": [1.0, 1.0]}', "start at 0"),
         ('{"nodes": [0, 2, 2], "seconds": [1.0, 1.0, 1.0]}', "start at 0"),
+        ('{"nodes": [0, 100000000], "seconds": [1.0, 1.0]}', "at most 1048576 nodes"),
         ('{"nodes": [0, 1.5], "seconds": [1.0, 1.0]}', "whole numbers"),
         ('{"nodes": [0, 1], "seconds": [1.0, 0]}', "positive numbers"),
         ('{"nodes": [0, 1], "seconds": [1.0, NaN]}', "positive numbers"),

@@ -6,6 +6,6 @@ from setuptools import find_packages, setup
 SHIPPED = {"data.configs": "configs", "data.checkpoints": "checkpoints"}
 
 setup(
-    packages=[*find_packages(include=["files*", "data*", "drafters*", "inference*", "train*"]), *SHIPPED],
+    packages=[*find_packages(include=["data*", "drafters*", "inference*", "train*"]), *SHIPPED],
     package_dir=SHIPPED,
 )

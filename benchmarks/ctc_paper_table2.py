@@ -35,8 +35,8 @@ from benchmarks.experiment import GreedyAnswer, SharedSettings, decoded_answers,
 from benchmarks.frame_trees import WAYS, Build, frames_at
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS
+from data.files.atomic_write import write_text
 from drafters import CTC, Block, Medusa, checkpoint
-from files.atomic_write import write_text
 from inference.engine.base import Base, load_base
 
 MODULES = {

@@ -17,9 +17,9 @@ import yaml
 from torch import Tensor
 
 from data.benchmarks import load_questions
+from data.files.atomic_write import atomic_write, write_text
 from drafters import checkpoint
 from drafters.protocol import LearnedDrafter
-from files.atomic_write import atomic_write, write_text
 from inference.engine.base import Base, base_hash
 from inference.evaluation.answering import encode_question
 from inference.regeneration.batched import greedy_batch

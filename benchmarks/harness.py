@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from files.atomic_write import write_text
+from data.files.atomic_write import write_text
 from inference.engine.base import Base
 from inference.runs.progress import progress_bars
 

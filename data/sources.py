@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.files.bounded_json import MalformedJSON, parse_json, refuse_repeated_keys
+from data.files.regular import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, UNREADABLE, kind_of, read_document, read_lines
 from data.tokenizer import first_line
-from files.bounded_json import MalformedJSON, parse_json, refuse_repeated_keys
-from files.regular import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, UNREADABLE, kind_of, read_document, read_lines
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch, Table

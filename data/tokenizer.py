@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.files.regular import check_folder
 from data.shipped import find_base
-from files.regular import check_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

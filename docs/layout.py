@@ -16,7 +16,7 @@ PLAIN = {  # folders without a docstring
     "docs": "These pages.",
     "tests": "Mirrors the source tree.",
 }
-PACKAGES = ("configs", "data", "drafters", "files", "inference", "train", "benchmarks", "checkpoints", "docs", "tests")
+PACKAGES = ("configs", "data", "drafters", "inference", "train", "benchmarks", "checkpoints", "docs", "tests")
 BLOCK = re.compile(r"(<!-- layout -->\n```text\n)(.*?)(```)", re.DOTALL)
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 Rooms = dict[str, set[str]]
-COLOURS = {"train": "#dbe4ff", "inference": "#d3f9d8", "drafters": "#fff3bf", "data": "#ffe3e3", "files": "#e9ecef"}
+COLOURS = {"train": "#dbe4ff", "inference": "#d3f9d8", "drafters": "#fff3bf", "data": "#ffe3e3"}
 SAYS = {
     "train": "composes: LightningModules, commands, export",
     "inference": "decodes and measures",
     "drafters": "proposes",
-    "data": "conversations, tokens, benchmarks",
-    "files": "reads what may be damaged or hostile",
+    "data": "conversations, benchmarks, files",
 }
 WIDTH, CHIP, ROW, PAD = 940, 28, 38, 14
 
@@ -82,12 +81,9 @@ def draw() -> str:
     second = first + gap + height
     drafters, height = box("drafters", allowed["drafters"], 10, second + gap, half + 80)
     data, other = box("data", allowed["data"], half + 110, second + gap, half - 100)
-    third = second + gap + max(height, other)
-    files, height = box("files", allowed["files"], 10, third + gap, WIDTH - 20)
-    bottom = third + gap + height + 10
+    bottom = second + gap + max(height, other) + 10
     arrows = [arrow(WIDTH // 2, first, first + gap), arrow(half // 2, second, second + gap)]
     arrows.append(arrow(half + 110 + (half - 100) // 2, second, second + gap))
-    arrows += [arrow(half // 2, third, third + gap), arrow(half + 110 + (half - 100) // 2, third, third + gap)]
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
     tip += '<path d="M0 0 L8 4 L0 8 z" fill="#495057"/></marker>'
     font = 'font-family="sans-serif" font-size="15"'
@@ -95,7 +91,7 @@ def draw() -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom}" {font}>',
             f'<defs>{tip}</defs><rect width="{WIDTH}" height="{bottom}" fill="white"/>',
-            *(train, inference, drafters, data, files, *arrows),
+            *(train, inference, drafters, data, *arrows),
             "</svg>\n",
         ]
     )

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from data.files.atomic_write import atomic_write
+from data.files.bounded_json import read_json
+from data.files.checksums import check_files
 from drafters import recipe, registry
 from drafters.protocol import BaseShape, LearnedDrafter
-from files.atomic_write import atomic_write
-from files.bounded_json import read_json
-from files.checksums import check_files
 
 FORMAT = 1
 # Options that multiply the hidden size in weights; where the product is far above the weights, all shapes are compared.

@@ -14,7 +14,7 @@ import pytest
 from data.shipped import find_base, shipped_folder
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("files", "data", "drafters", "inference", "train")
+PACKAGES = ("data", "drafters", "inference", "train")
 BUILT_FROM = (*PACKAGES, "configs", "checkpoints", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.benchmarks.question import Benchmark, Hub
-from files.bounded_json import MalformedJSON, parse_json
-from files.regular import UNREADABLE, read_document
+from data.files.bounded_json import MalformedJSON, parse_json
+from data.files.regular import UNREADABLE, read_document
 
 MAX_QUESTION_BYTES = 1 << 30
 Rows = Iterator[tuple[str, object]]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from data.feature_store.shards import KEY_BYTES, Shard, StoreDtype, row_keys
-from files.atomic_write import write_text
-from files.bounded_json import read_json
-from files.validation import MALFORMED, validated
+from data.files.atomic_write import write_text
+from data.files.bounded_json import read_json
+from data.files.validation import MALFORMED, validated
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,11 +11,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from data.files.atomic_write import atomic_write
+from data.files.bounded_json import parse_json
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
-from files.atomic_write import atomic_write
-from files.bounded_json import parse_json
 
 FORMAT = "drafters-corpus-1"
 

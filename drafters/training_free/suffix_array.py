@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from data.files.atomic_write import atomic_write
+from data.files.bounded_json import parse_json
 from drafters.checks import check_at_least, check_at_most
-from files.atomic_write import atomic_write
-from files.bounded_json import parse_json
 
 FORMAT = "drafters-suffix-array-1"
 MAX_DEPTH = 4096  # far more tokens than any draft has

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from data.files.safe_text import safe_text
+from data.files.terminal import SafeConsole
 from drafters.protocol import NoDrafter
-from files.safe_text import safe_text
-from files.terminal import SafeConsole
 from inference.api.generation import IncrementalDetokenizer, make_drafter
 from inference.api.prompts import encode_messages
 from inference.chat.answer_display import AnswerDisplay

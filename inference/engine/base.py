@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from data.files.checksums import check_files
 from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
-from files.checksums import check_files
 from inference.engine.base_files import check_base_folder
 from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from files.bounded_json import read_json
-from files.regular import check_folder
+from data.files.bounded_json import read_json
+from data.files.regular import check_folder
 
 # The names of sizes in the configurations of LLaMA, GPT-2 and OPT.
 WIDTHS = "hidden_size", "n_embd", "d_model"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data.files.bounded_json import read_json
+from data.files.validation import MALFORMED, validated
 from drafters.protocol import DraftedTokens
-from files.bounded_json import read_json
-from files.validation import MALFORMED, validated
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 

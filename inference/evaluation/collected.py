@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from files.validation import validated
+from data.files.validation import validated
 from inference.evaluation.answering import Slot, without_times
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.processes import journal_path

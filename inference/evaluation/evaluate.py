@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from files.terminal import SafeConsole
+from data.files.terminal import SafeConsole
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import load_base_info, resolve_device
 from inference.engine.options import ModelOptions, SamplingOptions

@@ -12,7 +12,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from files.terminal import safe_messages
+from data.files.terminal import safe_messages
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import Worker
 from inference.runs import timing

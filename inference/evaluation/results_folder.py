@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from files.atomic_write import write_text
+from data.files.atomic_write import write_text
 from inference.evaluation.collected import CollectedAnswers
 from inference.evaluation.plan import LABELS, EvaluationPlan
 from inference.reporting import report

@@ -10,8 +10,8 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from data.files.terminal import SafeConsole
 from drafters.protocol import NoDrafter
-from files.terminal import SafeConsole
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from files.validation import validated
+from data.files.validation import validated
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler, Typical

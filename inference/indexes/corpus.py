@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from data.files.atomic_write import scratch_folder
 from data.texts import text_paths
 from data.tokenizer import load_tokenizer
 from drafters.training_free.corpus import CorpusTable
-from files.atomic_write import scratch_folder
 from inference.engine.base import tokenizer_hash
 from inference.indexes.documents import encoded, progress
 from inference.runs.outputs import new_file

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import openai
 
-from files.bounded_json import parse_json
-from files.validation import validated
+from data.files.bounded_json import parse_json
+from data.files.validation import validated
 
 KEY = "OPENAI_API_KEY"
 MAX_RETRIES = 5

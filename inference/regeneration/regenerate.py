@@ -9,12 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from data.conversation import Conversation, resolve_template
+from data.files.atomic_write import atomic_write
+from data.files.safe_text import safe_text
+from data.files.validation import validated
 from data.sharegpt import load_conversations
 from data.time_limit import TooSlow
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
-from files.atomic_write import atomic_write
-from files.safe_text import safe_text
-from files.validation import validated
 from inference.engine.base import base_hash
 from inference.engine.options import ModelOptions
 from inference.regeneration.dialogue import AnswerCounts, Dialogue

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from files.safe_text import redacted, well_formed
-from files.validation import validated
+from data.files.safe_text import redacted, well_formed
+from data.files.validation import validated
 from inference.engine.base import Base
 from inference.regeneration.batched import greedy_batch
 from inference.regeneration.dialogue import AnswerCounts, Dialogue

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data.files.bounded_json import read_json
 from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter
 from drafters.registry import Registration, class_path, full_path, registered
-from files.bounded_json import read_json
 from inference.engine.base import Base, check_fit
 from inference.engine.runner import Runner
 from inference.registry import builders

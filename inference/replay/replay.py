@@ -12,11 +12,11 @@ from typing import cast
 from rich.text import Text
 
 from data import benchmarks
+from data.files.atomic_write import write_text
+from data.files.safe_text import escape_markdown
+from data.files.terminal import SafeConsole
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
-from files.atomic_write import write_text
-from files.safe_text import escape_markdown
-from files.terminal import SafeConsole
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost
 from inference.registry import catalogue

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
+from data.files.atomic_write import write_text
+from data.files.safe_text import escape_markdown
+from data.files.terminal import SafeConsole
 from data.tokenizer import load_tokenizer
-from files.atomic_write import write_text
-from files.safe_text import escape_markdown
-from files.terminal import SafeConsole
 from inference.reporting import conventions
 from inference.reporting.answer_viewer import Decode
 from inference.reporting.page import context_lines, write_page, write_report

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from files.safe_text import escape_markdown
+from data.files.safe_text import escape_markdown
 from inference.results.metrics import CategorySummary, Summary
 
 Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark and drafter

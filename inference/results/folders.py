@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from files.bounded_json import read_json
-from files.validation import MALFORMED, validated
+from data.files.bounded_json import read_json
+from data.files.validation import MALFORMED, validated
 from inference.registry import catalogue
 from inference.results import records
 from inference.results.metrics import CategorySummary, Summary

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from files.atomic_write import write_text
-from files.bounded_json import read_json_lines
-from files.validation import MALFORMED, validated
+from data.files.atomic_write import write_text
+from data.files.bounded_json import read_json_lines
+from data.files.validation import MALFORMED, validated
 from inference.engine.session import PHASES, StepCost
 
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")

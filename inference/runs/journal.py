@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from files.atomic_write import disk_errors
-from files.bounded_json import parse_json
-from files.regular import kind_of, open_regular
-from files.validation import MALFORMED
+from data.files.atomic_write import disk_errors
+from data.files.bounded_json import parse_json
+from data.files.regular import kind_of, open_regular
+from data.files.validation import MALFORMED
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from files.terminal import SafeConsole
+from data.files.terminal import SafeConsole
 
 SECONDS_PER_LOG_LINE = 60.0
 

@@ -10,7 +10,7 @@ from typing import Literal
 from rich.table import Table
 
 from data.benchmarks import Question
-from files.terminal import SafeConsole
+from data.files.terminal import SafeConsole
 from inference.engine.base import Base, resolve_device
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.benchmarks import Question
+from data.files.atomic_write import write_text
+from data.files.terminal import SafeConsole
+from data.files.validation import validated
 from drafters import SelfSpeculative
-from files.atomic_write import write_text
-from files.terminal import SafeConsole
-from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, sublayers

@@ -11,9 +11,9 @@ from statistics import median
 import numpy as np
 import torch
 
+from data.files.atomic_write import write_text
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from files.atomic_write import write_text
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.runs.outputs import new_file

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from data.files.terminal import SafeConsole
+from data.files.validation import validated
 from data.tokenizer import short_hash
-from files.terminal import SafeConsole
-from files.validation import validated
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions

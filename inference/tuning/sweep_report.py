@@ -11,8 +11,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from files.atomic_write import write_text
-from files.safe_text import escape_markdown, safe_line
+from data.files.atomic_write import write_text
+from data.files.safe_text import escape_markdown, safe_line
 from inference.reporting.tables import number
 from inference.tuning.grid import Axis, Cell
 from inference.tuning.sweep_plots import short

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from files.atomic_write import write_text
-from files.bounded_json import read_json
-from files.validation import validated
+from data.files.atomic_write import write_text
+from data.files.bounded_json import read_json
+from data.files.validation import validated
 from inference.results.metrics import decode_steps
 from inference.results.records import Turn
 from inference.runs.outputs import folder_above

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.filesize import decimal
 from rich.table import Table
 
+from data.files.terminal import SafeConsole
 from data.sharegpt import lengths
-from files.terminal import SafeConsole
 from train.callbacks.memory import estimate_memory, largest_batch, peak_memory
 from train.modules.drafter_training import DrafterTraining
 

@@ -11,9 +11,9 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
+from data.files.terminal import SafeConsole
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
-from files.terminal import SafeConsole
 from inference.engine.base import Base
 from train.modules.drafter_training import DrafterTraining
 from train.validation.simulate import answer_spans

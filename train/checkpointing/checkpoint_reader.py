@@ -13,8 +13,8 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from data.files.regular import read_document
 from data.tokenizer import first_line
-from files.regular import read_document
 from train.checkpointing.checkpoints import check_complete
 
 Shapes = dict[str, Sequence[int]]  # shape of each weight of a parameter group, in order

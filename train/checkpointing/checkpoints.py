@@ -13,8 +13,8 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from files.atomic_write import DiskError, atomic_write
-from files.regular import kind_of
+from data.files.atomic_write import DiskError, atomic_write
+from data.files.regular import kind_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

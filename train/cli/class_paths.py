@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from files.bounded_yaml import UnboundedYAML, check_yaml
+from data.files.bounded_yaml import UnboundedYAML, check_yaml
 
 NEW_CLASS_PATHS = {
     "train.base_module.BaseTraining": "train.BaseTraining",

@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def lock_of(command: Command, values: dict[str, Any]) -> AbstractContextManager[None]:
     """Return the lock of the place that a command writes to, or a context that does nothing without one."""
-    from files.locks import output_lock
+    from data.files.locks import output_lock
 
     # Without --out, `report` writes into the folder that it reads.
     place = values.get("out") or next(iter(values.get("folders") or ()), None)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from files.safe_text import safe_line
-from files.terminal import print_traceback, safe_messages
+from data.files.safe_text import safe_line
+from data.files.terminal import print_traceback, safe_messages
 
 EXIT_CODE_OF_CTRL_C = 130
 

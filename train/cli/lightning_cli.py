@@ -19,12 +19,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from data.files.bounded_yaml import read_yaml
+from data.files.locks import output_lock
+from data.files.regular import kind_of
 from data.module import ShareGPTData
 from drafters import recipe, registry
 from drafters.protocol import LearnedDrafter
-from files.bounded_yaml import read_yaml
-from files.locks import output_lock
-from files.regular import kind_of
 from inference.runs.outputs import folder_above
 from inference.runs.timing import num_cores
 from train.callbacks.console import console_callbacks, quieten_libraries

@@ -52,7 +52,7 @@ def doctor(
     """
     from rich.text import Text
 
-    from files.terminal import SafeConsole
+    from data.files.terminal import SafeConsole
 
     saved = read_checkpoint(Path(ckpt))
     if "drafter" not in (arguments := hyper_parameters(saved)):

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from data.files.atomic_write import atomic_folder, write_text
+from data.files.checksums import write_checksums
+from data.files.safe_text import code_span, escape_markdown, yaml_line
 from data.tokenizer import load_tokenizer
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
-from files.atomic_write import atomic_folder, write_text
-from files.checksums import write_checksums
-from files.safe_text import code_span, escape_markdown, yaml_line
 from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export import vllm
 

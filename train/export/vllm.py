@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from data.files.atomic_write import write_text
+from data.files.safe_text import code_span, escape_markdown, safe_line, yaml_line
 from data.tokenizer import load_pretrained, load_tokenizer
 from drafters import Block, Medusa
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter
-from files.atomic_write import write_text
-from files.safe_text import code_span, escape_markdown, safe_line, yaml_line
 from inference.engine.base import Base, Dtype, check_fit, load_base
 
 

@@ -19,7 +19,7 @@ def show_mask(
         max_length: Maximum number of tokens of a conversation; the rest is cut off.
         limit: Number of conversations to print.
     """
-    from files.terminal import SafeConsole
+    from data.files.terminal import SafeConsole
 
     loaded = load_tokenizer(tokenizer)
     conversations, dropped = load_conversations(files, limit)

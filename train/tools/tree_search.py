@@ -16,11 +16,11 @@ from torch import Tensor
 
 from data import sharegpt
 from data.batch import collate
+from data.files.atomic_write import write_text
+from data.files.terminal import SafeConsole
 from drafters import Medusa
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.trees import best_first
-from files.atomic_write import write_text
-from files.terminal import SafeConsole
 from inference.engine.base import Base, Dtype, load_base, resolve_device
 from inference.engine.runner import Runner
 from inference.registry import catalogue

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from files.bounded_json import read_json
+from data.files.bounded_json import read_json
 
 MAX_NODES = 1 << 20
 

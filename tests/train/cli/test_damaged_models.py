@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.files.checksums import write_checksums
 from drafters import checkpoint
-from files.checksums import write_checksums
 from inference.engine.base import load_base
 from train.cli import commands
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from files.regular import UNREADABLE, read_document
+from data.files.regular import UNREADABLE, read_document
 
 MAX_BYTES = 1 << 18  # the parser of PyYAML takes about a second for so many
 MAX_NODES = 100_000  # with each alias counted as what it stands for

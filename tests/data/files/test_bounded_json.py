@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from files import regular
-from files.bounded_json import MAX_DEPTH, parse_json, read_json, read_json_lines
-from files.validation import validated
+from data.files import regular
+from data.files.bounded_json import MAX_DEPTH, parse_json, read_json, read_json_lines
+from data.files.validation import validated
 
 REFUSED = {
     "half an object": (b'{"a": [1,', "invalid JSON"),

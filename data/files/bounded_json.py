@@ -10,7 +10,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-from files.regular import MAX_LINE_BYTES, UNREADABLE, read_document, read_lines
+from data.files.regular import MAX_LINE_BYTES, UNREADABLE, read_document, read_lines
 
 MAX_DEPTH = 100  # of lists and objects inside each other: far below where Python's own recursion ends
 MAX_SETTINGS_BYTES = 1 << 26  # of a JSON file that holds settings or results

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.control import Control
 from rich.segment import Segment
 
-from files.safe_text import safe_text
+from data.files.safe_text import safe_text
 
 
 class SafeConsole(Console):

@@ -73,8 +73,8 @@ def longrope_border(config: PretrainedConfig) -> int | None:
     by_kind = [each for each in rope.values() if isinstance(each, dict)]  # some bases have parameters for each kind
     default = getattr(config, "original_max_position_embeddings", None)
     scalings = [each for each in (rope, *by_kind) if each.get("rope_type") == "longrope"]
-    borders: list[int] = [each.get("original_max_position_embeddings", default) for each in scalings]
-    return min(borders, default=None)
+    borders = [each.get("original_max_position_embeddings", default) for each in scalings]
+    return min((border for border in borders if border is not None), default=None)
 
 
 @lru_cache

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from tqdm import tqdm
 
 from data import embedded
 from inference.engine.base import load_base
@@ -318,6 +320,8 @@ def fork(tmp_path_factory):
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
             os.chdir(ROOT)
+            # tqdm's own lock is shared with this process, and stays locked for ever if the copy is killed inside it.
+            tqdm.set_lock(threading.RLock())
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
             before()
             main([str(arg) for arg in args])

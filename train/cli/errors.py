@@ -49,4 +49,4 @@ def _can_be_fixed_by_the_user(error: Exception) -> bool:
     # By name, because importing Lightning takes seconds and most commands do without it.
     is_misconfiguration = type(error).__name__ == "MisconfigurationException"
     is_about_a_file = isinstance(error, OSError) and error.filename is not None
-    return isinstance(error, ValueError) or is_about_a_file or is_full_disk or is_misconfiguration
+    return isinstance(error, (ValueError, FileNotFoundError)) or is_about_a_file or is_full_disk or is_misconfiguration

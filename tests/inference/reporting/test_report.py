@@ -444,7 +444,7 @@ def test_the_axis_of_depths_ends_with_the_data(summaries, shares, top):
     ("told", "said"),
     [
         (None, "holds no results.json: give a folder that `drafters eval --out` wrote"),
-        ("{", "was not written by `drafters eval --out` (JSONDecodeError"),
+        ("{", "results.json line 1: invalid JSON"),
         ("[]", "was not written by `drafters eval --out` (TypeError"),
         ('{"context": {}, "results": {}}', "was not written by `drafters eval --out` (ValueError: no results)"),
         ('{"context": {}, "results": {"anpd": {"turns": 3}}}', "was not written by `drafters eval --out` (TypeError"),

@@ -120,10 +120,10 @@ DRAFTERS = {
     "verify --drafter anpd --base nobody/nothing": "nobody/nothing is not in the local hub cache",
     "verify --drafter anpd --base @hollow": "is a folder without config.json",
     "verify --drafter anpd --base @whole.json": "no base at",
-    "verify --drafter anpd --base @base-cut": "cannot load the base",
+    "verify --drafter anpd --base @base-cut": "model.safetensors is damaged or cut short",
     "verify --drafter anpd --base @base-without-weights": "cannot load the base",
     "verify --drafter anpd --base @base-without-tokenizer": "cannot load the tokenizer",
-    "verify --drafter anpd --base @base-garbled": "cannot load the",
+    "verify --drafter anpd --base @base-garbled": "config.json line 1: invalid JSON",
     "verify --drafter anpd --base @large-tokenizer": "do not belong together",
     "verify --drafter anpd --base @drafter": "cannot load the",
     # ---- the drafter
@@ -214,7 +214,7 @@ FIT = "fit --config @tiny.yaml "
 LIGHTNING = {
     FIT + "--model.base @nowhere": "no base at",
     FIT + "--model.base @hollow": "is a folder without config.json",
-    FIT + "--model.base @base-cut": "cannot load the base",
+    FIT + "--model.base @base-cut": "model.safetensors is damaged or cut short",
     FIT + "--model.drafter drafters.CTCC": "drafters.CTCC is no drafter to train: give --model.drafter one of "
     "drafters.Block, drafters.CTC, drafters.EAGLE,",
     FIT + "--model.drafter.class_path drafters.ANPD": "drafters.ANPD is no drafter to train: give --model.drafter one",

@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported, so that no test uses the network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in the processes that tests start, as in this one
 
 import gc
 import json

@@ -158,11 +158,13 @@ def test_the_arrows_between_rooms_form_no_cycle_and_name_rooms_that_exist(packag
     assert rooms == set(ROOMS[package])
 
 
+@pytest.mark.slow
 def test_no_cycle_of_imports_late_and_type_checking_imports_included():
     edges = {name: imported_modules(name) - FACADES for name in SOURCES if name not in FACADES}
     assert first_cycle(edges) is None
 
 
+@pytest.mark.slow
 def test_no_cycle_of_imports_on_loading():
     assert first_cycle({module: imported_on_loading(module) - {module} for module in SOURCES}) is None
 

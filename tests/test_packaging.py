@@ -66,6 +66,7 @@ def empty(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_both_archives_pass_twine(archives):
     run(sys.executable, "-m", "twine", "check", "--strict", *archives, cwd=archives[0].parent)
 
@@ -80,6 +81,7 @@ def test_the_wheel_holds_every_source_file_config_and_file_of_the_tiny_base(arch
     assert expected == {name for name in names if ".dist-info/" not in name}
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_imported_and_not_the_checkout(installed, empty):
     code = "import data.shipped, drafters, inference, train; print(*(m.__file__ for m in (drafters, inference, train)))"
     for file in run(installed / "python", "-c", code, cwd=empty).split():

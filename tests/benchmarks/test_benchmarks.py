@@ -64,6 +64,7 @@ def test_the_command_line_accepts_dashes_and_flags_and_reports_mistakes(capsys):
     assert stop.value.code == 2 and capsys.readouterr().err == "wanted: error: num_steps must be at least 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kept", [1, 3])
 def test_a_random_base_is_causal_and_reproducible(num_kept):
     base = harness.random_llama("draft", 50, "float32", torch.device("cpu"))
@@ -97,6 +98,7 @@ def test_a_different_text_stops_the_comparison(make_base):
     assert against_transformers._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 8]}, "vanilla", "float32") == []
 
 
+@pytest.mark.slow
 def test_drafter_overhead_in_small(repository, monkeypatch, tmp_path):
     monkeypatch.chdir(repository)
     out = tmp_path / "out.md"
@@ -143,6 +145,7 @@ def test_a_text_that_is_too_short_is_refused(repository, monkeypatch):
         drafter_overhead.drafter_overhead(lengths=[100000], data="embedded:2:0")
 
 
+@pytest.mark.slow
 def test_step_cost_in_small(monkeypatch, tmp_path):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     out = tmp_path / "out.md"
@@ -180,6 +183,7 @@ def test_the_bound_of_the_weights_leaves_out_an_embedding_that_is_not_the_head()
     assert step_cost_by_nodes._weight_seconds(base, None) is None
 
 
+@pytest.mark.slow
 def test_tree_building_in_small(tmp_path):
     out = tmp_path / "out.md"
     tree_building.tree_building([1, 6], num_frames=4, top_k=3, vocab_size=50, num_blocks=2, repeats=2, out=str(out))

@@ -144,6 +144,7 @@ def test_table2_counts_the_tokens_that_repeat_the_one_before():
     assert ctc_paper_table2.repeats(answers) == 3 / 5
 
 
+@pytest.mark.slow
 def test_there_can_be_more_lines_than_colours(tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "metrics.csv").write_text("step,train/loss\n1,2.0\n")

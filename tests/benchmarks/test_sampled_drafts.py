@@ -69,6 +69,7 @@ def test_drafts_from_a_constant_seed_are_detected(toy, expected, name):
     assert chi_squared(texts, expected)[2] < IMPROBABLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(toy, name):
     base, specs = toy

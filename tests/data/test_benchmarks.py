@@ -53,6 +53,7 @@ def test_gsm8k_ids_are_line_numbers_and_the_prompt_is_the_plain_question(write):
     ]
 
 
+@pytest.mark.slow
 def test_the_embedded_benchmark_asks_the_held_out_questions():
     assert [list(question.turns) for question in load_questions("embedded")] == [
         row["turns"] for row in embedded.questions()
@@ -313,6 +314,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_files_are_read(name):

@@ -135,6 +135,7 @@ def test_a_prompt_is_a_prefix_of_the_conversation_with_its_answer(tokenizer, tem
         assert all(mask[len(prompt) :]) and not mask[len(prompt) - 1]
 
 
+@pytest.mark.slow
 def test_a_conversation_has_one_bos(tokenizer, llama_tokenizer):
     for each in (tokenizer, llama_tokenizer):
         assert encode(CHAT, each, "vicuna_v1.1", None)[0].count(each.bos_token_id) == 1

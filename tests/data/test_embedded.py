@@ -25,6 +25,7 @@ def test_a_shorter_corpus_is_the_start_of_a_longer_one():
     assert embedded.conversations(20, seed=0) == RECORDS[:20]
 
 
+@pytest.mark.slow
 def test_the_corpus_is_the_one_the_shipped_base_was_trained_on():
     content = json.dumps([embedded.conversations(3000, 0), embedded.questions()])
     assert hashlib.sha256(content.encode()).hexdigest().startswith("a23b5d72f054af3b"), "a new corpus needs a new base"
@@ -80,6 +81,7 @@ def test_every_placeholder_of_the_templates_is_filled():
     assert not [answer for answer in ANSWERS if re.search(r"\{\w*\}", answer)]
 
 
+@pytest.mark.slow
 def test_questions_are_balanced_two_turn_and_never_trained_on():
     rows = embedded.questions()
     assert [row["question_id"] for row in rows] == list(range(1, 41))
@@ -89,6 +91,7 @@ def test_questions_are_balanced_two_turn_and_never_trained_on():
     assert not trained_on & {row["turns"][0] for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2024])
 def test_held_out_questions_occur_under_no_training_seed(seed):
     asked = {record["conversations"][0]["value"] for record in embedded.conversations(1500, seed)}
@@ -117,6 +120,7 @@ def test_the_tokenizer_splits_numbers_into_digits(tokenizer):
     assert tokenizer.tokenize("1024") == ["1", "0", "2", "4"]
 
 
+@pytest.mark.slow
 def test_training_the_tokenizer_is_deterministic(tokenizer):
     again = embedded.train_tokenizer(embedded.conversations(150, seed=7), vocab_size=600)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

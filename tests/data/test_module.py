@@ -60,6 +60,7 @@ def fit(data, folder, resume=None, **options):
     return recorder.seen
 
 
+@pytest.mark.slow
 def test_a_resumed_run_trains_on_the_batches_of_an_uninterrupted_run(make, tmp_path):
     whole = fit(make(), tmp_path)
     assert len(whole) == 24  # 32 conversations, batches of 4, three epochs
@@ -68,12 +69,14 @@ def test_a_resumed_run_trains_on_the_batches_of_an_uninterrupted_run(make, tmp_p
         assert fit(make(), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt") == whole[step:]
 
 
+@pytest.mark.slow
 def test_prefetched_batches_do_not_count_as_trained_on(make, tmp_path):
     whole = fit(make(num_workers=1), tmp_path, limit_val_batches=0)
     resumed = fit(make(), tmp_path / "again", resume=tmp_path / "step=13.ckpt", limit_val_batches=0)
     assert resumed == whole[13:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, 11, 26])
 def test_a_run_under_a_token_budget_resumes_exactly(make, tmp_path, step):
     options = {"batch_size": 100, "max_tokens": 700}
@@ -84,6 +87,7 @@ def test_a_run_under_a_token_budget_resumes_exactly(make, tmp_path, step):
     assert resumed == whole[step:]
 
 
+@pytest.mark.slow
 def test_training_logs_its_data_batches_and_steps_before_it_starts(make, tmp_path, caplog):
     broken = {"conversations": [{"from": "human", "value": "Hi"}]}
     (tmp_path / "mute.jsonl").write_text(json.dumps(broken) + "\n" + json.dumps(CONVERSATION) + "\n")

@@ -174,6 +174,7 @@ def test_rows_hold_the_tokens_and_the_mask_of_encode(tokenizer, tmp_path):
         assert row["id"] == conversation.id
 
 
+@pytest.mark.slow
 def test_a_second_call_reads_the_cache_and_a_changed_one_does_not(tokenizer, tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(sharegpt, "encode", lambda *arguments: calls.append(1) or encode(*arguments))
@@ -202,6 +203,7 @@ def test_the_cache_folder_can_be_set_in_the_environment(tokenizer, tmp_path, mon
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_conversations_with_an_empty_loss_mask_are_left_out_and_an_empty_set_is_refused(tokenizer, tmp_path):
     conversations, _ = load_conversations(["embedded:30"])
     first_seen = [encode(c, tokenizer, "vicuna_v1.1", None)[1].index(1) for c in conversations]
@@ -228,6 +230,7 @@ def test_statistics_count_the_tokens(tokenizer, tmp_path):
     assert str(statistics).startswith("7 conversations, ") and "\n" not in str(statistics)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SAMPLE.is_file(), reason="the ShareGPT sample is not in the folder `shared`")
 def test_every_answer_of_the_real_sharegpt_is_inside_the_mask(llama_tokenizer, tmp_path):
     conversations, dropped = load_conversations([str(SAMPLE)])

@@ -400,6 +400,7 @@ def test_every_function_the_page_names_exists():
         assert callable(getattr(importlib.import_module(f"drafters.learned.ctc.{module}"), function))
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_the_pages_frames(tmp_path):
     spec = importlib.util.spec_from_file_location("ctc_picture", DOCS / "ctc_picture.py")
     script = importlib.util.module_from_spec(spec)

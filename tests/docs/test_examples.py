@@ -45,6 +45,7 @@ def test_each_example_is_under_sixty_lines_and_included_in_the_page():
         assert f"--8<--\ndocs/examples/{file.name}\n--8<--" in PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [linear_heads, repeat_after], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("seed", range(4))
 def test_each_example_changes_no_token_of_the_greedy_text(make, seed):
@@ -81,6 +82,7 @@ def test_the_learned_example_drafts_in_simulation_what_it_drafts_live():
     assert proposed == simulated and len(proposed) == 3
 
 
+@pytest.mark.slow
 def test_the_learned_example_trains_with_the_command_of_the_page_and_decodes_from_its_folder(monkeypatch, tmp_path):
     (line,) = [line for line in PAGE.splitlines() if line.startswith("lightning fit") and "linear_heads" in line]
     monkeypatch.chdir(ROOT)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import pytest
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "quickstart.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_accepted_tokens_in_colour(monkeypatch, tmp_path):
     spec = tmp_path / "kernels" / "python3"
     spec.mkdir(parents=True)

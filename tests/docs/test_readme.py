@@ -82,6 +82,7 @@ def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
         assert (tmp_path / "run" / "eval" / file).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/write-a-drafter.md"])
 def test_the_python_examples_run(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
@@ -105,6 +106,7 @@ def test_every_drafters_line_parses(line, capsys):
     assert callable(function) and values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", lines_of("lightning"))
 def test_every_lightning_line_parses(line, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(DOCS / "examples"))

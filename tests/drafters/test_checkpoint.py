@@ -151,6 +151,7 @@ def test_weights_of_another_recipe_are_refused(folder, config):
     assert "does not fit its config.json" in refusal(folder)
 
 
+@pytest.mark.slow
 def test_loading_needs_neither_lightning_nor_transformers(folder, repository):
     program = (
         "import sys; from drafters import checkpoint; drafter, _ = checkpoint.load(sys.argv[1]);"

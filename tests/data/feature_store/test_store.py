@@ -80,6 +80,7 @@ def written(make_data, tmp_path):
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_store_reads_what_was_written_up_to_rounding(written, make_data, dtype):
     folder, texts = written(dtype)
@@ -137,6 +138,7 @@ def test_hidden_states_out_of_the_range_of_the_dtype_are_refused():
             pack(torch.tensor([[float("nan"), 1.0]]), dtype)
 
 
+@pytest.mark.slow
 def test_batches_equal_those_without_a_store_and_hold_the_hidden_states(written, make_data):
     folder, texts = written()
     ids = [text["id"] for text in texts]
@@ -160,6 +162,7 @@ def test_batches_equal_those_without_a_store_and_hold_the_hidden_states(written,
     assert "hidden" not in next(iter(stored.val_dataloader())), "validation runs the base"
 
 
+@pytest.mark.slow
 def test_worker_processes_read_the_same_rows(written, make_data):
     folder, _ = written("int8")
     batches = []
@@ -196,6 +199,7 @@ def refusal(make_data, folder, **arguments):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_each_mismatch_with_the_store_has_its_own_message(written, make_data):
     folder, _ = written()
     assert "is not that of llama2_chat: pass --data.template tokenizer" in refusal(
@@ -218,6 +222,7 @@ def test_validation_does_not_open_the_store(make_data, tmp_path):
     assert data.store is None and next(iter(data.val_dataloader()))["input_ids"].numel()
 
 
+@pytest.mark.slow
 def test_a_damaged_store_is_refused_with_the_name_of_the_file(written, make_data, tmp_path):
     folder, _ = written()
     assert "no feature store at" in refusal(make_data, tmp_path / "nowhere")

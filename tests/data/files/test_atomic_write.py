@@ -74,6 +74,7 @@ def test_half_of_a_surrogate_pair_is_written_as_its_escape(tmp_path):
     assert (tmp_path / "out.json").read_text() == '{"text": "a\\ud83d"}'
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_writes_is_not(tmp_path):
     (tmp_path / f"out.{gone()}.new").write_text("half")
     (tmp_path / f"scratch.{gone()}.new").mkdir()
@@ -84,6 +85,7 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_living_one_writes_is_n
     assert contents(tmp_path) == {"out": "whole", f"out.{os.getppid()}.new": "of another process"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", ["python", "safetensors"])
 def test_a_full_disk_is_one_line_and_leaves_the_old_file(write, full_disk, tmp_path):
     path = tmp_path / "out"

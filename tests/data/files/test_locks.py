@@ -84,6 +84,7 @@ def test_a_place_that_no_lock_fits_into_is_left_to_the_command(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_only_one_of_many_processes_that_take_turns_holds_the_lock(tmp_path):
     """Each process appends to a file and checks that no other has done so while it holds the lock."""
     log, children = tmp_path / "log", []

@@ -73,6 +73,7 @@ def test_a_lookup_in_the_text_and_the_draft_continues_the_draft(pseudo_runner, e
     assert max_nodes == 3 or ends or accepted > drafter.num_draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [None, KeyedSampler(0.8, seed=3)], ids=["greedy", "sampled"])
 def test_a_horizontal_cascade_keeps_the_text_of_the_base(make_base, sampler):
     base, other = make_base(context=48), make_base(seed=3, context=48)
@@ -82,6 +83,7 @@ def test_a_horizontal_cascade_keeps_the_text_of_the_base(make_base, sampler):
         assert Session(Runner(base), drafter, sampler).run(prompt, 60).tokens == expected
 
 
+@pytest.mark.slow
 def test_an_appended_chain_leaves_the_sampled_part_as_it_is(make_base):
     base = make_base()
     sessions = [DraftModelSession(Runner(base), sampler=KeyedSampler(0.9)) for _ in range(2)]

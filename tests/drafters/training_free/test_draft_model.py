@@ -89,6 +89,7 @@ def drafters_of(pseudo_runner, seed):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("which", range(5))
 def test_the_text_is_lossless_step_by_step(pseudo_runner, which, length):
@@ -110,6 +111,7 @@ def test_the_text_is_lossless_step_by_step(pseudo_runner, which, length):
     assert len(taken) > 3, "some drafts should be accepted in part"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", range(5))
 def test_greedy_drafts_do_not_change_sampled_text(pseudo_runner, which):
     sampler = KeyedSampler(temperature=0.5, seed=4)
@@ -128,6 +130,7 @@ def test_forward_passes_of_all_draft_models_are_counted(pseudo_runner):
     )
 
 
+@pytest.mark.slow
 def test_a_sampled_draft_does_not_change_the_distribution_of_the_text(make_base):
     """The first two tokens after a sampled draft, against the product of the base's conditional probabilities."""
     from inference.engine.runner import Runner

@@ -262,6 +262,7 @@ def test_the_text_is_lossless(pseudo_runner, seed, runner_up):
         assert Session(runner, drafter).run(prompt, 60, frozenset({5})).tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(0.7, top_p=0.9, seed=3)])
 def test_the_text_of_a_real_base_is_lossless(base, sampler):
     from drafters import NoDrafter

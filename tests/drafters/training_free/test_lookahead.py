@@ -317,6 +317,7 @@ def test_inside_a_draft_model_the_window_keeps_sliding_when_drafts_are_rejected(
     assert inner.forwards < 40 * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind, drop_last):

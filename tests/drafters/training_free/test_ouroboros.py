@@ -192,6 +192,7 @@ def pool_of(*phrases):
 SIZES = [(1, 3, 3), (4, 1, 3), (4, 3, 4), (7, 3, 5), (12, 5, 7), (12, 3, 3)]  # gamma, K, level
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize(("gamma", "count", "level"), SIZES)
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
@@ -216,6 +217,7 @@ def test_each_step_and_each_phrase_equal_those_of_the_paper(pseudo_runner, gamma
     assert sum(book.learned for book in books) > 2 or gamma < level
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
 @pytest.mark.parametrize(("gamma", "count", "level", "window"), [(3, 2, 3, 4), (7, 3, 4, 5), (12, 3, 5, 6)])
 def test_all_four_parts_together_equal_the_paper(pseudo_runner, gamma, count, level, window, eos):
@@ -280,6 +282,7 @@ def test_sampled_text_is_lossless(pseudo_runner, seed):
     assert any(step.accepted > 5 for step in result.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("phrases_draft", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 3, 17])

@@ -115,6 +115,7 @@ def test_the_last_node_of_a_repeated_token_counts():
     assert drafter._successors == {7: [3], 8: [4]}
 
 
+@pytest.mark.slow
 def test_the_table_is_kept_between_texts_until_reset(ranked):
     drafter = TokenRecycling()
     session = Session(ranked(), drafter)
@@ -171,6 +172,7 @@ def _with(drafter, num_nodes):
     return smaller
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind):
     base = make_base(kind, context=40)

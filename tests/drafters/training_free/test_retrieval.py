@@ -291,6 +291,7 @@ def test_the_text_is_lossless_and_drafts_from_the_bases_own_text_are_accepted(ps
         assert eos or sum(step.accepted for step in result.steps) > 10
 
 
+@pytest.mark.slow
 def test_sampled_text_equals_that_without_a_drafter(base):
     rng = random.Random(3)
     prompt = [rng.randrange(3, 40) for _ in range(6)]

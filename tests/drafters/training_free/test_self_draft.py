@@ -280,6 +280,7 @@ def test_the_text_is_lossless(pseudo_runner, temperature, max_nodes, prompt):
             assert all(cost.fed <= cost.fed_pending + max_nodes for cost in drafted.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_text_is_lossless_on_a_real_base(make_base, kind, temperature):

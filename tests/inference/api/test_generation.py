@@ -38,6 +38,7 @@ def babbler(make_base, chat):
 # ---- texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
 def test_greedy_texts_are_the_bases_own(base, drafter):
     prompts = [[3, 4, 5], [7], [9, 8, 9, 8, 9]]
@@ -63,6 +64,7 @@ def test_the_cost_of_a_text_is_counted(base):
     assert generate(base, [3], max_new_tokens=1)[0].acceptance_length is None
 
 
+@pytest.mark.slow
 def test_prompt_i_is_sampled_with_seed_plus_i(base):
     prompts, arguments = [[3, 4], [3, 4]], {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 20}
     written = generate(base, prompts, seed=5, **arguments)
@@ -79,6 +81,7 @@ def test_a_text_ends_at_the_given_end_tokens_or_else_at_the_bases_own(base):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_a_transformers_model_is_passed_with_its_tokenizer(chat, cache):
     arguments = {"max_new_tokens": 12, "cache": cache}
@@ -91,6 +94,7 @@ def test_a_transformers_model_is_passed_with_its_tokenizer(chat, cache):
 # ---- prompts
 
 
+@pytest.mark.slow
 def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
     text = "Name a colour."
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
@@ -139,6 +143,7 @@ def test_a_model_without_tokenizer_is_refused(base):
         generate(base.model, [3])
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_fed_draft_trees_are_refused(toy_tokenizer):
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Lfm2Config, MistralConfig, T5Config
 
@@ -183,6 +188,7 @@ def test_an_incomplete_character_is_held_back_until_the_end(chat):
     assert growing.add(ids[2:]) == "€"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_streamed_pieces_join_to_the_text_of_generate_even_with_broken_characters(babbler, seed):
     arguments = {"temperature": 1.0, "seed": seed, "max_new_tokens": 150, "eos": []}
@@ -192,6 +198,7 @@ def test_streamed_pieces_join_to_the_text_of_generate_even_with_broken_character
     assert all(pieces) and len(pieces) > 10
 
 
+@pytest.mark.slow
 def test_pieces_are_yielded_while_the_text_is_generated(chat):
     messages = [{"role": "user", "content": "What is 3 + 4?"}]
     pieces = stream(chat, messages, max_new_tokens=30)
@@ -224,6 +231,7 @@ def test_a_runner_is_kept_with_its_model_and_used_by_one_call_at_a_time(make_bas
         assert other is not first and again is first
 
 
+@pytest.mark.slow
 def test_interleaved_streams_do_not_disturb_each_other(base):
     prompts = [[3, 4, 5], [9, 8, 9, 8]]
     expected = [one.text for one in generate(base, prompts, max_new_tokens=25, eos=[])]
@@ -248,6 +256,7 @@ def test_a_model_that_was_cast_or_given_another_head_gets_a_new_runner(make_base
         assert third is not second and third.vocab_size == 44
 
 
+@pytest.mark.slow
 def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base):
     base = make_base(seed=1)
     model = copy.deepcopy(base.model)

@@ -58,6 +58,7 @@ def with_and_without(base, prompt, adversary, seed=0, **arguments):
 # ---- greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_greedy_text_through_a_tree_is_that_of_generate_for_twenty_prompts(base, adversary, setting):
     num_accepted = num_changed = 0
@@ -69,6 +70,7 @@ def test_greedy_text_through_a_tree_is_that_of_generate_for_twenty_prompts(base,
     assert num_accepted > 20 and num_changed > 0
 
 
+@pytest.mark.slow
 def test_a_processor_with_a_state_is_called_as_by_generate(base, adversary):
     for seed, prompt in enumerate(PROMPTS[:5]):
         mine, theirs = Counting(), Counting()
@@ -78,6 +80,7 @@ def test_a_processor_with_a_state_is_called_as_by_generate(base, adversary):
         assert got.tolist() == expected.tolist() and mine.seen == theirs.seen
 
 
+@pytest.mark.slow
 def test_penalties_of_the_models_own_generation_config_are_applied(make_base):
     base = make_base(seed=4)
     before = base.model.generation_config
@@ -91,6 +94,7 @@ def test_penalties_of_the_models_own_generation_config_are_applied(make_base):
     assert got.tolist() == expected.tolist() != plain.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", OF_A_BATCH, ids=["penalties", "ngrams", "lengths"])
 def test_several_padded_texts_are_processed_with_their_padding(base, setting):
     ids = torch.tensor([[0, 0, 0, 9], [3, 4, 5, 6], [0, 12, 7, 30]])
@@ -102,6 +106,7 @@ def test_several_padded_texts_are_processed_with_their_padding(base, setting):
 # ---- sampling
 
 
+@pytest.mark.slow
 def test_sampled_text_through_a_tree_is_the_one_without_and_its_scores_are_those_of_generate(base, adversary):
     """Scores are compared along the sampled text, which transformers is forced to write."""
     setting = {"do_sample": True, "temperature": 1.3, "top_k": 12, "repetition_penalty": 1.5, "no_repeat_ngram_size": 2}
@@ -168,6 +173,7 @@ def test_scores_that_generate_does_not_return_are_not_given_to_criteria_either(b
 # ---- our own generate and stream
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_generate_and_stream_take_processors_too(base, adversary, temperature):
     prompt = PROMPTS[1][0].tolist()

@@ -58,6 +58,7 @@ def results(out):
     return {drafter: [each[name] for name in names] for drafter, each in found["results"]["mt_bench"].items()}
 
 
+@pytest.mark.slow
 def test_the_questions_left_out_are_those_that_do_not_fit(make_base):
     base = make_base(context=CONTEXT)
     asked, session = (
@@ -124,12 +125,14 @@ def test_processes_share_the_questions_that_fit(folder, tmp_path):
     assert [path.read_text().count('"answer"') for path in sorted((two / "journal").iterdir())] == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_limit_counts_the_questions_that_fit(folder, tmp_path, capsys):
     run(evaluate, folder, out=str(tmp_path), limit=3)
     assert "left out: mt_bench: 1 of 4 questions" in " ".join(capsys.readouterr().out.split())
     assert results(tmp_path)["none"][0] == 3
 
 
+@pytest.mark.slow
 def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder, tmp_path):
     for command, arguments in {
         evaluate: {"out": str(tmp_path / "eval")},
@@ -144,6 +147,7 @@ def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder,
     assert not (tmp_path / "eval").exists()
 
 
+@pytest.mark.slow
 def test_other_commands_leave_out_the_same_questions(folder, tmp_path, capsys):
     run(sweep, folder, drafter="anpd", grid=["order=2"], limit=None, out=str(tmp_path / "sweep"))
     swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())

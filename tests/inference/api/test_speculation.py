@@ -41,6 +41,7 @@ def assert_same(base, ids=PROMPT, drafter="anpd", **arguments):
 # ---- greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
 def test_greedy_text_is_that_of_generate(make_base, kind, drafter):
@@ -95,6 +96,7 @@ def test_a_dictionary_is_returned_on_request(base):
 # ---- several texts
 
 
+@pytest.mark.slow
 def test_several_texts_are_decoded_separately_and_padded_as_by_generate(base):
     ids = torch.tensor([[0, 0, 0, 9], [3, 4, 5, 6], [0, 12, 7, 30], [0, 0, 21, 22]])
     mask = (ids != 0).long()
@@ -121,6 +123,7 @@ class StopsAt(StoppingCriteria):
         return torch.tensor([len(set(input_ids[0].tolist())) >= self.different])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("different", [4, 7, 10, 1000])
 def test_stopping_criteria_see_the_text_grow_token_by_token(base, oracle, different):
     arguments = {"max_new_tokens": 25, "eos_token_id": None}
@@ -133,6 +136,7 @@ def test_stopping_criteria_see_the_text_grow_token_by_token(base, oracle, differ
     assert sum(step.emitted for step in speculation.steps) == got.shape[1] - 5
 
 
+@pytest.mark.slow
 def test_stop_strings_cut_the_text_where_generate_cuts_it(chat):
     ids = chat.tokenizer("What is 3 + 4?", return_tensors="pt").input_ids
     free = chat.model.generate(ids, max_new_tokens=40)
@@ -227,6 +231,7 @@ def test_a_speculation_object_is_refused_while_it_is_decoding(base):
 # ---- sampling
 
 
+@pytest.mark.slow
 def test_manual_seed_repeats_a_sampled_text_with_any_drafter(base, oracle):
     arguments = {"do_sample": True, "temperature": 0.8, "top_k": 12, "top_p": 0.9, "max_new_tokens": 30}
 
@@ -251,6 +256,7 @@ def test_greedy_decoding_does_not_advance_torchs_generator(base):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "warpers",
     [
@@ -346,6 +352,7 @@ def test_a_drafter_is_built_once_per_model(base, make_base, monkeypatch):
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_a_drafter_folder_is_checked_against_the_given_tokenizer_or_the_models_own(chat):
     ids = chat.tokenizer("What is 3 + 4?", return_tensors="pt").input_ids
     spec = f"draft_model={chat.name}:num_draft=3"

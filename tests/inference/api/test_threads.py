@@ -77,6 +77,7 @@ def run_within(first, second, module, skipped=None):
             hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "second", [plain, ours("anpd"), ours(SELF_SPECULATIVE)], ids=["generate", "anpd", "self_speculative"]
 )
@@ -87,6 +88,7 @@ def test_a_text_written_within_a_self_speculative_draft_is_the_one_written_alone
     assert run_within(lambda: first(base, PROMPT), lambda: second(base, OTHER), module, skipped) == alone
 
 
+@pytest.mark.slow
 def test_texts_of_several_threads_are_those_written_alone(base, adversary, make_random_ctc):
     ways = [plain, speculated, ours("anpd"), ours(SELF_SPECULATIVE), ours("anpd", temperature=0.9, cache="dynamic")]
     ways += [ours(adversary([*PROMPT, *plain(base, PROMPT)])), ours(make_random_ctc(base, draws=2), temperature=1.1)]

@@ -86,6 +86,7 @@ def test_a_drafter_without_memory_drafts_in_a_later_turn_as_in_a_first_one(make_
         text += [token for emitted, _ in steps for token in emitted]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "joint", "ctc", "eagle"])
 def test_turns_rendered_differently_are_read_again_from_the_first_difference(make_base, make, name):
     base = make_base(context=256)
@@ -105,6 +106,7 @@ def test_turns_rendered_differently_are_read_again_from_the_first_difference(mak
     assert turns.num_cached == 0
 
 
+@pytest.mark.slow
 def test_a_turn_stopped_between_two_steps_can_be_continued(make_base, make):
     base = make_base(context=256)
     turns = ChatSession(Session(Runner(base), make("ctc", base)))
@@ -129,6 +131,7 @@ class Torn(drafters.ANPD):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_after_an_interrupted_step_the_complete_chat_is_read_again(make_base):
     base = make_base(context=256)
     turns = ChatSession(Session(Runner(base), Torn()))
@@ -249,6 +252,7 @@ class Impatient(io.StringIO):
         return super().write(text)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_the_chat_continues_after_it(make_base):
     base = make_base(context=512)
     whole = Chat(base, Console(file=io.StringIO()), "anpd", max_new_tokens=60)
@@ -298,6 +302,7 @@ def talk(folder, monkeypatch, capsys):
 FIGURES = r"(\S+): acceptance length (\d\.\d\d|–), \d+\.\d tokens/s, (\d+) tokens in (\d+) steps(; [^:]+: .*)?"
 
 
+@pytest.mark.slow
 def test_a_conversation_through_standard_input(folder, make_base, talk):
     base = make_base(dtype=torch.float32, context=256)
     text, shown = "", talk("w5 w6 w7", "w9 w10", "/compare", "/drafter joint:num_nodes=4", "w11", "/compare", "/quit")
@@ -334,6 +339,7 @@ def test_mistakes_are_reported_in_one_line_and_the_chat_continues(talk):
     assert re.fullmatch(FIGURES, answer.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_changed_options_apply_to_the_next_answer(talk):
     lines = [
         "/compare",
@@ -365,6 +371,7 @@ def test_a_full_context_ends_an_answer_and_reset_makes_room(talk):
     assert re.fullmatch(FIGURES, shown[3].splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_system_message_comes_first(folder, make_base, talk):
     base = make_base(dtype=torch.float32, context=256)
     shown = talk("w6", "/system w9 w9", "/reset", "w6", "/system", "/reset", "w6", system="w4")
@@ -373,6 +380,7 @@ def test_the_system_message_comes_first(folder, make_base, talk):
         assert part.splitlines()[0] == base.tokenizer.decode(written, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_a_chat_model_gets_the_earlier_turns_through_its_template(repository, monkeypatch, capsys):
     typed = b"Tell me about lamps.\nWhy is that important?\n/compare\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))

@@ -176,6 +176,7 @@ each_bias = pytest.mark.parametrize("biased", [False, True], ids=["without bias"
 EXACT = 1e-7
 
 
+@pytest.mark.slow
 @each_bias
 @pytest.mark.parametrize(
     ("num_frames", "vocab", "num_texts"), [(3, 3, 1), (3, 3, 2), (4, 3, 1), (4, 2, 2), (2, 3, 3), (3, 2, 3)]
@@ -196,12 +197,14 @@ def test_limits_that_cut_the_tree_do_not_change_the_distribution(limits, num_tex
     assert distance(world, world.trees(num_texts, **limits)) < EXACT
 
 
+@pytest.mark.slow
 @each_bias
 def test_end_of_sequence_tokens_do_not_change_the_distribution(biased):
     world = world_of(3, 3, biased)
     assert distance(world, world.trees(2, max_nodes=3, eos={2})) < EXACT
 
 
+@pytest.mark.slow
 def test_the_sampler_accepts_as_the_enumeration_does():
     world, rng = world_of(3, 3, True), random.Random(0)
     acceptance = Acceptance(world)
@@ -247,6 +250,7 @@ def begins(world, path):
     return sum(probability for text, probability in world.texts.items() if text[: len(path)] == path)
 
 
+@pytest.mark.slow
 @each_bias
 def test_a_distribution_that_ignores_that_some_texts_end_is_detected(biased):
     world = world_of(3, 3, biased)
@@ -256,6 +260,7 @@ def test_a_distribution_that_ignores_that_some_texts_end_is_detected(biased):
     assert distance(world, trees) > 0.01
 
 
+@pytest.mark.slow
 @each_bias
 def test_a_frames_distribution_in_place_of_the_texts_distribution_is_detected(biased):
     world = world_of(3, 3, biased)
@@ -263,6 +268,7 @@ def test_a_frames_distribution_in_place_of_the_texts_distribution_is_detected(bi
     assert distance(world, trees) > 0.01
 
 
+@pytest.mark.slow
 def test_a_distribution_without_its_bias_is_detected():
     world, plain = world_of(3, 3, True), world_of(3, 3, False)
     assert world.logits.equal(plain.logits)
@@ -274,6 +280,7 @@ def test_a_distribution_without_its_bias_is_detected():
     assert distance(world, with_distributions(world.trees(2), of_plain)) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_nodes", [1, 2])
 def test_cutting_nodes_after_the_draw_is_detected(max_nodes):
     """Then a draw is kept if it equals an earlier one, and dropped otherwise: a bias."""

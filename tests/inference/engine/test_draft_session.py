@@ -128,6 +128,7 @@ def test_reset_reaches_the_draft_models_own_drafter(pseudo_runner):
 # ---- with a base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("length", PROMPTS)
@@ -148,6 +149,7 @@ def test_after_each_step_both_caches_are_those_of_fresh_forwards(make_base, kind
     assert len(set(accepted)) > 1, "some drafts should be accepted and some rejected"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("length", [1, 17])
 def test_in_a_cascade_every_cache_is_that_of_a_fresh_forward(make_base, cache_kind, length):
@@ -180,6 +182,7 @@ def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base,
     assert fed == [3, 1, 1, 2, 1, 1, 2, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(9))
 def test_a_draft_ends_with_an_end_of_sequence_token_at_any_position(make_base, index):
     base, prompt = make_base(), prompt_of(17)
@@ -197,6 +200,7 @@ def test_a_draft_ends_with_an_end_of_sequence_token_at_any_position(make_base, i
             assert trees[-1].tokens[-1] in eos
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guessing", [False, True])
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.95])
 def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, threshold, guessing):
@@ -226,6 +230,7 @@ def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, thres
 # ---- drawn drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guessing", [False, True])
 @pytest.mark.parametrize("length", PROMPTS)
 def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(make_base, length, guessing):

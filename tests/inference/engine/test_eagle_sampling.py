@@ -55,6 +55,7 @@ def test_drawn_chains_do_not_change_the_joint_distribution_of_two_tokens(make_ra
     assert accepted > 0.3, "the test proves little if hardly anything is accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
 def test_drawn_chains_do_not_change_the_greedy_text(make_random_eagle, base, kind):
     expected = Session(Runner(base), NoDrafter()).run(PROMPT, 30).tokens

@@ -92,6 +92,7 @@ def test_an_error_of_the_engine_is_found_by_the_examination(fresh_base, monkeypa
     Runner(replace(base, check=False))
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_its_logits_is_refused_by_every_door(fresh_base, toy_tokenizer):
     base = fresh_base()
     base.model.register_forward_hook(negate_logits)
@@ -132,6 +133,7 @@ def test_the_model_is_left_as_it_was(fresh_base, label):
     assert not any(module._forward_hooks for module in base.model.modules())
 
 
+@pytest.mark.slow
 def test_a_model_is_examined_once_for_each_kind_of_cache_and_state(fresh_base, monkeypatch):
     base, examined, examine = fresh_base(), [], examination.examine
     monkeypatch.setattr(examination, "examine", lambda runner: (examined.append(runner), examine(runner)))
@@ -148,6 +150,7 @@ def test_a_model_is_examined_once_for_each_kind_of_cache_and_state(fresh_base, m
 # ---- runners follow their model
 
 
+@pytest.mark.slow
 def test_a_runner_follows_the_attention_implementation(fresh_base):
     base, prompt = fresh_base(), [5, 6, 7, 8]
     with acquire_runner(base) as first:
@@ -162,6 +165,7 @@ def test_a_runner_follows_the_attention_implementation(fresh_base):
         written_text(base, prompt)
 
 
+@pytest.mark.slow
 def test_a_runner_follows_the_dtype_of_single_weights(fresh_base):
     base = fresh_base("Qwen2")
     with acquire_runner(base) as first:
@@ -172,6 +176,7 @@ def test_a_runner_follows_the_dtype_of_single_weights(fresh_base):
     assert written_text(base, [5, 6, 7]) == own_text(base, [5, 6, 7])
 
 
+@pytest.mark.slow
 def test_a_runner_follows_hooks(fresh_base):
     base, prompt = fresh_base(), [5, 6, 7, 8]
     before = written_text(base, prompt)
@@ -186,6 +191,7 @@ def test_a_runner_follows_hooks(fresh_base):
     assert written_text(base, prompt) == own_text(base, prompt) == before
 
 
+@pytest.mark.slow
 def test_a_runner_follows_adapters_that_are_switched(fresh_base):
     from peft import LoraConfig
 
@@ -201,6 +207,7 @@ def test_a_runner_follows_adapters_that_are_switched(fresh_base):
     assert written_text(base, prompt) == own_text(base, prompt) == adapted
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
 def test_a_model_wrapped_by_peft_is_exact_with_weights_and_refused_with_virtual_tokens(fresh_base):
     from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -218,6 +225,7 @@ def test_a_model_wrapped_by_peft_is_exact_with_weights_and_refused_with_virtual_
 # ---- check=False
 
 
+@pytest.mark.slow
 def test_a_base_can_be_loaded_without_examination(tmp_path, fresh_base, monkeypatch):
     base = fresh_base()
     base.model.save_pretrained(tmp_path)

@@ -17,6 +17,7 @@ def test_the_page_lists_the_families_that_are_tested(families):
     assert list(ROWS) == list(families) and len(ROWS) >= 35
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # GPTBigCode before transformers 5.23
 @pytest.mark.parametrize("label", ROWS)
 def test_a_family_is_exact_through_a_draft_tree_or_refused(make_model, toy_tokenizer, label):

@@ -18,6 +18,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_text_is_the_bases_own_except_at_near_ties(make_base, name, dtype):

@@ -129,6 +129,7 @@ def test_a_draft_is_the_text_of_the_base_with_zeroed_sublayers_on_the_bases_cach
         assert_cache_is_fresh(runner, prompt[:cached], TOLERANCE[attention])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.05, 0.2, 0.4, 0.9, 1.1])
 def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, threshold):
     base, skips = make_base(layers=3), SETS["one layer"]
@@ -142,6 +143,7 @@ def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, thres
     assert threshold < 1 or lengths == {1}
 
 
+@pytest.mark.slow
 def test_a_draft_ends_after_an_end_of_sequence_token_and_where_the_context_ends(make_base):
     base, skips, prompt = make_base(layers=3, context=24), SETS["one layer"], prompt_of(9)
     session = LayerSkippingSession(primed(base, prompt, 8), *skips)
@@ -251,6 +253,7 @@ def test_an_exception_in_a_draft_leaves_modules_and_cache_as_they_were(make_base
     assert session.write(prompt, 4).tokens == drafted_by(base, ((1,), (0,)), prompt, 8, 4)
 
 
+@pytest.mark.slow
 @each_base_and_cache
 @pytest.mark.parametrize("name", ["one layer", "the first layer", "every attention"])
 def test_after_every_step_the_cache_is_that_of_the_text_without_its_last_token(make_base, kind, attention, cache, name):
@@ -261,6 +264,7 @@ def test_after_every_step_the_cache_is_that_of_the_text_without_its_last_token(m
         assert_cache_is_fresh(session.runner, seq[:-1], TOLERANCE[attention])
 
 
+@pytest.mark.slow
 def test_a_buffer_that_grows_during_a_draft_loses_nothing(make_base):
     base, prompt = make_base(layers=3), prompt_of(9)
     runner = Runner(base)
@@ -290,6 +294,7 @@ def test_greedy_text_is_the_bases_own(make_base, kind, attention, cache, skips):
         assert all(step.draft_forwards == step.fed_candidates for step in result.steps)
 
 
+@pytest.mark.slow
 @each_set
 def test_sampled_text_is_the_one_sampled_without_a_drafter(make_base, skips):
     base = make_base(layers=3)
@@ -313,6 +318,7 @@ def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_b
     assert all(step.accepted == step.fed_candidates == 5 for step in result.steps[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 22, 23])
 def test_text_ends_where_the_context_ends(make_base, length):
     for kind in ("llama", "gpt2"):
@@ -322,6 +328,7 @@ def test_text_ends_where_the_context_ends(make_base, length):
         assert result.tokens == expected and length + len(expected) == 24
 
 
+@pytest.mark.slow
 def test_text_ends_with_an_end_of_sequence_token_at_any_position_of_a_draft(make_base):
     base, prompt = make_base(layers=3), prompt_of(17)
     truth = session_of(base, SETS["nothing"]).run(prompt, 20).tokens
@@ -338,6 +345,7 @@ def test_short_answers_have_the_requested_number_of_tokens(make_base, max_new_to
     assert session.run(prompt, max_new_tokens).tokens == session.run(prompt, 30).tokens[:max_new_tokens]
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_skips_layers_drafts_the_same_text(make_base):
     """Unlike the base's own session, that of a draft model goes back and leaves several tokens pending."""
     base, prompt = make_base(layers=3), prompt_of(9)

@@ -65,11 +65,13 @@ def chi_square(processors, replacement, num_runs=800):
     return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
 def test_drawn_drafts_do_not_change_the_processed_distribution_of_two_tokens(replacement):
     assert chi_square(PROCESSORS, replacement) < ONE_IN_A_THOUSAND
 
 
+@pytest.mark.slow
 def test_the_chi_square_detects_processors_that_see_only_the_text_of_the_root():
     assert chi_square([TextOfTheRoot()], True, 400) > ONE_IN_A_THOUSAND
 

@@ -221,6 +221,7 @@ def test_an_unknown_kind_of_cache_is_refused(base):
         Runner(base, "paged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["Mistral, sliding window", "Gemma 2", "gpt-oss", "Llama 4 (text)", "DeepSeek-V3"])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_windows_chunks_and_narrow_values_hold_at_every_node_and_after_commits(make_model, toy_tokenizer, label, kind):

@@ -62,6 +62,7 @@ def test_the_smallest_and_largest_draws_pick_tokens_with_probability_above_zero(
     assert sampler.pick(logits, [1, 2]).tolist() == ([1, 0] if draw == 0 else [2, 0])
 
 
+@pytest.mark.slow
 def test_draws_of_many_positions_follow_the_distribution():
     distribution = torch.tensor([0.1, 0.2, 0.3, 0.4])
     picks = KeyedSampler(seed=3).pick(distribution.log().expand(4000, -1), range(4000))
@@ -130,6 +131,7 @@ def random_tree(rng, with_distributions, vocab=9):
     return DraftTree(tokens, parents, distributions=tuple(distributions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.5}, {"top_k": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("with_distributions", [True, False])
 def test_drawing_only_along_the_accepted_path_accepts_the_same_path(with_distributions, setting):

@@ -110,6 +110,7 @@ def test_the_texts_above_have_end_of_sequence_tokens_at_most_positions_of_a_draf
     assert len({truth.index(token) for token in truth[:9]}) >= 6
 
 
+@pytest.mark.slow
 def test_transformers_ends_at_the_same_end_of_sequence_token(base):
     prompt = prompt_of(17)
     for token in naive(base, prompt, 30)[:9]:
@@ -121,6 +122,7 @@ def test_transformers_ends_at_the_same_end_of_sequence_token(base):
         assert written[0, 17:].tolist() == naive(base, prompt, 30, frozenset({token}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_adversarial_trees_do_not_change_the_text(base, adversary, seed):
     prompt = prompt_of(1 + seed)
@@ -142,6 +144,7 @@ def test_a_node_budget_is_respected_and_does_not_change_the_text(base, adversary
     assert max(step.fed_candidates for step in result.steps) == nodes
 
 
+@pytest.mark.slow
 def test_a_session_gives_the_same_text_again_after_another_one(base, make_drafter):
     prompt, other = prompt_of(3), prompt_of(17)
     for name in DRAFTERS:
@@ -260,6 +263,7 @@ def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
 # ---- sampled
 
 
+@pytest.mark.slow
 @each_drafter
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5}])
 def test_sampled_text_is_the_one_sampled_without_a_drafter(make_base, make_drafter, name, setting):
@@ -271,6 +275,7 @@ def test_sampled_text_is_the_one_sampled_without_a_drafter(make_base, make_draft
         assert Session(Runner(base), drafter, sampler).run(prompt, 25, base.eos).tokens == expected
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_text(base):
     texts = {tuple(Session(Runner(base), drafters.ANPD(), KeyedSampler(seed=s)).run([5], 20).tokens) for s in range(5)}
     assert len(texts) == 5
@@ -327,6 +332,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [None, *BROKEN])
 def test_a_broken_engine_does_not_give_the_bases_text(base, adversary, monkeypatch, broken):
     prompts = [prompt_of(length) for length in range(1, 9)]
@@ -343,6 +349,7 @@ def test_a_broken_engine_does_not_give_the_bases_text(base, adversary, monkeypat
 # ---- a real base
 
 
+@pytest.mark.slow
 def test_all_drafters_give_the_text_of_a_pretrained_base(shared, make_drafter):
     base = load_base(str(shared("models/stories260K")))
     for text in ("Once upon a time", "Lily and Ben like to play in the park. One day"):

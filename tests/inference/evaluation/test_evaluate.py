@@ -156,6 +156,7 @@ def test_a_run_continues_after_its_process_was_killed(run, whole, tmp_path, caps
     assert results(tmp_path / "killed") == results(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_decoded_again(run, whole, capsys):
     journal = whole / "journal" / "1.jsonl"
     before = journal.read_bytes()
@@ -164,6 +165,7 @@ def test_a_finished_run_is_not_decoded_again(run, whole, capsys):
     assert journal.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_does_not_lose_the_results(run, tmp_path, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
@@ -173,6 +175,7 @@ def test_a_closed_pipe_does_not_lose_the_results(run, tmp_path, monkeypatch):
     assert {"results.json", "results.md", "report.html"} <= {path.name for path in (tmp_path / "piped").iterdir()}
 
 
+@pytest.mark.slow
 def test_overwrite_starts_over(run, whole, tmp_path):
     journal = tmp_path / "old" / "journal" / "1.jsonl"
     shutil.copytree(whole, tmp_path / "old")
@@ -265,6 +268,7 @@ def every_drafter(base, make_drafter):
     return made
 
 
+@pytest.mark.slow
 def test_a_drafter_without_memory_drafts_as_after_a_reset(make_base, make_drafter, make_random_ctc):
     base = make_base(context=256)
     made = every_drafter(base, make_drafter) | {"ctc that draws": make_random_ctc(base, draws=2)}
@@ -284,6 +288,7 @@ def reset_and_decoded(base, drafter, questions, sampler=None):
     return decoded(base, drafter, questions, sampler)
 
 
+@pytest.mark.slow
 def test_a_reset_returns_a_drafter_with_memory_to_its_initial_state(make_base, make_drafter):
     base = make_base(context=256)
     made = {name: drafter for name, drafter in every_drafter(base, make_drafter).items() if drafter.remembers}
@@ -292,6 +297,7 @@ def test_a_reset_returns_a_drafter_with_memory_to_its_initial_state(make_base, m
         assert reset_and_decoded(base, drafter, QUESTIONS[:2]) == first, name
 
 
+@pytest.mark.slow
 def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(make_base):
     base = make_base(context=256)
     sessions = {
@@ -351,6 +357,7 @@ def test_repeats_that_differ_are_reported(plan):
     assert "none decodes 1 questions of b differently" in line and "question 7 first" in line
 
 
+@pytest.mark.slow
 def test_by_default_the_base_prompt_lookup_and_joint_decode_the_embedded_questions(asked, tmp_path):
     options = {"base": str(asked / "base"), "device": "cpu", "limit": 1, "max_new_tokens": 4, "out": str(tmp_path)}
     evaluate(**grouped(evaluate, options))

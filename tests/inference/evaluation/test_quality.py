@@ -87,6 +87,7 @@ def test_text_after_a_stop_string_is_ignored():
     assert score("gsm8k", asked, [" It is 5.\nQ: And 6?"]) == {"exact match": 100.0}
 
 
+@pytest.mark.slow
 def test_rouge_equals_a_count_by_hand():
     # 3 of 4 words and 1 of 3 pairs are shared; the longest common subsequence is "the cat sat"
     found = score("xsum", questions("the cat sat down"), ["the big cat sat"])
@@ -196,6 +197,7 @@ def test_recorded_answers_are_scored_by_their_first_turn_in_the_order_of_the_que
         quality_of("gsm8k", asked, [answer(0, "1")])
 
 
+@pytest.mark.slow
 @real
 def test_the_real_references_of_gsm8k_are_right_and_those_of_other_questions_are_wrong():
     asked = load_questions("gsm8k", str(SHARED / "gsm8k" / "test.jsonl"))
@@ -226,6 +228,7 @@ def test_real_solutions_of_mbpp_pass_and_others_fail():
     assert score("mbpp", asked, right[1:] + right[:1], ISOLATION) == {"pass@1": 0.0}
 
 
+@pytest.mark.slow
 def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, toy_tokenizer, code_file, capsys):
     make_base(context=256).model.float().save_pretrained(tmp_path / "base")
     toy_tokenizer.save_pretrained(tmp_path / "base")

@@ -39,6 +39,7 @@ def compared(base, spec, prompts, max_new_tokens, sampler):
     return compare(Session(own, catalogue.make(spec, own), sampler), prompts, expected, max_new_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
     drafters = ["none", "anpd:order=3", "prompt_lookup"]
@@ -50,6 +51,7 @@ def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
         assert name in printed
 
 
+@pytest.mark.slow
 def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     monkeypatch.setitem(registry._REGISTRATIONS, "lossy", registry.Registration("lossy", Lossy))
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
@@ -80,6 +82,7 @@ def test_drafters_and_prompts_are_checked_before_anything_is_decoded(
         verify(ModelOptions(folder), PromptOptions(questions=str(questions)), SamplingOptions(), drafters)
 
 
+@pytest.mark.slow
 def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, oracle, monkeypatch):
     base, prompt = make_base(seed=5), [5, 6, 7]
     written = generate_reference(base, prompt, 20, Greedy())
@@ -91,6 +94,7 @@ def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, ora
     assert compared(base, "none", [prompt], 20, Greedy()) == Comparison(1, 1.0, [])
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_compared_under_the_same_seed(base):
     found = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
     assert found.num_identical == 2
@@ -115,6 +119,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_length(make_base):
         compared(make_base(context=24), "none", [[5] * 24], 5, Greedy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}, {"num_beams": 3}, {"do_sample": True, "top_k": 5}],

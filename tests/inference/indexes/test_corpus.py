@@ -91,6 +91,7 @@ def refusal(capsys, *args, **more):
     return message
 
 
+@pytest.mark.slow
 def test_a_drafter_accepts_drafts_from_the_written_cache(base, tokenizer, tmp_path, capsys):
     line = "w5 w6 w7 w8 w9 w10 w11"
     out = tmp_path / "new" / "cache"

@@ -19,6 +19,7 @@ def chat(chat_server, monkeypatch):
     return lambda text, max_new_tokens=9: endpoint.chat([("system", "be brief"), ("user", text)], max_new_tokens)
 
 
+@pytest.mark.slow
 def test_an_answer_reports_its_token_counts_and_whether_it_was_cut(chat, chat_server):
     assert chat("one two three") == ChatAnswer("three two one", False, 3, 3)
     assert chat("one two three", 2) == ChatAnswer("three two", True, 3, 2)

@@ -142,6 +142,7 @@ def test_the_drafts_of_bushes_and_n_grams_are_accepted_sometimes(pseudo_runner):
         assert len(result.steps) < 190
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["anpd:order=3", "prompt_lookup"])
 def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(live, runner, tmp_path, spec):
     alive = live(spec)
@@ -154,6 +155,7 @@ def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(live, runne
     assert costs == [[(step.emitted, step.fed) for step in turn.steps] for a in alive for turn in a.turns]
 
 
+@pytest.mark.slow
 def test_the_command_reports_the_metrics_of_live_decoding(live, files, tmp_path, capsys):
     records.write(files["answers"], live("none"))
     out = tmp_path / "out"

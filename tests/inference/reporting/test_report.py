@@ -106,6 +106,7 @@ def page(page_file):
     return Page(page_file.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_the_page_is_self_contained(page):
     links = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "srcset", "href")]
     assert len(links) == 2 * 2 * 5  # benchmarks, themes, plots
@@ -126,6 +127,7 @@ def test_the_menu_lists_all_drafters_and_the_fastest_is_shown_first(page):
     assert [(attrs["data-drafter"], "hidden" in attrs) for attrs in blocks] == [("ctc", False), ("ngram", True)]
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_same_few_questions_for_each_of_many_drafters(answers):
     own = answers["mt_bench"]
     many = {f"ctc {index}": [replace(a, drafter=f"ctc {index}") for a in own["ctc"]] for index in range(20)}
@@ -143,6 +145,7 @@ def test_the_page_shows_the_same_few_questions_for_each_of_many_drafters(answers
         assert {one["num_answers"] for one in chosen} == {8}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason="needs chromium")
 def test_a_browser_shows_the_chosen_drafter_and_the_questions_that_were_unfolded(page_file, tmp_path):
     chosen = """<script>
@@ -255,6 +258,7 @@ def test_empty_columns_are_left_out_and_intervals_are_below_their_numbers(summar
     assert tables.legend(headings, rows).startswith("Small: 95 % intervals")
 
 
+@pytest.mark.slow
 def test_answers_cut_at_the_length_cap_are_counted(answers, tmp_path):
     def page():
         found = summarised(answers)
@@ -372,6 +376,7 @@ def test_other_questions_or_another_baseline_text_never_share_a_ratio(make_folde
     )
 
 
+@pytest.mark.slow
 def test_the_page_of_several_folders_is_self_contained(make_folder, tmp_path, capsys):
     folders = [make_folder("a"), make_folder("b", base="large", warnings="the machine was busy"), make_folder("c")]
     report.report(folders, out=str(tmp_path / "page"))
@@ -393,6 +398,7 @@ def test_the_page_of_several_folders_is_self_contained(make_folder, tmp_path, ca
     assert (tmp_path / "page" / "plots" / "2-mt_bench-speedup.png").is_file()
 
 
+@pytest.mark.slow
 def test_without_the_tokenizer_answers_are_shown_in_one_piece(make_folder, tmp_path, capsys):
     folder = make_folder("a", base="nowhere/at/all")
     report.report([folder])
@@ -411,6 +417,7 @@ def test_the_tokenizer_of_the_base_splits_the_answers_into_steps(make_folder, tm
         report.decoder(run, "./nowhere")
 
 
+@pytest.mark.slow
 def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
     ctc = summaries["mt_bench"]["ctc"]
     named = {
@@ -433,6 +440,7 @@ def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
     assert plots.draw("budget", named, plots.choose_colours(named.values()), "dark").startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shares", "top"), [([0.0], 10), ([0.31, 0.05], 40), ([0.4], 40), ([1.0, 0.9], 100)])
 def test_the_axis_of_depths_ends_with_the_data(summaries, shares, top):
     summaries = {"ctc": replace(summaries["mt_bench"]["ctc"], acceptance_by_depth=shares)}
@@ -470,6 +478,7 @@ def test_several_folders_need_an_output_folder(make_folder, tmp_path):
         report.report(folders, out=str(tmp_path / "page"))
 
 
+@pytest.mark.slow
 def test_control_characters_and_halves_of_a_pair_change_neither_the_page_nor_the_tables(tmp_path):
     (tmp_path / "report.html").write_text("an earlier page")
     hostile = "x\ud83d\x1b[2J\x9b\u202e|\ry"

@@ -101,6 +101,7 @@ def test_metrics_that_a_file_lacks_are_none(tmp_path, files):
     assert found["acceptance length, micro"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PAPERS.is_file(), reason="the recorded answers are not here")
 def test_the_papers_own_files_give_the_papers_own_numbers(capsys):
     found = count((PAPERS, BASELINE))

@@ -41,6 +41,7 @@ def test_intervals_contain_the_true_value_with_the_frequency_of_their_level(make
     assert 0.90 <= share <= 0.99, share
 
 
+@pytest.mark.slow
 def test_an_interval_of_level_one_half_contains_the_true_value_half_the_time():
     rng = np.random.default_rng(1)
     truth = np.exp(0.8 + 0.35**2 / 2)

@@ -71,6 +71,7 @@ def test_the_number_of_cores_and_the_load_average_are_plausible():
     assert average is None or average >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux counts running threads")
 def test_threads_that_run_right_now_are_counted():
     spin = [sys.executable, "-c", "while True: pass"]

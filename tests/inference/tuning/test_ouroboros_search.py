@@ -163,6 +163,7 @@ def decoded(monkeypatch):
     return specs
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_fastest_setting_and_continues_an_interrupted_search(folder, decoded, tmp_path, capsys):
     out = tmp_path / "trials.json"
     arguments = {"limit": 1, "max_new_tokens": 8, "draft_cost": 0.1, "out": str(out)}
@@ -187,6 +188,7 @@ def test_the_command_prints_the_fastest_setting_and_continues_an_interrupted_sea
         assert capsys.readouterr().out.strip().splitlines()[-1] == best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -202,6 +204,7 @@ def test_impossible_searches_are_refused(folder, arguments, said):
         run_search(folder, **{"limit": 1, "max_new_tokens": 8} | arguments)
 
 
+@pytest.mark.slow
 def test_no_phrases_of_the_warm_up_remain(folder, monkeypatch):
     from inference.engine.runner import Runner
 

@@ -67,6 +67,7 @@ def test_the_drafts_of_one_forward_are_those_of_decoding(make_base, kind, num_dr
     assert {0, num_draft} <= seen, "the sets must differ"
 
 
+@pytest.mark.slow
 def test_answers_that_end_early_are_left_out_and_padding_changes_nothing(make_base):
     base = make_base(layers=3)
     texts = texts_of(base)
@@ -79,6 +80,7 @@ def test_answers_that_end_early_are_left_out_and_padding_changes_nothing(make_ba
         Probe(base, texts[1:2], 4, 4)
 
 
+@pytest.mark.slow
 def test_a_probe_can_be_used_again_after_an_error(make_base):
     base = make_base(layers=3)
     probe = Probe(base, texts_of(base), 3, 3)
@@ -126,6 +128,7 @@ def test_measuring_shares_does_not_change_the_base(make_base):
 # ---- the search
 
 
+@pytest.mark.slow
 def test_on_a_tiny_base_the_best_of_all_sets_is_found(make_base):
     base = make_base(layers=2)
     texts = texts_of(base)
@@ -174,6 +177,7 @@ def test_a_search_of_a_quarter_of_the_sets_finds_the_best_of_all(seed):
     assert scored == first[:100], "a longer search begins as the shorter one"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_bayesian_optimisation_finds_the_best_of_all_sets_in_an_eighth_of_them(seed):
     rng = random.Random(seed)
@@ -286,6 +290,7 @@ def asked(folder, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_set_that_the_drafter_reads(asked, tmp_path, capsys):
     out = tmp_path / "deep" / "skips.json"
     run_search(**asked, out=str(out), evaluations=16)
@@ -302,6 +307,7 @@ def test_the_command_writes_a_set_that_the_drafter_reads(asked, tmp_path, capsys
     assert sorted(path.name for path in out.parent.iterdir()) == ["skips.json", "skips.search.jsonl"]
 
 
+@pytest.mark.slow
 def test_the_fastest_set_is_found_by_decoding_and_is_not_measured_again(asked, tmp_path, monkeypatch, capsys):
     base, measured, decoding_speed = load_base(asked["base"]), [], module.decoding_speed
     assert decoding_speed(Runner(base), ((1,), (0,)), PROMPTS, 2, 8) > 0
@@ -323,6 +329,7 @@ def test_the_fastest_set_is_found_by_decoding_and_is_not_measured_again(asked, t
         run_search(**asked, out=str(out), evaluations=16)
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_continues_where_it_stopped(asked, tmp_path, monkeypatch):
     probed = []
 
@@ -346,6 +353,7 @@ def test_an_interrupted_search_continues_where_it_stopped(asked, tmp_path, monke
         assert (tmp_path / f"part.{ending}").read_text() == (tmp_path / f"whole.{ending}").read_text()
 
 
+@pytest.mark.slow
 def test_the_result_of_another_search_is_kept_unless_overwritten(asked, tmp_path):
     out = tmp_path / "skips.json"
     out.write_text("{}")
@@ -385,6 +393,7 @@ def test_impossible_numbers_are_refused(asked, tmp_path, wrong):
         run_search(**asked | {"out": str(tmp_path / "x.json")} | wrong)
 
 
+@pytest.mark.slow
 def test_drafts_with_skipped_layers_differ_from_those_with_all_layers(make_base):
     """A negative control: if the probe skipped nothing, every set would look perfect."""
     base = make_base(layers=3)

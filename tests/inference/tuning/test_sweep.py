@@ -86,6 +86,7 @@ def test_every_cell_of_a_grid_appears_in_one_map_at_its_place(sizes):
         assert len(maps[0].rows.values) > 1 and len(maps[0].columns.values) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", sweep_plots.METRICS)
 @pytest.mark.parametrize("values", [[1.2, 0.8, None], [None, None, None], [1.0, 1.0, 1.0]])
 def test_maps_are_drawn_even_if_measurements_are_missing_or_equal(tmp_path, metric, values):
@@ -171,6 +172,7 @@ def test_a_cell_is_what_a_single_evaluation_measures(tiny, whole, tmp_path, draf
     assert len({cell["acceptance_length"] for cell in read(out)}) > 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_continues_and_a_larger_grid_measures_only_new_cells(tiny, whole, tmp_path):
     lines = (whole / "cells.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "cells.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:40])  # stopped within the third cell
@@ -184,6 +186,7 @@ def test_an_interrupted_sweep_continues_and_a_larger_grid_measures_only_new_cell
     assert [cell["place"] for cell in read(tmp_path)] == [["2", "1"], ["3", "1"], ["5", "1"]]
 
 
+@pytest.mark.slow
 def test_cells_measured_with_other_settings_are_not_mixed(tiny, whole):
     before = (whole / "cells.jsonl").read_bytes()
     with pytest.raises(
@@ -205,6 +208,7 @@ def test_the_page_contains_both_rankings_and_both_maps(whole):
     assert "The speed of plain decoding varied between the cells by up to" in page
 
 
+@pytest.mark.slow
 def test_an_impossible_combination_is_left_out_and_a_wrong_value_refused(tiny, tmp_path, capsys):
     small = tiny | {"limit": 1, "max_new_tokens": 8}
     run_sweep(drafter="self_draft", grid=["branch_len=4,6", "gram=3,4"], out=str(tmp_path / "a"), **small)

@@ -23,6 +23,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_activations_of_long_texts_are_extrapolated_from_short_ones(tiny, tiny_base, kind):
     drafter = recipe.build(getattr(drafters, kind), tiny_base.shape, KINDS[kind])

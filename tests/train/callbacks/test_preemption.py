@@ -95,6 +95,7 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
     assert run.wait() == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_benchmark_ends_with_the_exit_code_of_its_training(fork, tiny, tmp_path, number, code):
     def benchmark():

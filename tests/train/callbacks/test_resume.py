@@ -90,6 +90,7 @@ ADVICE = (
 )
 
 
+@pytest.mark.slow
 def test_lightning_still_has_the_private_loop_state_that_an_exact_resume_edits(trained):
     loops = torch.load(trained.ckpt, weights_only=True)["loops"]["fit_loop"]
     for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
@@ -216,6 +217,7 @@ def changed(config, **data):
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "what"),
     [
@@ -232,6 +234,7 @@ def test_data_that_differ_from_the_checkpoints_are_refused_by_name(trained, call
     assert what in refused.one_line_error("lightning")
 
 
+@pytest.mark.slow
 def test_other_data_are_accepted_on_request(trained, call, tmp_path):
     text = trained.config.read_text(encoding="utf-8").replace(str(trained.config.parent), str(tmp_path))
     (tmp_path / "tiny.yaml").write_text(text, encoding="utf-8")  # its own checkpoints, not the shared ones
@@ -240,6 +243,7 @@ def test_other_data_are_accepted_on_request(trained, call, tmp_path):
     assert call(lightning_command.main, "fit", "--config", config, *asked, "--ckpt_path", trained.ckpt).code == 0
 
 
+@pytest.mark.slow
 def test_a_base_with_other_weights_and_the_same_tokenizer_is_refused(trained, call, make_tiny, tmp_path):
     other, runs = make_tiny("other-base", seed=5), ("--trainer.default_root_dir", tmp_path)
     refused = call(

@@ -75,6 +75,7 @@ def test_one_bad_batch_skips_the_entire_accumulated_step():
     assert faults.skipped_steps == 1
 
 
+@pytest.mark.slow
 def test_too_many_consecutive_skipped_steps_end_the_run_and_name_what_to_lower():
     bad = {(batch, 0): NAN for batch in range(1, 5)}
     with pytest.raises(ValueError, match=r"3 steps in a row, up to step 4, had a loss .* lower model.learning_rate"):
@@ -95,6 +96,7 @@ class Told(L.Callback):
         assert steps.tolist() == [1, 2, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_all_processes_skip_a_step_that_is_not_finite_in_one_of_them():
     module = Line({(2, 1): NAN})
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")

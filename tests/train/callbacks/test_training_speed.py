@@ -44,6 +44,7 @@ def watched(write_recipe, tmp_path_factory):
     return runs, printed.getvalue()
 
 
+@pytest.mark.slow
 def test_every_run_logs_speed_acceptance_by_depth_and_gradient_norms(watched):
     with (watched[0] / "CSVLogger" / "version_0" / "metrics.csv").open() as stream:
         rows = list(csv.DictReader(stream))

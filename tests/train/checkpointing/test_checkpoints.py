@@ -128,6 +128,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_keeps_the_last_checkpoint(writ
     assert fork("fit", "--config", config, *more).wait() == 0, "it continues when there is room again"
 
 
+@pytest.mark.slow
 def test_last_starts_a_new_run_in_a_folder_without_checkpoints(write_run, call, tmp_path):
     outcome = call(lightning_command.main, "fit", "--config", write_run(tmp_path, max_steps=1), "--ckpt_path", "last")
     assert outcome.code == 0, outcome.err

@@ -189,6 +189,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["0", "-3"])
 @pytest.mark.parametrize("row", [EVAL, VERIFY], ids=["eval", "verify"])
 def test_a_limit_of_zero_new_tokens_is_refused(call, place, row, count):
@@ -202,6 +203,7 @@ def without_notes(outcome):
     return replace(outcome, err="".join(line for line in lines if "error" in line or "Traceback" in line))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row, said", DRAFTERS.items(), ids=DRAFTERS)
 def test_a_wrong_drafters_command_ends_with_one_line(call, place, row, said):
     outcome = call(commands.main, *arguments(row, place))
@@ -260,6 +262,7 @@ def test_a_wrong_lightning_command_ends_with_one_line(call, place, row, said, tm
     assert said in without_notes(outcome).one_line_error("lightning")
 
 
+@pytest.mark.slow
 def test_a_run_where_nothing_can_be_written_is_refused_before_the_base_is_loaded(call, place):
     row = FIT + "--model.base @nowhere --trainer.default_root_dir @whole.json/run "
     row += "--trainer.callbacks+=ModelCheckpoint --trainer.callbacks.dirpath null"
@@ -267,6 +270,7 @@ def test_a_run_where_nothing_can_be_written_is_refused_before_the_base_is_loaded
     assert "cannot be made" in said and "whole.json is a file" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_the_error_about_a_missing_gpu_names_the_option_to_change(call, place, tmp_path):
     row = FIT + f"--trainer.accelerator gpu --trainer.default_root_dir {tmp_path}"
@@ -274,12 +278,14 @@ def test_the_error_about_a_missing_gpu_names_the_option_to_change(call, place, t
     assert "Pass --trainer.accelerator cpu or auto" in said
 
 
+@pytest.mark.slow
 def test_the_error_about_an_unknown_hub_id_tells_what_to_do(call, place, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")  # transformers stays offline: it read the variable when it was imported
     said = call(commands.main, *arguments("verify --drafter anpd --base nobody/nothing", place))
     assert "check the name, go online, or give a folder" in without_notes(said).one_line_error("drafters")
 
 
+@pytest.mark.slow
 def test_a_base_on_a_hub_that_cannot_be_reached_is_refused_after_one_request(fresh_python):
     code = """
 import os

@@ -192,6 +192,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec, said", SPECS.items(), ids=SPECS)
 def test_a_wrong_drafter_spec_ends_with_one_line(call, place, spec, said):
     row = f"verify --base @tiny --questions @questions.jsonl --max-new-tokens 1 --drafter {spec}"
@@ -340,6 +341,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row, said", ROWS.items(), ids=ROWS)
 def test_a_wrong_option_of_a_command_ends_with_one_line(call, place, row, said):
     assert said in refused(call, place, row)

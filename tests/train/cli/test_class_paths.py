@@ -14,6 +14,7 @@ def print_config(call, *args):
     return yaml.safe_load(outcome.out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["train.BaseTraining", "train.base_module.BaseTraining"])
 def test_a_base_is_trained_by_its_class_path_of_today_and_of_earlier_versions(call, tmp_path, path):
     config = tmp_path / "base.yaml"
@@ -21,6 +22,7 @@ def test_a_base_is_trained_by_its_class_path_of_today_and_of_earlier_versions(ca
     assert print_config(call, "--config", config)["model"]["class_path"].endswith("BaseTraining")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["train.FSDP2", "train.strategies.FSDP2", "train.modules.strategies.FSDP2"])
 def test_fsdp_is_found_under_its_class_paths_of_today_and_of_earlier_versions(call, tmp_path, path):
     overlay = tmp_path / "fsdp.yaml"
@@ -30,6 +32,7 @@ def test_fsdp_is_found_under_its_class_paths_of_today_and_of_earlier_versions(ca
         assert strategy["class_path"].endswith("FSDP2") and strategy["init_args"]["timeout"] == 7
 
 
+@pytest.mark.slow
 def test_a_drafter_training_may_be_named_by_its_earlier_class_path(call, tmp_path):
     config = tmp_path / "drafter.yaml"
     drafter = "{class_path: drafters.CTC, init_args: {num_frames: 5}}"

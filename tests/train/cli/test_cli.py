@@ -39,6 +39,7 @@ def test_the_static_help_explains_every_subcommand_that_it_names():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subcommand", documented())
 def test_every_documented_subcommand_explains_its_keys(call, subcommand):
     outcome = call(lightning_command.main, subcommand, "--help")
@@ -60,6 +61,7 @@ def printed(call, *args):
     return outcome.out
 
 
+@pytest.mark.slow
 def test_the_output_of_print_config_is_a_config_that_prints_the_same(call, tmp_path):
     first = printed(call, "--config", "ctc.yaml")
     again = tmp_path / "again.yaml"
@@ -68,6 +70,7 @@ def test_the_output_of_print_config_is_a_config_that_prints_the_same(call, tmp_p
     assert yaml.safe_load(first)["model"]["drafter"]["class_path"].endswith("CTC")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_shipped_config_parses(call, name):
     given = yaml.safe_load((lightning_command.CONFIGS / name).read_text(encoding="utf-8"))
@@ -79,6 +82,7 @@ def test_every_shipped_config_parses(call, name):
             assert values["trainer"][key] == given["trainer"][key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WHOLE])
 def test_every_overlay_overrides_the_config_of_the_paper(call, name):
     below, above = (
@@ -94,6 +98,7 @@ def test_every_overlay_overrides_the_config_of_the_paper(call, name):
     assert kept and all(values["trainer"][key] == below["trainer"][key] for key in kept)
 
 
+@pytest.mark.slow
 def test_later_configs_and_arguments_override_earlier_ones(call, tmp_path):
     overlay = tmp_path / "mine.yaml"
     overlay.write_text("model: {learning_rate: 0.5, warmup_steps: 7}", encoding="utf-8")
@@ -104,6 +109,7 @@ def test_later_configs_and_arguments_override_earlier_ones(call, tmp_path):
     assert (swapped["model"]["learning_rate"], swapped["model"]["warmup_steps"]) == (3e-5, 500)
 
 
+@pytest.mark.slow
 def test_an_argument_of_the_drafter_is_set_on_the_command_line(call):
     given = "--model.drafter.init_args.num_frames=16"
     values = yaml.safe_load(printed(call, "--config", "ctc.yaml", given))
@@ -144,6 +150,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args, said", MISTAKES.values(), ids=MISTAKES)
 def test_a_wrong_argument_ends_in_one_line(call, args, said):
     assert said in call(lightning_command.main, *args).one_line_error("lightning")
@@ -161,6 +168,7 @@ IN_FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, said", IN_FILES.values(), ids=IN_FILES)
 def test_a_wrong_key_in_a_config_ends_in_one_line(call, tmp_path, text, said):
     overlay = tmp_path / "mine.yaml"
@@ -169,6 +177,7 @@ def test_a_wrong_key_in_a_config_ends_in_one_line(call, tmp_path, text, said):
     assert said in outcome.one_line_error("lightning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subcommand", ["validate", "test"])
 def test_a_checkpoint_is_validated_and_tested_from_the_command_line(call, trained, subcommand):
     outcome = call(lightning_command.main, subcommand, "--config", trained.config, "--ckpt_path", trained.ckpt)
@@ -186,6 +195,7 @@ FLAT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLAT)
 def test_a_config_whose_drafter_has_flat_keys_is_read(call, tmp_path, name):
     overlay = tmp_path / "flat.yaml"

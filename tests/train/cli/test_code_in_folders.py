@@ -54,6 +54,7 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(folder):
         load_tokenizer(str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["chat", "eval", "verify", "fit", "draft model"])
 def test_no_command_runs_it(command, folder, tiny, call, write_recipe, tmp_path):
     if command == "fit":

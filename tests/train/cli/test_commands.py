@@ -15,6 +15,7 @@ def test_bare_and_help_list_every_command(call, args):
         assert any(row.split() == [name, *text.split()] for row in outcome.out.splitlines())
 
 
+@pytest.mark.slow
 def test_drafters_train_is_the_same_as_lightning_fit(call, write_recipe, tmp_path):
     config = write_recipe(tmp_path, max_steps=1, limit_val_batches=0)
     outcome = call(commands.main, "train", "--config", config)
@@ -96,6 +97,7 @@ def results(trained, tiny, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_eval_writes_answers_that_fastchat_reads(results):
     files = {path.stem: path for path in (results / "answers" / "embedded").glob("*.jsonl")}
     assert files.keys() == {"none", "anpd", "ctc"}
@@ -133,6 +135,7 @@ def test_eval_writes_a_self_contained_page(results):
     assert "<script src" not in page and 'rel="stylesheet"' not in page
 
 
+@pytest.mark.slow
 def test_eval_replaces_results_only_with_overwrite(call, results, tiny):
     again = ("eval", "--base", tiny, "--drafter", "anpd", *QUICK, "--max_new_tokens", 4, "--out", results)
     before = {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
@@ -141,6 +144,7 @@ def test_eval_replaces_results_only_with_overwrite(call, results, tiny):
     assert before == {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_verify_reports_that_several_drafters_are_lossless(call, trained, tiny):
     outcome = call(
         *(commands.main, "verify", "--base", tiny, "--drafter", "anpd", "--drafter", f"ctc={trained.folder}"),
@@ -150,6 +154,7 @@ def test_verify_reports_that_several_drafters_are_lossless(call, trained, tiny):
     assert outcome.out.count("2/2") == 2 and "Nothing is lost" in outcome.out
 
 
+@pytest.mark.slow
 def test_verify_compares_sampled_texts_too(call, trained, tiny):
     outcome = call(
         *(commands.main, "verify", "--base", tiny, "--drafter", f"ctc={trained.folder}:num_nodes=4"),
@@ -159,6 +164,7 @@ def test_verify_compares_sampled_texts_too(call, trained, tiny):
     assert "ctc:num_nodes=4" in outcome.out and "2/2" in outcome.out
 
 
+@pytest.mark.slow
 def test_verify_fails_if_a_drafted_text_differs(call, trained, tiny, monkeypatch):
     from inference.evaluation import verify
 
@@ -201,6 +207,7 @@ def test_tokenizer_trains_a_vocabulary_with_the_chat_template(call, tmp_path):
     assert "already holds a tokenizer" in refused.one_line_error("drafters")
 
 
+@pytest.mark.slow
 def test_step_cost_writes_a_curve_that_drafters_read(call, tiny, tmp_path):
     from drafters.learned.trees.budget import read_costs
 

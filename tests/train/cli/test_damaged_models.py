@@ -20,6 +20,7 @@ def flip(path, place):
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), [("model.safetensors", -5), ("config.json", -3)])
 def test_a_damaged_drafter_is_refused_in_one_line(name, place, trained, call, tiny, tmp_path):
     folder = shutil.copytree(trained.folder, tmp_path / "drafter")

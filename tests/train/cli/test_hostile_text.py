@@ -84,6 +84,7 @@ def test_a_key_that_a_server_echoes_is_not_stored_or_printed(call, chat_server, 
     assert "sk-123456" not in outcome.out + outcome.err
 
 
+@pytest.mark.slow
 def test_a_traceback_with_debug_on_holds_no_key(call, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-123456")
     monkeypatch.setenv("DRAFTERS_DEBUG", "1")

@@ -89,6 +89,7 @@ def test_every_answer_is_plain_greedy_decoding_after_the_new_answers_before_it(e
     assert (counts.num_answers, counts.num_cut) == (len(ends), ends.count(False))
 
 
+@pytest.mark.slow
 def test_every_token_in_the_loss_is_the_bases_argmax_after_the_row_before_it(exact, asked, tmp_path):
     num_rows = 0
     for dialogue in answered(exact, asked, tmp_path)[0]:
@@ -101,11 +102,13 @@ def test_every_token_in_the_loss_is_the_bases_argmax_after_the_row_before_it(exa
     assert num_rows > 8
 
 
+@pytest.mark.slow
 def test_only_the_first_turn_can_be_answered(exact, asked, tmp_path):
     dialogues, counts = answered(exact, asked, tmp_path, num_turns=1)
     assert {len(dialogue.is_cut) for dialogue in dialogues} <= {0, 1} and counts.num_answers > 8
 
 
+@pytest.mark.slow
 def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, asked, tmp_path):
     longest = sorted(len(d.prompt()) for d in answered(exact, asked, tmp_path / "a", num_turns=0)[0] if d.user_turns)
     assert not longest
@@ -125,6 +128,7 @@ def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, ask
     assert "turn 1: the answer is empty" in str(counts.dropped)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_into_memory_is_halved(exact, asked, tmp_path, monkeypatch):
     whole = [d.record() for d in answered(exact, asked, tmp_path / "a", 8)[0] if d.is_cut]
 
@@ -150,6 +154,7 @@ def written(tiny, asked, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_file_keeps_the_order_of_the_input_and_no_other_file_is_left(written, asked):
     rows = [json.loads(line) for line in written.read_text().splitlines()]
     order = [each.id for each in load_conversations([asked], requires_answers=False)[0]]
@@ -170,6 +175,7 @@ def test_training_reads_the_tokens_that_the_base_wrote(written, tiny, tiny_base,
     assert any(record["cut"][-1] for record in rows.values())
 
 
+@pytest.mark.slow
 def test_the_printed_share_of_round_trips_is_that_of_encoding_the_texts(call, tiny, asked, tmp_path):
     out = tmp_path / "own.jsonl"
     outcome = call(
@@ -247,6 +253,7 @@ def slow_disk():
     os.fsync = slow_fsync
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, fork, tmp_path, number, ended):
     out = tmp_path / "own.jsonl"
@@ -296,6 +303,7 @@ def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked,
         assert len(num_forwards) == len(lines) - num_lines, "only what is missing is written again"
 
 
+@pytest.mark.slow
 def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, asked, tmp_path):
     out = tmp_path / "own.jsonl"
     with Journal(tmp_path / "own.jsonl.partial", {"format": 1, "max_new_tokens": 3}) as journal:
@@ -365,6 +373,7 @@ def ask(text):
     return [{"role": "user", "content": text}, {"role": "assistant", "content": "-"}]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_at_everything_stops_the_run_which_can_be_continued(call, chat_server, tiny, tmp_path):
     file, out = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
     file.write_text(

@@ -58,6 +58,7 @@ def test_every_command_with_an_output_is_tested():
     assert {line.split()[0] for line in LINES} == commands.COMMANDS.keys() - {"chat", "verify", "doctor", "show-mask"}
 
 
+@pytest.mark.slow
 def test_a_training_says_who_holds_its_checkpoints(held, call, write_recipe, tmp_path):
     place, holder = held
     folder = ("--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={place}")
@@ -66,6 +67,7 @@ def test_a_training_says_who_holds_its_checkpoints(held, call, write_recipe, tmp
     assert f"lightning: error: {place} is in use by process {holder} on" in outcome.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_of_two_sweeps_at_once_one_finishes_and_the_other_is_refused(fork, call, tiny, tmp_path):
     out = tmp_path / "out"
     drafter = ("--base", tiny, "--drafter", "anpd", "--grid", "order=2..4")

@@ -37,6 +37,7 @@ def rows(outcome):
     return {said.split(":")[0]: (mark, said) for mark, said in lines}
 
 
+@pytest.mark.slow
 def test_a_correct_export_passes_and_reproduces_the_recorded_acceptance_length(call, best):
     outcome = call(commands.main, "doctor", *best)
     assert outcome.code == 0, outcome.out + outcome.err
@@ -48,6 +49,7 @@ def test_a_correct_export_passes_and_reproduces_the_recorded_acceptance_length(c
     assert "weights" in found["base"][1] and "bit for bit" in found["weights"][1]
 
 
+@pytest.mark.slow
 def test_a_damaged_weight_is_named_and_its_trees_differ(call, best, copy):
     weights = load_file(copy / "model.safetensors")
     name = "frame_embedding"
@@ -77,6 +79,7 @@ def test_missing_and_foreign_weights_and_files_are_named(call, best, copy):
     assert found["drafts"][0] == "WRONG" and "does not fit" in found["drafts"][1]
 
 
+@pytest.mark.slow
 def test_a_changed_argument_is_named(call, best, copy):
     config = json.loads((copy / "config.json").read_text())
     config["init_args"]["draft"]["num_nodes"] = 3

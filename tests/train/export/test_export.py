@@ -87,6 +87,7 @@ def test_export_needs_only_the_checkpoint(call, trained, tmp_path):
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (trained.folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_exported_base_is_a_transformers_model_with_the_trained_weights(call, tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 

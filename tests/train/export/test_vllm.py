@@ -88,6 +88,7 @@ def config_of(kind, base, **init_args):
 # ---- Medusa
 
 
+@pytest.mark.slow
 def test_a_medusa_folder_has_the_keys_shapes_and_numbers_that_vllm_reads(exported):
     made = exported("medusa")
     assert made.config == {
@@ -137,6 +138,7 @@ def test_an_exported_medusa_reloads_with_equal_weights_and_vllms_forward_gives_i
 # ---- Block
 
 
+@pytest.mark.slow
 @each_block
 def test_a_block_folder_has_the_keys_shapes_and_numbers_of_dspark(exported, base, mask, kind):
     made = exported(kind)
@@ -408,6 +410,7 @@ def test_a_block_drafter_that_dspark_cannot_describe_is_refused(base, mask, tmp_
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_the_mask_token_must_never_occur_in_text(call, exported, base, tmp_path):
     ckpt = exported("block").ckpt
     refused = call(commands.main, "export", ckpt, tmp_path / "a", "--format", "vllm")

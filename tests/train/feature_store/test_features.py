@@ -106,6 +106,7 @@ def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, t
     assert stored.losses != online.losses
 
 
+@pytest.mark.slow
 def test_a_training_from_a_store_resumes_within_an_epoch(tiny, stores, tmp_path):
     whole = fit(tiny, SMALL_CTC, tmp_path / "whole", stores / "float16", num_workers=1)
     resume = tmp_path / "whole" / "step=3.ckpt"
@@ -113,6 +114,7 @@ def test_a_training_from_a_store_resumes_within_an_epoch(tiny, stores, tmp_path)
     assert rest.tokens == whole.tokens[3:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_store_holds_the_bases_outputs_of_each_conversation_without_a_batch(tiny, tmp_path, dtype):
     commands.main(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))
@@ -139,6 +141,7 @@ def test_labels_are_the_same_with_every_dtype(stores):
     assert torch.equal(labels[0], labels[1]) and torch.equal(labels[0], labels[2])
 
 
+@pytest.mark.slow
 def test_size_and_time_are_printed_before_writing(call, tiny, tmp_path):
     outcome = call(commands.main, *command(tiny, tmp_path / "store"))
     assert outcome.code == 0, outcome.err
@@ -155,6 +158,7 @@ def state(folder):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float32", folder)
@@ -178,6 +182,7 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
     assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
 
 
+@pytest.mark.slow
 def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(call, tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float16", folder)
@@ -190,6 +195,7 @@ def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(c
     assert "in 1 shards" in mended.out and shard.read_bytes() == before[shard.name][0]
 
 
+@pytest.mark.slow
 def test_another_store_is_not_overwritten(call, tiny, make_tiny, stores, tmp_path):
     folder = tmp_path / "store"
     shutil.copytree(stores / "float32", folder)
@@ -212,6 +218,7 @@ def test_another_store_is_not_overwritten(call, tiny, make_tiny, stores, tmp_pat
     assert state(folder) == before
 
 
+@pytest.mark.slow
 def test_wrong_options_end_with_one_line(call, tiny, tmp_path):
     for changes, said in [
         ({"layers": "0,7"}, "layer 7 is not there or given twice: the base has -1, 0, ..., 2"),
@@ -243,6 +250,7 @@ def test_shards_hold_each_row_once_with_the_longest_first():
     assert divide_into_shards(names, [5, 9, 5, 9, 1, 30], 15) == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
 
 
+@pytest.mark.slow
 def test_the_hash_of_a_base_depends_on_its_weights_only(tiny, make_tiny, tmp_path):
     base = load_base(str(tiny))
     shutil.copytree(tiny, tmp_path / "copy")
@@ -276,6 +284,7 @@ def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stor
     fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
 
 
+@pytest.mark.slow
 def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe, stores, tmp_path):
     config = write_recipe(tmp_path, max_steps=2, val_check_interval=2)
     outcome = call(

@@ -45,6 +45,7 @@ def test_the_loss_is_the_weighted_mean_over_real_tokens(module, batch):
     assert module._loss(batch).item() == pytest.approx(total / weight, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_training_memorises_a_text(tiny, batch, tmp_path):
     import lightning as L
 
@@ -78,6 +79,7 @@ def ckpt(module, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_base_is_exported_in_shards_of_the_given_size(call, ckpt, tiny, module, tmp_path):
     folder = tmp_path / "base"
     assert call(commands.main, "export", ckpt, folder, "--max-shard-size", "30KB").code == 0

@@ -108,6 +108,7 @@ def fitted(module, batches, folder, accumulated):
     return trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_COUNT)
 def test_accumulated_gradients_equal_those_of_one_large_batch(tiny, kind, tmp_path):
     """Two steps of two batches each, and a last one of a single batch at the end of the epoch."""

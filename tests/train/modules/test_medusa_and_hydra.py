@@ -136,6 +136,7 @@ def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, trained
     assert sum(emitted) / len(emitted) > 1.5, "the comparison says little where hardly anything is accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Medusa, Hydra])
 def test_output_layers_start_as_the_bases_head_and_are_restored_from_a_checkpoint(tiny, own_text, tmp_path, kind):
     drafter = partial(recipe.build, kind, init_args=SMALL)
@@ -159,6 +160,7 @@ def test_output_layers_start_as_the_bases_head_and_are_restored_from_a_checkpoin
     assert all(map(torch.equal, heads_of(module), trained)), "a second training of the same module continues the first"
 
 
+@pytest.mark.slow
 def test_a_drafter_is_initialised_only_once_over_several_trainings(tiny, own_text, tmp_path):
     calls = []
 
@@ -178,6 +180,7 @@ def test_a_drafter_is_initialised_only_once_over_several_trainings(tiny, own_tex
     assert calls == [module.base.base_weights.head.shape]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -66,6 +66,7 @@ def wide(make_tiny):
     return make_tiny("wide", hidden_size=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "error"), [("int8", 0.05), ("nf4", 0.3)])
 def test_a_quantised_base_has_nearly_the_same_outputs_and_an_unquantised_head(wide, dtype, error):
     whole, small = load_base(str(wide), "bfloat16"), load_base(str(wide), dtype)
@@ -88,6 +89,7 @@ def test_a_drafter_trains_on_a_quantised_base(call, write_recipe, wide, tmp_path
     assert all(name.startswith("drafter.") and weight.isfinite().all() for name, weight in saved["state_dict"].items())
 
 
+@pytest.mark.slow
 def test_a_quantised_base_without_bitsandbytes_is_refused(call, write_recipe, wide, tmp_path, monkeypatch):
     monkeypatch.setattr(base_module, "find_spec", lambda package: None)
     config = write_recipe(tmp_path)
@@ -109,6 +111,7 @@ def kept_for_backward(module, batch):
     return sum(kept.values()), {name: weight.grad for name, weight in module.drafter.named_parameters()}
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_gives_the_same_gradients_with_less_memory(tiny):
     drafter = partial(
         recipe.build, CTC, init_args={"num_frames": 6, "num_labels": 4, "num_layers": 3, "num_anchors": 64}

@@ -75,6 +75,7 @@ def search(call, tiny, folder):
     return search
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_hits_equal_those_of_a_loop_over_every_root(tiny_base, medusa):
     generator = torch.Generator().manual_seed(1)
@@ -129,6 +130,7 @@ def test_a_static_tree_is_read_from_its_file_and_replaces_the_dynamic_one(tiny_b
     assert [list(tree.parents) for tree in trees] == [[-1, -1, 0]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -163,6 +165,7 @@ def test_an_impossible_search_is_refused_in_one_line_and_writes_nothing(search, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_never_right_has_no_tree(search, tiny_base, tiny, tmp_path):
     config = DrafterConfig(
         "drafters.Medusa", {"num_heads": 1}, tiny_base.shape, str(tiny), tokenizer_hash(tiny_base.tokenizer)
@@ -176,6 +179,7 @@ def test_a_drafter_that_is_never_right_has_no_tree(search, tiny_base, tiny, tmp_
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_tree_is_replaced_only_with_overwrite(search, tmp_path):
     out = tmp_path / "tree.json"
     out.write_text("mine", encoding="utf-8")

@@ -229,6 +229,7 @@ def alone(base, prompt, max_new_tokens):
     )[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, 10], ids=["to-the-cap", "to-an-end-token"])
 def test_own_answers_equal_those_to_each_prompt_without_a_batch(prompts, ends_at, cut):
     base = ends_at(None)

@@ -255,6 +255,7 @@ def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_we
         torch.testing.assert_close(trained[anchor - 1], expected)
 
 
+@pytest.mark.slow
 def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_weights):
     drafter = make(EAGLE3, hidden_layers=(0, 1, -1))
     hidden, ids = text_for(drafter)
@@ -513,6 +514,7 @@ def train_on_a_text_that_repeats(drafter, base_weights):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "arguments"), [(EAGLE, {}), (EAGLE3, {"num_unroll": 4})])
 def test_drafts_are_accepted_after_training(make, base_weights, kind, arguments):
     losses, drafted = train_on_a_text_that_repeats(make(kind, num_nodes=8, **arguments), base_weights)
@@ -520,6 +522,7 @@ def test_drafts_are_accepted_after_training(make, base_weights, kind, arguments)
     assert min(drafted) >= 18
 
 
+@pytest.mark.slow
 def test_eagle3_trained_without_its_own_states_drafts_only_one_token_well(make, base_weights):
     """Training-time test is what lets the drafter continue from its own states."""
     _, drafted = train_on_a_text_that_repeats(make(EAGLE3, num_nodes=8, num_unroll=1), base_weights)

@@ -123,6 +123,7 @@ def test_probabilities_of_all_alignments_of_conditioned_frames_sum_to_one(root):
     assert each_alignment(random_distributions(), root).logsumexp(0).item() == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", [0, 1])  # a label may begin with the root token, which is emitted all the same
 @pytest.mark.parametrize("label", FEASIBLE + INFEASIBLE, ids=str)
 def test_conditioned_probabilities_and_gradients_equal_the_literal_sum(label, root):
@@ -153,6 +154,7 @@ def test_gradients_of_prefixes_of_conditioned_distributions_pass_through_the_sof
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_of_every_state_equal_finite_differences():
     """The upstream gradients have both signs and reach every output at once; one label has a repeat."""
     enter, stay, blank, labels = columns(random_distributions().detach(), 0, [1, 2, 2])
@@ -165,6 +167,7 @@ def test_gradients_of_every_state_equal_finite_differences():
     assert torch.autograd.gradcheck(reached, leaves)
 
 
+@pytest.mark.slow
 def test_states_before_each_frame_sum_over_the_alignments_so_far():
     distributions, label = random_distributions().detach(), [1, 2, 2]
     _, blank_end, label_end = states(*columns(distributions, 0, label))

@@ -184,6 +184,7 @@ def test_fewer_frames_than_labels_are_refused(make_ctc):
         make_ctc(num_frames=3, num_labels=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
 def test_it_learns_a_text_that_repeats(make_ctc, base_weights, objective):
     """The text has period five and its hidden states encode the position in it; after training, drafts are right."""

@@ -40,6 +40,7 @@ def paths(tree):
     return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 3, 12, 40, 155])
 @torch.no_grad()
 def test_without_a_width_limit_the_tree_has_the_most_probable_of_all_paths(base_weights, num_nodes):

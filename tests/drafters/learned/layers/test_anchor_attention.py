@@ -33,6 +33,7 @@ def test_the_causal_mask_of_two_anchors_equals_one_drawn_by_hand():
     assert AnchorMask(torch.tensor([[1, 3]]), 2, 4, causal=True).dense()[0, 0].tolist() == drawn(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -79,6 +80,7 @@ def test_a_sparse_mask_skips_blocks_that_no_query_attends_to():
     assert AnchorMask(torch.arange(10, 1000, 8)[None], 16, 1024).sparse().sparsity() > 60
 
 
+@pytest.mark.slow
 def test_flex_attention_uses_the_dtype_of_the_values():
     """Under autocast, queries and keys come from float32 norms and values from a bfloat16 projection."""
     mask = AnchorMask(torch.tensor([[4, 9]]), 3, 20)

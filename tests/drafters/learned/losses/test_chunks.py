@@ -39,6 +39,7 @@ def test_value_metrics_and_gradients_equal_those_computed_at_once(tensors, size)
     torch.testing.assert_close(gradients[1], gradients[2])  # the backward pass may run twice
 
 
+@pytest.mark.slow
 def test_each_chunk_is_computed_once_and_then_freed(tensors):
     """Only one chunk's intermediate tensor is alive at a time, and the forward function runs once per chunk."""
     seen, alive = [], []
@@ -90,6 +91,7 @@ def test_autocast_is_off_inside_a_chunk(tensors):
     torch.testing.assert_close(ours, sums(**per_anchor, **shared)[0])
 
 
+@pytest.mark.slow
 def test_gradients_of_half_precision_weights_are_summed_in_float32():
     """A thousand chunks each have a gradient of one; a sum in bfloat16 would stop growing at 256."""
     weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)

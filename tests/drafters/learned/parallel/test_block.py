@@ -75,6 +75,7 @@ def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank):
     assert {tuple(tree.path_tokens(node)) for node in range(12)} == set(best)
 
 
+@pytest.mark.slow
 def test_it_learns_a_text_that_repeats(make, base_weights):
     torch.manual_seed(0)
     ids = torch.tensor([3, 8, 8, 14, 20]).repeat(8)[None].expand(4, -1)

@@ -31,7 +31,7 @@ quickstart: install
 test: install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Every test but those marked slow.
+# The tests that take less than about 0.15 seconds each.
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 

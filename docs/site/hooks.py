@@ -19,7 +19,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("drafters", "inference", "train", "data", "files")
+PACKAGES = ("drafters", "inference", "train", "data")
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import argument_tables  # noqa: E402

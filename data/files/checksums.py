@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 CHECKSUMS = "SHA256SUMS"
+LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](\./)?(?P<name>.+)")  # sha256sum marks files read as binary by a star
 
 
 def checksum(path: Path) -> str:
@@ -39,7 +41,7 @@ def check_files(folder: Path, *names: str) -> None:
         return  # an earlier version wrote none
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+        expected = {match["name"]: match["digest"] for match in map(_parsed, lines)}
     except ValueError as error:
         raise ValueError(f"{path} is damaged: copy or export the folder again") from error
     for name in names or expected:
@@ -49,3 +51,9 @@ def check_files(folder: Path, *names: str) -> None:
                 f"{file} is damaged or cut short, or was edited: it does not have its checksum in {CHECKSUMS}; copy or "
                 f"export the folder again, or delete {CHECKSUMS} if you edited the file"
             )
+
+
+def _parsed(line: str) -> re.Match[str]:
+    if match := LINE.fullmatch(line):
+        return match
+    raise ValueError(f"not a checksum: {line[:80]}")

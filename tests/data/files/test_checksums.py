@@ -56,3 +56,14 @@ def test_a_list_cannot_name_files_outside_the_folder(folder):
     (folder / CHECKSUMS).write_text(f"{checksum(folder / 'config.json')}  ../../../etc/passwd\n")
     with pytest.raises(ValueError, match=re.escape(f"{folder}/passwd is damaged or cut short")):
         check_files(folder)
+
+
+@pytest.mark.parametrize("form", ["{digest}  {name}", "{digest} *{name}", "{digest}  ./{name}"])
+def test_the_forms_that_sha256sum_writes_are_read(tmp_path, form):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    line = form.format(digest=checksum(tmp_path / "a.bin"), name="a.bin")
+    (tmp_path / CHECKSUMS).write_text(f"{line}\n")
+    check_files(tmp_path)
+    (tmp_path / "a.bin").write_bytes(b"contents")
+    with pytest.raises(ValueError, match="does not have its checksum"):
+        check_files(tmp_path)

@@ -33,9 +33,10 @@ def check_base_folder(folder: str | Path) -> None:
     if not (folder / "config.json").exists():
         return
     config = read_json(folder / "config.json")
+    shapes = dict(_shapes(folder))
     for part in (config, config.get("text_config")) if isinstance(config, dict) else ():
         if isinstance(part, dict):
-            _check_sizes(part, dict(_shapes(folder)), folder)
+            _check_sizes(part, shapes, folder)
 
 
 def _check_sizes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

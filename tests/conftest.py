@@ -30,6 +30,9 @@ EOS = 2
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+    # A forked process makes torch's pool of threads anew at the first use. Two threads that do so at once, as
+    # transformers' loader may, break it ("Invalid thread pool"), so it is made while there is only one.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def pytest_collection_finish(session):

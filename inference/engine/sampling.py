@@ -298,6 +298,7 @@ class Typical(KeyedSampler):
 
     def __init__(
         self,
+        *,
         threshold: float = 0.09,
         alpha: float = 0.3,
         temperature: float = 1.0,

@@ -44,7 +44,9 @@ class Worker:
         exact = options.sampler()
         sampler: Sampler = exact
         if plan.typical:
-            sampler = Typical(options.temperature, options.top_k, options.top_p, options.seed)
+            sampler = Typical(
+                temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+            )
         self.sessions = {
             name: Session(runner, catalogue.make(spec, runner), exact if spec == "none" else sampler)
             for name, spec in plan.drafters.items()

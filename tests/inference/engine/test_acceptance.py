@@ -70,7 +70,7 @@ def test_typical_acceptance_is_the_rule_of_medusa(threshold, alpha):
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         logits = torch.randn(7, 20, generator=generator) * 3
-        decisions = Typical(threshold, alpha, temperature=0.7).decide(logits, TREE, range(7))
+        decisions = Typical(threshold=threshold, alpha=alpha, temperature=0.7).decide(logits, TREE, range(7))
         for node, (token, parent) in enumerate(zip(TREE.tokens, TREE.parents, strict=True)):
             distribution = (logits[1 + parent] / 0.7).softmax(-1)
             entropy = -sum(p * p.log() for p in distribution if p > 0)
@@ -84,4 +84,4 @@ def test_typical_acceptance_is_marked_lossy():
 @pytest.mark.parametrize(("threshold", "alpha"), [(0, 0.3), (1.1, 0.3), (0.1, 0)])
 def test_typical_acceptance_refuses_bounds_out_of_range(threshold, alpha):
     with pytest.raises(ValueError, match="threshold"):
-        Typical(threshold, alpha)
+        Typical(threshold=threshold, alpha=alpha)

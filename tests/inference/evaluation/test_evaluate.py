@@ -15,10 +15,11 @@ import drafters
 from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.pool import NgramPool
+from inference.engine.base import load_base
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler, make_sampler
+from inference.engine.sampling import KeyedSampler, Typical, make_sampler
 from inference.engine.session import PHASES, Session, StepCost
 from inference.evaluation import answering, processes
 from inference.evaluation.answering import answer_question, answer_questions, decoding_order, without_times
@@ -27,7 +28,7 @@ from inference.evaluation.evaluate import evaluate, process_devices
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import Worker
 from inference.registry import catalogue
-from inference.results import records
+from inference.results import folders, records
 from inference.results.metrics import MEASURED
 from inference.results.records import Answer, Turn
 from train.cli.commands import grouped
@@ -154,6 +155,20 @@ def test_a_run_continues_after_its_process_was_killed(run, whole, tmp_path, caps
     run(tmp_path / "killed")
     assert journal.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
     assert results(tmp_path / "killed") == results(whole)
+
+
+def test_typical_acceptance_is_used_for_the_drafters_and_not_for_the_base_alone(run, asked, tmp_path):
+    sampling = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "seed": 3}
+    run(tmp_path, specs=["joint"], typical=True, repeats=1, **sampling)
+    found = folders.read(tmp_path)
+    assert "lossy" in found.context["decoding"]
+    base = load_base(str(asked / "base"))
+    question = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))[0]
+    for name, rule in (("none", KeyedSampler), ("joint", Typical)):
+        session = Session(Runner(base), catalogue.make(name, Runner(base)), rule(**sampling))
+        expected = answer_question(session, name, question, base, "tokenizer", 14)
+        shown = name if rule is KeyedSampler else f"{name} (lossy)"
+        assert without_times(found.answers["mt_bench"][shown][0]) == without_times(expected)
 
 
 @pytest.mark.slow

@@ -5,9 +5,18 @@ import json
 import pytest
 import torch
 
-from benchmarks import all_drafters, ctc_paper_table2, experiment, learned_drafter_plots, learned_drafters
+from benchmarks import (
+    all_drafters,
+    ctc_paper_table2,
+    experiment,
+    learned_drafter_plots,
+    learned_drafters,
+    sampled_decoding,
+)
+from data.benchmarks import Question
 from drafters import checkpoint
 from inference.engine.base import load_base
+from inference.results.records import Answer, Turn
 
 
 def rows(markdown):
@@ -224,3 +233,42 @@ def test_all_drafters_continues_after_an_interruption(all_run):
     all_drafters.all_drafters(**arguments)
     assert [path.stat().st_mtime_ns for path in kept] == before
     assert (folder / "run" / "live" / "mt_bench-float32" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_sampled_decoding_compares_the_acceptance_rules(learned_run, tmp_path):
+    _, arguments = learned_run
+    table = tmp_path / "table.md"
+    settings = {key: arguments[key] for key in ("base", "out", "benchmark", "files", "steps", "limit")}
+    sampled_decoding.sampled_decoding(
+        **settings,
+        arms=["medusa"],
+        drafter=["prompt_lookup", "self_speculative:num_draft=2,temperature={T}"],
+        temperatures=[0.8],
+        max_new_tokens=8,
+        table=str(table),
+    )
+    exact, typical = (
+        {row[0]: row[1:] for row in rows(part)} for part in table.read_text().split("## Typical acceptance")
+    )
+    assert exact.keys() >= {"none", "prompt_lookup", "self_speculative:num_draft=2,temperature=0.8"}
+    assert {exact[name][-1] for name in ("none", "prompt_lookup", "medusa:num_nodes=16")} == {"2/2"}
+    assert "self_speculative:num_draft=2,temperature=0.8" not in typical, "typical acceptance is no rule for draws"
+    assert typical["none"][4] == typical["none"][5], "the base alone samples exactly in both"
+
+
+def test_true_equations_are_counted():
+    text = "7 * 9 = 63\n63 + 5 = 69\n68 - 10 = 58\n10 / 4 = 2\n12 / 4 = 3, so 3 = 3"
+    answer = Answer(1, "a", "none", [Turn(text, [], 0, [], 0.0)], [True])
+    assert sampled_decoding.true_equations([answer, answer]) == (6, 10)
+
+
+def test_the_log_probability_is_that_of_the_bases_own_forward(base):
+    question = Question(5, "a", ["w5 w6", "w7"], None)
+    turns = [Turn("w9 w8", [9, 8], 2, [], 0.0), Turn("w3", [3, 2], 6, [], 0.0)]
+    logs = []
+    for text in ([5, 6, 9, 8], [5, 6, 9, 8, 7, 3, 2]):  # a base without a template reads the messages as plain text
+        logits = base.model(torch.tensor([text])).logits[0] / 0.7
+        logs += [float(logits[at - 1].log_softmax(-1)[text[at]]) for at in range(len(text) - 2, len(text))]
+    found = sampled_decoding.log_probability(base, {5: question}, [Answer(5, "a", "none", turns, [True])], 0.7)
+    assert found == pytest.approx(sum(logs) / 4, abs=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median, quantiles
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ def step_cost(
     contexts: list[int] = [256, 1024],  # noqa: B006
     repeats: int = 30,
     bandwidth: float | None = None,
-    compile: bool = False,
     threads: int = 0,
     out: str | None = None,
 ) -> None:
@@ -49,7 +48,6 @@ def step_cost(
         contexts: Numbers of cached tokens before the step.
         repeats: Timed steps of every arm after three warm-up steps; the arms alternate.
         bandwidth: Memory bandwidth in GB/s; adds the share of a step that reading the weights once would take.
-        compile: Try torch.compile on the base; if that fails, the base stays eager and a note says so.
         threads: Number of torch threads; 0 keeps the default.
         out: Markdown file to write the tables to.
     """
@@ -70,12 +68,11 @@ def step_cost(
                 f"the context of {base} ends at {loaded.context_length}: pass smaller --contexts or --nodes"
             )
         runner = Runner(loaded)
-        note = _compile(runner, max(contexts)) if compile else "eager"
         for context in contexts:
             title = f"{loaded.name} ({num_millions(loaded)}), {dtype}, {torch_device.type}, context {context}"
             seconds = _measure(runner, nodes, context, repeats, title)
             tables.append(_table(title, seconds, nodes, _weight_seconds(loaded, bandwidth)))
-            tables[-1].notes.append(f"{note}; {repeats} repeats, arms alternate; medians. {NOTE}")
+            tables[-1].notes.append(f"{repeats} repeats, arms alternate; medians. {NOTE}")
     show(tables, torch_device, out)
 
 
@@ -84,22 +81,6 @@ NOTE = (
     "same repeat; IQR = interquartile range / median; pays from = accepted nodes per step at which the tree breaks "
     "even; weights = share of the step that reading the weights once takes at --bandwidth."
 )
-
-
-def _compile(runner: Runner, context: int) -> str:
-    """Compile the layers of the base if possible, and return a note on what the runner uses."""
-    eager = runner.model
-    torch._dynamo.config.recompile_limit = 64  # every number of nodes and every context is a new shape
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    runner.model = cast(torch.nn.Module, torch.compile(eager))
-    try:
-        prefill(runner, context, RESERVE)
-        for num_nodes in (1, 2, 3):
-            step_seconds(runner, chain(num_nodes, runner.vocab_size), context)
-    except Exception as error:  # the compiler raises many types of errors
-        runner.model = eager
-        return f"torch.compile failed ({type(error).__name__}), so eager"
-    return "torch.compile on the base's layers"
 
 
 def _measure(runner: Runner, nodes: list[int], context: int, repeats: int, title: str) -> dict[str, list[float]]:

@@ -224,6 +224,9 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
             f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
             "they do not belong together"
         )
+    eos = model.generation_config.eos_token_id
+    if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
+        raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")
     return Base(name, model.to(device).eval().requires_grad_(False), tokenizer, check)
 
 

@@ -98,7 +98,7 @@ def count(
         contexts, first, num_grams = np.unique(codes[order], return_index=True, return_counts=True)
         rank = np.arange(len(rows)) - np.repeat(first, num_grams)
         keys = np.concatenate([keys, contexts])
-        sizes.append(np.minimum(num_grams, top))
+        sizes.append(np.minimum(num_grams, min(top, len(rows))))
         grams.append(rows[order][rank < top, width:])
     return keys, np.concatenate(sizes).cumsum(), np.concatenate(grams)
 

@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from data.files.regular import read_document
 from data.tokenizer import first_line
 from train.checkpointing.checkpoints import check_complete
 
+ZIP_MAGIC = b"PK\x03\x04"
 Shapes = dict[str, Sequence[int]]  # shape of each weight of a parameter group, in order
 
 # Empty classes under the names of those in DeepSpeed's files, so that the files load without DeepSpeed and its code.
@@ -58,7 +58,9 @@ def hyper_parameters(saved: Any) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    if is_zipfile(path):  # torch does not compare the checksums in it
+    with open(path, "rb") as file:
+        is_zip = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+    if is_zip:  # torch does not compare the checksums in it
         check_complete(path)
     try:
         with torch.serialization.safe_globals(PLACEHOLDERS):

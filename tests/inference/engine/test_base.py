@@ -1,6 +1,7 @@
 """Loading a base: its shape and weights, and a one-line error for everything that is not a base."""
 
 import gc
+import json
 import shutil
 
 import pytest
@@ -161,6 +162,13 @@ def test_end_of_sequence_tokens_are_the_models_or_else_the_tokenizers(make_base,
     base = make_base(seed=9)
     monkeypatch.setattr(base.model.generation_config, "eos_token_id", given)
     assert Base("toy", base.model, base.tokenizer).eos == eos
+
+
+@pytest.mark.parametrize("eos", [0.5, "2", [2, "x"]])
+def test_end_of_sequence_tokens_that_are_no_ids_are_refused(folder, eos):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": eos}))
+    assert f"has the eos_token_id {eos!r}: give token ids" in refusal(folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -59,6 +59,16 @@ def test_a_damaged_checkpoint_is_not_exported_and_the_old_folder_is_kept(trained
         assert torch.equal(load_file(folder / "model.safetensors")[name], weight)
 
 
+def test_a_checkpoint_whose_directory_of_files_is_damaged_is_refused(trained, call, tmp_path):
+    damaged = tmp_path / "damaged.ckpt"
+    shutil.copy(trained.ckpt, damaged)
+    content = damaged.read_bytes()
+    end = content.rindex(b"PK\x06\x07")  # the record that says on how many disks the file lies
+    damaged.write_bytes(content[: end + 16] + b"\x05" + content[end + 17 :])
+    error = call(commands.main, "export", damaged, tmp_path / "out").one_line_error("drafters")
+    assert "damaged.ckpt is not a readable checkpoint" in error
+
+
 def test_overwrite_replaces_the_folder_as_a_whole(trained, call, tmp_path):
     folder = shutil.copytree(trained.folder, tmp_path / "drafter")
     (folder / "README.md").unlink()

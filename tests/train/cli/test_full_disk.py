@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from inference.engine.base import tokenizer_hash
 from train.cli import commands, lightning_command
 
 QUICK = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 8)
@@ -33,7 +36,7 @@ def contents(place):
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny_tokenizer, tmp_path_factory):
+def inputs(tiny_tokenizer, tiny_base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     said = "the cat sat on the mat and looked at the other cat"
     (folder / "text.txt").write_text(f"{said}\n\n" * 9)
@@ -42,6 +45,10 @@ def inputs(tiny_tokenizer, tmp_path_factory):
     answer = {"question_id": 1, "choices": [{"turns": [said], "new_tokens": [count], "idxs": [9]}]}
     (folder / "answers.jsonl").write_text(json.dumps(answer))
     (folder / "questions.jsonl").write_text(json.dumps(question))
+    medusa = DrafterConfig(
+        "drafters.Medusa", {"num_heads": 2}, tiny_base.shape, tiny_base.name, tokenizer_hash(tiny_tokenizer)
+    )
+    checkpoint.save(folder / "medusa", medusa.build(), medusa)
     return folder
 
 
@@ -51,7 +58,8 @@ def run(call, trained, tiny, inputs, tmp_path):
 
     def start(line):
         names = {"@ckpt": trained.ckpt, "@tiny": tiny, "@out": tmp_path / "out", "@drafter": trained.folder}
-        words = [str(names.get(word, word)).replace("@", f"{inputs}/") for word in line.split()]
+        words = [str(names.get(word, word)).replace("@@", f"{tmp_path}/") for word in line.split()]
+        words = [word.replace("@", f"{inputs}/") for word in words]
         return call(commands.main, *words, *(QUICK if words[0] in ("eval", "sweep") else ()))
 
     return start
@@ -67,6 +75,7 @@ COMMANDS = {
     "export @ckpt @out": 4000,
     "corpus @out --tokenizer @tiny --files @text.txt --min-count 2": 64,
     "datastore @out --tokenizer @tiny --files @text.txt": 64,
+    "tree-search --base @tiny --drafter medusa=@medusa --data embedded:1 --max-new-tokens 8 --top-k 400 --out @out": 64,
     "step-cost --base @tiny --max-nodes 2 --context 4 --repeats 1 --out @out": 64,
     "skip-search --base @tiny --limit 1 --max-new-tokens 9 --evaluations 2 --out @out": 64,
     "ouroboros-search --base @tiny --drafter-model @tiny --limit 1 --max-new-tokens 4 --out @out": 64,
@@ -91,6 +100,18 @@ def test_the_old_output_is_kept(line, run, tmp_path):
     error = outcome.err.splitlines()[-1]  # `eval` may have said before that the machine is busy
     assert outcome.code == 2 and error.startswith("drafters: error: ") and "Traceback" not in outcome.err
     assert "could not be written (File too large), and what was there before is kept" in error
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_the_old_page_of_several_evaluations_is_kept(run, tmp_path):
+    for name in ("one", "two"):
+        assert run(f"eval --base @tiny --out @@{name}").code == 0
+    assert run("report @@one @@two --out @out").code == 0
+    before = contents(tmp_path)
+    with full_disk(2000):
+        outcome = run("report @@two @@one --out @out --overwrite")
+    assert outcome.code == 2 and "what was there before is kept" in outcome.one_line_error("drafters")
     assert contents(tmp_path) == before
 
 

@@ -44,21 +44,19 @@ def search(
     choices = np.column_stack([probs, blank]).astype(np.float64)  # (T, k + 1), the blank last
     ids = np.ascontiguousarray(tokens, dtype=np.int64)
     ends = np.fromiter(eos, np.int64, len(eos))
-    texts, parents, path_probs = _grow(choices, ids, max(num_nodes, 0), int(max_depth), ends)
+    ranks = np.argsort(-choices, axis=1, kind="stable")  # out here: it takes seconds to compile
+    texts, parents, path_probs = _grow(choices, ranks, ids, max(num_nodes, 0), int(max_depth), ends)
     return DraftTree(texts.tolist(), parents.tolist()), path_probs
 
 
 @njit(cache=True)
-def _grow(choices, tokens, num_nodes, max_depth, ends):
+def _grow(choices, ranks, tokens, num_nodes, max_depth, ends):
     """Tokens, parents and probabilities of the draft tree.
 
     Two trees grow together: frame nodes, each a choice in one frame (row 0 is the root, row 1 + i is frame node i), and
     text nodes, which are the result.
     """
     num_frames, num_choices = choices.shape
-    ranks = np.empty((num_frames, num_choices), np.int64)
-    for t in range(num_frames):
-        ranks[t] = np.argsort(-choices[t], kind="mergesort")
     path_probs, frames = np.ones(num_nodes + 1), np.zeros(num_nodes + 1, np.int64)
     next_rank = np.zeros(num_nodes + 1, np.int64)
     best_score = np.zeros(num_nodes + 1)  # of the most probable child not yet taken

@@ -88,11 +88,11 @@ def candidates(tokens: np.ndarray, eos: Collection[int] = (), row: int | None = 
 @njit(cache=True)
 def _candidates(tokens, eos, row):
     usable, ends = np.ones(len(tokens)), np.zeros(len(tokens), np.bool_)
-    for first in range(0, len(tokens), max(row, 1)):
-        order = np.argsort(tokens[first : first + row], kind="mergesort")  # stable: equal tokens keep their order
-        for i in range(1, len(order)):
-            if tokens[first + order[i]] == tokens[first + order[i - 1]]:
-                usable[first + order[i]] = 0.0
+    for j in range(len(tokens)):  # rows are short, and np.argsort takes seconds to compile
+        for i in range(j - j % row, j):
+            if tokens[i] == tokens[j]:
+                usable[j] = 0.0
+                break
     for end in eos:
         for j in range(len(tokens)):
             ends[j] |= tokens[j] == end

@@ -137,7 +137,7 @@ def _draw_figures(folder: Path, name: str, summaries: dict[str, Summary], colour
     """Draw every plot that has something to show: as a PNG file, and as data URIs for light and dark pages."""
     figures = []
     for plot in plots.applicable(summaries):
-        pngs = {theme: plots.draw(plot, summaries, colours, theme) for theme in plots.THEMES}
+        pngs = plots.draw(plot, summaries, colours)
         with atomic_write(folder / f"{re.sub('[^A-Za-z0-9_.-]', '-', name)}-{plot}.png") as new:
             new.write_bytes(pngs["light"])
         sources = {theme: f"data:image/png;base64,{base64.b64encode(png).decode()}" for theme, png in pngs.items()}

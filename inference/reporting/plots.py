@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colors import is_color_like, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -176,12 +177,33 @@ def applicable(summaries: Summaries) -> list[str]:
     return [plot for plot in PLOTS if conditions.get(plot, True)]
 
 
-def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light") -> bytes:
-    """Draw the plot of this name as a PNG image, for a page of this theme."""
+def draw(plot: str, summaries: Summaries, colours: Colours) -> dict[str, bytes]:
+    """Draw the plot of this name as PNG images, one for a page of each theme.
+
+    The figure is made and laid out once: that takes most of the time.
+    """
+    present = next(iter(THEMES))
+    with matplotlib.rc_context(_style(present)):
+        figure = PLOTS[plot](summaries, colours)
+        if layout := figure.get_layout_engine():
+            layout.execute(figure)
+        figure.set_layout_engine("none")
+        pngs = {}
+        for theme in THEMES:
+            _recolour(figure, dict(zip(THEMES[present], THEMES[theme], strict=True)))
+            png = io.BytesIO()
+            figure.savefig(png, format="png", dpi=figure.dpi, facecolor=THEMES[theme][0])
+            pngs[theme] = png.getvalue()
+            present = theme
+    return pngs
+
+
+def _style(theme: str) -> Any:
+    """The settings of matplotlib for a theme."""
     background, ink, grid = THEMES[theme]
-    style: Any = {
+    return {
+        "figure.dpi": 160,
         "figure.facecolor": background,
-        "savefig.facecolor": background,
         "axes.facecolor": background,
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), ink),
         "axes.edgecolor": grid,
@@ -200,11 +222,16 @@ def draw(plot: str, summaries: Summaries, colours: Colours, theme: str = "light"
         "legend.frameon": False,
         "text.parse_math": False,  # a name may contain a dollar sign
     }
-    with matplotlib.rc_context(style):
-        figure = PLOTS[plot](summaries, colours)
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=160)
-    return png.getvalue()
+
+
+def _recolour(figure: Figure, new: dict[str, str]) -> None:
+    """Give everything in a figure that has one of these colours the new one."""
+    known = {to_rgba(old): colour for old, colour in new.items()}
+    for artist in figure.findobj():
+        for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+            colour = getattr(artist, f"get_{name}", lambda: None)()
+            if is_color_like(colour) and to_rgba(colour) in known:
+                getattr(artist, f"set_{name}")(known[to_rgba(colour)])
 
 
 def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, interval: str, unit: str = "") -> Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import sqrt
 
 import numpy as np
@@ -36,15 +37,20 @@ def interval(columns: Sequence[Sequence[float]], powers: Sequence[int], level: f
     num_questions = len(terms)
     if num_questions < 2 or (terms.sum(axis=0) <= 0).any():
         return None
-    rng = np.random.default_rng(0)
-    counts = rng.multinomial(num_questions, np.full(num_questions, 1 / num_questions), size=RESAMPLES)
-    sums = counts @ terms  # (RESAMPLES, K)
+    sums = _resamples(num_questions) @ terms  # (RESAMPLES, K)
     samples = np.prod(sums[(sums > 0).all(axis=1)] ** exponents, axis=1)
     tail = tail_probability(num_questions, level)
     low, high = np.quantile(samples, [tail, 1 - tail])
     if high - low <= TOLERANCE * abs(low):
         low = high = float(np.prod(terms.sum(axis=0) ** exponents))
     return float(low), float(high)
+
+
+@lru_cache(maxsize=4)  # a report has many intervals over the same questions
+def _resamples(num_questions: int) -> np.ndarray:
+    """How often each question is drawn in each resample: (RESAMPLES, n), the same for all intervals."""
+    shares = np.full(num_questions, 1 / num_questions)
+    return np.random.default_rng(0).multinomial(num_questions, shares, size=RESAMPLES).astype(float)
 
 
 def tail_probability(num_questions: int, level: float) -> float:

@@ -261,10 +261,11 @@ def test_empty_columns_are_left_out_and_intervals_are_below_their_numbers(summar
 @pytest.mark.slow
 def test_answers_cut_at_the_length_cap_are_counted(answers, tmp_path):
     def page():
-        found = summarised(answers)
-        of = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in found["gsm8k"].items()}
+        graded = {"gsm8k": answers["gsm8k"]}
+        found = summarised(graded)["gsm8k"]
+        of = {name: replace(summary, quality={"exact match": 12.5}) for name, summary in found.items()}
         context = {"decoding": "greedy, at most 9"}
-        path = report.write_report(tmp_path, {**found, "gsm8k": of}, context, answers, decode)
+        path = report.write_report(tmp_path, {"gsm8k": of}, context, graded, decode)
         return path.read_text(encoding="utf-8")
 
     assert "<small>8 of 8</small>" in page() and "were cut" not in page()
@@ -437,7 +438,7 @@ def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
         "joint:order=3": ["joint:order=3,num_nodes=4", "joint:num_nodes=8,order=3"],
     }
     assert "budget" in plots.applicable(named) and "budget" not in plots.applicable(summaries["mt_bench"])
-    assert plots.draw("budget", named, plots.choose_colours(named.values()), "dark").startswith(b"\x89PNG")
+    assert plots.draw("budget", named, plots.choose_colours(named.values()))["dark"].startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

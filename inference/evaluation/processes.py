@@ -17,6 +17,7 @@ from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import Worker
 from inference.runs import timing
 
+PRELOADED = ["inference.evaluation.worker", "transformers.models.auto.modeling_auto", "transformers.models.llama"]
 POLLING_SECONDS = 1.0  # between two checks that the other processes are alive
 
 
@@ -40,7 +41,10 @@ def run(plan: EvaluationPlan, folder: Path, on_ready: Callable[[], None], on_ans
         for is_new in worker.run(journal_path(folder, 0), load):
             on_answer(is_new)
         return
-    context = multiprocessing.get_context("spawn")  # a forked process could use neither CUDA nor torch's threads
+    # Copies of a server that has imported the libraries and done nothing else: a copy of this process could use neither
+    # CUDA nor torch's threads, and a new one would import them again.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     messages: Queue = context.Queue()
     go = context.Event()
     processes = [

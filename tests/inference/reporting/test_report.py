@@ -9,6 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders
@@ -439,6 +440,16 @@ def test_budget_curves_join_specs_that_differ_in_their_budget_only(summaries):
     }
     assert "budget" in plots.applicable(named) and "budget" not in plots.applicable(summaries["mt_bench"])
     assert plots.draw("budget", named, plots.choose_colours(named.values()))["dark"].startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plot", ["speedup", "depths"])
+def test_the_plot_for_a_dark_page_is_the_one_that_its_style_draws(summaries, plot):
+    of = summaries["mt_bench"]
+    colours, png = plots.choose_colours(of.values()), io.BytesIO()
+    with matplotlib.rc_context(plots._style("dark")):
+        plots.PLOTS[plot](of, colours).savefig(png, format="png")
+    assert plots.draw(plot, of, colours)["dark"] == png.getvalue()
 
 
 @pytest.mark.slow

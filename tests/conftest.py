@@ -1,4 +1,7 @@
-"""Toy bases built in memory, and the folder `shared` of real files that may be next to the project."""
+"""Toy bases built in memory, and the folder `shared` of real files that may be next to the project.
+
+torch and transformers are imported where they are used: the process that only distributes the tests does without them.
+"""
 
 import os
 
@@ -17,26 +20,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import torch
-from filelock import FileLock
-
-from inference.engine.base import Base
-from inference.engine.runner import ForwardOutput
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 40
 EOS = 2
 
 
-def pytest_configure(config):
+def pytest_collection_finish(session):
+    """Use one thread, and exclude the objects of the imports from garbage collection, as they stay until the end."""
+    import torch
+
     torch.set_num_threads(1)
     # A forked process makes torch's pool of threads anew at the first use. Two threads that do so at once, as
     # transformers' loader may, break it ("Invalid thread pool"), so it is made while there is only one.
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
-
-
-def pytest_collection_finish(session):
-    """Exclude the objects of the imports from garbage collection, as they stay until the end."""
     gc.collect()
     gc.freeze()
 
@@ -57,7 +54,7 @@ def words():
 def toy_base(
     kind="llama",
     attention="sdpa",
-    dtype=torch.float64,
+    dtype=None,
     context=64,
     layers=2,
     hidden=32,
@@ -68,10 +65,13 @@ def toy_base(
     """A random base with weights large enough that its greedy text does not repeat a single token.
 
     A ``predictable`` one is made so that a token is often followed by the next one of its cycle of six, which drafters
-    can guess.
+    can guess. The dtype is float64 by default.
     """
+    import torch
     import transformers
     from transformers import AutoModelForCausalLM, GPT2Config
+
+    from inference.engine.base import Base
 
     common = {"vocab_size": vocab, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.4}
     if kind == "gpt2":
@@ -90,15 +90,17 @@ def toy_base(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    model = model.to(dtype).eval().requires_grad_(False)
+    model = model.to(dtype or torch.float64).eval().requires_grad_(False)
     if predictable:
-        make_predictable(model)
+        with torch.no_grad():
+            make_predictable(model)
     return Base(f"toy-{kind}", model, words())
 
 
-@torch.no_grad()
 def make_predictable(model):
     """Let a model's layers add less to its hidden state, and its LM head favour the next token of a cycle of six."""
+    import torch
+
     model.config.tie_word_embeddings = False
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     share = 0.07 if model.config.model_type == "gpt2" else 0.035
@@ -157,6 +159,10 @@ class PseudoRunner:
         return seq[len(prompt) :]
 
     def forward(self, pending, tree, required_outputs):
+        import torch
+
+        from inference.engine.runner import ForwardOutput
+
         tree.validate(self.vocab_size)
         assert pending and max(tree.depths, default=0) <= self.context_length - self.cached - len(pending)
         self.forwards += 1
@@ -268,6 +274,8 @@ def shared_folder(tmp_path_factory):
     ``shared_folder("tiny-base", fill)`` calls ``fill(folder)`` unless another worker has done so, waits while another
     worker is doing so, and returns the folder. Tests only read what they find there.
     """
+    from filelock import FileLock
+
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # each worker has a folder of its own in the one of the run

@@ -130,7 +130,7 @@ def test_a_biased_rule_is_detected(rule, replacement):
 # ---- through the whole engine
 
 
-VOCAB, PROMPT, RUNS = 6, [3, 4, 5], 1000
+VOCAB, PROMPT, RUNS = 6, [3, 4, 5], 800
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ Each module feeds a page:
 - docs/results/ctc.md: `learned_drafters`, `ctc_paper_table2` (Table 2 of the CTC paper), `loss_memory` (memory and time
   of the losses), `tree_building` (time to build a draft tree)
 - docs/results/sampled_drafts.md: `sampled_drafts` (chi-squared of sampled texts with drafters that sample)
+- docs/results/at_scale.md, once it is measured: `at_scale` (a small base and its drafters at the cost of a large base)
 - docs/results/training.md: `training_step` (time and memory of a training step)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation

@@ -14,7 +14,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from rich.console import Console
@@ -33,6 +33,7 @@ SHAPES = {
     "tiny": (192, 512, 8, 6, 6),
     "100m": (768, 2048, 12, 12, 12),
     "1b": (2048, 8192, 16, 32, 8),
+    "3b": (3072, 8192, 28, 24, 8),
     "7b": (4096, 11008, 32, 32, 32),
 }
 
@@ -179,11 +180,16 @@ def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -
 
 
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
-    """Run a benchmark with the arguments of the command line, where ``--max-new-tokens`` stands for max_new_tokens."""
+    """Run a benchmark with the arguments of the command line.
+
+    ``--max-new-tokens`` stands for max_new_tokens. A list is written as one value in brackets, or as repeated options.
+    """
     from jsonargparse import auto_cli
 
     words = sys.argv[1:] if argv is None else argv
-    flags = [name for name, hint in get_type_hints(function).items() if hint is bool]
+    hints = get_type_hints(function).items()
+    flags = [name for name, hint in hints if hint is bool]
+    lists = [name for name, hint in hints if list in map(get_origin, (hint, *get_args(hint)))]
     args = []
     for arg, after in zip(words, [*words, "--"][1:], strict=True):
         key, equals, value = arg.partition("=")
@@ -191,6 +197,8 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
             key = f"--{key[2:].replace('-', '_')}"
             if key[2:] in flags and not equals and after.startswith("--"):
                 equals, value = "=", "true"
+            if key[2:] in lists and not (value or after).startswith("["):
+                key += "+"
         args.append(key + equals + value)
     try:
         auto_cli(function, args=args, as_positional=False)

@@ -58,7 +58,8 @@ def test_the_command_line_accepts_dashes_and_flags_and_reports_mistakes(capsys):
     harness.main(wanted, ["--num-steps", "3", "--fast", "--words", "[a,b-c]"])
     harness.main(wanted, ["--num-steps=2", "--fast=false"])
     harness.main(wanted, [])
-    assert given == [(3, True, ["a", "b-c"]), (2, False, []), (1, False, [])]
+    harness.main(wanted, ["--words", "x=1:y=2,z", "--fast", "--words=b"])
+    assert given == [(3, True, ["a", "b-c"]), (2, False, []), (1, False, []), (1, True, ["x=1:y=2,z", "b"])]
     with pytest.raises(SystemExit) as stop:
         harness.main(wanted, ["--num-steps", "0"])
     assert stop.value.code == 2 and capsys.readouterr().err == "wanted: error: num_steps must be at least 1\n"

@@ -1,0 +1,174 @@
+"""The benchmark: a small trained base and its drafters, decoded at the cost of a large shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.at_scale.measurements import NONE, SearchClock, measure, plot_scaling, tables
+from benchmarks.at_scale.widening import widen_base, widen_drafter
+from benchmarks.harness import SHAPES, origin, show
+from data.benchmarks import Question
+from data.files.atomic_write import write_text
+from data.files.bounded_json import read_json
+from drafters import checkpoint
+from drafters.protocol import Drafter, LearnedDrafter
+from inference.engine.base import Base, load_base, resolve_device
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+from inference.evaluation.answering import answer_questions
+from inference.evaluation.question_options import QuestionOptions
+from inference.registry import catalogue
+from inference.reporting import plots
+from inference.results import metrics
+from inference.results.records import Answer
+from inference.runs.progress import progress_bars
+from train.callbacks.estimate import peak_bytes
+
+TEMPLATE = "tokenizer"
+
+
+def at_scale(
+    base: str = "checkpoints/tiny-chat",
+    shape: str = "1b",
+    dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    drafter: list[str] | None = None,
+    benchmark: str = "embedded",
+    questions: str | None = None,
+    offset: int = 0,
+    limit: int = 5,
+    max_new_tokens: int = 48,
+    repeats: int = 1,
+    vocab_size: int = 32000,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    threads: int = 0,
+    out: str | None = None,
+) -> None:
+    """Decode with a small trained base that computes at the cost of a large one, with all drafters side by side.
+
+    The base and its learned drafters are widened to the shape: they write the same texts and draft the same trees, and
+    a step costs what it costs for a base of that shape. Other drafters (joint, anpd, ...) are used as they are.
+
+    Args:
+        base: Folder of the trained base, of the LLaMA family.
+        shape: Shape of the large base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2) or 7b (Vicuna).
+        dtype: Dtype of the large weights.
+        drafter: NAME[=FOLDER][:key=value,...] as in `drafters eval`, such as ctc=FOLDER:num_nodes=16; may be repeated.
+        benchmark: Name of the benchmark whose questions are answered.
+        questions: File with the questions; those of embedded come from the package.
+        offset: Number of questions to skip at the beginning.
+        limit: Maximum number of questions.
+        max_new_tokens: Maximum number of tokens of a turn.
+        repeats: Number of times that every question is decoded; the steps of all of them count.
+        vocab_size: Vocabulary of the large base.
+        device: Device to run on; auto uses the GPU if there is one.
+        threads: Number of torch threads; 0 keeps the default.
+        out: Folder for the results of this run as JSON and a plot of its phases, for the tables of all runs in the
+            folder, and for the plot of the speed-up against the parameters.
+    """
+    if min(limit, repeats) < 1:
+        raise ValueError("limit and repeats must be at least 1")
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
+    specs = catalogue.labels([NONE, *(spec for spec in drafter or ["prompt_lookup", "joint"] if spec != NONE)])
+    if lost := [spec for spec in specs.values() if catalogue.split(spec)[0] == "self_speculative"]:
+        raise ValueError(f"{lost[0]} would skip layers that were added and do nothing: leave it out")
+    if threads:
+        torch.set_num_threads(threads)
+    small = load_base(base, "float32", resolve_device(device))
+    options = QuestionOptions(benchmark, questions, offset, limit, max_new_tokens, TEMPLATE)
+    chosen = options.select(small, options.load()).questions
+    drafters = {name: catalogue.make(spec, Runner(small)) for name, spec in specs.items()}
+    small_answers = decode(small, drafters, chosen, max_new_tokens, 1, f"{base} at its own shape")
+    wide = widen_base(
+        small, f"{base} at {shape}", SHAPES[shape], max(vocab_size, small.shape.vocab_size), _dtype(dtype)
+    )
+    runner = Runner(wide)
+    wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
+    clocks = {name: SearchClock(each) for name, each in wide_drafters.items()}
+    answers = decode(wide, wide_drafters, chosen, max_new_tokens, repeats, wide.name)
+    result = {
+        "title": f"{Path(base).name} at the shape {shape}, {dtype}",
+        "base": base,
+        "shape": shape,
+        "dtype": dtype,
+        "parameters": _num_parameters(wide.model),
+        "peak_bytes": peak_bytes(wide.model.device),
+        "settings": [
+            f"{len(chosen)} questions of {benchmark} from {offset}, at most {max_new_tokens} tokens a turn, greedy, "
+            f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
+            f"{wide.shape.vocab_size:,}."
+        ],
+        "origin": origin(wide.model.device),
+        "drafters": {
+            name: measure(
+                name,
+                answers,
+                {key: each[0] for key, each in small_answers.items()},
+                clocks[name],
+                _num_parameters(wide_drafters[name]),
+            )
+            for name in specs
+        },
+    }
+    show(tables(result), wide.model.device, None)
+    if out:
+        write_results(Path(out), result, answers)
+
+
+def decode(
+    base: Base,
+    drafters: Mapping[str, Drafter],
+    questions: list[Question],
+    max_new_tokens: int,
+    repeats: int,
+    title: str,
+) -> dict[str, list[list[Answer]]]:
+    """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
+    runner = Runner(base)
+    sessions = {name: Session(runner, each) for name, each in drafters.items()}
+    answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
+    with progress_bars(transient=True) as bars:
+        task = bars.add_task(title, total=repeats * len(questions) * len(drafters))
+        for repeat in range(repeats):
+            for answer in answer_questions(base, sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
+                answers[answer.drafter][repeat].append(answer)
+                bars.advance(task)
+    return answers
+
+
+def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str, Sequence[Sequence[Answer]]]) -> None:
+    """Write a run, and the tables and the plot of all runs in the folder."""
+    name = f"{Path(result['base']).name}-{result['shape']}-{result['dtype']}"
+    write_text(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
+    typical = {drafter: metrics.median_answers(own) for drafter, own in answers.items()}
+    summaries = {drafter: metrics.summarise(own, typical[NONE]) for drafter, own in typical.items()}
+    phases = plots.draw("phases", summaries, plots.choose_colours(summaries.values()))
+    (folder / f"{name}-phases.png").write_bytes(phases["light"])
+    results: list[Any] = [read_json(path) for path in sorted(folder.glob("*.json"))]
+    parts = []
+    for each in results:
+        parts += ["\n".join(f"- {key}: `{value}`" for key, value in each["origin"].items())]
+        parts += [table.markdown() for table in tables(each)]
+    write_text(folder / "at_scale.md", "\n\n".join(parts) + "\n")
+    plot_scaling(results, folder / "speedup_by_parameters.png")
+
+
+def _wide(spec: str, drafter: Drafter, small: Base, runner: Runner) -> Drafter:
+    """The drafter of the wide base: a learned one is widened, any other is made anew."""
+    if not isinstance(drafter, LearnedDrafter):
+        return catalogue.make(spec, runner)
+    config = checkpoint.read_config(Path(str(catalogue.split(spec)[1])))
+    return widen_drafter(drafter, config.init_args, small.shape, runner.base)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _num_parameters(module: object) -> int:
+    return sum(weight.numel() for weight in module.parameters()) if isinstance(module, torch.nn.Module) else 0

@@ -120,8 +120,12 @@ class DrafterCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return Lightning's subcommands fit, validate and test; there is no predict for drafters."""
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+        """Return Lightning's subcommands fit, validate and test, or the one that the command line begins with.
+
+        There is no predict for drafters. The parsers of further subcommands would take most of the time to parse.
+        """
+        known = {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+        return {name: known[name] for name in sys.argv[1:2] if name in known} or known
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(ExactResume, "resume")

@@ -58,8 +58,8 @@ def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, ma
     turns, text = ChatSession(Session(Runner(base), make(name, base), sampler)), []
     for number, said in enumerate(TURNS):
         before, text = len(text), text + said
-        expected = naive(base, text, 20, sampler)
-        steps = list(turns.decode(text, 20))
+        expected = naive(base, text, 12, sampler)
+        steps = list(turns.decode(text, 12))
         assert [token for emitted, _ in steps for token in emitted] == expected
         assert turns.num_cached == (before - 1 if number else 0)  # the last token of an answer is not cached yet
         assert steps[0][1].fed_pending == len(text) - turns.num_cached
@@ -73,11 +73,11 @@ def test_a_drafter_without_memory_drafts_in_a_later_turn_as_in_a_first_one(make_
     turns, text = ChatSession(Session(Runner(base), make(name, base))), []
     for said in TURNS:
         text += said
-        steps = list(turns.decode(text, 24))
-        fresh = list(ChatSession(Session(Runner(base), make(name, base))).decode(text, 24))
+        steps = list(turns.decode(text, 14))
+        fresh = list(ChatSession(Session(Runner(base), make(name, base))).decode(text, 14))
         if len(text) > len(said):
             assert steps[0][1].fed_candidates == 0  # nothing is drafted in the step that reads the new message
-            session, end = Session(Runner(base), make(name, base)), len(text) + 24
+            session, end = Session(Runner(base), make(name, base)), len(text) + 14
             session.begin(text)
             fresh = [session.step(end, max_nodes=0), *session.steps(end)]
         assert [(emitted, cost.fed_candidates) for emitted, cost in steps] == [

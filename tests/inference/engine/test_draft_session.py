@@ -137,7 +137,7 @@ def test_after_each_step_both_caches_are_those_of_fresh_forwards(make_base, kind
     inner = DraftModelSession(Runner(similar_model(base), cache_kind))
     session = Session(Runner(base, cache_kind), DraftModel(inner, num_draft=4))
     tokens, accepted = [], []
-    for emitted, cost in session.decode(prompt, 30):
+    for emitted, cost in session.decode(prompt, 16):
         tokens += emitted
         accepted.append(cost.accepted)
         assert_fresh(session)
@@ -145,7 +145,7 @@ def test_after_each_step_both_caches_are_those_of_fresh_forwards(make_base, kind
         if cost.draft_forwards:
             read = [*prompt, *tokens[: -len(emitted)]]
             assert inner.session.seq[: -cost.fed_candidates] == read
-    assert tokens == alone(base, prompt, 30)
+    assert tokens == alone(base, prompt, 16)
     assert len(set(accepted)) > 1, "some drafts should be accepted and some rejected"
 
 
@@ -255,7 +255,7 @@ def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(m
     base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}
     lowest = DraftModelSession(Runner(similar_model(base)), sampler=KeyedSampler(**distribution, seed=1))
     inner = DraftModelSession(Runner(base), DraftModel(lowest, num_draft=2), KeyedSampler(**distribution, seed=2))
-    counts, draws = {}, 600
+    counts, draws = {}, 300
     for index in range(draws):
         inner.begin(prompt)
         pair = tuple(inner.write(prompt, 2, draft_seed=index).tokens)

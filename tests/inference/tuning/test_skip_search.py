@@ -37,10 +37,10 @@ def accepted_by_decoding(base, texts, skips, num_draft, stride):
     """For every root along the texts, the number of draft tokens that the base accepts in real decoding."""
     accepted = []
     for prompt, answer in texts:
+        runner = Runner(base)
         for root in range(0, len(answer) - num_draft, stride):
             seq, truth = [*prompt, *answer[: root + 1]], answer[root + 1 :]
-            runner = Runner(base)
-            runner.forward(seq[:-1], DraftTree(), RequiredOutputs())
+            runner.forward(seq[runner.cached : -1], DraftTree(), RequiredOutputs())
             runner.commit([])
             draft = LayerSkippingSession(runner, *skips).write(seq, num_draft).tokens
             same = [mine == theirs for mine, theirs in zip(draft, truth, strict=False)]

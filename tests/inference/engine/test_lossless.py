@@ -2,6 +2,7 @@
 
 import random
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -134,7 +135,6 @@ def fitting(kind):
 
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 each_cache = pytest.mark.parametrize("cache_kind", CACHES)
-each_sampler = pytest.mark.parametrize("sampler", SAMPLERS)
 
 
 @cache
@@ -211,8 +211,13 @@ def session(make_base, make_drafter, make_learned):
         for name in fitting(kind[0])
     ],
 )
-@each_sampler
-@each_cache
+@pytest.mark.parametrize(
+    ("sampler", "cache_kind"),
+    [
+        pytest.param(*way, marks=[pytest.mark.slow] if way != ("greedy", "static") else [])
+        for way in product(SAMPLERS, CACHES)
+    ],
+)
 def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_kind, sampler):
     base = make_base(kind, attention, predictable=True)
     runner = Runner(base, cache_kind)

@@ -60,10 +60,10 @@ class Anchors:
             return self._plain()
         if arm == CROSS:
             return cross_entropy(anchored, self.head, max_bytes=self.max_bytes)[0]
-        markov = self.markov if arm == MARKOV else None
+        bias = self.markov.factors(anchored.previous) if arm == MARKOV else None
         options = CTCLossOptions(objective="ctc" if arm == CTC else "prefix")
         blank = BlankOutput(self.blank_row, self.blank_bias)
-        return ctc_loss(anchored, self.head, blank, markov, options, max_bytes=self.max_bytes)[0]
+        return ctc_loss(anchored, self.head, blank, bias, options, max_bytes=self.max_bytes)[0]
 
     def _plain(self) -> Tensor:
         logits = (self.frames.to(self.head.dtype) @ self.head.T).float()

@@ -61,6 +61,27 @@ def test_a_saved_drafter_loads_bit_for_bit(config, tmp_path, dtype):
     assert not any(weight.requires_grad for weight in loaded.parameters())
 
 
+def test_the_folder_of_a_bias_from_the_base_holds_no_table_and_drafts_what_was_saved(config, base_weights, tmp_path):
+    trunk = config.init_args["trunk"] | {"markov_rank": 3, "markov_factors": "base", "hidden_layers": [-1]}
+    config = replace(config, init_args=config.init_args | {"trunk": trunk})
+    saved = config.build()
+    torch.nn.init.normal_(saved.markov.right)
+    checkpoint.save(tmp_path, saved, config)
+    loaded, _ = checkpoint.load(tmp_path)
+    assert not any(base_weights.embedding.shape[0] in weight.shape for weight in loaded.state_dict().values())
+    text = torch.randn(9, 16), torch.arange(9), torch.arange(1, 9), base_weights
+    assert loaded.draft_at(*text) == saved.draft_at(*text)
+
+
+def test_a_folder_from_before_the_choice_of_factors_has_tables_of_its_own(config, tmp_path):
+    config = replace(config, init_args={"num_frames": 6, "num_labels": 4, "markov_rank": 3})
+    saved = config.build()
+    checkpoint.save(tmp_path, saved, config)
+    assert "markov_factors" not in (tmp_path / "config.json").read_text()
+    loaded, _ = checkpoint.load(tmp_path)
+    assert torch.equal(loaded.markov.left, saved.markov.left) and loaded.markov.left.shape == (23, 3)
+
+
 def test_file_permissions_follow_the_umask(config, tmp_path):
     before = os.umask(0o027)
     try:

@@ -162,7 +162,7 @@ def block_config(drafter: Block, config: DrafterConfig, base: Base, mask_token_i
         "mask_token_id": mask_token_id,
         "sample_from_anchor": True,
         "sliding_window_non_causal": True,  # no layer slides, but for vLLM false means that all layers are causal
-        "markov_rank": drafter.markov.left.shape[1] if drafter.markov else 1,
+        "markov_rank": drafter.markov.rank if drafter.markov else 1,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
         "confidence_head_with_markov": False,
@@ -179,7 +179,8 @@ def block_weights(drafter: Block, base: Base, mask_token_id: int) -> dict[str, T
     embedding = base.base_weights.embedding.detach().clone()
     embedding[mask_token_id] = drafter.frame_embedding.detach()[0].to(embedding)
     zero = torch.zeros(drafter.vocab_size, 1)
-    left, right = (drafter.markov.left, drafter.markov.right) if drafter.markov else (zero, zero)
+    bias = drafter.markov and drafter.markov.folded(base.base_weights)
+    left, right = (bias.left, bias.right) if bias else (zero, zero)
     markov = {"markov_head.markov_w1.weight": left, "markov_head.markov_w2.weight": right}
     return {**trunk, "embed_tokens.weight": embedding, **markov}
 

@@ -13,7 +13,7 @@ from drafters.checks import check_above_zero, check_at_least
 from drafters.learned.ctc import paper_tree, prefix_search
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.ctc.sampled_tree import draw
-from drafters.learned.layers.markov import Markov
+from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses import gathered_logits
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees.candidates import tables
@@ -95,17 +95,17 @@ class CTC(ParallelDrafter):
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
         self.register_load_state_dict_pre_hook(_read_scalar_blank_bias)
-        rank = trunk.markov_rank
-        self.markov = Markov(base.vocab_size, rank, base.vocab_size + 1) if rank else None
+        self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, has_blank=True)
 
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
+        anchored = self.sample_anchors(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
         return ctc_loss(
-            self.sample_anchors(batch, base_weights, with_teacher=bool(self.loss_options.distillation)),
+            anchored,
             base_weights.head,
             BlankOutput(self.blank_row, self.blank_bias[0]),
-            self.markov,
+            self.bias_factors(anchored, base_weights),
             self.loss_options,
             warm_up=self._warm_up(batch.step),
             divisor=batch.divisor,
@@ -128,7 +128,7 @@ class CTC(ParallelDrafter):
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         logits = self.logits(frames, base_weights.head)
-        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
+        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
         return [self._tree(probs[..., :-1], probs[..., -1], tokens, limits) for probs, tokens in drafts]
 
     def _tree(self, probs: np.ndarray, blank: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
@@ -146,7 +146,7 @@ class CTC(ParallelDrafter):
             return super().draft(frames, root, base_weights, limits)
         return draw(
             self.logits(frames, base_weights.head)[0],
-            self.markov,
+            self.bias(base_weights),
             root,
             self.draws,
             min(self.draft_options.num_nodes, limits.max_nodes),

@@ -14,7 +14,6 @@ from drafters.checks import check_at_least
 from drafters.learned.ctc import alignment
 from drafters.learned.ctc.alignment import is_possible
 from drafters.learned.ctc.emissions import divergence, emit
-from drafters.learned.layers.markov import Markov
 from drafters.learned.losses import label_weights
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
@@ -61,7 +60,7 @@ def ctc_loss(
     anchored: AnchoredFrames,
     head: Tensor,
     blank: BlankOutput,
-    markov: Markov | None = None,
+    bias: tuple[Tensor, Tensor] | None = None,
     options: CTCLossOptions | None = None,
     warm_up: float = 0.0,
     max_bytes: int = MAX_BYTES,
@@ -80,7 +79,8 @@ def ctc_loss(
         anchored: Frames and labels.
         head: (V, D) the base's frozen LM head.
         blank: The blank's output layer.
-        markov: Bias on the V + 1 logits given the last emitted token, which is the root at first; none by default.
+        bias: Factors of the Markov bias on the V + 1 logits given the last emitted token: (A, U + 1, R) for the root
+            and y_1..y_U, and (V + 1, R); none by default.
         options: The objective and its weights; the defaults of `CTCLossOptions` if not given.
         warm_up: Share, from 0 to 1, of the plain cross-entropy of frame u on label u, weighted by ``decay``. Frames
             beyond U are not trained by it.
@@ -99,13 +99,12 @@ def ctc_loss(
     frames, labels, valid = anchored.frames, anchored.labels, anchored.valid
     if not 0 <= warm_up <= 1:
         raise ValueError(f"warm_up is a share between 0 and 1, not {warm_up}")
-    if markov is not None and len(markov.right) != len(head) + 1:
-        raise ValueError(f"the Markov bias of a CTC drafter has {len(head) + 1} columns, not {len(markov.right)}")
+    if bias is not None and len(bias[1]) != len(head) + 1:
+        raise ValueError(f"the Markov bias of a CTC drafter has {len(head) + 1} columns, not {len(bias[1])}")
     per_anchor = {"frames": frames, "labels": labels, "valid": valid}
     shared = {"blank_row": blank.row, "blank_bias": blank.bias}
-    if markov is not None:
-        per_anchor["left"] = F.embedding(torch.cat([anchored.roots[:, None], labels], 1), markov.left)
-        shared["right"] = markov.right
+    if bias is not None:
+        per_anchor["left"], shared["right"] = bias
     per_anchor |= anchored.distillation_inputs(options.distillation)
 
     def sums(frames, labels, valid, teacher=None, teacher_counts=None, **output_weights) -> tuple[Tensor, Tensor]:
@@ -136,7 +135,7 @@ def ctc_loss(
         blank_share = (emissions.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
         return loss, torch.stack([blank_share, alignment.expected_acceptance(prefix, counts).sum()])
 
-    planes = _planes(frames.shape[1], labels.shape[1], markov is not None, bool(options.distillation))
+    planes = _planes(frames.shape[1], labels.shape[1], bias is not None, bool(options.distillation))
     size = anchors_per_chunk(round(planes * len(head)), max_bytes)
     loss, (blank_share, acceptance) = chunked(sums, per_anchor, shared, size)
     num_anchors = divisor(valid[:, 0].sum())

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.protocol import BaseShape, BaseWeights
+
+FOLDED_ROWS = 4096  # of the embedding, widened at once while the left factor is folded
 
 
 class Markov(nn.Module):
@@ -20,10 +27,18 @@ class Markov(nn.Module):
 
     def __init__(self, num_tokens: int, rank: int, num_columns: int) -> None:
         super().__init__()
-        if rank < 1:
-            raise ValueError(f"the rank of a Markov bias must be at least 1, not {rank}: leave the bias out for none")
+        _check_rank(rank)
+        self.rank = rank
         self.left = nn.Parameter(torch.randn(num_tokens, rank) * 0.02)
         self.right = nn.Parameter(torch.zeros(num_columns, rank))
+
+    def factors(self, tokens: Tensor, base_weights: BaseWeights | None = None) -> tuple[Tensor, Tensor]:
+        """The left factors (..., R) of the previous tokens (...), and the right factors (columns, R)."""
+        return F.embedding(tokens, self.left), self.right
+
+    def folded(self, base_weights: BaseWeights | None = None) -> Markov:
+        """The same bias as two tables, which it is already."""
+        return self
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The rows of B for tokens (...): (..., columns), in float32 at least.
@@ -31,4 +46,70 @@ class Markov(nn.Module):
         In bfloat16 a row would depend on which other rows are in its batch.
         """
         dtype = torch.promote_types(self.left.dtype, torch.float32)
-        return nn.functional.embedding(tokens, self.left).to(dtype) @ self.right.to(dtype).T
+        return F.embedding(tokens, self.left).to(dtype) @ self.right.to(dtype).T
+
+
+class BaseMarkov(nn.Module):
+    """The bias of `Markov` with factors that are linear maps of the base's own weights.
+
+    left[l] = W_1 rmsnorm(E[l]) and right[v] = W_2 H[v], where E is the base's embedding and H its LM head. Tokens that
+    the base treats alike thus share what is learned about them. The blank is no token of the base and has a row of its
+    own. ``right`` starts at zero, so training starts without a bias.
+
+    Args:
+        base: Dimensions of the base.
+        rank: R, rank of B.
+        has_blank: Whether the last column of B is the blank's.
+    """
+
+    def __init__(self, base: BaseShape, rank: int, has_blank: bool) -> None:
+        super().__init__()
+        _check_rank(rank)
+        self.rank, self.norm_eps = rank, base.norm_eps
+        self.left = nn.Parameter(torch.randn(rank, base.hidden_size) * base.hidden_size**-0.5)
+        self.right = nn.Parameter(torch.zeros(rank, base.hidden_size))
+        self.blank = nn.Parameter(torch.zeros(1, rank)) if has_blank else None
+
+    def factors(self, tokens: Tensor, base_weights: BaseWeights) -> tuple[Tensor, Tensor]:
+        """The left factors (..., R) of the previous tokens (...), and the right factors (columns, R).
+
+        The LM head is multiplied in its own dtype, as for the logits; the results are float32 at least.
+        """
+        dtype = torch.promote_types(self.left.dtype, torch.float32)
+        with torch.autocast(tokens.device.type, enabled=False):
+            head = base_weights.head.detach()
+            right = (head @ self.right.to(head.dtype).T).to(dtype)
+            right = right if self.blank is None else torch.cat([right, self.blank.to(dtype)])
+            return self._left(base_weights.embedding.detach()[tokens]), right
+
+    def _left(self, embedded: Tensor) -> Tensor:
+        dtype = torch.promote_types(self.left.dtype, torch.float32)
+        return F.rms_norm(embedded.to(dtype), embedded.shape[-1:], eps=self.norm_eps) @ self.left.to(dtype).T
+
+    @torch.no_grad()
+    def folded(self, base_weights: BaseWeights) -> Markov:
+        """The same bias as two tables over the vocabulary, for decoding."""
+        _, right = self.factors(base_weights.embedding.new_zeros(0, dtype=torch.long), base_weights)
+        left = torch.cat([self._left(rows) for rows in base_weights.embedding.split(FOLDED_ROWS)])
+        with torch.device("meta"):  # the weights follow
+            tables = Markov(len(left), self.rank, len(right))
+        tables.left, tables.right = (
+            nn.Parameter(table.to(self.left.dtype).contiguous(), requires_grad=False) for table in (left, right)
+        )
+        return tables
+
+
+def markov_bias(
+    base: BaseShape, rank: int, factors: Literal["own", "base"], has_blank: bool
+) -> Markov | BaseMarkov | None:
+    """The bias that a recipe asks for; None for rank 0."""
+    if not rank:
+        return None
+    if factors == "base":
+        return BaseMarkov(base, rank, has_blank)
+    return Markov(base.vocab_size, rank, base.vocab_size + has_blank)
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 1:
+        raise ValueError(f"the rank of a Markov bias must be at least 1, not {rank}: leave the bias out for none")

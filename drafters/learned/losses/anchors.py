@@ -28,6 +28,11 @@ class AnchoredFrames:
     teacher: Tensor | None = None
     teacher_valid: Tensor | None = None
 
+    @property
+    def previous(self) -> Tensor:
+        """(A, U + 1) the tokens that a draft may have emitted last: the root and y_1..y_U."""
+        return torch.cat([self.roots[:, None], self.labels], 1)
+
     def distillation_inputs(self, distillation: float) -> dict[str, Tensor]:
         """The teacher's states, and (A, U) bool at which labels they count, by name; empty without distillation.
 

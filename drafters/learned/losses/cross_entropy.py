@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from drafters.learned.layers.markov import Markov
 from drafters.learned.losses import gathered_logits, label_weights
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
@@ -19,7 +17,7 @@ from drafters.protocol import at_least_one
 def cross_entropy(
     anchored: AnchoredFrames,
     head: Tensor,
-    markov: Markov | None = None,
+    bias: tuple[Tensor, Tensor] | None = None,
     options: LabelLossOptions | None = None,
     max_bytes: int = MAX_BYTES,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
@@ -33,7 +31,8 @@ def cross_entropy(
     Args:
         anchored: Frames and labels. Frames beyond the number of labels are not trained.
         head: (V, D) the base's frozen LM head.
-        markov: Bias on the V logits given the previous token; none by default.
+        bias: Factors of the Markov bias on the V logits given the previous token: (A, U + 1, R) for the root and
+            y_1..y_U, of which the last is not needed, and (V, R); none by default.
         options: Weights of the labels and of distillation; the defaults of `LabelLossOptions` if not given.
         max_bytes: Memory for the tensors of one chunk.
         divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
@@ -50,12 +49,11 @@ def cross_entropy(
     num_labels = labels.shape[1]
     if frames.shape[1] < num_labels:
         raise ValueError(f"cross-entropy needs a frame for each of {num_labels} labels, not {frames.shape[1]} frames")
-    if markov is not None and len(markov.right) != len(head):
-        raise ValueError(f"the Markov bias of this drafter has {len(head)} columns, not {len(markov.right)}")
+    if bias is not None and len(bias[1]) != len(head):
+        raise ValueError(f"the Markov bias of this drafter has {len(head)} columns, not {len(bias[1])}")
     per_anchor, shared = {"frames": frames[:, :num_labels], "labels": labels, "valid": valid}, {}
-    if markov is not None:
-        per_anchor["left"] = F.embedding(torch.cat([anchored.roots[:, None], labels[:, :-1]], 1), markov.left)
-        shared["right"] = markov.right
+    if bias is not None:
+        per_anchor["left"], shared["right"] = bias[0][:, :num_labels], bias[1]
     per_anchor |= anchored.distillation_inputs(options.distillation)
 
     def sums(frames, labels, valid, teacher=None, teacher_counts=None, left=None, right=None) -> tuple[Tensor, Tensor]:
@@ -79,7 +77,7 @@ def cross_entropy(
         return loss, prefix_probs.sum()
 
     # Vectors over the vocabulary alive per anchor and label; the half is the head's bfloat16.
-    planes = num_labels * (6 if options.distillation else 2.5 if markov is not None else 1.5)
+    planes = num_labels * (6 if options.distillation else 2.5 if bias is not None else 1.5)
     size = anchors_per_chunk(round(planes * len(head)), max_bytes)
     loss, acceptance = chunked(sums, per_anchor, shared, size)
     num_anchors = divisor(valid[:, 0].sum())

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from drafters.learned.layers.markov import Markov
+from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses.cross_entropy import cross_entropy
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
@@ -65,16 +65,16 @@ class Block(ParallelDrafter):
     ) -> None:
         super().__init__(base, trunk, trunk.num_frames, loss, draft, trunk.frames_differ)
         self.loss_options = loss
-        rank = trunk.markov_rank
-        self.markov = Markov(base.vocab_size, rank, base.vocab_size) if rank else None
+        self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, has_blank=False)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         anchored = self.sample_anchors(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
-        return cross_entropy(anchored, base_weights.head, self.markov, self.loss_options, divisor=batch.divisor)
+        bias = self.bias_factors(anchored, base_weights)
+        return cross_entropy(anchored, base_weights.head, bias, self.loss_options, divisor=batch.divisor)
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         logits = self.logits(frames, base_weights.head)
-        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.markov)
+        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
         return [self._tree(probs, tokens, limits) for probs, tokens in drafts]
 
     def _tree(self, probs: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:

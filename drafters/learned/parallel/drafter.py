@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
 from drafters.learned.layers.anchor_attention import AnchorMask
 from drafters.learned.layers.draft_cache import DraftCache
+from drafters.learned.layers.markov import BaseMarkov, Markov
 from drafters.learned.layers.transformer import Trunk
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
@@ -45,6 +47,8 @@ class TrunkOptions:
             earlier occurrences of the root. Otherwise only frame 0 gets it.
         causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.
         markov_rank: Rank of a bias on each frame's logits given the previous token; 0 for no bias.
+        markov_factors: What the two factors of that bias are made of: ``own``, tables over the vocabulary, or ``base``,
+            linear maps of the base's embedding and of its LM head, which have fewer weights and learn faster.
     """
 
     num_frames: int = 8
@@ -53,8 +57,10 @@ class TrunkOptions:
     root_everywhere: bool = False
     causal: bool = False
     markov_rank: int = 0
+    markov_factors: Literal["own", "base"] = "own"
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
         check_at_least(0, markov_rank=self.markov_rank)
@@ -90,7 +96,8 @@ class ParallelDrafter(LearnedDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss`` and turns frame states into trees (`trees`).
+    ``loss`` and turns frame states into trees (`trees`), and sets
+    ``markov``, the bias between neighbouring tokens.
 
     Args:
         base: Dimensions of the base.
@@ -101,6 +108,8 @@ class ParallelDrafter(LearnedDrafter):
         frames_differ: Whether each frame has its own input embedding. Otherwise all but frame 0 share one, as in
             DFlash.
     """
+
+    markov: Markov | BaseMarkov | None
 
     def __init__(
         self,
@@ -133,6 +142,22 @@ class ParallelDrafter(LearnedDrafter):
     @abstractmethod
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from frame states (A, T, D)."""
+
+    # ---- the bias between neighbouring tokens
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        super().attach_base_weights(base_weights)
+        self.__dict__["_folded"] = self.markov and self.markov.folded(base_weights)  # not a part of the state dict
+
+    def bias(self, base_weights: BaseWeights) -> Markov | None:
+        """The Markov bias as two tables, or None; for the attached base it is folded only once."""
+        if self.markov is None or base_weights is self.base_weights:
+            return self.markov and self.__dict__["_folded"]
+        return self.markov.folded(base_weights)
+
+    def bias_factors(self, anchored: AnchoredFrames, base_weights: BaseWeights) -> tuple[Tensor, Tensor] | None:
+        """The factors of the Markov bias, as the losses take them, or None."""
+        return self.markov and self.markov.factors(anchored.previous, base_weights)
 
     def cut_to_budget(self, tree: DraftTree, probabilities: np.ndarray) -> DraftTree:
         """The first nodes of a tree, most probable first: as many as pay for the time that the base needs for them."""

@@ -13,7 +13,7 @@ DRAFTERS = {
     "ctc, bias between tokens": (CTC, {"markov_rank": 4}),
     "ctc, causal, two fused layers": (CTC, {"causal": True, "num_layers": 2, "hidden_layers": [1, -1]}),
     "ctc, paper tree": (CTC, {"tree": "paper"}),
-    "ctc, drawn": (CTC, {"draws": 4, "markov_rank": 4}),
+    "ctc, drawn": (CTC, {"draws": 4, "markov_rank": 4, "markov_factors": "base"}),
     "block, bias between tokens": (Block, {"markov_rank": 4}),
 }
 

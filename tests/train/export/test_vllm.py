@@ -334,9 +334,10 @@ def test_wrong_layers_or_a_wrong_rotary_base_change_the_logits(exported, base, k
             assert (dspark(wrong, base, ids)[0] - right).abs().max() > 1e-3
 
 
-def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask, tmp_path):
+@pytest.mark.parametrize("factors", ["own", "base"])
+def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask, tmp_path, factors):
     """After two training steps the bias is too weak to change a draft, so the test makes it stronger."""
-    init_args = BLOCK | {"markov_rank": 4}
+    init_args = BLOCK | {"markov_rank": 4, "markov_factors": factors}
     drafter = recipe.build(Block, base.shape, init_args)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -41,6 +41,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {},
         {"markov_rank": 3},
         {"tree": "chain", "markov_rank": 3},
+        {"markov_rank": 3, "markov_factors": "base"},
         {"tree": "paper"},
         {"root_everywhere": False},
         {"num_layers": 3},
@@ -67,6 +68,47 @@ def test_trees_of_a_known_text_do_not_depend_on_the_chunk_size(make_ctc, base_we
     expected = drafter.draft_at(hidden, ids, anchors, base_weights)
     drafter.chunk_anchors = chunk
     assert drafter.draft_at(hidden, ids, anchors, base_weights) == expected
+
+
+@pytest.mark.parametrize("arguments", [{}, {"draws": 5}], ids=["search", "drawn"])
+def test_a_bias_from_the_base_trains_searches_and_draws_as_the_tables_it_folds_to(
+    make_ctc, base_weights, text, arguments
+):
+    hidden, ids = text
+    drafter = make_ctc(markov_rank=3, markov_factors="base", num_anchors=S, **arguments)
+    tables = make_ctc(markov_rank=3, num_anchors=S, **arguments)
+    folded = drafter.markov.folded(base_weights).state_dict()
+    others = {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("markov.")}
+    tables.load_state_dict(others | {f"markov.{name}": weight for name, weight in folded.items()})
+    batch = TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S).bool())
+    torch.testing.assert_close(drafter.loss(batch, base_weights)[0], tables.loss(batch, base_weights)[0])
+    anchors = torch.arange(1, S)
+    assert drafter.draft_at(hidden, ids, anchors, base_weights) == tables.draft_at(hidden, ids, anchors, base_weights)
+    proposed = []
+    for each in (drafter, tables):
+        each.attach_base_weights(base_weights)
+        each.begin([])
+        each.observe(committed(hidden[:6]))
+        tree = each.propose(ids[:7].tolist(), Limits(9, draft_seed=1))
+        proposed.append((tree.tokens, tree.parents, [each.probs.tolist() for each in tree.distributions]))
+    assert proposed[0] == proposed[1] and len(proposed[0][0]) > 0
+    assert set(drafter.state_dict()) == {*others, "markov.left", "markov.right", "markov.blank"}
+
+
+def test_training_moves_a_bias_from_the_base(make_ctc, base_weights):
+    """Every token decides the next, and nothing but the bias is trained."""
+    ids = torch.randperm(23, generator=torch.Generator().manual_seed(0)).repeat(3)[None]
+    hidden, mask = torch.zeros(1, 69, 16), torch.ones(1, 69, dtype=torch.bool)
+    drafter = make_ctc(markov_rank=8, markov_factors="base", num_anchors=69)
+    optimizer = torch.optim.AdamW(drafter.markov.parameters(), lr=0.03)
+    losses = []
+    for _ in range(40):
+        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, ids.roll(-1, 1), mask), base_weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("anchor", [1, 7, 12])
@@ -261,7 +303,9 @@ def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(mak
     torch.testing.assert_close(drafter.loss(TrainingBatch(*texts), base_weights)[0], plain)
 
 
-@pytest.mark.parametrize(("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first"), ("markov_factors", "head")]
+)
 def test_unknown_choices_are_refused(make_ctc, name, value):
     with pytest.raises(ValueError, match=f"{name} must be one of"):
         make_ctc(**{name: value})

@@ -61,7 +61,8 @@ class Case:
 
     def loss_of(self, anchored, warm_up=0.0, max_bytes=MAX_BYTES, **options):
         blank, settings = BlankOutput(self.blank_row, self.blank_bias), {"warm_up": warm_up, "max_bytes": max_bytes}
-        return ctc_loss(anchored, self.head, blank, self.markov, CTCLossOptions(**options), **settings)
+        bias = self.markov and self.markov.factors(anchored.previous)
+        return ctc_loss(anchored, self.head, blank, bias, CTCLossOptions(**options), **settings)
 
     def log_distributions(self, anchor):
         """(T, V, V + 1) log-probabilities of each frame after each last emitted label."""
@@ -252,9 +253,11 @@ def test_half_precision_affects_products_but_not_sums(has_bias, head_dtype):
     valid = torch.ones_like(labels, dtype=torch.bool)
     anchored, wide = AnchoredFrames(frames, labels, valid, roots), AnchoredFrames(frames.double(), labels, valid, roots)
     wide_blank = BlankOutput(*(x.double() for x in blank))
-    exact, _ = ctc_loss(wide, head.to(head_dtype).double(), wide_blank, markov)
+    exact, _ = ctc_loss(wide, head.to(head_dtype).double(), wide_blank, markov and markov.factors(wide.previous))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, _ = ctc_loss(anchored, head.to(head_dtype), BlankOutput(*blank), markov)
+        ours, _ = ctc_loss(
+            anchored, head.to(head_dtype), BlankOutput(*blank), markov and markov.factors(anchored.previous)
+        )
     assert ours.dtype == torch.float32
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[head_dtype]
     torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)

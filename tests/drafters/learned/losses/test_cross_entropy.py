@@ -32,7 +32,8 @@ class Case:
 
     def loss(self, valid=VALID, teacher=None, teacher_valid=None, max_bytes=MAX_BYTES, **options):
         anchored = AnchoredFrames(self.frames, self.labels, valid, self.roots, teacher, teacher_valid)
-        return cross_entropy(anchored, self.head, self.markov, LabelLossOptions(**options), max_bytes)
+        bias = self.markov and self.markov.factors(anchored.previous)
+        return cross_entropy(anchored, self.head, bias, LabelLossOptions(**options), max_bytes)
 
     def log_distributions(self):
         logits = self.frames[:, :U] @ self.head.T

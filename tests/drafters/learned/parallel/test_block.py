@@ -36,7 +36,7 @@ def text():
     [
         {},
         {"markov_rank": 3},
-        {"tree": "chain", "markov_rank": 3},
+        {"tree": "chain", "markov_rank": 3, "markov_factors": "base"},
         {"causal": True, "num_layers": 2},
         {"frames_differ": True},
         {"root_everywhere": True},
@@ -56,16 +56,19 @@ def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, text,
     assert all(len(tree) == (4 if arguments.get("tree") == "chain" else 12) for tree in trees)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank):
+@pytest.mark.parametrize(("rank", "factors"), [(0, "own"), (3, "own"), (3, "base")])
+def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank, factors):
     """The reference scores all paths over the full vocabulary by the product of the frames' probabilities."""
-    drafter, (hidden, ids) = make(markov_rank=rank, num_frames=2, top_k=23).double(), text
+    drafter, (hidden, ids) = make(markov_rank=rank, markov_factors=factors, num_frames=2, top_k=23).double(), text
     base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
     at = torch.tensor([[7]])
     with torch.no_grad():
         frames = drafter(hidden[None].double(), at, ids[at], base_weights.embedding)[0, 0]
         logits = frames @ base_weights.head.T  # (2, V)
-        bias = drafter.markov(torch.arange(23)) if rank else torch.zeros(23, 23, dtype=torch.float64)
+        bias = torch.zeros(23, 23, dtype=torch.float64)
+        if rank:
+            left, right = drafter.markov.factors(torch.arange(23), base_weights)
+            bias = left @ right.T
         first = (logits[0] + bias[ids[7]]).softmax(-1)
         second = (logits[1] + bias).softmax(-1)  # (V, V): after each token
     paths = {(a,): first[a].item() for a in range(23)}

@@ -45,10 +45,8 @@ class RandomFrames:
         self.tokens = own.ravel()  # (T * k,), with duplicates
         self.probs, self.blank = distribution[:, self.tokens].astype(np.float32), distribution[:, -1].astype(np.float32)
         self.own_probs, self.own = np.take_along_axis(distribution, own, 1).astype(np.float32), own
-        self.distributions = (
-            np.repeat(self.probs[None], len(self.tokens) + 1, 0),
-            np.repeat(self.blank[None], len(self.tokens) + 1, 0),
-        )
+        num_rows = len(self.tokens) + 1  # a bias of zero, in the factors that decoding gets
+        self.bias = best_first.Bias(*(np.ones((num_rows, n), np.float32) for n in (num_rows, num_frames)))
 
 
 def prefix_beam(frames: RandomFrames, num_nodes: int) -> DraftTree:
@@ -86,7 +84,7 @@ def prefix_beam(frames: RandomFrames, num_nodes: int) -> DraftTree:
 
 BUILDS: dict[str, Build] = {
     OURS: lambda f, n: prefix_search.search(f.probs, f.blank, f.tokens, n, len(f.blank))[0],
-    BY_TOKEN: lambda f, n: prefix_search.search(*f.distributions, f.tokens, n, len(f.blank))[0],
+    BY_TOKEN: lambda f, n: prefix_search.search(f.probs, f.blank, f.tokens, n, len(f.blank), bias=f.bias)[0],
     PAPER: lambda f, n: paper_tree.search(f.own_probs, f.blank, f.own, n, len(f.blank))[0],
     BEST_FIRST: lambda f, n: best_first.search(f.own_probs, f.own, n, len(f.blank))[0],
     PLAIN: prefix_beam,

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 from numba import njit
 
-from drafters.learned.trees.best_first import candidates
+from drafters.learned.trees.best_first import Bias, candidates, no_bias
 from drafters.tree import DraftTree
 
 
@@ -19,6 +19,7 @@ def search(
     max_depth: int,
     eos: Collection[int] = (),
     min_probability: float = 0.0,
+    bias: Bias | None = None,
 ) -> tuple[DraftTree, np.ndarray]:
     """The tree whose nodes are the ``num_nodes`` most probable prefixes.
 
@@ -45,13 +46,15 @@ def search(
         max_depth: Largest depth of a node.
         eos: End-of-sequence tokens; nothing is drafted below them.
         min_probability: Prefixes less probable than this are left out.
+        bias: The distributions after each candidate in factors, if ``probs`` has a single row; the last column of its
+            factors is the blank's.
 
     Returns:
         The tree, most probable node first and thus parents before children, and the (M,) prefix probabilities of its
         nodes. Among equally probable nodes the one whose parent came first is first, then that of the earlier
         candidate.
     """
-    return _tree(probs, blank, tokens, num_nodes, max_depth, eos, min_probability, False)
+    return _tree(probs, blank, tokens, (num_nodes, max_depth, eos, min_probability), bias, False)
 
 
 def chain(
@@ -62,15 +65,18 @@ def chain(
     max_depth: int,
     eos: Collection[int] = (),
     min_probability: float = 0.0,
+    bias: Bias | None = None,
 ) -> tuple[DraftTree, np.ndarray]:
     """As `search`, but a single path: below each prefix only its most probable child."""
-    return _tree(probs, blank, tokens, num_nodes, max_depth, eos, min_probability, True)
+    return _tree(probs, blank, tokens, (num_nodes, max_depth, eos, min_probability), bias, True)
 
 
-def _tree(probs, blank, tokens, num_nodes, max_depth, eos, min_probability, is_chain) -> tuple[DraftTree, np.ndarray]:
+def _tree(probs, blank, tokens, limits, bias, is_chain) -> tuple[DraftTree, np.ndarray]:
+    num_nodes, max_depth, eos, min_probability = limits
     probs = np.ascontiguousarray(probs if probs.ndim == 3 else probs[None])
     blank = np.ascontiguousarray(blank if blank.ndim == 2 else blank[None], dtype=probs.dtype)
     num_candidates = probs.shape[2]
+    bias = bias or no_bias(probs, num_candidates + 1)
     assert len(probs) in (1, num_candidates + 1), (
         "one distribution for all, or one after each candidate and one after the root"
     )
@@ -78,17 +84,18 @@ def _tree(probs, blank, tokens, num_nodes, max_depth, eos, min_probability, is_c
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
     usable, ends = candidates(tokens, eos)
     limits = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
-    chosen, parents, prefix_probs = _grow(probs, blank, usable, ends, *limits, is_chain)
+    chosen, parents, prefix_probs = _grow(probs, blank, *bias, usable, ends, *limits, is_chain)
     return DraftTree(tokens[chosen].tolist(), parents.tolist()), prefix_probs
 
 
 @njit(cache=True)
-def _grow(probs, blank, usable, ends, num_nodes, max_depth, min_probability, is_chain):
+def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain):
     """Candidates, parents and probabilities of the nodes.
 
     The per-node arrays have one row more than there are nodes: row 0 is the root, row 1 + i is node i.
     """
-    num_distributions, num_frames, num_candidates = probs.shape
+    num_tables, num_frames, num_candidates = probs.shape
+    num_biases = len(factors)
     chosen, parents = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
     prefix_probs, depths = np.ones(num_nodes + 1), np.zeros(num_nodes + 1, np.int64)
     blank_end = np.zeros((num_nodes + 1, num_frames + 1))  # b_t of each node, t = 0..T
@@ -96,8 +103,8 @@ def _grow(probs, blank, usable, ends, num_nodes, max_depth, min_probability, is_
     scores = np.zeros((num_nodes + 1, num_candidates))  # of children not yet taken; 0 once taken
     best, best_score = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1)
     blank_end[0, 0] = 1.0
-    # The newest node, its last token (-1 at the root) and the row of probs that holds after that token.
-    num_taken, newest, token, row = 0, 0, -1, num_distributions - 1
+    # The newest node, its last token (-1 at the root), and the rows of probs and of the bias after that token.
+    num_taken, newest, token, row, bias = 0, 0, -1, num_tables - 1, num_biases - 1
     while True:
         # Score all children of the newest node. Only now are its b_t and n_t needed: nodes that are scored but never
         # taken cost nothing. A node without scores, at the largest depth or after an end-of-sequence token, keeps a
@@ -107,28 +114,32 @@ def _grow(probs, blank, usable, ends, num_nodes, max_depth, min_probability, is_
                 above = parents[newest - 1] + 1
                 # A repetition of the token above has to enter from a blank; from the token itself it would collapse.
                 repeats = above > 0 and chosen[above - 1] == token
-                row_above = 0 if num_distributions == 1 else (chosen[above - 1] if above > 0 else num_candidates)
+                last_above = chosen[above - 1] if above > 0 else num_candidates
+                row_above, bias_above = min(last_above, num_tables - 1), min(last_above, num_biases - 1)
                 for t in range(num_frames):
                     source = blank_end[above, t] + (0.0 if repeats else label_end[above, t])
-                    enter = probs[row_above, t, token] * source
-                    label_end[newest, t + 1] = label_end[newest, t] * probs[row, t, token] + enter
-                    blank_end[newest, t + 1] = (blank_end[newest, t] + label_end[newest, t]) * blank[row, t]
+                    enter = source * probs[row_above, t, token] * factors[bias_above, token] * scales[bias_above, t]
+                    stay = probs[row, t, token] * factors[bias, token] * scales[bias, t]
+                    none = blank[row, t] * factors[bias, num_candidates] * scales[bias, t]
+                    label_end[newest, t + 1] = label_end[newest, t] * stay + enter
+                    blank_end[newest, t + 1] = (blank_end[newest, t] + label_end[newest, t]) * none
             else:
                 for t in range(num_frames):
-                    blank_end[0, t + 1] = blank_end[0, t] * blank[row, t]
+                    none = blank[row, t] * factors[bias, num_candidates] * scales[bias, t]
+                    blank_end[0, t + 1] = blank_end[0, t] * none
             # A child's prefix probability sums over the frame in which it is first emitted.
             repeat_score = 0.0
             for t in range(num_frames):
-                source = blank_end[newest, t] + label_end[newest, t]
+                source = (blank_end[newest, t] + label_end[newest, t]) * scales[bias, t]
                 if source > 0.0:
                     for j in range(num_candidates):
                         scores[newest, j] += source * probs[row, t, j]
                 if token >= 0:
-                    repeat_score += blank_end[newest, t] * probs[row, t, token]
+                    repeat_score += blank_end[newest, t] * scales[bias, t] * probs[row, t, token]
             if token >= 0:
                 scores[newest, token] = repeat_score
             for j in range(num_candidates):  # rounding must not lift a child above its parent
-                scores[newest, j] = min(scores[newest, j], prefix_probs[newest]) * usable[j]
+                scores[newest, j] = min(scores[newest, j] * factors[bias, j], prefix_probs[newest]) * usable[j]
             best[newest] = np.argmax(scores[newest])
             best_score[newest] = scores[newest, best[newest]]
         if num_taken == num_nodes:
@@ -145,6 +156,6 @@ def _grow(probs, blank, usable, ends, num_nodes, max_depth, min_probability, is_
         best[parent] = np.argmax(scores[parent])
         best_score[parent] = scores[parent, best[parent]]
         num_taken += 1
-        newest, row = num_taken, token if num_distributions > 1 else 0
+        newest, row, bias = num_taken, min(token, num_tables - 1), min(token, num_biases - 1)
         prefix_probs[newest], depths[newest] = score, depths[parent] + 1
     return chosen[:num_taken], parents[:num_taken], prefix_probs[1 : num_taken + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -14,6 +15,26 @@ RankPath = tuple[int, ...]
 """A path in a static tree: the rank of each node's token among its head's most probable ones, from the root down."""
 
 
+class Bias(NamedTuple):
+    """Distributions after each of C candidates, in factors: p_t(v | l) = p_t(v) * factors[l, v] * scales[l, t].
+
+    Together they are far smaller than a table (C + 1, T, C).
+
+    Args:
+        factors: (C + 1, C), or (C + 1, C + 1) with the blank last: exp B[l, v] up to a constant of its row. Row l holds
+            after candidate l, row C after the root.
+        scales: (C + 1, T) what makes the distributions sum to one over the vocabulary.
+    """
+
+    factors: np.ndarray
+    scales: np.ndarray
+
+
+def no_bias(probs: np.ndarray, num_columns: int) -> Bias:
+    """The factors of distributions that ``probs`` (L, T, C) gives as they are."""
+    return Bias(np.ones((1, num_columns), probs.dtype), np.ones((1, probs.shape[1]), probs.dtype))
+
+
 def search(
     probs: np.ndarray,
     tokens: np.ndarray,
@@ -21,6 +42,7 @@ def search(
     max_depth: int,
     eos: Collection[int] = (),
     min_probability: float = 0.0,
+    bias: Bias | None = None,
 ) -> tuple[DraftTree, np.ndarray]:
     """The tree of the ``num_nodes`` most probable paths; the probability of a path is the product over its nodes.
 
@@ -37,11 +59,12 @@ def search(
         max_depth: Largest depth of a node.
         eos: End-of-sequence tokens; nothing is drafted below them.
         min_probability: Paths less probable than this are left out.
+        bias: The distributions below each candidate in factors, if ``probs`` has a single row.
 
     Returns:
         The tree, most probable node first and thus parents before children, and the (M,) probabilities of its nodes.
     """
-    return _tree(probs, tokens, num_nodes, max_depth, eos, min_probability, False)
+    return _tree(probs, tokens, (num_nodes, max_depth, eos, min_probability), bias, False)
 
 
 def chain(
@@ -51,12 +74,14 @@ def chain(
     max_depth: int,
     eos: Collection[int] = (),
     min_probability: float = 0.0,
+    bias: Bias | None = None,
 ) -> tuple[DraftTree, np.ndarray]:
     """As `search`, but a single path: below each node only its most probable child."""
-    return _tree(probs, tokens, num_nodes, max_depth, eos, min_probability, True)
+    return _tree(probs, tokens, (num_nodes, max_depth, eos, min_probability), bias, True)
 
 
-def _tree(probs, tokens, num_nodes, max_depth, eos, min_probability, is_chain) -> tuple[DraftTree, np.ndarray]:
+def _tree(probs, tokens, limits, bias, is_chain) -> tuple[DraftTree, np.ndarray]:
+    num_nodes, max_depth, eos, min_probability = limits
     probs = np.ascontiguousarray(probs if probs.ndim == 3 else probs[None])
     assert len(probs) in (1, probs.shape[2] + 1), (
         "one distribution for all, or one below each candidate and one below the root"
@@ -66,7 +91,8 @@ def _tree(probs, tokens, num_nodes, max_depth, eos, min_probability, is_chain) -
     usable, ends = candidates(rows.ravel(), eos, probs.shape[2])
     usable = usable.reshape(rows.shape)
     limits = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
-    places, parents, path_probs = _grow(probs, usable, ends, *limits, is_chain)
+    bias = bias or no_bias(probs, probs.shape[2])
+    places, parents, path_probs = _grow(probs, *bias, usable, ends, *limits, is_chain)
     return DraftTree(rows.ravel()[places].tolist(), parents.tolist()), path_probs
 
 
@@ -100,19 +126,20 @@ def _candidates(tokens, eos, row):
 
 
 @njit(cache=True)
-def _grow(probs, usable, ends, num_nodes, max_depth, min_probability, is_chain):
+def _grow(probs, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain):
     """Places in the rows of candidates, parents and path probabilities of the nodes.
 
     The per-node arrays have one row more than there are nodes: row 0 is the root, row 1 + i is node i.
     """
-    num_distributions, num_depths, num_candidates = probs.shape
+    num_tables, num_depths, num_candidates = probs.shape
+    num_biases = len(factors)
     num_rows = len(usable)  # of candidates: one per depth, or one for all
     deepest = min(max_depth, num_depths)
     places, parents = np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64)
     path_probs, depths = np.ones(num_nodes + 1), np.zeros(num_nodes + 1, np.int64)
     scores = np.empty((num_nodes + 1, num_candidates))  # of children not yet taken; 0 once taken
     best, best_score = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1)
-    num_taken, newest, distribution = 0, 0, num_distributions - 1
+    num_taken, newest, table, bias = 0, 0, num_tables - 1, num_biases - 1
     while True:
         # Score the children of the newest node. A node whose children are never scored keeps a best score of 0 and is
         # never extended.
@@ -120,7 +147,8 @@ def _grow(probs, usable, ends, num_nodes, max_depth, min_probability, is_chain):
         if num_candidates > 0 and depth < deepest and (newest == 0 or not ends[places[newest - 1]]):
             row = depth if num_rows > 1 else 0
             for j in range(num_candidates):
-                score = path_probs[newest] * probs[distribution, depth, j] * usable[row, j]
+                score = path_probs[newest] * scales[bias, depth] * probs[table, depth, j] * factors[bias, j]
+                score *= usable[row, j]
                 scores[newest, j] = min(score, path_probs[newest])  # rounding must not lift a child above its parent
             best[newest] = np.argmax(scores[newest])
             best_score[newest] = scores[newest, best[newest]]
@@ -138,7 +166,7 @@ def _grow(probs, usable, ends, num_nodes, max_depth, min_probability, is_chain):
         best[parent] = np.argmax(scores[parent])
         best_score[parent] = scores[parent, best[parent]]
         num_taken += 1
-        newest, distribution = num_taken, child if num_distributions > 1 else 0
+        newest, table, bias = num_taken, min(child, num_tables - 1), min(child, num_biases - 1)
         path_probs[newest], depths[newest] = score, depths[parent] + 1
     return places[:num_taken], parents[:num_taken], path_probs[1 : num_taken + 1]
 

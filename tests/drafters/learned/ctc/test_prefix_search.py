@@ -9,6 +9,7 @@ import torch
 
 from drafters.learned.ctc.alignment import prefix_log_probs
 from drafters.learned.ctc.prefix_search import chain, search
+from drafters.learned.trees.best_first import Bias
 
 TOKENS = np.array([11, 12, 13])
 SHAPES = [(1, 1), (3, 3), (4, 3), (5, 2), (6, 2)]  # frames, candidate tokens
@@ -155,6 +156,23 @@ def test_frames_conditioned_on_the_last_token_give_the_most_probable_prefixes(sh
     assert_same(by_path(tree, probs), best)
     assert all(parent == -1 or probs[node] <= probs[parent] for node, parent in enumerate(tree.parents))
     assert (np.diff(probs) <= 0).all()
+
+
+@pytest.mark.parametrize("find", [search, chain])
+@pytest.mark.parametrize("num_nodes", [3, 12, 1000])
+@pytest.mark.parametrize("seed", range(2))
+def test_factors_give_the_tree_of_the_table_they_multiply_to(find, num_nodes, seed):
+    rng, (num_frames, num_tokens) = np.random.default_rng(seed), (5, 3)
+    frames, factors = rng.random((num_frames, num_tokens + 1)), rng.random((num_tokens + 1, num_tokens + 1))
+    frames /= frames.sum(-1, keepdims=True)
+    bias = Bias(factors, 1 / (factors @ frames.T))
+    table = factors[:, None] * frames * bias.scales[..., None]  # (C + 1, T, C + 1)
+    tree, probs = find(frames[:, :-1], frames[:, -1], TOKENS, num_nodes, 4, bias=bias)
+    other, others = find(table[..., :-1], table[..., -1], TOKENS, num_nodes, 4)
+    assert_same(by_path(tree, probs), by_path(other, others))
+    every = {path: p for path, p in enumerated_with_labels(table, TOKENS).items() if len(path) <= 4}
+    if find is search:
+        assert_same(by_path(tree, probs), dict(sorted(every.items(), key=lambda pair: -pair[1])[:num_nodes]))
 
 
 def test_equal_rows_for_every_token_give_the_result_of_a_single_row():

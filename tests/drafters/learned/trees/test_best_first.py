@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drafters import DraftTree
-from drafters.learned.trees.best_first import candidates, chain, fill, search, static
+from drafters.learned.trees.best_first import Bias, candidates, chain, fill, search, static
 
 
 def random_distributions(num_distributions, num_depths, num_candidates, seed=0):
@@ -55,6 +55,15 @@ def test_the_tree_has_the_most_probable_paths(num_distributions, tokens, num_nod
         probs = random_distributions(num_distributions, 4, 3, seed)
         best = most_probable(listed(probs, tokens, max_depth, eos), num_nodes)
         assert_same(by_path(*search(probs, tokens, num_nodes, max_depth, eos)), best)
+
+
+@pytest.mark.parametrize("num_nodes", [4, 17, 1000])
+def test_factors_give_the_tree_of_the_table_they_multiply_to(num_nodes):
+    frames, factors = random_distributions(1, 4, 3)[0], random_distributions(1, 4, 3, seed=1)[0]
+    bias = Bias(factors, 1 / (factors @ frames.T))  # after each of three candidates, and after the root
+    table = factors[:, None] * frames * bias.scales[..., None]
+    best = most_probable(listed(table, SHARED, 9), num_nodes)
+    assert_same(by_path(*search(frames, SHARED, num_nodes, 9, bias=bias)), best)
 
 
 @pytest.mark.parametrize("num_distributions", [1, 4])

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters import CTC, Block, Medusa
 from drafters.learned.ctc import paper_tree, prefix_search
 from drafters.learned.trees import best_first
-from drafters.learned.trees.candidates import tables
+from drafters.learned.trees.candidates import choose
 from drafters.protocol import BaseWeights
 from drafters.tree import ROOT, DraftTree
 
@@ -53,7 +53,8 @@ def frames_at(
         roots = input_ids[part]
         states = drafter(hidden[None], part[None], roots[None], base_weights.embedding)[0]  # (A, T, D)
         logits = drafter.logits(states, base_weights.head)
-        for (probs,), tokens in tables(logits, roots, drafter.vocab_size, drafter.num_candidates):
+        for candidates in choose(logits, roots, drafter.vocab_size, drafter.num_candidates):
+            probs, tokens = candidates.probs, candidates.tokens
             if isinstance(drafter, CTC):
                 frames.append(Frames(probs[:, :-1], tokens, probs[:, -1], drafter.vocab_size))
             else:

@@ -16,7 +16,7 @@ from drafters.learned.ctc.sampled_tree import draw
 from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses import gathered_logits
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
-from drafters.learned.trees.candidates import tables
+from drafters.learned.trees.candidates import Candidates, choose
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -128,17 +128,18 @@ class CTC(ParallelDrafter):
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         logits = self.logits(frames, base_weights.head)
-        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
-        return [self._tree(probs[..., :-1], probs[..., -1], tokens, limits) for probs, tokens in drafts]
+        drafts = choose(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
+        return [self._tree(candidates, limits) for candidates in drafts]
 
-    def _tree(self, probs: np.ndarray, blank: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
-        options = self.draft_options
+    def _tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
+        options, tokens = self.draft_options, candidates.tokens
+        probs, blank = candidates.probs[:, :-1], candidates.probs[:, -1]
         num_nodes, depth = min(options.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
         if options.tree == "paper":
-            tokens = np.broadcast_to(tokens, probs[0].shape)  # all frames have the same candidates, as in our own tree
-            return paper_tree.search(probs[0], blank[0], tokens, num_nodes, depth, limits.eos)[0]
+            tokens = np.broadcast_to(tokens, probs.shape)  # all frames have the same candidates, as in our own tree
+            return paper_tree.search(probs, blank, tokens, num_nodes, depth, limits.eos)[0]
         grow = prefix_search.chain if options.tree == "chain" else prefix_search.search
-        tree = grow(probs, blank, tokens, num_nodes, depth, limits.eos, options.min_probability)
+        tree = grow(probs, blank, tokens, num_nodes, depth, limits.eos, options.min_probability, candidates.bias)
         return self.cut_to_budget(*tree)
 
     def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:

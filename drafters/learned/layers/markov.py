@@ -37,8 +37,9 @@ class Markov(nn.Module):
         return F.embedding(tokens, self.left), self.right
 
     def folded(self, base_weights: BaseWeights | None = None) -> Markov:
-        """The same bias as two tables, which it is already."""
-        return self
+        """The same bias as two tables, in which decoding adds it: this one, or a copy in float32."""
+        dtype = torch.promote_types(self.left.dtype, torch.float32)
+        return self if dtype == self.left.dtype else _tables(self.left.to(dtype), self.right.to(dtype))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The rows of B for tokens (...): (..., columns), in float32 at least.
@@ -88,15 +89,10 @@ class BaseMarkov(nn.Module):
 
     @torch.no_grad()
     def folded(self, base_weights: BaseWeights) -> Markov:
-        """The same bias as two tables over the vocabulary, for decoding."""
+        """The same bias as two tables over the vocabulary, in float32 at least."""
         _, right = self.factors(base_weights.embedding.new_zeros(0, dtype=torch.long), base_weights)
         left = torch.cat([self._left(rows) for rows in base_weights.embedding.split(FOLDED_ROWS)])
-        with torch.device("meta"):  # the weights follow
-            tables = Markov(len(left), self.rank, len(right))
-        tables.left, tables.right = (
-            nn.Parameter(table.to(self.left.dtype).contiguous(), requires_grad=False) for table in (left, right)
-        )
-        return tables
+        return _tables(left, right)
 
 
 def markov_bias(
@@ -108,6 +104,13 @@ def markov_bias(
     if factors == "base":
         return BaseMarkov(base, rank, has_blank)
     return Markov(base.vocab_size, rank, base.vocab_size + has_blank)
+
+
+def _tables(left: Tensor, right: Tensor) -> Markov:
+    with torch.device("meta"):  # the weights follow
+        tables = Markov(len(left), left.shape[1], len(right))
+    tables.left, tables.right = (nn.Parameter(table.detach(), requires_grad=False) for table in (left, right))
+    return tables
 
 
 def _check_rank(rank: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from torch import Tensor
 
 from drafters.learned.layers.markov import markov_bias
@@ -13,7 +12,7 @@ from drafters.learned.losses.cross_entropy import cross_entropy
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import best_first
-from drafters.learned.trees.candidates import tables
+from drafters.learned.trees.candidates import Candidates, choose
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -74,12 +73,13 @@ class Block(ParallelDrafter):
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         logits = self.logits(frames, base_weights.head)
-        drafts = tables(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
-        return [self._tree(probs, tokens, limits) for probs, tokens in drafts]
+        drafts = choose(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
+        return [self._tree(candidates, limits) for candidates in drafts]
 
-    def _tree(self, probs: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
+    def _tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
         options = self.draft_options
         grow = best_first.chain if options.tree == "chain" else best_first.search
         num_nodes = min(options.num_nodes, limits.max_nodes)
-        tree = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, options.min_probability)
+        tokens, probs, bias = candidates.tokens, candidates.probs, candidates.bias
+        tree = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, options.min_probability, bias)
         return self.cut_to_budget(*tree)

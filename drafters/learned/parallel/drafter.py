@@ -73,7 +73,8 @@ class ParallelDraftOptions:
     Args:
         tree: Kind of tree.
         num_nodes: M, largest number of nodes in a draft tree.
-        top_k: The T * top_k tokens that are most probable in any frame may enter the tree.
+        top_k: T * top_k tokens may enter the tree: those that are most probable in any frame or, with a bias between
+            neighbouring tokens, those that the draft is expected to show most often.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         step_costs: File written by ``drafters step-cost``. A tree then stops growing where a further node costs more
             time than it gains. Empty for trees of ``num_nodes``.

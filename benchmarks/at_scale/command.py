@@ -70,13 +70,9 @@ def at_scale(
         out: Folder for the results of this run as JSON and a plot of its phases, for the tables of all runs in the
             folder, and for the plot of the speed-up against the parameters.
     """
-    if min(limit, repeats) < 1:
-        raise ValueError("limit and repeats must be at least 1")
-    if shape not in SHAPES:
-        raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
-    specs = catalogue.labels([NONE, *(spec for spec in drafter or ["prompt_lookup", "joint"] if spec != NONE)])
-    if lost := [spec for spec in specs.values() if catalogue.split(spec)[0] == "self_speculative"]:
-        raise ValueError(f"{lost[0]} would skip layers that were added and do nothing: leave it out")
+    if min(limit, repeats) < 1 or max_new_tokens < 2:
+        raise ValueError("limit and repeats must be at least 1, and max_new_tokens at least 2")
+    specs = _checked_specs(shape, drafter or ["prompt_lookup", "joint"])
     if threads:
         torch.set_num_threads(threads)
     small = load_base(base, "float32", resolve_device(device))
@@ -91,6 +87,7 @@ def at_scale(
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     clocks = {name: SearchClock(each) for name, each in wide_drafters.items()}
     answers = decode(wide, wide_drafters, chosen, max_new_tokens, repeats, wide.name)
+    first_small = {name: each[0] for name, each in small_answers.items()}
     result = {
         "title": f"{Path(base).name} at the shape {shape}, {dtype}",
         "base": base,
@@ -105,19 +102,27 @@ def at_scale(
         ],
         "origin": origin(wide.model.device),
         "drafters": {
-            name: measure(
-                name,
-                answers,
-                {key: each[0] for key, each in small_answers.items()},
-                clocks[name],
-                _num_parameters(wide_drafters[name]),
-            )
-            for name in specs
+            name: measure(name, answers, first_small, clocks[name], _num_parameters(each))
+            for name, each in wide_drafters.items()
         },
     }
     show(tables(result), wide.model.device, None)
     if out:
         write_results(Path(out), result, answers)
+
+
+def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:
+    """The spec of each drafter by its name in the tables, the base alone first.
+
+    Raises:
+        ValueError: The shape is unknown, or a drafter is named twice or makes no sense here.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
+    specs = catalogue.labels([NONE, *(spec for spec in drafters if spec != NONE)])
+    if skipping := [spec for spec in specs.values() if catalogue.split(spec)[0] == "self_speculative"]:
+        raise ValueError(f"{skipping[0]} would skip layers that were added and do nothing: leave it out")
+    return specs
 
 
 def decode(

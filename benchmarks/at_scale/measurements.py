@@ -32,8 +32,7 @@ class SearchClock:
 
     def __init__(self, drafter: Any) -> None:
         self.seconds: list[float] = []
-        self.is_known = hasattr(drafter, "_tree")
-        if self.is_known:
+        if hasattr(drafter, "_tree"):
             drafter._tree = self._timed(drafter._tree)
 
     def _timed(self, search: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.at_scale.axes import Attention, Axes, Axis
 from drafters import recipe
+from drafters.learned.layers.markov import BaseMarkov
 from drafters.protocol import BaseShape, LearnedDrafter
 from inference.engine.base import Base, shape_of
 from inference.engine.layers import PLAIN_MODEL_TYPES
@@ -160,6 +161,13 @@ def _write_weights(large: nn.Module, small: nn.Module, axes: Axes) -> None:
         elif kind in ("embed_tokens", "frame_embedding"):
             rows = axes.vocabulary if kind == "embed_tokens" else Axis.same(len(weight))
             _write_entries(weight.zero_(), original, [rows, axes.hidden])
+        elif isinstance(bias := large.get_submodule(name.rpartition(".")[0]), BaseMarkov):
+            share = len(axes.hidden.places) / len(axes.hidden.source)
+            original_bias: Any = small.get_submodule(name.rpartition(".")[0])
+            bias.norm_eps = original_bias.norm_eps * share
+            columns = Axis.same(weight.shape[1]) if last == "blank" else axes.hidden
+            scale = sqrt(share) if last == "left" else 1.0  # the left factor reads a normed embedding
+            _write_entries(weight.zero_(), original, [Axis.same(len(weight)), columns], scale)
         elif last in ("left", "right"):  # of a Markov bias; right may have a row for the blank
             tokens = axes.vocabulary.source.tolist()
             blank = [1 + max(tokens)] * (len(weight) - len(tokens))

@@ -36,6 +36,7 @@ DRAFTERS = {
     "block, root everywhere": (drafters.Block, FRAMES | {"root_everywhere": True, "frames_differ": True}),
     "ctc": (drafters.CTC, LABELS),
     "ctc, bias": (drafters.CTC, LABELS | {"markov_rank": 3}),
+    "ctc, bias from the base": (drafters.CTC, LABELS | {"markov_rank": 3, "markov_factors": "base"}),
     "ctc, deep": (drafters.CTC, LABELS | {"num_layers": 2, "hidden_layers": [0, 1, -1], "causal": True}),
 }
 

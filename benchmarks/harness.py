@@ -189,7 +189,7 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     hints = get_type_hints(function).items()
     flags = [name for name, hint in hints if hint is bool]
-    lists = [name for name, hint in hints if list in map(get_origin, (hint, *get_args(hint)))]
+    lists = [name for name, hint in hints if any(get_origin(each) is list for each in (hint, *get_args(hint)))]
     args = []
     for arg, after in zip(words, [*words, "--"][1:], strict=True):
         key, equals, value = arg.partition("=")

@@ -229,7 +229,7 @@ def _recolour(figure: Figure, new: dict[str, str]) -> None:
     known = {to_rgba(old): colour for old, colour in new.items()}
     for artist in figure.findobj():
         for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
-            colour = getattr(artist, f"get_{name}", lambda: None)()
+            colour: Any = getattr(artist, f"get_{name}", lambda: None)()
             if is_color_like(colour) and to_rgba(colour) in known:
                 getattr(artist, f"set_{name}")(known[to_rgba(colour)])
 

@@ -76,15 +76,15 @@ def _tree(probs, blank, tokens, limits, bias, is_chain) -> tuple[DraftTree, np.n
     probs = np.ascontiguousarray(probs if probs.ndim == 3 else probs[None])
     blank = np.ascontiguousarray(blank if blank.ndim == 2 else blank[None], dtype=probs.dtype)
     num_candidates = probs.shape[2]
-    bias = bias or no_bias(probs, num_candidates + 1)
+    factors, scales = bias or no_bias(probs, num_candidates + 1)
     assert len(probs) in (1, num_candidates + 1), (
         "one distribution for all, or one after each candidate and one after the root"
     )
     assert blank.shape == probs.shape[:2] and len(tokens) == num_candidates, "probs, blank and tokens belong together"
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
     usable, ends = candidates(tokens, eos)
-    limits = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
-    chosen, parents, prefix_probs = _grow(probs, blank, *bias, usable, ends, *limits, is_chain)
+    sizes = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
+    chosen, parents, prefix_probs = _grow(probs, blank, factors, scales, usable, ends, *sizes, is_chain)
     return DraftTree(tokens[chosen].tolist(), parents.tolist()), prefix_probs
 
 

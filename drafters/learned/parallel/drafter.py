@@ -111,6 +111,7 @@ class ParallelDrafter(LearnedDrafter):
     """
 
     markov: Markov | BaseMarkov | None
+    _folded: tuple[Markov, ...]
 
     def __init__(
         self,
@@ -148,17 +149,18 @@ class ParallelDrafter(LearnedDrafter):
 
     def attach_base_weights(self, base_weights: BaseWeights) -> None:
         super().attach_base_weights(base_weights)
-        self.__dict__["_folded"] = self.markov and self.markov.folded(base_weights)  # not a part of the state dict
+        # In a tuple, as a module among the attributes would become a part of the state dict.
+        self._folded = () if self.markov is None else (self.markov.folded(base_weights),)
 
     def bias(self, base_weights: BaseWeights) -> Markov | None:
         """The Markov bias as two tables, or None; for the attached base it is folded only once."""
-        if self.markov is None or base_weights is self.base_weights:
-            return self.markov and self.__dict__["_folded"]
-        return self.markov.folded(base_weights)
+        if self.markov is None:
+            return None
+        return self._folded[0] if base_weights is self.base_weights else self.markov.folded(base_weights)
 
     def bias_factors(self, anchored: AnchoredFrames, base_weights: BaseWeights) -> tuple[Tensor, Tensor] | None:
         """The factors of the Markov bias, as the losses take them, or None."""
-        return self.markov and self.markov.factors(anchored.previous, base_weights)
+        return None if self.markov is None else self.markov.factors(anchored.previous, base_weights)
 
     def cut_to_budget(self, tree: DraftTree, probabilities: np.ndarray) -> DraftTree:
         """The first nodes of a tree, most probable first: as many as pay for the time that the base needs for them."""

@@ -90,9 +90,9 @@ def _tree(probs, tokens, limits, bias, is_chain) -> tuple[DraftTree, np.ndarray]
     rows = np.ascontiguousarray(tokens if tokens.ndim == 2 else tokens[None], dtype=np.int64)
     usable, ends = candidates(rows.ravel(), eos, probs.shape[2])
     usable = usable.reshape(rows.shape)
-    limits = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
-    bias = bias or no_bias(probs, probs.shape[2])
-    places, parents, path_probs = _grow(probs, *bias, usable, ends, *limits, is_chain)
+    sizes = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
+    factors, scales = bias or no_bias(probs, probs.shape[2])
+    places, parents, path_probs = _grow(probs, factors, scales, usable, ends, *sizes, is_chain)
     return DraftTree(rows.ravel()[places].tolist(), parents.tolist()), path_probs
 
 

@@ -65,9 +65,9 @@ def test_quickstart_ends_in_a_lossless_drafter_and_a_report(tmp_path):
     arguments = {
         "BIN": Path(sys.executable).parent,
         "RUN": tmp_path / "run",
-        "FIT_ARGS": "--trainer.max_steps 6 --trainer.val_check_interval 6 --data.files [embedded:40] --data.val_size 2 "
+        "FIT_ARGS": "--trainer.max_steps 2 --trainer.val_check_interval 2 --data.files [embedded:16] --data.val_size 2 "
         f"--data.batch_size 2 --model.max_val_tokens 16 --data.cache_dir {tmp_path / 'cache'}",
-        "EVAL_ARGS": "--limit 2 --max-new-tokens 24",
+        "EVAL_ARGS": "--limit 1 --max-new-tokens 12",
     }
     made = subprocess.run(
         ["make", "-o", "install", "quickstart", *(f"{name}={value}" for name, value in arguments.items())],

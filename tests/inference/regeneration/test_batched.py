@@ -1,33 +1,40 @@
 """Batched greedy decoding."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
 
 from inference.regeneration.batched import greedy_batch
 
+RNG = random.Random(1)
+PROMPTS = [[RNG.randrange(3, 40) for _ in range(RNG.randrange(1, 20))] for _ in range(14)]
+LIMITS = [RNG.randrange(1, 40) for _ in PROMPTS]
 
-def generated(base, prompt, max_new_tokens):
-    """What transformers' generate writes for one prompt."""
-    ids = torch.tensor([prompt])
-    return base.greedy(ids, torch.ones_like(ids), max_new_tokens)[0].tolist()
+
+@cache
+def generated(base):
+    """What transformers' generate writes for each prompt."""
+    texts = []
+    for prompt, limit in zip(PROMPTS, LIMITS, strict=True):
+        ids = torch.tensor([prompt])
+        texts.append(base.greedy(ids, torch.ones_like(ids), limit)[0].tolist())
+    return texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("size", [1, 3, 14])
 def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, kind, size):
-    base, rng = make_base(kind), random.Random(1)
-    prompts = [[rng.randrange(3, 40) for _ in range(rng.randrange(1, 20))] for _ in range(14)]
-    limits = [rng.randrange(1, 40) for _ in prompts]
-    expected = [generated(base, prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    base = make_base(kind)
+    expected = generated(base)
     assert len(set(map(len, expected))) > 5, "rows end at different times"
-    assert any(len(answer) < limit for answer, limit in zip(expected, limits, strict=True)), "some end by themselves"
+    assert any(len(answer) < limit for answer, limit in zip(expected, LIMITS, strict=True)), "some end by themselves"
     written = [
         answer
         for first in range(0, 14, size)
-        for answer in greedy_batch(base, prompts[first : first + size], limits[first : first + size])
+        for answer in greedy_batch(base, PROMPTS[first : first + size], LIMITS[first : first + size])
     ]
     assert written == expected
 

@@ -12,7 +12,7 @@ from inference.engine.session import Session
 from train.validation.base_answers import with_own_answers
 from train.validation.simulate import answer_spans, simulate
 
-FRAMES = 6
+FRAMES, NUM_TOKENS = 6, 32
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,9 @@ def live_and_simulated(base, drafter, prompt, max_new_tokens, eos=frozenset()):
 def test_simulated_acceptance_equals_live_acceptance_step_for_step(base, drafters, prompts, name, steps):
     seen = []
     for prompt in prompts:
-        live, simulated = live_and_simulated(base, drafters[name, steps], prompt, 48)
-        far = sum(done + FRAMES < 48 for done in accumulate(live))  # nearer the cap the session's trees are less deep
+        live, simulated = live_and_simulated(base, drafters[name, steps], prompt, NUM_TOKENS)
+        # Nearer the cap the session's trees are less deep.
+        far = sum(done + FRAMES < NUM_TOKENS for done in accumulate(live))
         assert simulated[:far] == live[:far]
         seen += live
     if steps:
@@ -138,7 +139,7 @@ def test_simulated_acceptance_of_eagle_equals_live_acceptance_and_rises_with_tra
             drafter, _ = eagles[kind, steps]
             drafter.width, drafter.top_k = (1, 1) if tree == "chain" else (3, 3)
             for prompt in prompts:
-                live, simulated = live_and_simulated(base, drafter, prompt, 48)
+                live, simulated = live_and_simulated(base, drafter, prompt, NUM_TOKENS)
                 assert simulated == live
                 seen += live
         lengths[steps] = sum(seen) / len(seen)

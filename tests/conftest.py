@@ -131,7 +131,7 @@ class PseudoRunner:
         self.base = PseudoBase()
         self.base.context_length = self.context_length = context
         self.seed, self.vocab_size, self.order, self.noise = seed, vocab, order, noise
-        self.forwards = 0
+        self.forwards, self.known = 0, {}
         self.reset()
 
     def reset(self, reserve=0):
@@ -143,11 +143,14 @@ class PseudoRunner:
 
     def next(self, seq):
         """Return the token after a text, which depends on the last ``order`` tokens except at a few positions."""
-        rng = random.Random(str((self.seed, tuple(seq[-self.order :]))))
-        token = rng.randrange(self.vocab_size)
-        if rng.random() < self.noise:
-            token = random.Random(str((self.seed, tuple(seq[-6 * self.order :])))).randrange(self.vocab_size)
-        return token
+        seen = tuple(seq[-6 * self.order :])
+        if seen not in self.known:  # to seed a generator takes longer than all else
+            rng = random.Random(str((self.seed, seen[-self.order :])))
+            token = rng.randrange(self.vocab_size)
+            if rng.random() < self.noise:
+                token = random.Random(str((self.seed, seen))).randrange(self.vocab_size)
+            self.known[seen] = token
+        return self.known[seen]
 
     def greedy(self, prompt, length, eos=()):
         """Return its greedy continuation."""

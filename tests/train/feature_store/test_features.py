@@ -1,6 +1,6 @@
 import json
 import shutil
-from functools import partial
+from functools import cache, partial
 
 import lightning as L
 import pytest
@@ -45,6 +45,17 @@ def stores(tiny, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def train_online(tiny, tmp_path_factory):
+    """Trains a recipe once with the base in process, and returns what was recorded."""
+
+    @cache
+    def train(name):
+        return fit(tiny, RECIPES[name], tmp_path_factory.mktemp("online"))
+
+    return train
+
+
 class Losses(L.Callback):
     """Records the loss and the tokens of each step, and how often the base runs in training."""
 
@@ -86,8 +97,10 @@ def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_process(tiny, stores, tmp_path, name):
-    online = fit(tiny, RECIPES[name], tmp_path / "online")
+def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_process(
+    tiny, stores, train_online, tmp_path, name
+):
+    online = train_online(name)
     assert online.base_forwards == len(online.losses) == 8
     assert any(row[-1] == 0 for batch in online.tokens for row in batch), "some rows are padded"
     for dtype, tolerance in (("float32", 1e-6), ("float16", 1e-3)):
@@ -99,8 +112,8 @@ def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_pro
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, tmp_path, dtype):
-    online = fit(tiny, SMALL_CTC, tmp_path / "online")
+def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, train_online, tmp_path, dtype):
+    online = train_online("ctc")
     stored = fit(tiny, SMALL_CTC, tmp_path / dtype, stores / dtype)
     assert stored.losses == pytest.approx(online.losses, rel=0.02)
     assert stored.losses != online.losses

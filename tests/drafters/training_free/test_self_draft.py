@@ -28,16 +28,22 @@ class CountingTable:
     """The lookups of a corpus cache, from counts in plain loops."""
 
     def __init__(self, text):
-        self.text = text
+        self.text, self.counted = text, {}
+
+    def counts(self, width, last):
+        """How often each gram of four follows these last tokens in the text."""
+        if last not in self.counted:
+            counts = self.counted[last] = {}
+            for i in range(len(self.text) - width - 3):
+                if tuple(self.text[i : i + width]) == last:
+                    gram = tuple(self.text[i + width : i + width + 4])
+                    counts[gram] = counts.get(gram, 0) + 1
+        return self.counted[last]
 
     def retrieve(self, seq, most, known=()):
         found = []
         for width in (4, 3, 2, 1):
-            counts = {}
-            for i in range(len(self.text) - width - 3):
-                if len(seq) >= width and self.text[i : i + width] == seq[-width:]:
-                    gram = tuple(self.text[i + width : i + width + 4])
-                    counts[gram] = counts.get(gram, 0) + 1
+            counts = self.counts(width, tuple(seq[-width:])) if len(seq) >= width else {}
             for gram in sorted(counts, key=lambda gram: (-counts[gram], gram))[: most - len(found)]:
                 if gram not in found and gram not in known:
                     found.append(gram)

@@ -13,7 +13,7 @@ from drafters.learned.layers.markov import Markov
 from drafters.learned.trees.best_first import Bias
 
 NUM_CONTEXTS = 4
-"""Tokens after which each frame's distribution counts in the choice of candidates; 8 and 16 chose no better."""
+"""Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
 
 
 @dataclass(frozen=True)

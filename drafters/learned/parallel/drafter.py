@@ -97,8 +97,7 @@ class ParallelDrafter(LearnedDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss`` and turns frame states into trees (`trees`), and sets
-    ``markov``, the bias between neighbouring tokens.
+    ``loss`` and turns frame states into trees (`trees`), and sets ``markov``, the bias between neighbouring tokens.
 
     Args:
         base: Dimensions of the base.

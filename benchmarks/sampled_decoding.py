@@ -104,8 +104,8 @@ def sampled_decoding(
             runs[rule] = folders.read(place)
         exact, typical = (without_marks(runs[rule].summaries[benchmark]) for rule in ("exact", "typical"))
         tables.append(exact_table(exact, temperature))
-        texts = {rule: without_marks(runs[rule].answers[benchmark]) for rule in runs}
-        tables.append(typical_table(exact, typical, texts, temperature, frozen, asked))
+        answers = without_marks(runs["typical"].answers[benchmark])
+        tables.append(typical_table(exact, typical, answers, temperature, frozen, asked))
     show(tables, torch.device("cpu"), table)
 
 
@@ -148,25 +148,25 @@ def exact_table(summaries: Mapping[str, Summary], temperature: float) -> ResultT
 def typical_table(
     exact: Mapping[str, Summary],
     typical: Mapping[str, Summary],
-    answers: Mapping[str, Mapping[str, Sequence[Answer]]],
+    answers: Mapping[str, Sequence[Answer]],
     temperature: float,
     base: Base,
     questions: Mapping[int, Question],
 ) -> ResultTable:
-    """What typical acceptance gains, and what it does to the texts."""
+    """What typical acceptance gains, and what it does to the texts, of which ``answers`` has those it accepted."""
     headings = ["drafter", "acceptance, exact", "typical", "speed-up, exact", "typical"]
-    headings += ["log-probability per token, exact", "typical", "true equations, exact", "typical"]
+    headings += ["log-probability per token", "true equations"]
     table = ResultTable(f"Typical acceptance at temperature {temperature}", headings)
     for name in typical:
         cells = [f"{one[name].acceptance_length:.2f}" for one in (exact, typical)]
         cells += [f"{one[name].speedup:.2f}×" for one in (exact, typical)]
-        texts = [answers[rule][name] for rule in ("exact", "typical")]
-        cells += [f"{log_probability(base, questions, text, temperature):.3f}" for text in texts]
-        cells += ["{}/{}".format(*true_equations(text)) for text in texts]
+        cells += [f"{log_probability(base, questions, answers[name], temperature):.3f}"]
+        cells += ["{}/{}".format(*true_equations(answers[name]))]
         table.rows.append([short_spec(name), *cells])
     table.notes = [
         "Log-probability: the base's own log-probability at this temperature, mean over the tokens of the answers, in "
-        "nats; exact sampling has minus the entropy of the base on average.",
+        "nats; with exact sampling it is minus the base's entropy on average. All these drafters write the "
+        "texts of the first row with exact sampling.",
         "True equations: calculations such as 7 * 9 = 63 in the answers that are right.",
     ]
     return table

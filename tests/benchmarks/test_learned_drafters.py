@@ -254,7 +254,7 @@ def test_sampled_decoding_compares_the_acceptance_rules(learned_run, tmp_path):
     assert exact.keys() >= {"none", "prompt_lookup", "self_speculative:num_draft=2,temperature=0.8"}
     assert {exact[name][-1] for name in ("none", "prompt_lookup", "medusa:num_nodes=16")} == {"2/2"}
     assert "self_speculative:num_draft=2,temperature=0.8" not in typical, "typical acceptance is no rule for draws"
-    assert typical["none"][4] == typical["none"][5], "the base alone samples exactly in both"
+    assert typical["none"][:2] == ["1.00", "1.00"] and float(typical["prompt_lookup"][4]) < 0
 
 
 def test_true_equations_are_counted():

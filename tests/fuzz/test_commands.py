@@ -182,7 +182,8 @@ def ended(main, words, folder, codes, allowed):
     """Run a command that can write below the ``allowed`` folders only; check its exit code and what it prints."""
     out, err = io.StringIO(), io.StringIO()
     code = 0
-    with bounded(allowed), redirect_stdout(out), redirect_stderr(err):
+    with bounded(allowed), redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO())  # which "-" reads
         try:
             main([word.replace("@", f"{folder}/") for word in words])
         except SystemExit as exit:

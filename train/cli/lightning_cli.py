@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from pydoc import locate
 from typing import Any, NoReturn
 
 import lightning as L
@@ -92,10 +93,9 @@ class OneLineParser(LightningArgumentParser):
         text = re.sub(r"^--(?=\w+ takes)", "", text)  # jsonargparse names the argument without the keys above it
         if self._drafter_options:
             text = text.removeprefix("--")  # likewise for an option in one of the drafter's groups
-        known = [registry.class_path(kind) for kind in registry.learned().values()]
         class_path = re.search(r"model\.drafter\": .*Got value: (?:Namespace\(class_path=')?(drafters\.\w+)", text)
-        if class_path and class_path[1] not in known:
-            text = f"{class_path[1]} is no drafter to train: give --model.drafter one of {', '.join(known)}"
+        if class_path and class_path[1] not in drafters_to_train():
+            text = no_drafter_to_train(class_path[1])
         causes = re.findall(
             r"Option '[^']+' is not accepted|No module named '[^']+'|Subcommand '[^']+' does not accept[^.]*\S+", text
         )
@@ -141,8 +141,10 @@ class DrafterCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config.get(self.subcommand, self.config) if self.subcommand else self.config
         check_trainer(config.trainer)
+        model = config.model.get("init_args") or config.model
+        if isinstance(model.get("drafter"), Namespace):
+            check_drafter(model.drafter.class_path)
         if config.data.tokenizer is None:
-            model = config.model.get("init_args") or config.model
             config.data.tokenizer = model.get("base") or model.get("tokenizer")
         run = config.trainer.default_root_dir or "runs/default"
         self.checkpoint_folders = []
@@ -204,6 +206,26 @@ class DrafterCLI(LightningCLI):
         if self.subcommand == "fit" and self.trainer.is_global_zero:
             for folder in self.checkpoint_folders:
                 remove_unfinished(folder)
+
+
+def drafters_to_train() -> list[str]:
+    """Return the class paths of the registered learned drafters."""
+    return [registry.class_path(kind) for kind in registry.learned().values()]
+
+
+def no_drafter_to_train(path: str) -> str:
+    return f"{path} is no drafter to train: give --model.drafter one of {', '.join(drafters_to_train())}"
+
+
+def check_drafter(class_path: str) -> None:
+    """Check that a config names the class of a learned drafter; jsonargparse would also call any function.
+
+    Raises:
+        ValueError: It names something else.
+    """
+    kind = locate(class_path)
+    if not isinstance(kind, type) or not issubclass(kind, LearnedDrafter):
+        raise ValueError(no_drafter_to_train(class_path))
 
 
 def check_trainer(trainer: Namespace) -> None:

@@ -220,6 +220,7 @@ LIGHTNING = {
     FIT + "--model.drafter drafters.CTCC": "drafters.CTCC is no drafter to train: give --model.drafter one of "
     "drafters.Block, drafters.CTC, drafters.EAGLE,",
     FIT + "--model.drafter.class_path drafters.ANPD": "drafters.ANPD is no drafter to train: give --model.drafter one",
+    FIT + "--model.drafter.class_path os.makedirs --model.drafter.init_args.name @out": "os.makedirs is no drafter to",
     FIT + "--model.drafter nonsense.Own": "No module named 'nonsense'",
     FIT + "--model.drafter.init_args.num_frames x": "error: trunk.num_frames takes a whole number, not 'x'",
     FIT + "--model.drafter.init_args.num_frame 3": "num_frame",
@@ -260,6 +261,7 @@ LIGHTNING = {
 def test_a_wrong_lightning_command_ends_with_one_line(call, place, row, said, tmp_path):
     outcome = call(lightning_command.main, *arguments(row, place), "--trainer.default_root_dir", str(tmp_path))
     assert said in without_notes(outcome).one_line_error("lightning")
+    assert not (place / "out").exists(), "nothing that a config names is called before it is checked"
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ Each module feeds a page:
   propose and observe), `step_cost_by_nodes` (time of a step by the size of the draft tree)
 - docs/results/learned.md: `all_drafters` (training and decoding of all drafters), `learned_drafters` (learned drafters
   by number of nodes and kind of tree)
-- docs/results/ctc.md: `learned_drafters`, `ctc_paper_table2` (Table 2 of the CTC paper), `loss_memory` (memory and time
-  of the losses), `tree_building` (time to build a draft tree)
+- docs/results/ctc.md: `learned_drafters`, `ctc.paper_table2` (Table 2 of the CTC paper), `ctc.loss_memory` (memory and
+  time of the losses), `ctc.tree_building` (time to build a draft tree)
 - docs/results/sampled_drafts.md: `sampled_drafts` (chi-squared of sampled texts with drafters that sample)
+- docs/results/sampling.md: `sampled_decoding` (sampled decoding with every drafter)
 - docs/results/at_scale.md, once it is measured: `at_scale` (a small base and its drafters at the cost of a large base)
 - docs/results/training.md: `training_step` (time and memory of a training step)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation
-of several arms), `training_speed`, `frame_trees` and `learned_drafter_plots`.
+of several arms), `training_speed` and `learned_drafter_plots`.
 """

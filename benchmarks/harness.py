@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import resource
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -104,6 +105,16 @@ def spread(values: Sequence[float]) -> float:
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the percentile of the values by the nearest-rank method, for example the median for ``share`` 0.5."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return the bytes of memory that this process uses now, and its peak so far."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # not Linux, where only the peak is known
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
+        return peak, peak
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
 def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:

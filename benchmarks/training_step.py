@@ -19,10 +19,10 @@ from benchmarks.harness import (
     main,
     num_millions,
     random_llama,
+    resident_bytes,
     show,
     spread,
 )
-from benchmarks.loss_memory import resident_bytes
 from drafters import CTC, recipe
 from drafters.protocol import TrainingBatch
 from inference.engine.base import Base, Dtype, resolve_device

@@ -7,11 +7,10 @@ from benchmarks import (
     against_transformers,
     drafter_overhead,
     harness,
-    loss_memory,
     step_cost_by_nodes,
     training_step,
-    tree_building,
 )
+from benchmarks.ctc import loss_memory, tree_building
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from drafters.learned.ctc import prefix_search
 from inference.engine.session import Session

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import frame_trees
+from benchmarks.ctc import frame_trees
 from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
 from drafters.learned.ctc.alignment import collapse
 from drafters.learned.trees import best_first

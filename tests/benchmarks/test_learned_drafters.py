@@ -7,12 +7,12 @@ import torch
 
 from benchmarks import (
     all_drafters,
-    ctc_paper_table2,
     experiment,
     learned_drafter_plots,
     learned_drafters,
     sampled_decoding,
 )
+from benchmarks.ctc import paper_table2
 from data.benchmarks import Question
 from drafters import checkpoint
 from inference.engine.base import load_base
@@ -99,7 +99,7 @@ def table2_run(learned_run):
     folder, arguments = learned_run
     kept = {key: value for key, value in arguments.items() if key != "figures"}
     given = kept | {"table": str(folder / "table2.md"), "budgets": [8, 64]}
-    ctc_paper_table2.table2(**given)
+    paper_table2.table2(**given)
     return folder, given
 
 
@@ -137,12 +137,12 @@ def test_table2_continues_after_an_interruption_and_names_unsuitable_arms(table2
     folder, given = table2_run
     kept = folder / "ctc" / "seed0" / "table2.json"
     before = kept.stat().st_mtime_ns
-    ctc_paper_table2.table2(**given)
+    paper_table2.table2(**given)
     assert kept.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="arms hydra, ctc_markov do not fit into this table"):
-        ctc_paper_table2.table2(**given | {"arms": ["hydra", "ctc_markov"]})
+        paper_table2.table2(**given | {"arms": ["hydra", "ctc_markov"]})
     with pytest.raises(ValueError, match="budgets at least 1"):
-        ctc_paper_table2.table2(**given | {"budgets": [0]})
+        paper_table2.table2(**given | {"budgets": [0]})
 
 
 def test_table2_counts_the_tokens_that_repeat_the_one_before():
@@ -150,7 +150,7 @@ def test_table2_counts_the_tokens_that_repeat_the_one_before():
         experiment.GreedyAnswer(torch.tensor([3, 3, 4, 4, 4]), 2, True),
         experiment.GreedyAnswer(torch.tensor([5, 5, 6]), 1, False),
     ]
-    assert ctc_paper_table2.repeats(answers) == 3 / 5
+    assert paper_table2.repeats(answers) == 3 / 5
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
 from typing import Literal
@@ -13,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, show, spread
+from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, resident_bytes, show, spread
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
 from drafters.learned.losses.anchors import AnchoredFrames
@@ -88,16 +85,6 @@ class Anchors:
         loss = self.loss(arm)
         loss.backward()
         return loss.item()
-
-
-def resident_bytes() -> tuple[int, int]:
-    """Return the bytes of memory that this process uses now, and its peak so far."""
-    status = Path("/proc/self/status")
-    if not status.exists():  # not Linux, where only the peak is known
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
-        return peak, peak
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
 def extra_bytes(sizes: tuple[int, ...], dtype: Dtype, max_bytes: int, rank: int, arm: str, threads: int) -> int:

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.ctc.frame_trees import WAYS, Build, frames_at
 from benchmarks.experiment import GreedyAnswer, SharedSettings, decoded_answers, train
-from benchmarks.frame_trees import WAYS, Build, frames_at
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS
 from data.files.atomic_write import write_text

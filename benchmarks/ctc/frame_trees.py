@@ -1,4 +1,4 @@
-"""Draft trees from the frames of one draft, read as tokens or as CTC frames, for ``benchmarks.ctc_paper_table2``."""
+"""Draft trees from the frames of one draft, read as tokens or as CTC frames, for ``benchmarks.ctc.paper_table2``."""
 
 from __future__ import annotations
 

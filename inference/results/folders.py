@@ -92,6 +92,9 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
         }
         if not all(summaries.values()) or not summaries:
             raise ValueError("no results")
+        for by_drafter in summaries.values():
+            if list(by_drafter) != (names := [summary.drafter for summary in by_drafter.values()]):
+                raise ValueError(f"the results of {', '.join(by_drafter)} name the drafters {', '.join(names)}")
     except MALFORMED as error:
         raise ValueError(
             f"{path} was not written by `drafters eval --out` ({type(error).__name__}: {error}): give one that was"

@@ -478,6 +478,15 @@ def test_a_folder_without_results_is_refused_in_one_line(tmp_path, told, said):
     assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_results_that_name_another_drafter_than_their_key_are_refused(make_folder):
+    path = Path(make_folder("a")) / "results.json"
+    content = json.loads(path.read_text())
+    next(iter(content["results"].values()))["ctc"]["drafter"] = "another"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="results.json was not written by .* name the drafters .*another"):
+        report.report([str(path.parent)])
+
+
 def test_several_folders_need_an_output_folder(make_folder, tmp_path):
     folders = [make_folder("a"), make_folder("b")]
     with pytest.raises(ValueError, match="needs a folder of its own: give --out FOLDER"):

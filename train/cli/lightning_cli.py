@@ -248,15 +248,33 @@ def check_trainer(trainer: Namespace) -> None:
         )
 
 
-def names_a_class(args: list[str]) -> bool:
+def read_configs(args: list[str]) -> list[dict]:
+    """Return the contents of the files after ``--config``."""
+    paths = [value for flag, value in pairwise(args) if flag == "--config"]
+    paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
+    return [read_config(path) for path in paths]
+
+
+def names_a_class(configs: list[dict]) -> bool:
     """Whether a config names the class of its model, as configs/base/tiny.yaml does, instead of `DrafterTraining`.
 
     If none does, the keys of `DrafterTraining` are directly under ``model``, where --help and errors name them.
     """
-    paths = [value for flag, value in pairwise(args) if flag == "--config"]
-    paths += [arg.partition("=")[2] for arg in args if arg.startswith("--config=")]
-    models = [read_config(path).get("model") for path in paths]
+    models = [config.get("model") for config in configs]
     return any(isinstance(model, dict) and "class_path" in model for model in models)
+
+
+def check_paths(value: Any) -> None:
+    """Refuse a FIFO or a device among arguments or in a config, at any depth; jsonargparse would open it, and wait.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if isinstance(value, str) and kind_of(value) == "not a regular file":
+        raise ValueError(f"{value} is not a regular file: give a copy of its content")
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            check_paths(inner)
 
 
 def read_config(path: str) -> dict:
@@ -281,7 +299,10 @@ def run(args: list[str], command: str) -> None:
     class_paths.in_configs()
     DrafterCLI.command, DrafterCLI.locks = command, ExitStack()
     sys.argv[1:] = class_paths.in_arguments(args)
-    has_class = names_a_class(args)
+    check_paths([arg.rpartition("=")[2] for arg in args])
+    configs = read_configs(args)
+    check_paths(configs)
+    has_class = names_a_class(configs)
     with DrafterCLI.locks:
         DrafterCLI(
             L.LightningModule if has_class else DrafterTraining,

@@ -483,7 +483,7 @@ def test_results_that_name_another_drafter_than_their_key_are_refused(make_folde
     content = json.loads(path.read_text())
     next(iter(content["results"].values()))["ctc"]["drafter"] = "another"
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="results.json was not written by .* name the drafters .*another"):
+    with pytest.raises(ValueError, match=r"results.json was not written by .* name the drafters .*another"):
         report.report([str(path.parent)])
 
 

@@ -83,6 +83,7 @@ def place(tiny, tmp_path_factory):
     (folder / "bomb.yaml").write_text(BOMB)
     (folder / "deep.yaml").write_text("a: " + DEEP)
     (folder / "endless.yaml").write_text("a: &a [*a]")
+    (folder / "names-a-pipe.yaml").write_text(f"trainer: {{accelerator: {folder}/pipe.ckpt}}")
     (folder / "file").touch()
     return folder
 
@@ -133,6 +134,8 @@ LIGHTNING = {
     "fit --config @deep.yaml": "nested too deeply",
     "fit --config @pipe.ckpt": "no config",
     FIT + "--ckpt_path @pipe.ckpt": "not a regular file",
+    FIT + "--trainer.accelerator @pipe.ckpt": "pipe.ckpt is not a regular file: give a copy of its content",
+    FIT + "--config @names-a-pipe.yaml": "pipe.ckpt is not a regular file: give a copy of its content",
     FIT + "--trainer.val_check_interval 0": "val_check_interval must be above 0",
     FIT + "--trainer.accumulate_grad_batches 0": "accumulate_grad_batches must be above 0",
     FIT + "--trainer.accelerator cpu --trainer.devices 99": "trainer.devices is 99",

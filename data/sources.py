@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.files.bounded_json import MalformedJSON, parse_json, refuse_repeated_keys
 from data.files.regular import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, UNREADABLE, kind_of, read_document, read_lines
+from data.hub import cached_if_unreachable
 from data.tokenizer import first_line
 
 if TYPE_CHECKING:
@@ -70,10 +71,11 @@ def _read_hub(source: str) -> Iterator[tuple[str, object]]:
         )
     *config, split = chosen or ["train"]
     try:
-        if len(parts) == 1:
-            rows = load_dataset(name, *config, split=split).with_format("arrow")
-        else:
-            path = Path(hf_hub_download(f"{owner}/{parts[0]}", "/".join(parts[1:]), repo_type="dataset"))
+        with cached_if_unreachable(f"{owner}/{parts[0]}"):
+            if len(parts) == 1:
+                rows = load_dataset(name, *config, split=split).with_format("arrow")
+            else:
+                path = Path(hf_hub_download(f"{owner}/{parts[0]}", "/".join(parts[1:]), repo_type="dataset"))
     except Exception as error:  # a missing connection, data set, file, split or permission each raises its own class
         raise ValueError(
             f"{source}: cannot be loaded from the hub ({first_line(error)}); check the name, go online, or give a file"

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files.regular import check_folder
+from data.hub import connection_error
 from data.shipped import find_base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-HUB_TIMEOUT = 10  # seconds
 
 
 def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
@@ -92,21 +91,13 @@ def _require_folder_or_hub_id(name: str) -> None:
 
 
 def _require_reachable(name: str) -> None:
-    """Raise ValueError if a hub id is neither in the local cache nor the hub can be reached.
-
-    Without a network, transformers repeats each of its requests for about half a minute; this sends a single one.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    """Raise ValueError if a hub id is neither in the local cache nor the hub can be reached."""
+    from huggingface_hub import try_to_load_from_cache
 
     files = "config.json", "tokenizer_config.json"
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
         return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=HUB_TIMEOUT)
-    except HfHubHTTPError:
-        return  # the hub has answered, and transformers explains what is wrong with the name
-    except Exception as error:  # the errors of httpx, or that the hub was switched off
+    if error := connection_error(name, files[0]):
         raise ValueError(
             f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
         ) from error

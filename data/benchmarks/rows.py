@@ -8,6 +8,7 @@ from pathlib import Path
 from data.benchmarks.question import Benchmark, Hub
 from data.files.bounded_json import MalformedJSON, parse_json
 from data.files.regular import UNREADABLE, read_document
+from data.hub import cached_if_unreachable
 
 MAX_QUESTION_BYTES = 1 << 30
 Rows = Iterator[tuple[str, object]]
@@ -49,7 +50,8 @@ def hub_rows(hub: Hub, split: str, benchmark: Benchmark) -> Rows:
 
     options = {"revision": hub.revision} if hub.revision else {}
     try:
-        rows = load_dataset(hub.repository, hub.configuration, split=split, **options)
+        with cached_if_unreachable(hub.repository):
+            rows = load_dataset(hub.repository, hub.configuration, split=split, **options)
     except Exception as error:  # a missing network, repository or proxy each raises its own class
         raise ValueError(
             f"cannot reach {hub.repository} on the hub; download {benchmark.download} and pass --questions FILE"

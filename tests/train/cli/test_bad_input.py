@@ -288,20 +288,31 @@ def test_the_error_about_an_unknown_hub_id_tells_what_to_do(call, place, monkeyp
 
 
 @pytest.mark.slow
-def test_a_base_on_a_hub_that_cannot_be_reached_is_refused_after_one_request(fresh_python):
+def test_what_is_on_a_hub_that_cannot_be_reached_is_refused_after_one_request(fresh_python):
     code = """
 import os
 os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
+from data.benchmarks import load_questions
+from data.sources import read_records
 from data.tokenizer import load_tokenizer
-try:
-    load_tokenizer("nobody/nothing")
-except ValueError as error:
-    print(error)
+for read in (
+    lambda: load_tokenizer("nobody/nothing"),
+    lambda: load_questions("mt_bench"),
+    lambda: read_records("hub:nobody/nothing"),
+    lambda: read_records("hub:nobody/nothing/talks.json"),
+):
+    try:
+        read()
+    except ValueError as error:
+        print(error)
 """
     done = fresh_python("-c", code)
-    assert done.stdout.startswith("no base nobody/nothing from the hub (") and "go online" in done.stdout
-    assert "Retrying" not in done.stderr
+    base, questions, *talks = done.stdout.splitlines()
+    assert base.startswith("no base nobody/nothing from the hub (") and "go online" in base
+    assert questions.startswith("cannot reach HuggingFaceH4/mt_bench_prompts on the hub; download")
+    assert all(line.startswith("hub:nobody/nothing") and "go online, or give a file" in line for line in talks)
+    assert len(talks) == 2 and "Retrying" not in done.stderr
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ Each module feeds a page:
   time of the losses), `ctc.tree_building` (time to build a draft tree)
 - docs/results/sampled_drafts.md: `sampled_drafts` (chi-squared of sampled texts with drafters that sample)
 - docs/results/sampling.md: `sampled_decoding` (sampled decoding with every drafter)
-- docs/results/at_scale.md, once it is measured: `at_scale` (a small base and its drafters at the cost of a large base)
+- docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base)
 - docs/results/training.md: `training_step` (time and memory of a training step)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation

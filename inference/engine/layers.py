@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -79,8 +79,15 @@ def longrope_border(config: PretrainedConfig) -> int | None:
 
 @lru_cache
 def takes_argument(model_class: type[nn.Module], name: str) -> bool:
-    """Whether the forward of a class of models has an argument of this name."""
-    return name in signature(model_class.forward).parameters
+    """Whether the forward of a class of models has an argument of this name, or passes it on to a parent class."""
+    for each in model_class.__mro__:
+        if "forward" in vars(each):
+            parameters = signature(vars(each)["forward"]).parameters
+            if name in parameters:
+                return True
+            if all(parameter.kind is not Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                return False
+    return False
 
 
 def attention_spans(config: PretrainedConfig) -> dict[str, int]:

@@ -108,6 +108,26 @@ def test_a_model_that_changes_its_logits_is_refused_by_every_door(fresh_base, to
     assert len(written_text(base, [3, 4, 5], 4, check=False)) == 4
 
 
+def test_a_subclass_that_passes_its_arguments_on_is_examined(fresh_base):
+    base, prompt = fresh_base(), [5, 6, 7, 8]
+
+    class Subclass(type(base.model)):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    class Negated(Subclass):
+        def forward(self, *args, **options):
+            outputs = super().forward(*args, **options)
+            negate_logits(self, args, outputs)
+            return outputs
+
+    base.model.__class__ = Subclass
+    assert written_text(base, prompt) == own_text(base, prompt)
+    base.model.__class__ = Negated
+    with pytest.raises(ValueError, match="in a plain forward its logits are not those of the model's own forward"):
+        written_text(base, prompt)
+
+
 @pytest.mark.parametrize("label", ["Falcon, ALiBi", "LFM2", "GPT-Neo", "MPT"])
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_what_a_base_cannot_do_is_one_line(make_model, toy_tokenizer, label, cache):

@@ -97,7 +97,7 @@ def examine(runner: Any) -> None:
     Compared are a plain forward, a forward behind a cache, each node of a small draft tree with its path, and the token
     after an accepted path. Sliding windows of up to 1,024 positions are exceeded. A last forward has one token at the
     last position that draft trees may reach, which must not change the logits of the tokens before it (as `longrope`
-    scaling does). The costs are those of three forwards over a short text; the model is left as it was.
+    scaling does). That takes seven forwards over a short text; the model is left as it was.
 
     Args:
         runner: A `Runner` with an empty cache.

@@ -1,5 +1,6 @@
 """Code in the folder of a model is never run, even if standard input agrees to it."""
 
+import ast
 import io
 import json
 import shutil
@@ -52,6 +53,18 @@ def test_a_tokenizer_with_code_of_its_own_is_refused(folder):
     change(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
     with pytest.raises(ValueError, match=r"code in its folder \(auto_map\), which is never run"):
         load_tokenizer(str(folder))
+
+
+def test_every_model_configuration_and_tokenizer_is_loaded_without_its_code(repository):
+    calls = {
+        f"{path.relative_to(repository)}: {ast.unparse(node)}"
+        for package in ("data", "drafters", "inference", "train", "benchmarks")
+        for path in (repository / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_pretrained")
+    }
+    expected = "auto_class.from_pretrained(find_base(name), trust_remote_code=False, **options)"
+    assert calls == {f"data/tokenizer.py: {expected}"}
 
 
 @pytest.mark.slow

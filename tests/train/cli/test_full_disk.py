@@ -123,6 +123,11 @@ def test_nothing_is_left_of_a_new_output(line, run, tmp_path):
     assert not contents(tmp_path)
 
 
+def test_every_command_with_an_output_is_tested():
+    tested = {line.split()[0] for line in (*COMMANDS, *NEW)}
+    assert tested == commands.COMMANDS.keys() - {"chat", "verify", "doctor", "show-mask"}
+
+
 @pytest.mark.slow
 def test_the_checkpoints_of_a_training_are_kept(call, write_recipe, tmp_path):
     config = write_recipe(tmp_path, max_steps=2, val_check_interval=1, limit_val_batches=0)

@@ -164,8 +164,8 @@ class StepResult:
     def committed_hidden(self) -> Tensor:
         """Hidden states (P + len(path), F * D) of the positions that this step added to the base's KV cache."""
         assert self.hidden is not None, "the drafter requires no hidden states"
-        if not self.path:
-            return self.hidden[: self.num_pending]
+        if self.path == list(range(len(self.path))):  # a slice needs no indices on the device
+            return self.hidden[: self.num_pending + len(self.path)]
         rows = [*range(self.num_pending), *(self.num_pending + node for node in self.path)]
         return self.hidden[torch.tensor(rows, device=self.hidden.device)]
 

@@ -135,6 +135,7 @@ class GatheredCache(DynamicCache):
 
     def keep(self, length: int, moved: list[int]) -> None:
         """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
+        index: Tensor | None = None
         for layer in self.layers:
             assert isinstance(layer, DynamicLayer), "this cache makes no layers of other kinds"
             if not layer.is_initialized:
@@ -142,7 +143,8 @@ class GatheredCache(DynamicCache):
             assert layer.keys is not None and layer.values is not None
             keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
             if moved:
-                index = torch.tensor(moved, device=keys.device)
+                if index is None or index.device != keys.device:  # the layers may be on several devices
+                    index = torch.tensor(moved, device=keys.device)
                 keys = torch.cat([keys, layer.keys.index_select(2, index)], dim=2)
                 values = torch.cat([values, layer.values.index_select(2, index)], dim=2)
             layer.keys, layer.values = keys, values

@@ -84,5 +84,6 @@ class DraftModelSession:
     def _improbable(self, emitted: list[int], threshold: float) -> list[int]:
         """Indices of the last step's tokens whose probability is below the threshold."""
         logits = self.session.emitted_logits()
-        probabilities = logits.float().softmax(-1)[range(len(emitted)), emitted]
-        return (probabilities < threshold).nonzero()[:, 0].tolist()
+        tokens = torch.tensor(emitted, device=logits.device)[:, None]
+        is_improbable = logits.float().softmax(-1).gather(1, tokens)[:, 0] < threshold
+        return [index for index, improbable in enumerate(is_improbable.tolist()) if improbable]

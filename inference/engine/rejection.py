@@ -41,6 +41,7 @@ def multi_round_rejection(
         mass = residual.sum()
         distribution = torch.where(mass > 0, residual / mass, distribution)
         if not children.replacement:
-            drafted = drafted.index_fill(0, torch.tensor(token, device=distribution.device), 0)
+            drafted = drafted.clone()
+            drafted[token] = 0
             drafted = drafted / drafted.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
     return accepted, accepted_token, distribution

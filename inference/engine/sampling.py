@@ -57,7 +57,8 @@ class Sampler(Protocol):
             eos: Tokens that end the text, so that nothing needs to be decided after a node with one.
 
         Returns:
-            (1 + M, C) integers; what the C columns hold is between `decide` and `accept`.
+            (1 + M, C) integers, on the device of the logits or already on the host; what the C columns hold is between
+            `decide` and `accept`.
         """
         ...
 
@@ -108,6 +109,8 @@ class _PickPerNode:
     def _decide_along_path(self, tree: DraftTree, pick: Callable[[int], int], eos: frozenset[int]) -> Tensor:
         """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
+        Each token of the path is copied to the host on its own, and so the decisions are on the host.
+
         Args:
             tree: M nodes.
             pick: Returns the token after a node or after `ROOT`; called from the root down.
@@ -143,7 +146,7 @@ class Greedy(_PickPerNode):
         processors = self._processors
         if processors.read_text:
             scores = processors.at_nodes(logits, tree, text)
-            return self._decide_along_path(tree, lambda node: int(most_probable(scores(node))), eos).to(logits.device)
+            return self._decide_along_path(tree, lambda node: int(most_probable(scores(node))), eos)
         return most_probable(processors.at_all_rows(logits) if processors else logits)[:, None]
 
 
@@ -220,7 +223,7 @@ class KeyedSampler(_PickPerNode):
         On a GPU, a tree without random drafts is drawn for all nodes at once, unless a logits processor reads the text:
         that is faster than waiting for the device at every node of the path.
         """
-        if logits.is_cuda and not tree.distributions and not self._processors.read_text:
+        if logits.device.type != "cpu" and not tree.distributions and not self._processors.read_text:
             return self.pick(logits, positions)[:, None]
         drawn_children = {children.parent: children for children in tree.distributions}
         scores = self._processors.at_nodes(logits, tree, text)
@@ -232,12 +235,12 @@ class KeyedSampler(_PickPerNode):
                 accepted, accepted_token, residual = multi_round_rejection(
                     distribution[0], drawn_children[node], tree, self._round_numbers(position)
                 )
-                if accepted:
-                    return int(accepted_token)
+                if (token := int(torch.where(accepted, accepted_token, -1))) >= 0:
+                    return token
                 distribution = residual.view(1, -1)
             return int(self._draws(distribution, [position]))
 
-        return self._decide_along_path(tree, pick, eos).to(logits.device)
+        return self._decide_along_path(tree, pick, eos)
 
     def _round_numbers(self, position: int) -> Callable[[int], float]:
         """The random numbers of the rounds of rejection at a position, by the index of the round."""

@@ -193,10 +193,9 @@ class Session:
         positions = [length, *(length + depth for depth in tree.depths)]
         decisions = self.sampler.decide(logits, tree, positions, self.seq, eos)
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
-        if top_k == 1:
-            decisions = torch.cat([decisions, most_probable(logits)[:, None]], dim=1)
-        elif top_k:
-            decisions = torch.cat([decisions, logits.topk(min(top_k, logits.shape[1])).indices], dim=1)
+        if top_k:
+            top = most_probable(logits)[:, None] if top_k == 1 else logits.topk(min(top_k, logits.shape[1])).indices
+            decisions = torch.cat([decisions.to(top.device), top], dim=1)
         on_host = decisions.tolist()
         path, emitted = self.sampler.accept(tree, on_host)
         return path, emitted, [row[width:] for row in on_host] if top_k else []

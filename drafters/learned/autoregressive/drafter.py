@@ -147,10 +147,11 @@ class AutoregressiveDrafter(LearnedDrafter):
         if num_pairs == 0:
             return DraftTree()
         (keys, values), (residuals, inputs) = self._cache.read()
-        paths = Paths(self, self.base_weights, (keys, values), torch.tensor([num_pairs], device=keys.device))
+        anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
+        paths = Paths(self, self.base_weights, (keys, values), anchor)
         logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
         for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
-            logits = paths.step(torch.tensor([[token]], device=keys.device), paths.only_slot)[:, 0]
+            logits = paths.step(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
         tree = self._trees(logits, paths, limits, _draft_generator(limits, logits.device))[0]
         self.draft_forwards += paths.num_passes
         return tree

@@ -81,7 +81,8 @@ class EAGLE(AutoregressiveDrafter):
             inputs = inputs + (torch.rand_like(inputs) - 0.5) * (options.noise * 512 / batch.hidden.shape[1])
         predicted = self(inputs, batch.input_ids[:, 1:-1], base_weights)
         counts = batch.loss_mask[:, 2:]
-        predicted, features = predicted[counts], batch.hidden[:, 1:-1][counts]  # (N, D)
+        counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
+        predicted, features = predicted[counted], batch.hidden[:, 1:-1][counted]  # (N, D)
         num_terms = batch.divisor(counts.sum())
         distances = F.smooth_l1_loss(predicted, features.to(predicted.dtype), reduction="none").mean(-1)
         feature_loss = distances.sum() / num_terms

@@ -137,10 +137,11 @@ class EAGLE3(AutoregressiveDrafter):
         for depth, states in enumerate(self.unroll(*inputs, options.num_unroll)):
             if depth:
                 counts = is_assistant & F.pad(counts, (1, 0))[:, :-1]
+            counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
             cross_entropies = soft_cross_entropy(
-                states[counts],
+                states[counted],
                 lambda x: self.read(x, base_weights),
-                last_hidden[counts],
+                last_hidden[counted],
                 base_weights.head,
                 self.chunk_positions,
             )

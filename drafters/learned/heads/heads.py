@@ -232,7 +232,8 @@ class HeadDrafter(LearnedDrafter):
             return DraftTree()
         self.draft_forwards += 1
         state = self.state()
-        return self.trees(state, torch.tensor(seq[-1:], device=state.device), self.base_weights, limits)[0]
+        root = torch.full((1,), seq[-1], device=state.device)  # filled on the device: nothing is copied to it
+        return self.trees(state, root, self.base_weights, limits)[0]
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:

@@ -44,7 +44,6 @@ def grow(
     Returns:
         A trees, most probable nodes first.
     """
-    ends = torch.tensor(sorted(eos), dtype=torch.long, device=logits.device)
     beam = torch.full((len(logits), 1), ROOT, device=logits.device)  # the nodes that are expanded
     scores = torch.zeros(beam.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     logits = logits[:, None]  # (A, 1, V)
@@ -57,7 +56,9 @@ def grow(
         levels.append(torch.stack([parents, tokens, path_scores], dim=-1))
         if len(levels) == depth:
             break
-        expandable = path_scores.masked_fill(torch.isin(tokens, ends), -inf)
+        expandable = path_scores
+        for end in eos:  # compared one by one, so that no tensor of them is copied to the device
+            expandable = expandable.masked_fill(tokens == end, -inf)
         scores, index = expandable.topk(min(width, expandable.shape[1]), dim=-1)  # (A, W)
         beam = num_found + index
         num_found += tokens.shape[1]

@@ -1,0 +1,195 @@
+"""The engine and every drafter on an accelerator: the steps of the host, and few copies between the two."""
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+import drafters
+from drafters import recipe
+from inference.engine import runner as runner_module
+from inference.engine.draft_session import DraftModelSession
+from inference.engine.layer_skipping import LayerSkippingSession
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy, KeyedSampler, Typical
+from inference.engine.session import Session
+from tests.inference.engine import test_lossless as lossless
+
+LENGTH, PROMPT = 10, lossless.prompt_of(17)
+KNOWN = [*PROMPT, *lossless.prompt_of(LENGTH)]  # for the drafters that look up n-grams
+
+
+class TakesDrafts(Greedy):
+    """Takes the last child of every node for the base's pick, so that each step accepts a path."""
+
+    def decide(self, logits, tree, positions, text=(), eos=frozenset()):
+        picks = super().decide(logits, tree, positions, text, eos)
+        for node in range(tree.num_candidates):
+            picks[1 + tree.parents[node]] = tree.tokens[node]
+        return picks
+
+
+SAMPLED = KeyedSampler(temperature=0.8, top_k=20, top_p=0.95, seed=5)
+SAMPLERS = {
+    "takes drafts": TakesDrafts(),
+    "sampled": SAMPLED,
+    "penalty": Greedy([RepetitionPenaltyLogitsProcessor(1.3)]),
+    "sampled, penalty": KeyedSampler(seed=5, processors=[RepetitionPenaltyLogitsProcessor(1.3)]),
+    "typical": Typical(),
+}
+DRAWN = {  # drafters with weights that sample their drafts
+    "ctc, drawn": (drafters.CTC, lossless.CTC | {"markov_rank": 3}, {"draws": 3}),
+    "eagle, drawn": (drafters.EAGLE, lossless.EAGLE, {"tree": "chain", "draws": 2}),
+}
+DRAFTING_MODELS = {  # by drafter: its copies to the host for each forward of its model
+    "draft_model": 1,
+    "draft_model, the base itself": 2,  # it stops below a threshold, and reads the probabilities for it
+    "cascade": 1,
+    "ouroboros": 1,
+    "self_speculative": 1,
+}
+
+
+def copies_of(name):
+    """Copies of a step to the host, and the most to the device; the table in docs/design.md says what they are."""
+    if name == "none":
+        return 1, 2
+    if name.startswith("eagle"):
+        return 2, 5
+    return (2, 4) if name in lossless.LEARNED else (1, 3)
+
+
+OF_TOKENS = "anpd", "prompt_lookup", "corpus", "rest", "joint", "token_recycling", "lookahead", "self_draft, corpus"
+
+
+def make_session(name, sampler, base, make_base, cache="static"):
+    """A session of a drafter: one of `test_lossless`, untrained if it has weights, or one that draws its drafts."""
+    runner = Runner(base, cache)
+    learned = lossless.LEARNED | DRAWN
+    if name in learned:
+        drafter = make_drafter(base, *learned[name])
+    elif name == "draft_model, drawn":
+        drafter = drafters.DraftModel(DraftModelSession(lossless.other_runner(runner, make_base), None, SAMPLED), 4)
+    elif name == "self_speculative, drawn":
+        drafter = drafters.SelfSpeculative(LayerSkippingSession(runner, (1,), (0,), SAMPLED), 4)
+    else:
+        drafter = lossless.DRAFTERS[name](runner, make_base, KNOWN)
+    return Session(runner, drafter, SAMPLERS[sampler])
+
+
+def make_drafter(base, drafter_class, arguments, draft):
+    """An untrained drafter of the same weights for every device."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drafter = recipe.build(drafter_class, base.shape, arguments | draft).to(base.model.dtype)
+    drafter.eval().requires_grad_(False).to(base.model.device)
+    drafter.initialise(base.base_weights)
+    drafter.attach_base_weights(base.base_weights)
+    return drafter
+
+
+def decode(session, accelerator=None):
+    """Return each step's tree, path and tokens; its cost; and where it copied to the host and to the device."""
+    steps, costs, copies, observe = [], [], [], session.drafter.observe
+
+    def record(step):
+        steps.append((list(step.tree.tokens), list(step.tree.parents), step.path, step.emitted))
+        observe(step)
+
+    session.drafter.observe = record
+    for _, cost in session.decode(PROMPT, LENGTH, eos=frozenset({2})):
+        costs.append(cost)
+        copies.append(accelerator.take_copies() if accelerator else None)
+    return steps, costs, copies
+
+
+@pytest.fixture
+def decode_on_both(make_base, make_pretend_base, accelerator):
+    """Decodes on the host and on the accelerator, compares the steps, and returns the costs and copies of each step."""
+
+    def run(name, sampler, cache="static"):
+        expected, _, _ = decode(make_session(name, sampler, make_base(predictable=True), make_base, cache))
+        session = make_session(name, sampler, make_pretend_base(predictable=True), make_pretend_base, cache)
+        runner_module._kept_mask.cache_clear()  # the masks that an earlier test has copied
+        accelerator.take_copies()
+        steps, costs, copies = decode(session, accelerator)
+        assert steps == expected
+        return costs, copies
+
+    return run
+
+
+def most(copies):
+    """The largest number of copies of a step to the host, and to the device."""
+    return tuple(max(map(len, places)) for places in zip(*copies, strict=True))
+
+
+@pytest.mark.parametrize("name", ["none", *OF_TOKENS, *lossless.LEARNED])
+def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode_on_both, name):
+    costs, copies = decode_on_both(name, "takes drafts")
+    to_host, to_device = most(copies)
+    assert to_host == copies_of(name)[0] and to_device <= copies_of(name)[1], copies
+    assert all(places[-1].startswith("inference/engine/session.py") for places, _ in copies)  # the accepted tokens
+    assert name in ("none", "token_recycling", "lookahead") or any(cost.accepted for cost in costs)
+
+
+@pytest.mark.parametrize("name", DRAFTING_MODELS)
+def test_a_drafting_model_copies_what_each_of_its_forwards_decides(decode_on_both, name):
+    costs, copies = decode_on_both(name, "takes drafts")
+    for cost, (to_host, _) in zip(costs, copies, strict=True):
+        assert len(to_host) <= 1 + DRAFTING_MODELS[name] * cost.draft_forwards, to_host
+    assert any(cost.accepted for cost in costs)
+
+
+@pytest.mark.parametrize("name", ["ctc", "draft_model"])
+def test_the_dynamic_cache_takes_the_steps_of_the_host(decode_on_both, name):
+    assert any(cost.accepted for cost in decode_on_both(name, "takes drafts", "dynamic")[0])
+
+
+@pytest.mark.parametrize(("name", "sampler"), [("none", "sampled"), ("none", "typical"), ("ctc", "sampled")])
+def test_sampling_copies_random_numbers_to_the_device_and_no_more_to_the_host(decode_on_both, name, sampler):
+    to_host, to_device = most(decode_on_both(name, sampler)[1])
+    uploads = {"sampled": 1, "typical": 3}[sampler]
+    assert to_host == copies_of(name)[0] and to_device <= copies_of(name)[1] + uploads
+
+
+@pytest.mark.parametrize("sampler", ["penalty", "sampled, penalty"])
+def test_processors_that_read_the_text_make_a_copy_for_each_token(decode_on_both, sampler):
+    costs, copies = decode_on_both("ctc", sampler)
+    for cost, (to_host, _) in zip(costs, copies, strict=True):
+        assert len(to_host) <= 1 + cost.emitted, to_host
+
+
+@pytest.mark.parametrize("name", [*DRAWN, "draft_model, drawn", "self_speculative, drawn"])
+def test_drawn_drafts_make_a_copy_for_each_token_and_for_the_rejection(decode_on_both, name):
+    costs, copies = decode_on_both(name, "sampled")
+    for cost, (to_host, _) in zip(costs, copies, strict=True):
+        drafting = 1 if name in DRAWN else cost.draft_forwards
+        assert len(to_host) <= drafting + cost.emitted + 1, to_host
+
+
+class PositionsOnTheHost(drafters.Block):
+    """Builds positions without ``device=``, which no CPU notices."""
+
+    def _context(self, hidden, start=0):
+        positions = torch.arange(start, start + hidden.shape[1]).expand(len(hidden), -1)
+        return self.trunk.context(hidden, positions)
+
+
+class ReadsEveryStep(drafters.Medusa):
+    """Reads a number of every step, for which a GPU finishes all its work."""
+
+    def observe(self, step):
+        super().observe(step)
+        assert step.hidden.isfinite().all()
+
+
+def test_a_tensor_on_the_wrong_device_and_a_needless_copy_are_found(make_base, make_pretend_base, accelerator):
+    host, device = make_base(predictable=True), make_pretend_base(predictable=True)
+    arguments = lossless.LEARNED["block"][1]
+    assert decode(Session(Runner(host), make_drafter(host, PositionsOnTheHost, arguments, {})))
+    session = Session(Runner(device), make_drafter(device, PositionsOnTheHost, arguments, {}))
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        decode(session)
+    session = Session(Runner(device), make_drafter(device, ReadsEveryStep, lossless.HEADS, {}), TakesDrafts())
+    accelerator.take_copies()
+    assert most(decode(session, accelerator)[2])[0] == copies_of("medusa")[0] + 1

@@ -58,6 +58,13 @@ def copies_of(name):
     return (2, 4) if name in lossless.LEARNED else (1, 3)
 
 
+QUICK = "none", "ctc", "eagle", "draft_model"  # the other drafters are left out by `make test-fast`
+
+
+def each(names):
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+
+
 OF_TOKENS = "anpd", "prompt_lookup", "corpus", "rest", "joint", "token_recycling", "lookahead", "self_draft, corpus"
 
 
@@ -123,7 +130,7 @@ def most(copies):
     return tuple(max(map(len, places)) for places in zip(*copies, strict=True))
 
 
-@pytest.mark.parametrize("name", ["none", *OF_TOKENS, *lossless.LEARNED])
+@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED]))
 def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode_on_both, name):
     costs, copies = decode_on_both(name, "takes drafts")
     to_host, to_device = most(copies)
@@ -132,7 +139,7 @@ def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode
     assert name in ("none", "token_recycling", "lookahead") or any(cost.accepted for cost in costs)
 
 
-@pytest.mark.parametrize("name", DRAFTING_MODELS)
+@pytest.mark.parametrize("name", each(DRAFTING_MODELS))
 def test_a_drafting_model_copies_what_each_of_its_forwards_decides(decode_on_both, name):
     costs, copies = decode_on_both(name, "takes drafts")
     for cost, (to_host, _) in zip(costs, copies, strict=True):
@@ -140,11 +147,13 @@ def test_a_drafting_model_copies_what_each_of_its_forwards_decides(decode_on_bot
     assert any(cost.accepted for cost in costs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ctc", "draft_model"])
 def test_the_dynamic_cache_takes_the_steps_of_the_host(decode_on_both, name):
     assert any(cost.accepted for cost in decode_on_both(name, "takes drafts", "dynamic")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sampler"), [("none", "sampled"), ("none", "typical"), ("ctc", "sampled")])
 def test_sampling_copies_random_numbers_to_the_device_and_no_more_to_the_host(decode_on_both, name, sampler):
     to_host, to_device = most(decode_on_both(name, sampler)[1])
@@ -152,6 +161,7 @@ def test_sampling_copies_random_numbers_to_the_device_and_no_more_to_the_host(de
     assert to_host == copies_of(name)[0] and to_device <= copies_of(name)[1] + uploads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["penalty", "sampled, penalty"])
 def test_processors_that_read_the_text_make_a_copy_for_each_token(decode_on_both, sampler):
     costs, copies = decode_on_both("ctc", sampler)
@@ -159,6 +169,7 @@ def test_processors_that_read_the_text_make_a_copy_for_each_token(decode_on_both
         assert len(to_host) <= 1 + cost.emitted, to_host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DRAWN, "draft_model, drawn", "self_speculative, drawn"])
 def test_drawn_drafts_make_a_copy_for_each_token_and_for_the_rejection(decode_on_both, name):
     costs, copies = decode_on_both(name, "sampled")

@@ -14,7 +14,7 @@ from inference.engine.sampling import Greedy, KeyedSampler, Typical
 from inference.engine.session import Session
 from tests.inference.engine import test_lossless as lossless
 
-LENGTH, PROMPT = 10, lossless.prompt_of(17)
+LENGTH, PROMPT = 8, lossless.prompt_of(17)
 KNOWN = [*PROMPT, *lossless.prompt_of(LENGTH)]  # for the drafters that look up n-grams
 
 

@@ -43,7 +43,7 @@ def test_an_exported_drafter_is_loaded_to_the_device_and_saved_from_it(
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3, "cache": "dynamic"}])
 def test_generate_writes_the_text_of_the_host(folder, make_base, make_pretend_base, accelerator, options):
     texts = [
-        [each.token_ids for each in generate(base, PROMPTS, f"ctc={folder}", max_new_tokens=8, **options)]
+        [each.token_ids for each in generate(base, PROMPTS, f"ctc={folder}", max_new_tokens=5, **options)]
         for base in (make_base(), make_pretend_base())
     ]
     assert texts[0] == texts[1]
@@ -52,7 +52,7 @@ def test_generate_writes_the_text_of_the_host(folder, make_base, make_pretend_ba
 def test_speculation_inside_transformers_generate_returns_tensors_on_the_device(
     make_base, make_pretend_base, accelerator
 ):
-    options = {"max_new_tokens": 8, "pad_token_id": 0, "repetition_penalty": 1.2}
+    options = {"max_new_tokens": 5, "pad_token_id": 0, "repetition_penalty": 1.2}
     prompts = torch.tensor([[0] * 4 + PROMPTS[0], PROMPTS[1]])
     options["attention_mask"] = (prompts > 0).long()
     expected = make_base().model.generate(prompts, **options)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from inference.reporting.tables import Summaries, fastest
+from inference.reporting.headline import fastest
+from inference.reporting.tables import Summaries
 from inference.results.metrics import Summary, acceptance_length
 from inference.results.records import Answer, Turn
 

@@ -12,13 +12,13 @@ from data.files.atomic_write import atomic_write, write_text
 from data.files.safe_text import safe_text
 from inference.reporting import plots
 from inference.reporting.answer_viewer import Answers, Decode, choose_answers, cut_note, ended_turns
+from inference.reporting.headline import headline
 from inference.reporting.tables import (
     COUNTING_RULE,
     OVERVIEW,
     Summaries,
     drafter_rows,
     footnotes,
-    headline,
     legend,
     number,
     overview_rows,

@@ -15,6 +15,7 @@ from matplotlib.colors import is_color_like, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from inference.reporting.headline import speed_fields
 from inference.results.metrics import Summary
 
 Summaries = dict[str, Summary]  # of one benchmark, by drafter
@@ -49,8 +50,10 @@ def choose_colours(summaries: Iterable[Summary]) -> Colours:
 
 def plot_speedup(summaries: Summaries, colours: Colours) -> Figure:
     """A bar for the speed-up of each drafter, with its interval."""
-    figure = _bars(summaries, colours, "Speed-up over the baseline", "speedup", "speedup_interval", "×")
-    figure.axes[0].set_xlabel("dashed: the baseline" + _interval_legend(summaries, "speedup_interval"))
+    speedup, interval = speed_fields(summaries.values())
+    title = "Speed-up over the baseline" + (", wall time" if speedup == "wall_speedup" else "")
+    figure = _bars(summaries, colours, title, speedup, interval, "×")
+    figure.axes[0].set_xlabel("dashed: the baseline" + _interval_legend(summaries, interval))
     return figure
 
 
@@ -129,7 +132,7 @@ def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
         colour, fed = colours[drafters[0]], [s.fed_per_step for s in points]
         for axes, measure, interval in (
             (upper, "acceptance_length", "acceptance_interval"),
-            (lower, "speedup", "speedup_interval"),
+            (lower, *speed_fields(summaries.values())),
         ):
             values = [getattr(s, measure) or 0.0 for s in points]
             bounds = [getattr(s, interval) or (value, value) for s, value in zip(points, values, strict=True)]
@@ -238,7 +241,8 @@ def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, inte
     """A bar for each drafter; of several baselines only the first, as all of them are at the dashed line."""
     first = next((drafter for drafter, summary in summaries.items() if summary.is_baseline), None)
     shown = {drafter: s for drafter, s in summaries.items() if not s.is_baseline or drafter == first}
-    values = [getattr(summary, measure) or 0.0 for summary in shown.values()]
+    measured = [getattr(summary, measure) for summary in shown.values()]
+    values = [value or 0.0 for value in measured]
     bounds = [getattr(s, interval) or (value, value) for s, value in zip(shown.values(), values, strict=True)]
     figure, axes = _figure(1.5 + 0.36 * len(shown), title)
     axes.barh(range(len(values)), values, color=[colours[drafter] for drafter in shown], height=0.68)
@@ -247,7 +251,8 @@ def _bars(summaries: Summaries, colours: Colours, title: str, measure: str, inte
         if low < high:
             axes.plot([low, high], [row, row], color=ink, linewidth=1.2, marker="|", markersize=7)
         ends.append(max(value, high))
-        axes.annotate(f"{value:.2f}{unit}", (ends[-1], row), (5, 0), textcoords="offset points", va="center")
+        text = "not measured" if measured[row] is None else f"{value:.2f}{unit}"
+        axes.annotate(text, (ends[-1], row), (5, 0), textcoords="offset points", va="center")
     _mark_one(axes)
     axes.set_xlim(0, 1.17 * max(1.0, *ends))
     _as_rows(axes, shown)

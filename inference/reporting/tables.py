@@ -1,4 +1,4 @@
-"""Tables of an evaluation for the terminal and for Markdown, and its headline of one sentence."""
+"""Tables of an evaluation, for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from data.files.safe_text import escape_markdown
+from inference.reporting.headline import Summaries as Summaries
+from inference.reporting.headline import headline, name_of
 from inference.results.metrics import CategorySummary, Summary
-
-Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark and drafter
+from inference.runs.timing import MIN_CORE_SHARE
 
 COUNTING_RULE = (
     "Acceptance length = emitted tokens / base forwards, prefill excluded, over all questions (micro average)."
@@ -28,11 +29,14 @@ COLUMNS = (
     ("ended by EOS", lambda s: number(s.acceptance_length_ended)),
     ("with prefill", lambda s: number(s.acceptance_length_with_prefill)),
     ("speed-up", lambda s: number(s.speedup, unit="×")),
-    ("noise", lambda s: number(None if s.noise is None else 100 * s.noise, places=1, unit=" %")),
+    ("timing error", lambda s: _percent(None if s.is_baseline else s.timing_error)),
+    ("wall speed-up", lambda s: number(s.wall_speedup, unit="×")),
+    ("noise", lambda s: _percent(s.noise if s.timing_error is None else None)),
     ("tokens/s", lambda s: number(s.tokens_per_second, places=1)),
     ("fed tokens/step", lambda s: number(s.fed_per_step, places=1)),
     ("of them scratch", lambda s: number(s.scratch_per_step, places=1)),
     ("draft forwards/step", lambda s: number(s.draft_forwards_per_step, places=1)),
+    ("CPU ms/token", lambda s: number(s.cpu_seconds and s.tokens and 1000 * s.cpu_seconds / s.tokens)),
     ("peak MiB", lambda s: number(None if s.peak_bytes is None else s.peak_bytes / 2**20, places=0)),
     ("identical answers", lambda s: _identical(s)),
 )
@@ -40,6 +44,7 @@ INTERVALS = {
     "acceptance length": "acceptance_interval",
     "mean per question": "acceptance_mean_interval",
     "speed-up": "speedup_interval",
+    "wall speed-up": "wall_speedup_interval",
 }
 RANKED = {
     "acceptance length": "acceptance_length",
@@ -47,9 +52,20 @@ RANKED = {
     "ended by EOS": "acceptance_length_ended",
     "with prefill": "acceptance_length_with_prefill",
     "speed-up": "speedup",
+    "wall speed-up": "wall_speedup",
     "tokens/s": "tokens_per_second",
 }
-TERMINAL_COLUMNS = ("drafter", "acceptance length", "speed-up", "tokens/s", "fed tokens/step", "identical answers")
+MEANINGS = {
+    "speed-up": "Speed-up: by typical step times, which other work on the machine hardly changes.",
+    "timing error": "Timing error: half of the 95 % interval that timing leaves the speed-up on these questions.",
+    "wall speed-up": "Wall speed-up: by the clock.",
+    "noise": "Noise: standard deviation of the wall speed-up between runs, where the timing error is unknown.",
+    "CPU ms/token": "CPU: of all threads; small, wall time / CPU time of the decoding thread if it waited for a core.",
+}
+TERMINAL_COLUMNS = (
+    *("drafter", "acceptance length", "speed-up", "wall speed-up", "tokens/s", "fed tokens/step"),
+    "identical answers",
+)
 MAX_TERMINAL_DRAFTERS = 6  # side by side in one table
 
 
@@ -119,35 +135,6 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
-def headline(summaries: Summaries) -> str:
-    """The evaluation in one sentence, about the fastest of the drafters that answered the most benchmarks."""
-    best = fastest(summaries)
-    if best is None:
-        only = next(iter(next(iter(summaries.values())).values()))
-        return f"Only {only.drafter} was run: {number(only.tokens_per_second, places=1)} tokens per second."
-    own = [by_drafter[best] for by_drafter in summaries.values() if best in by_drafter]
-    identical, questions = sum(s.identical for s in own), sum(s.questions for s in own)
-    what = "the same text as" if identical == questions else f"in {identical} of {questions} answers the same text as"
-    times = _geometric_mean([s.speedup for s in own])
-    speed = f"{times:.1f}x faster" if times >= 1 else f"at {times:.2f}x its speed"
-    length = _geometric_mean([s.acceptance_length for s in own])
-    over = f"over {questions} question{'' if questions == 1 else 's'}"
-    over += f" of {len(own)} benchmarks (geometric means)" if len(own) > 1 else ""
-    return f"{best} writes {what} {_name(own[0].baseline)}, {speed}, {length:.1f} tokens per base forward, {over}."
-
-
-def fastest(summaries: Summaries) -> str | None:
-    """The fastest of the drafters that answered the most benchmarks, by the geometric mean of its speed-ups."""
-    speedups: dict[str, list[float | None]] = {}
-    for by_drafter in summaries.values():
-        for drafter, summary in by_drafter.items():
-            if not summary.is_baseline:
-                speedups.setdefault(drafter, []).append(summary.speedup)
-    num_benchmarks = max(map(len, speedups.values()), default=0)
-    means = {drafter: _geometric_mean(own) for drafter, own in speedups.items() if len(own) == num_benchmarks}
-    return max(means, key=means.__getitem__, default=None)
-
-
 def drafter_rows(
     by_drafter: Mapping[str, Summary], ended: Mapping[str, str] | None = None
 ) -> tuple[list[str], list[Row]]:
@@ -193,8 +180,7 @@ def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:
         sentences.append("Small: 95 % intervals over questions; where they overlap, the best value may be chance.")
     if "ended by EOS" in small:
         sentences.append("Ended by EOS: over the turns that ended with an end-of-sequence token; small, their number.")
-    if "noise" in headings:
-        sentences.append("Noise: standard deviation of the speed-up between runs.")
+    sentences += [sentence for heading, sentence in MEANINGS.items() if heading in headings]
     return " ".join(sentences)
 
 
@@ -232,7 +218,7 @@ def footnotes(by_drafter: Mapping[str, Summary]) -> list[str]:
         if summary.first_divergence is not None:
             question, turn, position = summary.first_divergence
             notes.append(
-                f"† {summary.drafter} does not always write the text of {_name(summary.baseline)}: they first differ "
+                f"† {summary.drafter} does not always write the text of {name_of(summary.baseline)}: they first differ "
                 f"in question {question}, turn {turn + 1}, after {position} equal tokens."
             )
     return notes
@@ -251,16 +237,23 @@ def number(value: float | None, places: int = 2, unit: str = "") -> str:
 def _small(summary: Summary, heading: str, ended: Mapping[str, str]) -> str:
     if heading == "ended by EOS":
         return ended.get(summary.drafter, "")
+    if heading == "CPU ms/token":
+        return _waiting(summary.core_share)
     return _interval(getattr(summary, INTERVALS[heading])) if heading in INTERVALS else ""
+
+
+def _waiting(core_share: float | None) -> str:
+    """Wall time / CPU time of the decoding thread, if it waited for a core."""
+    return f"wall/CPU {1 / core_share:.2f}" if core_share and core_share < MIN_CORE_SHARE else ""
+
+
+def _percent(share: float | None) -> str:
+    return number(None if share is None else 100 * share, places=1, unit=" %")
 
 
 def _interval(bounds: Sequence[float] | None) -> str:
     """Format an interval; empty if it is unknown or has no width."""
     return f"{bounds[0]:.2f} – {bounds[1]:.2f}" if bounds and bounds[0] != bounds[1] else ""
-
-
-def _name(baseline: str) -> str:
-    return "the base" if baseline == "none" else baseline
 
 
 def _identical(summary: Summary) -> str:
@@ -272,11 +265,6 @@ def _identical(summary: Summary) -> str:
 def _best(values: Sequence[float | None]) -> int | None:
     measured = {index: value for index, value in enumerate(values) if value is not None}
     return max(measured, key=measured.__getitem__) if measured else None
-
-
-def _geometric_mean(values: Sequence[float | None]) -> float:
-    measured = [value for value in values if value]
-    return math.exp(sum(map(math.log, measured)) / len(measured)) if measured else 0.0
 
 
 def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int] | None = None) -> Table:

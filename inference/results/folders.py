@@ -173,7 +173,13 @@ def summary_from_json(values: Mapping[str, Any]) -> Summary:
 
 
 def _with_all_fields(kind: type[Summary | CategorySummary], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a dataclass's fields, with None for those that are missing and have no default."""
+    """The values of a dataclass's fields, with None for those that are missing and have no default.
+
+    Older versions wrote speed-ups of wall times only, under the names that now stand for those of step times.
+    """
+    if "wall_speedup" not in values:
+        old = {f"wall_{key}": values.get(key) for key in ("speedup", "speedup_interval")}
+        values = {**values, **old, "speedup": None, "speedup_interval": None}
     required = [field.name for field in fields(kind) if field.default_factory is MISSING]
     return {**dict.fromkeys(required), **values}
 

@@ -75,3 +75,19 @@ def standard_error(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return float(stats.sem(np.log(values)))
+
+
+def half_width(groups: Sequence[Sequence[float]], level: float = 0.95) -> float | None:
+    """Half-width of the confidence interval of the mean of all values, each of which is its group's mean and an error.
+
+    The errors are those within the groups; if no group has two values, all values count as one group.
+
+    >>> round(half_width([[0.9, 1.1], [2.9, 3.1]]), 3)
+    0.304
+    """
+    repeated = [group for group in groups if len(group) > 1] or [[value for group in groups for value in group]]
+    count, freedom = sum(map(len, repeated)), sum(len(group) - 1 for group in repeated)
+    if freedom < 1:
+        return None
+    variance = sum(float(np.sum((np.asarray(group) - np.mean(group)) ** 2)) for group in repeated) / freedom
+    return float(stats.t.ppf((1 + level) / 2, freedom)) * sqrt(variance / count)

@@ -12,11 +12,13 @@ import numpy as np
 from inference.engine.session import PHASES, StepCost
 from inference.results import intervals
 from inference.results.records import Answer, Turn
+from inference.results.step_times import TypicalTimes, timing_error
 
 # Fields of `Summary` and `CategorySummary` that contain times or memory; all others are the same in every run.
 MEASURED = {
-    *("seconds", "tokens_per_second", "speedup", "speedup_interval", "speedup_median", "noise"),
-    *("phase_seconds", "peak_bytes"),
+    *("seconds", "tokens_per_second", "speedup", "speedup_interval", "timing_error"),
+    *("wall_speedup", "wall_speedup_interval", "speedup_median", "noise"),
+    *("phase_seconds", "typical_seconds", "cpu_seconds", "core_share", "peak_bytes"),
 }
 
 Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
@@ -30,6 +32,16 @@ class Decoded(Protocol):
 
 
 @dataclass(frozen=True)
+class TimedPair:
+    """A drafter's answer and the baseline's to the same question, with the seconds that each took."""
+
+    answer: Answer
+    base: Answer
+    seconds: float
+    base_seconds: float
+
+
+@dataclass(frozen=True)
 class CategorySummary:
     """One drafter on the questions of one category, with the fields of `Summary`; ``identical`` is a share."""
 
@@ -38,6 +50,7 @@ class CategorySummary:
     speedup: float | None
     tokens_per_second: float | None
     identical: float
+    wall_speedup: float | None
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,21 @@ class Summary:
         draft_forwards_per_step: Mean number of forwards of a draft module or model per step, prefill excluded.
         draft_hit_ratio: Accepted / fed draft tokens, prefill excluded (ANPD's alpha, section 4.5).
         tokens_per_second: Tokens / seconds, prefill included.
-        speedup: The baseline's seconds per token / the drafter's, over all questions, prefill included.
+        speedup: The baseline's typical seconds per token / the drafter's, over all questions, prefill included; other
+            work on the machine hardly changes it. `TypicalTimes` says what typical seconds are.
         speedup_interval: Interval of the speed-up.
-        speedup_median: Median over questions of the speed-up of each.
-        noise: Relative standard deviation that the speed-up would have over several runs: see `noise`.
+        timing_error: Relative half-width of the interval of the speed-up on these very questions: see `timing_error`.
+        wall_speedup: The baseline's seconds of wall time per token / the drafter's, over all questions, prefill
+            included.
+        wall_speedup_interval: Interval of that speed-up.
+        speedup_median: Median over questions of the wall speed-up of each.
+        noise: Relative standard deviation that the wall speed-up would have over several runs: see `noise`.
         acceptance_by_depth: Share of the steps that accept at least 1, 2, ... draft tokens, prefill excluded.
         phase_seconds: Seconds by phase (CTC paper, Figure 3), prefill excluded, followed by ``prefill`` and ``other``;
             together they are all seconds.
+        typical_seconds: Typical seconds of all answers.
+        cpu_seconds: CPU time of the process during all answers, over all its threads.
+        core_share: Share of the wall time in which the decoding thread had a core; below 1, it waited for one.
         peak_bytes: Peak of allocated GPU memory, including the base and all drafters of the run; None on a CPU.
         by_category: The most important metrics for each category.
         quality: Task quality in percent, as `quality.score` measures it.
@@ -100,10 +121,16 @@ class Summary:
     tokens_per_second: float | None
     speedup: float | None
     speedup_interval: tuple[float, float] | None
+    timing_error: float | None
+    wall_speedup: float | None
+    wall_speedup_interval: tuple[float, float] | None
     speedup_median: float | None
     noise: float | None
     acceptance_by_depth: list[float]
     phase_seconds: dict[str, float]
+    typical_seconds: float | None
+    cpu_seconds: float | None
+    core_share: float | None
     peak_bytes: int | None
     by_category: dict[str, CategorySummary]
     quality: dict[str, float] = field(default_factory=dict)
@@ -132,14 +159,14 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     steps = decode_steps(turns)
     lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
     ended = [turn for answer in answers for turn, is_ended in zip(answer.turns, answer.ended, strict=True) if is_ended]
-    ratios = [ratio for answer, base in pairs if (ratio := speedup(answer.turns, base.turns)) is not None]
+    ratios = [ratio for answer, base in pairs if (ratio := wall_speedup(answer.turns, base.turns)) is not None]
     divergences = [(answer, place) for answer, base in pairs if (place := first_difference(answer, base)) is not None]
     counts = [(sum(step.emitted for step in own), len(own)) for own in (decode_steps(a.turns) for a in answers) if own]
-    times = [
-        (base.seconds, _tokens(base.turns), answer.seconds, _tokens(answer.turns))
-        for answer, base in pairs
-        if answer.seconds and _tokens(answer.turns) and _tokens(base.turns)
-    ]
+    repeats = repeats or [(answers, [base for _, base in pairs])]
+    own_times, base_times = (TypicalTimes(each) for each in zip(*repeats, strict=True))
+    timed = [TimedPair(answer, base, own_times.seconds(answer), base_times.seconds(base)) for answer, base in pairs]
+    walls = [TimedPair(answer, base, answer.seconds, base.seconds) for answer, base in pairs]
+    shares = [(answer.core_share * answer.seconds, answer.seconds) for answer in answers if answer.core_share]
     peaks = [answer.peak_bytes for answer in answers if answer.peak_bytes is not None]
     return Summary(
         drafter=answers[0].drafter,
@@ -160,15 +187,21 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
         draft_forwards_per_step=_ratio(sum(step.draft_forwards for step in steps), len(steps)),
         draft_hit_ratio=_ratio(sum(step.accepted for step in steps), sum(step.fed_candidates for step in steps)),
         tokens_per_second=_ratio(_tokens(turns), _seconds(turns)),
-        speedup=speedup(turns, base_turns),
-        speedup_interval=_interval(times, (1, -1, -1, 1)),
+        speedup=speedup(timed),
+        speedup_interval=_speedup_interval(timed),
+        timing_error=timing_error(own_times, base_times),
+        wall_speedup=wall_speedup(turns, base_turns),
+        wall_speedup_interval=_speedup_interval(walls),
         speedup_median=float(np.median(ratios)) if ratios else None,
-        noise=noise(repeats or [(answers, [base for _, base in pairs])]),
+        noise=noise(repeats),
         acceptance_by_depth=acceptance_by_depth(steps),
         phase_seconds=phase_seconds(turns),
+        typical_seconds=sum(pair.seconds for pair in timed),
+        cpu_seconds=sum(known) if (known := [a.cpu_seconds for a in answers if a.cpu_seconds is not None]) else None,
+        core_share=_ratio(*map(sum, zip(*shares, strict=True))) if shares else None,
         peak_bytes=max(peaks, default=None),
         by_category={
-            category: _summarise_category([pair for pair in pairs if pair[0].category == category])
+            category: _summarise_category([pair for pair in timed if pair.answer.category == category])
             for category in dict.fromkeys(answer.category for answer in answers)
         },
     )
@@ -191,8 +224,17 @@ def acceptance_by_depth(steps: Sequence[StepCost]) -> list[float]:
     return [sum(step.accepted >= depth for step in steps) / len(steps) for depth in range(1, deepest + 1)]
 
 
-def speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
+def speedup(pairs: Sequence[TimedPair]) -> float | None:
     """The baseline's seconds per token / the drafter's, prefill included."""
+    columns = [sum(column) for column in zip(*map(_terms, pairs), strict=True)]
+    if not all(columns):
+        return None
+    base_seconds, base_tokens, seconds, tokens = columns
+    return (base_seconds / base_tokens) / (seconds / tokens)
+
+
+def wall_speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
+    """The baseline's seconds of wall time per token / the drafter's, prefill included."""
     ours, theirs = _ratio(_seconds(turns), _tokens(turns)), _ratio(_seconds(baseline), _tokens(baseline))
     return _ratio(theirs, ours) if ours and theirs else None
 
@@ -227,7 +269,7 @@ def noise(repeats: Sequence[Repeat]) -> float | None:
     is_baseline = repeats[0][0][0].drafter == repeats[0][1][0].drafter
     if len(repeats) > 1:
         speeds = [
-            _ratio(_tokens(turns), _seconds(turns)) if is_baseline else speedup(turns, _turns(base))
+            _ratio(_tokens(turns), _seconds(turns)) if is_baseline else wall_speedup(turns, _turns(base))
             for turns, base in ((_turns(answers), base) for answers, base in repeats)
         ]
         known = [speed for speed in speeds if speed]
@@ -253,15 +295,25 @@ def seconds_per_step(turns: Sequence[Turn]) -> float | None:
     return _ratio(sum(sum(step.seconds) for step in steps), len(steps))
 
 
-def _summarise_category(pairs: Sequence[tuple[Answer, Answer]]) -> CategorySummary:
-    turns, base_turns = _turns(answer for answer, _ in pairs), _turns(base for _, base in pairs)
+def _summarise_category(pairs: Sequence[TimedPair]) -> CategorySummary:
+    turns, base_turns = _turns(pair.answer for pair in pairs), _turns(pair.base for pair in pairs)
     return CategorySummary(
         questions=len(pairs),
         acceptance_length=acceptance_length(turns),
-        speedup=speedup(turns, base_turns),
+        speedup=speedup(pairs),
         tokens_per_second=_ratio(_tokens(turns), _seconds(turns)),
-        identical=sum(first_difference(answer, base) is None for answer, base in pairs) / len(pairs),
+        identical=sum(first_difference(pair.answer, pair.base) is None for pair in pairs) / len(pairs),
+        wall_speedup=wall_speedup(turns, base_turns),
     )
+
+
+def _terms(pair: TimedPair) -> tuple[float, int, float, int]:
+    """Seconds and tokens of the baseline, then of the drafter."""
+    return pair.base_seconds, _tokens(pair.base.turns), pair.seconds, _tokens(pair.answer.turns)
+
+
+def _speedup_interval(pairs: Sequence[TimedPair]) -> tuple[float, float] | None:
+    return _interval([terms for pair in pairs if all((terms := _terms(pair))[1:])], (1, -1, -1, 1))
 
 
 def _interval(rows: Sequence[Sequence[float]], powers: Sequence[int]) -> tuple[float, float] | None:

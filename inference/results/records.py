@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class Turn:
         prompt_tokens: Number of tokens of the prompt, including the earlier turns.
         steps: The cost of each step; the first one is the prefill.
         seconds: Wall time of the turn.
+        cpu_seconds: CPU time of the decoding thread up to the end of each step, from that of the one before or from the
+            start of the turn; empty if it was not measured, as on a GPU.
     """
 
     text: str
@@ -34,6 +36,7 @@ class Turn:
     prompt_tokens: int
     steps: list[StepCost]
     seconds: float
+    cpu_seconds: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Answer:
         peak_bytes: Peak of allocated GPU memory during decoding, including the base and all drafters of the run; None
             on a CPU.
         core_share: Share of the time that the decoding thread spent on a core.
+        cpu_seconds: CPU time of all threads of the process during the answer.
+        decodings: How often the question was decoded until the decoding thread had a core.
     """
 
     question_id: int
@@ -58,6 +63,8 @@ class Answer:
     ended: list[bool]
     peak_bytes: int | None = None
     core_share: float | None = None
+    cpu_seconds: float | None = None
+    decodings: int = 1
 
     @property
     def seconds(self) -> float:
@@ -85,6 +92,9 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "steps": [[_step_to_json(step) for step in turn.steps] for turn in turns],
         "peak_bytes": answer.peak_bytes,
         "core_share": None if answer.core_share is None else round(answer.core_share, 4),
+        "cpu_time": None if answer.cpu_seconds is None else round(answer.cpu_seconds, 7),
+        "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
+        "decodings": answer.decodings,
     }
     return {
         "question_id": answer.question_id,
@@ -104,7 +114,8 @@ def from_json(record: dict[str, Any]) -> Answer:
     """
     try:
         choice = record["choices"][0]
-        columns = (choice[key] for key in ("turns", "token_ids", "prompt_tokens", "steps", "wall_time"))
+        columns = [choice[key] for key in ("turns", "token_ids", "prompt_tokens", "steps", "wall_time")]
+        columns.append(choice.get("step_cpu_times", [[]] * len(columns[0])))
         turns = [
             {
                 "text": text,
@@ -112,16 +123,21 @@ def from_json(record: dict[str, Any]) -> Answer:
                 "prompt_tokens": prompt_tokens,
                 "steps": [_step_from_json(row) for row in steps],
                 "seconds": seconds,
+                "cpu_seconds": cpu_seconds,
             }
-            for text, token_ids, prompt_tokens, steps, seconds in zip(*columns, strict=True)
+            for text, token_ids, prompt_tokens, steps, seconds, cpu_seconds in zip(*columns, strict=True)
         ]
-        measured = {name: choice.get(name) for name in ("peak_bytes", "core_share")}  # answers of older runs have none
+        # Answers of older runs have none of these.
+        measured = {name: choice.get(name) for name in ("peak_bytes", "core_share")}
+        measured |= {"cpu_seconds": choice.get("cpu_time"), "decodings": choice.get("decodings", 1)}
         fields = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
         answer = validated(Answer, {**fields, "turns": turns, "ended": choice["ended"], **measured})
     except MALFORMED as error:
         raise ValueError(f"not a recorded answer ({type(error).__name__}: {error})") from error
     if len(answer.ended) != len(answer.turns):
         raise ValueError("not a recorded answer (its turns and its ends differ in number)")
+    if any(turn.cpu_seconds and len(turn.cpu_seconds) != len(turn.steps) for turn in answer.turns):
+        raise ValueError("not a recorded answer (its steps and their CPU times differ in number)")
     return answer
 
 

@@ -168,7 +168,7 @@ def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[
 
 
 def _read_cell(entry: dict[str, Any]) -> dict[str, Any]:
-    folders.summary_from_json(entry["summary"])  # raises ValueError or KeyError if it is damaged
+    entry["summary"] = asdict(folders.summary_from_json(entry["summary"]))  # ValueError or KeyError if it is damaged
     _, _, entry["alone"] = validated(tuple[str, str, float], (entry["spec"], entry["files"], entry["alone"]))
     return entry
 

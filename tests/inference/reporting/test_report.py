@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inference.engine.session import StepCost
 from inference.reporting import answer_viewer, plots, report, tables
+from inference.reporting.headline import Speed, headline, measured_speeds
 from inference.results import folders, records
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
@@ -204,13 +205,13 @@ def test_the_terminal_tables_fit_and_mark_drafters_that_are_not_lossless(summari
         console.print(part)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
-    assert re.search(r"ctc +2\.67 +2\.25× +20\.5 +5\.0 +100 % \(4/4\)", text)
+    assert re.search(r"ctc +2\.67 +2\.25× +2\.25× +20\.5 +5\.0 +100 % \(4/4\)", text)
     assert re.search(r"ngram .* 75 % \(3/4\) †", text)
     assert "question 3, turn 1, after 3 equal tokens" in " ".join(text.split())
 
 
 def test_the_headline_names_the_fastest_drafter(summaries):
-    expected = "ctc writes the same text as the base, 2.2x faster, 2.7 tokens per base forward, over"
+    expected = "ctc writes the same text as the base, 2.3x faster, 2.7 tokens per base forward, over"
     assert report.markdown({"mt_bench": summaries["mt_bench"]}, {}).startswith(f"**{expected} 4 questions.**")
     assert report.markdown(summaries, {}).startswith(f"**{expected} 8 questions of 2 benchmarks (geometric means).**")
 
@@ -224,11 +225,35 @@ def test_the_headline_mentions_differing_text_and_lower_speed(summaries):
     )
 
 
+def test_the_headline_names_no_drafter_whose_interval_overlaps_the_next_ones(summaries):
+    of = summaries["mt_bench"]
+
+    def said(**intervals):
+        changed = {name: replace(of[name], speedup_interval=bounds) for name, bounds in intervals.items()}
+        return headline({"mt_bench": of | changed})
+
+    assert said(ctc=(2.0, 2.5), ngram=(1.6, 1.9)).startswith("ctc writes the same text as the base, 2.3x faster")
+    assert said(ctc=(1.9, 2.5), ngram=(1.6, 2.0)) == (
+        "ctc and ngram are not apart: they write the same text as the base, at 2.25x (1.90 to 2.50) and 1.80x (1.60 to "
+        "2.00) its speed, 2.7 and 2.0 tokens per base forward, over 4 questions."
+    )
+    assert said(ctc=(2.0, 2.5), ngram=None).startswith("ctc and ngram are not apart"), "one interval is unknown"
+    third = {"third": replace(of["ngram"], drafter="third", speedup=2.2, speedup_interval=(2.1, 2.2))}
+    assert headline({"mt_bench": of | third}).startswith("ctc writes")
+    third["third"] = replace(third["third"], speedup_interval=(2.1, 2.4))
+    assert headline({"mt_bench": of | third}).startswith("ctc and third are not apart"), "ngram is apart from both"
+
+
+def test_the_speed_over_benchmarks_has_the_interval_of_a_mean_of_independent_logarithms(summaries):
+    ctc = summaries["mt_bench"]["ctc"]
+    four = {str(at): {"ctc": replace(ctc, speedup=2.0, speedup_interval=(1.0, 4.0))} for at in range(4)}
+    assert measured_speeds(four)["ctc"] == Speed(2.0, (pytest.approx(2**0.5), pytest.approx(2**1.5)))
+
+
 def test_markdown_has_the_same_rows_and_the_context(summaries):
     text = report.markdown(summaries, CONTEXT)
-    assert (
-        "| ctc | **2.67** | **2.67** | **2.67** | **2.25** | **2.25×** | 0.0 % | **20.5** | 5.0 | 100 % (4/4) |" in text
-    )
+    speeds = "**2.25×** | – | **2.25×** | 0.0 % | **20.5**"
+    assert f"| ctc | **2.67** | **2.67** | **2.67** | **2.25** | {speeds} | 5.0 | 100 % (4/4) |" in text
     assert "| kind 1 | **2.67 2.25×** | 2.00 " in text
     assert "- base: tiny\\|chat\n- command line: drafters eval \\<x\\>\n" in text
     assert f"- counting: {tables.COUNTING_RULE}" in text
@@ -248,13 +273,16 @@ def test_empty_columns_are_left_out_and_intervals_are_below_their_numbers(summar
     headings, _ = tables.drafter_rows(of)
     assert "peak MiB" not in headings and "draft forwards/step" not in headings
     of["ctc"] = replace(of["ctc"], peak_bytes=3 * 2**20, acceptance_interval=(2.5, 2.75), speedup_interval=(2.0, 2.5))
+    of["ctc"] = replace(of["ctc"], cpu_seconds=9.0, core_share=0.5)
     headings, rows = tables.drafter_rows(of)
     cells = dict(zip(headings, rows[1].cells, strict=True))
     assert cells["peak MiB"] == "3" and cells["acceptance length"] == "2.67"
     assert {headings[at]: told for at, told in rows[1].small.items()} == {
         "acceptance length": "2.50 – 2.75",
         "speed-up": "2.00 – 2.50",
+        "CPU ms/token": "wall/CPU 2.00",
     }
+    assert cells["CPU ms/token"] == "125.00"
     assert "| **2.67** (2.50 – 2.75) |" in report.markdown(summaries, {})
     assert tables.legend(headings, rows).startswith("Small: 95 % intervals")
 
@@ -324,8 +352,22 @@ def test_results_of_an_older_version_are_read_too(make_folder):
     told = json.loads((folder / "results.json").read_text())
     for summary in told["results"]["mt_bench"].values():
         del summary["noise"], summary["speedup_interval"], summary["quality"]
+        for new in ("timing_error", "wall_speedup", "wall_speedup_interval", "typical_seconds", "cpu_seconds"):
+            del summary[new]
+        for category in summary["by_category"].values():
+            del category["wall_speedup"]
     (folder / "results.json").write_text(json.dumps(told))
-    summary = folders.read(folder).summaries["mt_bench"]["ctc"]
+    found = folders.read(folder).summaries["mt_bench"]
+    summary = found["ctc"]
+    assert summary.speedup is None and summary.wall_speedup == pytest.approx(2.25), "it was one of wall times"
+    assert summary.timing_error is summary.cpu_seconds is summary.by_category["kind 1"].speedup is None
+    headings, _ = tables.drafter_rows(found)
+    assert "wall speed-up" in headings and not {"speed-up", "timing error", "CPU ms/token"} & set(headings)
+    # The interval was not written, so nothing shows that ctc is faster than ngram.
+    assert headline({"mt_bench": found}) == (
+        "ctc and ngram are not apart: they write the same text as the base, at 2.25x and 1.80x its speed, 2.7 and 2.0 "
+        "tokens per base forward, over 4 questions, by wall time."
+    )
     assert (
         summary.noise is None
         and summary.speedup_interval is None

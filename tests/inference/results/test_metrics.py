@@ -74,7 +74,7 @@ def test_the_other_convention_counts_the_prefill_and_what_it_emits(summary):
 def test_speed_counts_the_prefill(summary):
     assert (summary.tokens, summary.seconds) == (14, 5.5)
     assert summary.tokens_per_second == pytest.approx(14 / 5.5)
-    assert summary.speedup == pytest.approx(14 / 5.5)
+    assert summary.wall_speedup == pytest.approx(14 / 5.5)
     assert summary.speedup_median == pytest.approx((9 / 3 + 5 / 2.5) / 2)
 
 
@@ -96,7 +96,7 @@ def test_phases_add_up_to_the_total_time(summary):
 def test_each_category_is_summarised_separately(summary):
     writing, math = summary.by_category["writing"], summary.by_category["math"]
     assert list(summary.by_category) == ["writing", "math"]
-    assert (writing.acceptance_length, writing.speedup) == (pytest.approx(7 / 3), pytest.approx(9 / 3))
+    assert (writing.acceptance_length, writing.wall_speedup) == (pytest.approx(7 / 3), pytest.approx(9 / 3))
     assert (math.acceptance_length, math.tokens_per_second) == (pytest.approx(3 / 2), pytest.approx(5 / 2.5))
     assert (math.questions, math.identical) == (1, 1.0)
 
@@ -128,7 +128,7 @@ def test_a_missing_turn_is_a_difference():
 
 def test_questions_are_paired_by_their_id():
     assert summarise(CTC, NONE[::-1]) == summarise(CTC, NONE)
-    assert summarise(CTC[1:], NONE).speedup == pytest.approx(5 / 2.5)
+    assert summarise(CTC[1:], NONE).wall_speedup == pytest.approx(5 / 2.5)
     with pytest.raises(ValueError, match="no answer to question 2"):
         summarise(CTC, NONE[:1])
 
@@ -151,9 +151,12 @@ def test_intervals_contain_their_values_and_stay_within_those_of_the_questions(s
     assert 3 / 2 <= low <= summary.acceptance_length <= high <= 7 / 3
     low, high = summary.acceptance_mean_interval
     assert 3 / 2 <= low <= summary.acceptance_length_mean <= high <= 7 / 3
+    low, high = summary.wall_speedup_interval
+    assert 2.0 <= low <= summary.wall_speedup <= high <= 3.0
     low, high = summary.speedup_interval
-    assert 2.0 <= low <= summary.speedup <= high <= 3.0
-    assert summarise(NONE, NONE).speedup_interval == summarise(NONE, NONE).acceptance_interval == (1.0, 1.0)
+    assert low <= summary.speedup <= high
+    alone = summarise(NONE, NONE)
+    assert alone.speedup_interval == alone.wall_speedup_interval == alone.acceptance_interval == (1.0, 1.0)
 
 
 def slower(answers, factors):
@@ -199,6 +202,10 @@ def test_measured_fields_exist_and_a_slower_machine_changes_only_them(summary):
     assert {field.name for kind in (Summary, CategorySummary) for field in fields(kind)} >= MEASURED
     slow = asdict(summarise(slower(CTC, [2, 3]), NONE))
     same, changed = asdict(summary), {name for name, value in asdict(summary).items() if slow[name] != value}
-    assert {"seconds", "speedup", "speedup_interval", "phase_seconds"} <= changed <= MEASURED | {"by_category"}
+    assert (
+        {"seconds", "speedup", "speedup_interval", "wall_speedup", "phase_seconds"}
+        <= changed
+        <= MEASURED | {"by_category"}
+    )
     for category, found in same["by_category"].items():
         assert {name for name in found if found[name] != slow["by_category"][category][name]} <= MEASURED

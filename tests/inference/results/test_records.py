@@ -1,6 +1,7 @@
 """Recorded answers: a round trip, and the fields that other tools read."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,8 @@ ANSWER = Answer(
 
 def test_answers_come_back_as_they_were_written(tmp_path):
     other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5)], [True], peak_bytes=1 << 30, core_share=0.97)
+    timed = replace(other.turns[0], cpu_seconds=[0.25])
+    other = replace(other, turns=[timed], cpu_seconds=0.5, decodings=2)
     path = tmp_path / "answers" / "ctc.jsonl"
     records.write(path, [ANSWER, other])
     assert records.read(path) == [ANSWER, other]
@@ -47,7 +50,8 @@ def test_answers_come_back_as_they_were_written(tmp_path):
 
 def test_answers_of_older_runs_have_no_memory_and_core_counts():
     line = records.to_json(ANSWER)
-    del line["choices"][0]["peak_bytes"], line["choices"][0]["core_share"]
+    for key in ("peak_bytes", "core_share", "cpu_time", "step_cpu_times", "decodings"):
+        del line["choices"][0][key]
     assert records.from_json(line) == ANSWER
 
 
@@ -92,6 +96,8 @@ def test_a_malformed_line_is_reported_with_advice(tmp_path, line):
         ("prompt_tokens", [{}, 1]),
         ("ended", [True]),
         ("ended", "yes"),
+        ("step_cpu_times", [[0.1], []]),
+        ("step_cpu_times", [["x", 0.1], []]),
     ],
 )
 def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp_path, key, value):

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from data.files.validation import validated
+from inference.evaluation import processes
 from inference.evaluation.answering import Slot, without_times
 from inference.evaluation.plan import EvaluationPlan
-from inference.evaluation.processes import journal_path
 from inference.evaluation.worker import read_answers
 from inference.results import metrics
 from inference.results.metrics import Summary
 from inference.results.records import Answer
+from inference.results.step_times import TypicalTimes, timing_error
 from inference.runs import timing
 from inference.runs.journal import Journal
 
 T = TypeVar("T")
+PRECISION = 0.05  # relative timing error of a speed-up for which no repeat is added
 
 
 @dataclass
@@ -37,13 +40,42 @@ class CollectedAnswers:
     machine: timing.MachineLoad = field(default_factory=lambda: timing.MachineLoad(1, 1))
     num_starts: int = 0
 
+    def num_repeats(self, benchmark: str) -> int:
+        """How often all drafters have answered all questions of a benchmark."""
+        num_answers = self.plan.num_answers([benchmark])
+        return next(n for n in count() if len(self.answers.get((benchmark, n), ())) < num_answers)
+
     def repeats(self, benchmark: str, drafter: str) -> list[list[Answer]]:
-        """A drafter's answers of each repeat, in the order of the questions."""
+        """A drafter's answers of each complete repeat, in the order of the questions."""
         indices = range(len(self.plan.questions[benchmark]))
         return [
             [self.answers[benchmark, repeat][index, drafter] for index in indices]
-            for repeat in range(self.plan.repeats)
+            for repeat in range(self.num_repeats(benchmark))
         ]
+
+    def timing_errors(self, benchmark: str, num_repeats: int) -> dict[str, float | None]:
+        """The `timing_error` of each drafter's speed-up, from the first repeats of a benchmark."""
+        baseline, *drafters = self.plan.drafters
+        base_times = TypicalTimes(self.repeats(benchmark, baseline)[:num_repeats])
+        return {
+            drafter: timing_error(TypicalTimes(self.repeats(benchmark, drafter)[:num_repeats]), base_times)
+            for drafter in drafters
+        }
+
+    def imprecise_speedups(self) -> list[str]:
+        """One line for each benchmark with speed-ups that are not precise after the last repeat that may be added."""
+        lines = []
+        for benchmark in self.plan.questions:
+            num_repeats = self.num_repeats(benchmark)
+            errors = self.timing_errors(benchmark, num_repeats)
+            wide = {drafter: error for drafter, error in errors.items() if not is_precise(error)}
+            if self.plan.repeats == "auto" and wide:
+                known = [f"{drafter} {'unknown' if e is None else f'± {100 * e:.0f} %'}" for drafter, e in wide.items()]
+                lines.append(
+                    f"the speed-ups on {benchmark} are not yet within {100 * PRECISION:.0f} % after {num_repeats} "
+                    f"repeats, the limit: {', '.join(known)}; a larger --max-repeats continues this evaluation"
+                )
+        return lines
 
     def median_answers(self) -> dict[str, dict[str, list[Answer]]]:
         """For each question the answer of median time among its repeats, by benchmark and drafter."""
@@ -99,6 +131,33 @@ class CollectedAnswers:
         return lines
 
 
+def is_precise(error: float | None) -> bool:
+    """Whether a timing error is small enough that no repeat is added."""
+    return error is not None and error <= PRECISION
+
+
+def repeats_to_decode(folder: Path, plan: EvaluationPlan) -> Iterator[processes.Repeat]:
+    """Yield each repeat and its benchmarks; whether another one is needed is decided when it is asked for.
+
+    Args:
+        folder: Folder of the journals.
+        plan: What is decoded.
+    """
+    if plan.repeats != "auto":
+        yield from ((repeat, list(plan.questions)) for repeat in range(plan.repeats))
+        return
+    benchmarks = list(plan.questions)
+    for repeat in range(plan.max_repeats):
+        if repeat:
+            found = collect(folder, plan)
+            benchmarks = [
+                name for name in benchmarks if not all(map(is_precise, found.timing_errors(name, repeat).values()))
+            ]
+        if not benchmarks:
+            return
+        yield repeat, benchmarks
+
+
 def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
     """Read the journals of all processes.
 
@@ -110,7 +169,7 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
     loads: list[float | None] = []
     collected = CollectedAnswers(plan)
     for number in range(len(plan.devices)):
-        with Journal(journal_path(folder, number), plan.settings) as journal:
+        with Journal(processes.journal_path(folder, number), plan.settings) as journal:
             for key, answers in read_answers(journal).items():
                 collected.answers.setdefault(key, {}).update(answers)
             own = list(journal.entries(_read_load))
@@ -125,6 +184,7 @@ def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
         during=_without_none(loads),
         core_shares=_without_none(a.core_share for by_slot in collected.answers.values() for a in by_slot.values()),
         gpu_percents=_without_none(gpu_use for _, gpu_use in starts),
+        num_again=sum(a.decodings - 1 for by_slot in collected.answers.values() for a in by_slot.values()),
     )
     return collected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import load_base_info, resolve_device
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation import processes
-from inference.evaluation.collected import CollectedAnswers, collect
+from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.quality import needs_code, quality_of
 from inference.evaluation.question_options import BenchmarkOptions
@@ -44,7 +45,9 @@ class EvaluationOptions:
         devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs. A drafter that
             remembers earlier texts (joint, token_recycling, self_draft, ouroboros) then learns only from those of its
             own process and accepts less. Processes on one CPU disturb each other's times.
-        repeats: How often every question is decoded; the median of its times counts.
+        repeats: How often every question is decoded. By default, auto, a benchmark is decoded again until timing leaves
+            less than 5 % open in each speed-up, which may be after the first time; see --max-repeats.
+        max_repeats: Maximum number of repeats with auto.
         allow_code_execution: Run the programs in the answers to humaneval and mbpp, to measure how many pass their
             tests. They run in a sandbox; inference/sandbox/sandbox.py says what it does not protect from.
         allow_weak_sandbox: Run them also where neither bubblewrap nor Landlock (Linux 6.2 or later) works. A Python
@@ -54,7 +57,8 @@ class EvaluationOptions:
     drafter: list[str] | None = None
     typical: bool = False
     devices: int | Literal["auto"] = 1
-    repeats: int = 1
+    repeats: int | Literal["auto"] = "auto"
+    max_repeats: int = 5
     allow_code_execution: bool = False
     allow_weak_sandbox: bool = False
 
@@ -89,7 +93,7 @@ def evaluate(
     answers, num_decoded = decode(plan, folder, overwrite)
     summaries = score(answers, isolation)
     skipped = [line for asked in selected.values() for line in asked.notes()] + answers.missing_turns()
-    warnings = [*answers.machine.warnings(), *answers.repeat_differences()]
+    warnings = [*answers.machine.warnings(), *answers.imprecise_speedups(), *answers.repeat_differences()]
     sandbox = ", ".join(held_locks(isolation)) if isolation else None
     if isolation in WEAK:
         warnings.append(f"the programs in the answers ran in a weak sandbox: {sandbox}")
@@ -113,8 +117,9 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     if options.typical and sampling.temperature == 0:
         raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
     sampling.sampler()
-    if options.repeats < 1 or (options.devices != "auto" and options.devices < 1):
-        raise ValueError(f"repeats and devices must be at least 1, not {options.repeats} and {options.devices}")
+    for name in ("repeats", "max_repeats", "devices"):
+        if (number := getattr(options, name)) != "auto" and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
 
 
 def make_plan(
@@ -148,6 +153,7 @@ def make_plan(
         threads=max(1, torch.get_num_threads() // len(devices)),
         repeats=options.repeats,
         check=model.check,
+        max_repeats=options.max_repeats,
     )
 
 
@@ -177,7 +183,8 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool) -> tuple[
         tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place,
         progress_bars() as bars,
     ):
-        task = bars.add_task(", ".join(plan.questions), total=plan.num_answers)
+        task = bars.add_task(", ".join(plan.questions), total=0)
+        journals = Path(place) / JOURNALS
 
         def on_ready() -> None:
             for line in before:
@@ -190,8 +197,14 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool) -> tuple[
             num_decoded += is_new
             bars.advance(task)
 
-        journals = Path(place) / JOURNALS
-        processes.run(plan, journals, on_ready, on_answer)
+        def repeats() -> Iterator[processes.Repeat]:
+            total = 0
+            for repeat, benchmarks in repeats_to_decode(journals, plan):
+                total += plan.num_answers(benchmarks)
+                bars.update(task, total=total)
+                yield repeat, benchmarks
+
+        processes.run(plan, journals, repeats(), on_ready, on_answer)
         return collect(journals, plan), num_decoded
 
 

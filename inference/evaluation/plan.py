@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -35,8 +36,9 @@ class EvaluationPlan:
         typical: Whether drafts are accepted by typical acceptance, which is lossy.
         devices: The device of each process.
         threads: Number of torch threads of each process.
-        repeats: How often every question is decoded.
+        repeats: How often every question is decoded; ``auto`` decodes a benchmark until its speed-ups are precise.
         check: Whether the base is examined; see `load_base`.
+        max_repeats: Maximum number of repeats with ``auto``.
     """
 
     base: str
@@ -49,17 +51,20 @@ class EvaluationPlan:
     typical: bool
     devices: tuple[str, ...]
     threads: int
-    repeats: int
+    repeats: int | Literal["auto"]
     check: bool = True
+    max_repeats: int = 1
 
-    @property
-    def num_answers(self) -> int:
-        """Number of answers over all benchmarks, drafters and repeats."""
-        return self.repeats * len(self.drafters) * sum(map(len, self.questions.values()))
+    def num_answers(self, benchmarks: Iterable[str]) -> int:
+        """Number of answers that all drafters give to benchmarks in one repeat."""
+        return len(self.drafters) * sum(len(self.questions[benchmark]) for benchmark in benchmarks)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Everything that the answers and their times depend on, for the first line of a journal."""
+        """Everything that the answers and their times depend on, for the first line of a journal.
+
+        The maximum number of repeats is no part of it: with another one, the repeats that are there are kept.
+        """
         files = {folder for spec in self.drafters.values() if (folder := catalogue.split(spec)[1]) is not None}
         device = torch.device(self.devices[0])
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data.files.atomic_write import write_text
-from inference.evaluation.collected import CollectedAnswers
+from inference.evaluation.collected import PRECISION, CollectedAnswers
 from inference.evaluation.plan import LABELS, EvaluationPlan
 from inference.reporting import report
 from inference.reporting.tables import COUNTING_RULE, Summaries
@@ -100,15 +100,24 @@ def describe_run(answers: CollectedAnswers) -> dict[str, str]:
         "command": " ".join(["drafters", *sys.argv[1:]]),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
-        "timing": f"every question decoded {plan.repeats} times, the median time counts"
-        if plan.repeats > 1
-        else "every question decoded once",
+        "timing": _describe_timing(answers),
         "machine": answers.machine.describe(),
         "counting": COUNTING_RULE,
     }
     if answers.num_starts > 1:
         context["starts"] = f"{answers.num_starts}: the command was interrupted and continued"
     return context
+
+
+def _describe_timing(answers: CollectedAnswers) -> str:
+    plan = answers.plan
+    counts = {benchmark: answers.num_repeats(benchmark) for benchmark in plan.questions}
+    times = ["once" if count == 1 else f"{count} times" for count in counts.values()]
+    each = ", ".join(f"{time} ({name})" for name, time in zip(counts, times, strict=True))
+    text = f"every question decoded {times[0] if len(set(times)) == 1 else each}"
+    if plan.repeats == "auto":
+        text += f" (until timing leaves at most {100 * PRECISION:.0f} % of a speed-up open, at most {plan.max_repeats})"
+    return text
 
 
 def _describe_decoding(plan: EvaluationPlan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Worker:
         torch.set_num_threads(plan.threads)
         device = torch.device(plan.devices[number])
         self.gpu_use = timing.gpu_use(device)
+        self._has_started = False
         self.base = load_base(plan.base, plan.dtype, device, plan.check)
         runner = Runner(self.base)
         options = plan.sampling
@@ -52,8 +53,15 @@ class Worker:
             for name, spec in plan.drafters.items()
         }
 
-    def run(self, path: Path, load: float | None, is_wanted: Callable[[], bool] = lambda: True) -> Iterator[bool]:
-        """Answer the questions that the journal does not hold; yield for every answer whether it was decoded now.
+    def run(
+        self,
+        path: Path,
+        load: float | None,
+        repeat: int = 0,
+        benchmarks: Sequence[str] = (),
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Iterator[bool]:
+        """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now.
 
         The journal has an entry ``{"load", "gpu_use"}`` for each start, and an entry
         ``{"benchmark", "repeat", "place", "load", "answer"}`` for each answer.
@@ -61,24 +69,24 @@ class Worker:
         Args:
             path: The journal's file.
             load: `timing.running_threads` before the start.
+            repeat: Number of times that all questions were decoded before.
+            benchmarks: Names of the benchmarks; all of them if there are none.
             is_wanted: Called before an answer is kept; the work stops when it returns False.
         """
         with Journal(path, self.plan.settings) as journal:
             done = read_answers(journal)
-            has_started = False
-            for repeat in range(self.plan.repeats):
-                for benchmark in self.plan.questions:
-                    before = done.get((benchmark, repeat), {})
-                    yield from [False] * len(before)
-                    for (index, _), answer in self._missing_answers(benchmark, repeat, before):
-                        if not is_wanted():
-                            return
-                        if not has_started:
-                            journal.append({"load": load, "gpu_use": self.gpu_use})
-                            has_started = True
-                        entry = {"benchmark": benchmark, "repeat": repeat, "place": index}
-                        journal.append(entry | {"load": timing.load_average(), "answer": records.to_json(answer)})
-                        yield True
+            for benchmark in benchmarks or self.plan.questions:
+                before = done.get((benchmark, repeat), {})
+                yield from [False] * len(before)
+                for (index, _), answer in self._missing_answers(benchmark, repeat, before):
+                    if not is_wanted():
+                        return
+                    if not self._has_started:
+                        journal.append({"load": load, "gpu_use": self.gpu_use})
+                        self._has_started = True
+                    entry = {"benchmark": benchmark, "repeat": repeat, "place": index}
+                    journal.append(entry | {"load": timing.load_average(), "answer": records.to_json(answer)})
+                    yield True
 
     def _missing_answers(
         self, benchmark: str, repeat: int, before: dict[Slot, Answer]

@@ -76,6 +76,7 @@ class MachineLoad:
         during: `load_average` at the end of each answer.
         core_shares: `CoreClock.share` of each answer.
         gpu_percents: `gpu_use` before each start, where it is known.
+        num_again: How often a question was decoded again because the thread had waited for a core.
     """
 
     num_threads: int
@@ -84,6 +85,7 @@ class MachineLoad:
     during: Sequence[float] = ()
     core_shares: Sequence[float] = ()
     gpu_percents: Sequence[int] = ()
+    num_again: int = 0
 
     def warnings(self) -> list[str]:
         """One line for each sign that other work disturbed the measured times."""
@@ -112,6 +114,8 @@ class MachineLoad:
             parts.append(f"load during the run up to {max(self.during):.1f}")
         if self.core_shares:
             parts.append(f"decoding had a core {100 * self._mean_core_share():.0f} % of the time")
+        if self.num_again:
+            parts.append(f"{self.num_again} answers decoded again because of that")
         if self.gpu_percents:
             parts.append(f"GPU utilisation before the run {', '.join(f'{value} %' for value in self.gpu_percents)}")
         return ", ".join(parts)

@@ -22,15 +22,23 @@ from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler, Typical, make_sampler
 from inference.engine.session import PHASES, Session, StepCost
 from inference.evaluation import answering, processes
-from inference.evaluation.answering import answer_question, answer_questions, decoding_order, without_times
-from inference.evaluation.collected import CollectedAnswers, collect
+from inference.evaluation.answering import (
+    answer_question,
+    answer_questions,
+    decoding_order,
+    least_disturbed,
+    without_times,
+)
+from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
 from inference.evaluation.evaluate import evaluate, process_devices
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import Worker
 from inference.registry import catalogue
+from inference.reporting import report
 from inference.results import folders, records
 from inference.results.metrics import MEASURED
 from inference.results.records import Answer, Turn
+from inference.runs.journal import Journal
 from train.cli.commands import grouped
 
 FORGETFUL = ["anpd", "prompt_lookup"]
@@ -127,7 +135,7 @@ def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(plan, whole, 
         folder, told = tmp_path / str(share), []
         folder.mkdir()
         (folder / "1.jsonl").write_bytes(content[: first + int(share * (len(content) - first))])
-        processes.run(plan, folder, lambda: None, told.append)
+        processes.run(plan, folder, repeats_to_decode(folder, plan), lambda: None, told.append)
         found = collect(folder, plan)
         assert len(told) == 2 * 5 * 6 and told == sorted(told)
         assert found.num_starts == 1 + (0 < share < 1)
@@ -224,7 +232,7 @@ def test_invalid_arguments_with_overwrite_leave_the_old_results(run, whole):
     before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
     with pytest.raises(ValueError, match="unknown drafter"):
         run(whole, specs=["nonsense"], overwrite=True)
-    for wrong in ({"repeats": 0}, {"devices": 0}):
+    for wrong in ({"repeats": 0}, {"devices": 0}, {"repeats": "auto", "max_repeats": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             run(whole, **wrong)
     assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
@@ -379,3 +387,67 @@ def test_by_default_the_base_prompt_lookup_and_joint_decode_the_embedded_questio
     by_benchmark = json.loads((tmp_path / "results.json").read_text())["results"]
     assert list(by_benchmark) == ["embedded"]
     assert list(by_benchmark["embedded"]) == ["none", "prompt_lookup", "joint"]
+    for summary in by_benchmark["embedded"].values():
+        assert summary["typical_seconds"] > 0 and summary["cpu_seconds"] > 0 and summary["core_share"] > 0
+        assert summary["speedup"] > 0 and summary["wall_speedup"] > 0
+    # Four tokens are too few steps for a timing error, so all repeats are made, and the results say so.
+    context = json.loads((tmp_path / "results.json").read_text())["context"]
+    assert context["timing"].startswith("every question decoded 5 times (until timing leaves at most 5 %")
+    for text in (context["warnings"], (tmp_path / "report.html").read_text()):
+        assert "on embedded are not yet within 5 % after 5 repeats, the limit: prompt_lookup unknown, joint" in text
+    turns = [turn for path in (tmp_path / "answers").rglob("*.jsonl") for a in records.read(path) for turn in a.turns]
+    assert turns and all(len(turn.cpu_seconds) == len(turn.steps) for turn in turns)
+    report.report([str(tmp_path)])  # the answers and results are read back
+
+
+# ---- clocks on a shared machine
+
+
+def timed_answer(question, name, factor):
+    """An answer whose steps take ``factor`` milliseconds each."""
+    steps = [StepCost(1, 0, 1, 0, 0, 0, (0.0, 0.001 * factor, 0.0, 0.0, 0.0))] * 12
+    return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor)], [False], core_share=0.9)
+
+
+def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_reached(plan, tmp_path):
+    names = {"none": "none", "anpd": "anpd"}
+    plan = replace(plan, drafters=names, repeats="auto", max_repeats=3)
+    plan = replace(plan, questions={"calm": QUESTIONS, "noisy": QUESTIONS})
+
+    def decode(repeat, benchmarks, spread):
+        with Journal(processes.journal_path(tmp_path, 0), plan.settings) as journal:
+            for name in benchmarks:
+                for place, drafter in decoding_order(list(names), len(QUESTIONS)):
+                    factor = 1.0 if drafter == "none" or name == "calm" else 1 + spread * (place % 2)
+                    answer = records.to_json(timed_answer(place, drafter, factor))
+                    journal.append(
+                        {"benchmark": name, "repeat": repeat, "place": place, "load": None, "answer": answer}
+                    )
+
+    repeats = repeats_to_decode(tmp_path, plan)
+    assert next(repeats) == (0, ["calm", "noisy"])
+    decode(0, ["calm", "noisy"], 1.0)
+    assert next(repeats) == (1, ["noisy"]), "questions of the other one agree"
+    decode(1, ["noisy"], 0.0)
+    assert next(repeats) == (2, ["noisy"]), "a question's repeats differ"
+    (line,) = collect(tmp_path, plan).imprecise_speedups()
+    assert "the speed-ups on noisy are not yet within 5 % after 2 repeats" in line and "anpd ±" in line
+    decode(2, ["noisy"], 0.0)
+    assert list(repeats) == [], "that was the last one"
+    found = collect(tmp_path, plan)
+    assert [found.num_repeats(name) for name in plan.questions] == [1, 3]
+    assert found.summaries()["noisy"]["anpd"].speedup == pytest.approx(1.0), "most of the rounds agree"
+    # Continued with the same answers, it asks for the same repeats, and with a higher limit for more.
+    assert list(repeats_to_decode(tmp_path, plan)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
+    assert (3, ["noisy"]) in repeats_to_decode(tmp_path, replace(plan, max_repeats=4))
+    assert list(repeats_to_decode(tmp_path, replace(plan, repeats=2))) == [(at, ["calm", "noisy"]) for at in range(2)]
+
+
+@pytest.mark.parametrize(
+    "shares, limit, kept", [([0.9, 0.5, 0.97], 3, 2), ([0.9, 0.5, 0.97], 2, 0), ([0.5, 0.8, 0.6], 3, 1), ([0.99], 3, 0)]
+)
+def test_an_answer_that_waited_for_a_core_is_decoded_again_within_a_limit(shares, limit, kept):
+    first, *others = (replace(timed_answer(at, "anpd", 1.0), core_share=share) for at, share in enumerate(shares))
+    answer = least_disturbed(first, iter(others).__next__, limit)
+    assert (answer.question_id, answer.core_share) == (kept, shares[kept])
+    assert answer.decodings == min(len(shares), limit)

@@ -25,7 +25,7 @@ quickstart: install
 	$(BIN)/lightning fit --config quickstart.yaml --trainer.default_root_dir $(RUN) --ckpt_path last $(FIT_ARGS)
 	$(BIN)/drafters export $(RUN)/checkpoints/best.ckpt $(RUN)/ctc --overwrite
 	$(BIN)/drafters verify --base checkpoints/tiny-chat $(DRAFTERS) $(EVAL_ARGS)
-	$(BIN)/drafters eval --base checkpoints/tiny-chat $(DRAFTERS) --benchmark embedded \
+	$(BIN)/drafters eval --base checkpoints/tiny-chat $(DRAFTERS) --benchmark embedded --repeats 1 \
 		--out $(RUN)/eval --overwrite $(EVAL_ARGS)
 
 test: install

@@ -113,6 +113,25 @@ class DraftTree:
             node = child
         return path
 
+    def first_path(self, max_depth: int) -> list[int]:
+        """Return the tokens of the path that takes the first child at every node, for engines that verify chains only.
+
+        Drafters list the more probable child first.
+
+        Args:
+            max_depth: Largest number of tokens.
+
+        >>> DraftTree(tokens=[7, 8, 9], parents=[-1, -1, 0]).first_path(4)
+        [7, 9]
+        """
+        tokens: list[int] = []
+        last = ROOT
+        for node in range(self.num_candidates):
+            if self.parents[node] == last and len(tokens) < max_depth:
+                tokens.append(self.tokens[node])
+                last = node
+        return tokens
+
     @cached_property
     def depths(self) -> list[int]:
         """Depth of each node, 1 for children of the root; a node's position is that of the root plus its depth."""

@@ -44,6 +44,14 @@ def test_follow_stops_at_the_first_token_that_was_not_drafted():
     assert THE_CAT.with_scratch([15], [0]).follow([11, 15]) == [0], "scratch nodes are never accepted"
 
 
+def test_the_first_path_takes_the_first_child_at_every_node():
+    tree = DraftTree(tokens=[5, 7, 8, 9, 6, 4], parents=[-1, -1, 0, 0, 2, 1])
+    assert tree.first_path(8) == [5, 8, 6]
+    assert tree.first_path(2) == [5, 8]
+    assert tree.first_path(0) == DraftTree().first_path(3) == []
+    assert tree.with_scratch([1], [4]).first_path(8) == [5, 8, 6]
+
+
 def test_no_paths_and_an_empty_path_give_an_empty_tree():
     for tree in (DraftTree(), DraftTree.from_paths([]), DraftTree.from_paths([[]])):
         assert len(tree) == 0

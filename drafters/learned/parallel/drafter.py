@@ -238,13 +238,44 @@ class ParallelDrafter(LearnedDrafter):
         device = self.frame_embedding.device
         # Filled on the device: copying a number there would wait for all kernels that are queued.
         anchor, root = (
-            torch.full((1, 1), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
+            torch.full((1,), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
         )
-        frames, positions = self._block(root, anchor, self.base_weights.embedding)
-        mask = AnchorMask(anchor, self.num_frames, self._cache.length, causal=True).dense() if self.causal else None
-        frames = self.trunk(frames, positions, self._cache.read(), mask)
+        frames = self._frames_after(self._cache.read(), anchor, root, self.base_weights.embedding)
         self.draft_forwards += 1
         return self.draft(frames, seq[-1], self.base_weights, limits)
+
+    @torch.inference_mode()
+    def draft_batch(
+        self,
+        context: list[tuple[Tensor, Tensor]],
+        anchors: Tensor,
+        roots: Tensor,
+        base_weights: BaseWeights,
+        limits: Limits,
+    ) -> list[DraftTree]:
+        """The trees of B texts in one pass, for engines that keep the draft module's KV cache themselves.
+
+        Args:
+            context: For each layer the keys and values (B, h, S, d) that `Trunk.context` gave for the positions of each
+                text. Positions from its anchor on may hold anything finite.
+            anchors: (B,) positions of the roots, at most S.
+            roots: (B,) root tokens.
+            base_weights: The base's embedding and LM head.
+            limits: Limits of every proposal.
+        """
+        self.draft_forwards += 1
+        return self.trees(
+            self._frames_after(context, anchors, roots, base_weights.embedding), roots, base_weights, limits
+        )
+
+    def _frames_after(
+        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
+    ) -> Tensor:
+        """Frame states (B, T, D) of B texts, each with a single anchor (B,)."""
+        frames, positions = self._block(roots[:, None], anchors[:, None], embedding)
+        mask = AnchorMask(anchors[:, None], self.num_frames, context[0][0].shape[-2], self.causal)
+        is_needed = self.causal or len(anchors) > 1  # a single text attends to all of its context
+        return self.trunk(frames, positions, context, mask.dense() if is_needed else None)
 
     def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
         """The proposal of decoding, from frame states (1, T, D) below a root token."""

@@ -56,6 +56,20 @@ def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, text,
     assert all(len(tree) == (4 if arguments.get("tree") == "chain" else 12) for tree in trees)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, causal):
+    drafter, (hidden, ids), anchors = make(causal=causal, markov_rank=3).double(), text, [1, 5, 19]
+    base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    context = drafter.trunk.context(hidden.double().expand(3, -1, -1), torch.arange(S).expand(3, -1))
+    at = torch.tensor(anchors)
+    trees = drafter.draft_batch(context, at, ids[at], base_weights, Limits(max_depth=100))
+    assert trees == drafter.draft_at(hidden.double(), ids, at, base_weights)
+    alone = [[(keys[:1, :, :anchor], values[:1, :, :anchor]) for keys, values in context] for anchor in anchors]
+    for tree, own, anchor in zip(trees, alone, anchors, strict=True):
+        root = ids[anchor : anchor + 1]
+        assert drafter.draft_batch(own, torch.tensor([anchor]), root, base_weights, Limits(max_depth=100)) == [tree]
+
+
 @pytest.mark.parametrize(("rank", "factors"), [(0, "own"), (3, "own"), (3, "base")])
 def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank, factors):
     """The reference scores all paths over the full vocabulary by the product of the frames' probabilities."""

@@ -42,6 +42,19 @@ class BaseInfo(Protocol):
     def context_length(self) -> int: ...
 
 
+class BaseIdentity(Protocol):
+    """What tells whether a drafter was trained for a base."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def shape(self) -> BaseShape: ...
+
+
 @dataclass(frozen=True)
 class BareBase:
     """A base whose weights are not loaded.
@@ -271,7 +284,7 @@ def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, 
     return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
 
 
-def check_fit(drafter: DrafterConfig, base: Base) -> None:
+def check_fit(drafter: DrafterConfig, base: BaseIdentity) -> None:
     """Raise ValueError if a drafter was trained for another base."""
     expected, actual = asdict(drafter.base), asdict(base.shape)
     for size in ("hidden_size", "vocab_size", "num_layers"):

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from data.files.bounded_json import read_json
 from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter
 from drafters.registry import Registration, class_path, full_path, registered
-from inference.engine.base import Base, check_fit
+from inference.engine.base import Base, BaseIdentity, check_fit
 from inference.engine.runner import Runner
 from inference.registry import builders
 
@@ -69,28 +70,49 @@ def make(spec: str, runner: Runner) -> Drafter:
     Raises:
         ValueError: The name or an option is unknown, a file is missing or damaged, or the drafter fits another base.
     """
+    return builder(spec, runner)()
+
+
+def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
+    """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
+
+    Raises:
+        ValueError: As `make`; what only building shows is raised by the function.
+    """
     name, file, text = split(spec)
     registration = registered().get(name)
     if registration is None:
         raise ValueError(f"unknown drafter {name!r}; known are {known()}")
     if drafter_class := registration.learned_class:
-        return _learned(name, drafter_class, file, text, runner.base)
+        return partial(_learned, name, drafter_class, file, text, runner.base)
     if file and not registration.file:
         raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
     if not file and registration.file and not registration.is_optional:
         raise ValueError(f"the drafter {name} needs its {registration.file}: write {name}={registration.file}")
     options = _parse(name, text, _defaults(registration.build))
-    if not registration.file:
-        return registration.build(**options)
-    if not registration.load:
-        return registration.build(runner, file, **options)
-    if file:
+    if registration.file and not registration.load:
+        return partial(registration.build, runner, file, **options)
+    if file and registration.load:
         index = builders.load_index(registration.load, registration.command, file, runner.base)
         options[registration.argument] = index
-    return registration.build(**options)
+    return partial(registration.build, **options)
 
 
 def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:
+    config = learned_config(name, drafter_class, folder, text, base)
+    drafter, _ = checkpoint.load(folder or "", base.model.dtype, config)
+    drafter.to(base.model.device).attach_base_weights(base.base_weights)
+    return drafter
+
+
+def learned_config(
+    name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: BaseIdentity
+) -> checkpoint.DrafterConfig:
+    """The configuration of a trained drafter, with the options ``key=value,...`` in it.
+
+    Raises:
+        ValueError: The folder holds no such drafter, it fits another base, or an option is none that decoding may set.
+    """
     if not folder:
         raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
     config = checkpoint.read_config(Path(folder))
@@ -103,9 +125,7 @@ def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None,
     draft = {**init_args.get(recipe.DRAFT, {}), **_parse(name, text, defaults)}
     if draft:
         init_args[recipe.DRAFT] = draft
-    drafter, _ = checkpoint.load(folder, base.model.dtype, replace(config, init_args=init_args))
-    drafter.to(base.model.device).attach_base_weights(base.base_weights)
-    return drafter
+    return replace(config, init_args=init_args)
 
 
 def _refuse_fixed(drafter_class: type[LearnedDrafter], folder: str, init_args: Mapping[str, Any], text: str) -> None:

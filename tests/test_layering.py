@@ -36,6 +36,8 @@ ROOMS = {
         "engine": set(),
         "registry": {"engine"},
         "results": {"engine", "registry"},
+        "serving.vllm": {"engine", "registry"},
+        "serving": {"engine", "registry", "serving.vllm"},
         "api": {"engine", "registry", "results"},
         "reporting": {"runs", "results"},
         "regeneration": {"runs", "engine"},

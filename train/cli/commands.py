@@ -61,6 +61,12 @@ COMMANDS = {
     "export": Command(
         "train.export.export", "export", "turn a training checkpoint into a drafter folder", ("ckpt", "out")
     ),
+    "serve-command": Command(
+        "inference.serving.command",
+        "serve_command",
+        "print the command that serves a base with a drafter in vLLM",
+        ("drafter",),
+    ),
     "doctor": Command(
         "train.export.doctor",
         "doctor",

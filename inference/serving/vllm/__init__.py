@@ -1,0 +1,4 @@
+"""Drafters inside vLLM, by its ``custom_class`` hook; vLLM itself is imported only while it runs.
+
+May import `engine` and `registry`.
+"""

@@ -1,0 +1,145 @@
+"""CTC and block drafters as a proposer of vLLM: chains for the whole batch from one pass over their frames."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters import checkpoint
+from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.protocol import BaseWeights
+from inference.serving.vllm.proposer import Proposer, logger
+from inference.serving.vllm.served_drafter import read_parallel, spec_of
+from inference.serving.vllm.slot_cache import FedBatch, SlotCache
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+GIB = 1 << 30
+
+
+class ParallelProposer(Proposer):
+    """Serves a CTC or block drafter; ``drafter`` is the folder that `drafters export` wrote.
+
+    vLLM gives a proposer of this kind no hidden states. They come from a forward hook on the base's model, and where
+    they belong from the attention metadata of the same forward.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ValueError: The folder is missing or damaged, the drafter is of another kind or was trained for another base,
+            or the engine runs compiled or on several devices.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        _check_engine(vllm_config)
+        folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
+        drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
+        self.drafter = cast(ParallelDrafter, drafter)
+        self.weights: BaseWeights | None = None
+        self.inner_layers: tuple[int, ...] = ()
+        self.cache: SlotCache | None = None
+        self.fed: FedBatch | None = None
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Attach the base's embedding and LM head, and a hook that reads its hidden states.
+
+        Raises:
+            ValueError: The model does not give out the hidden states that the drafter reads.
+        """
+        model: Any = target_model
+        try:
+            embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        except AttributeError as error:
+            raise ValueError(f"{self.base.name} has no plain embedding and LM head in vLLM ({error})") from error
+        vocab_size, num_layers = self.base.shape.vocab_size, self.base.shape.num_layers
+        self.weights = BaseWeights(embedding.data[:vocab_size], head.data[:vocab_size])  # vLLM pads them
+        self.drafter.to(embedding.device).attach_base_weights(self.weights)
+        wanted = self.drafter.required_outputs.hidden_layers
+        self.inner_layers = tuple(sorted({layer for layer in wanted if layer not in (-1, num_layers)}))
+        if self.inner_layers:
+            if not hasattr(model, "set_aux_hidden_state_layers"):
+                raise ValueError(
+                    f"vLLM gives out no inner hidden states of {type(model).__name__}, and the drafter reads layers "
+                    f"{list(self.inner_layers)}: train one on the last hidden state (hidden_layers: [-1])"
+                )
+            model.set_aux_hidden_state_layers(self.inner_layers)  # counted as ours: i is the output of layer i
+        target_model.register_forward_hook(self._observe, with_kwargs=True)
+
+    @torch.inference_mode()
+    def _observe(self, _module: nn.Module, _args: object, inputs: dict[str, Any], output: Any) -> Tensor:
+        """Store the trunk's keys and values of every position that the base was fed.
+
+        Returns:
+            The last hidden states alone, as vLLM expects them of a base without inner ones.
+        """
+        from vllm.forward_context import get_forward_context
+
+        last, inner = output if self.inner_layers else (output, ())
+        found = get_forward_context().attn_metadata
+        if not found or self.vllm_config.cache_config.num_gpu_blocks is None:  # a forward that only measures memory
+            return last
+        metadata = _only_group(found)
+        num_fed = metadata.num_actual_tokens
+        states = dict(zip(self.inner_layers, inner, strict=True)) | {-1: last, self.base.shape.num_layers: last}
+        hidden = torch.cat([states[layer][:num_fed] for layer in self.drafter.required_outputs.hidden_layers], dim=-1)
+        context = self.drafter.trunk.context(
+            hidden[None].to(self.drafter.frame_embedding.dtype), inputs["positions"][None, :num_fed]
+        )
+        self._reserved().write(metadata.slot_mapping[:num_fed].long(), context)
+        self.fed = FedBatch(metadata.block_table, self.vllm_config.cache_config.block_size)
+        return last
+
+    def _reserved(self) -> SlotCache:
+        """The cache, with one row for every slot that vLLM has; reserved in full as soon as vLLM knows how many."""
+        cache_config: Any = self.vllm_config.cache_config
+        num_slots = cache_config.num_gpu_blocks * cache_config.block_size
+        if self.cache is None or self.cache.num_slots != num_slots:
+            self.cache = None  # what measuring the memory has reserved
+            self.cache = SlotCache(self.drafter, num_slots)
+            logger.info(
+                "%s: %.2f GiB reserved for the draft module's keys and values, %d slots as in the base's cache",
+                self.spec,
+                self.cache.num_bytes / GIB,
+                num_slots,
+            )
+        return self.cache
+
+    @torch.inference_mode()
+    def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
+        assert self.weights is not None and self.cache is not None and self.fed is not None, "the base was not run"
+        device = self.weights.embedding.device
+        lengths = torch.tensor([len(text) - 1 for text in texts], device=device)  # the root is not fed yet
+        roots = torch.tensor([int(text[-1]) for text in texts], device=device)
+        context = self.cache.read(self.fed.slots(rows, lengths))
+        trees = self.drafter.draft_batch(context, lengths, roots, self.weights, self.limits)
+        return [tree.first_path(self.num_tokens) for tree in trees]
+
+
+def _check_engine(vllm_config: VllmConfig) -> None:
+    """Raise ValueError if vLLM runs the base in a way in which the hook does not see its hidden states."""
+    parallel: Any = vllm_config.parallel_config
+    if not vllm_config.model_config.enforce_eager:
+        raise ValueError("the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager")
+    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            "the drafter needs the base on one device: set tensor_parallel_size and pipeline_parallel_size to 1"
+        )
+
+
+def _only_group(metadata_by_layer: Any) -> Any:
+    """The attention metadata that all layers share.
+
+    Raises:
+        ValueError: Layers keep their caches in different blocks, as with sliding windows.
+    """
+    different = {id(metadata): metadata for metadata in metadata_by_layer.values()}
+    if len(different) != 1:
+        raise ValueError("vLLM keeps this base's layers in several KV cache groups, which the drafter cannot follow")
+    return different.popitem()[1]

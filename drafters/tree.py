@@ -45,8 +45,8 @@ class DraftTree:
         num_scratch: Number of scratch nodes, which come last. The base reads them for their logits, but they are never
             accepted. Their parent may be any earlier node; a candidate's parent is never a scratch node.
         distributions: The distributions that children were sampled from; empty if none were sampled.
-        probabilities: The drafter's estimate of the probability of each candidate's path, for reports only; empty if
-            the drafter gives none. Ignored when trees are compared.
+        probabilities: The drafter's estimate of the probability of each candidate's path; empty if the drafter gives
+            none. With them, a budget may feed only the first nodes. Ignored when trees are compared.
     """
 
     tokens: Sequence[int] = ()
@@ -151,6 +151,15 @@ class DraftTree:
             if parent != ROOT:
                 ancestor_mask[node] |= ancestor_mask[parent]
         return ancestor_mask
+
+    def first(self, num_nodes: int) -> DraftTree:
+        """Return the tree of the first ``num_nodes`` nodes, of a tree without scratch nodes and drawn children."""
+        if num_nodes >= len(self):
+            return self
+        assert not (self.num_scratch or self.distributions), "this tree is fed as a whole"
+        return DraftTree(
+            self.tokens[:num_nodes], self.parents[:num_nodes], probabilities=self.probabilities[:num_nodes]
+        )
 
     def path_tokens(self, node: int) -> list[int]:
         """Return the tokens on the path from the root (excluded) to ``node`` (included)."""

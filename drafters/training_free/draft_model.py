@@ -25,7 +25,8 @@ class DraftModel(Drafter):
         if num_draft < 1 or not 0 <= threshold < 1:
             raise ValueError(f"need num_draft >= 1 and 0 <= threshold < 1, not {num_draft} and {threshold}")
         self.inner, self.num_draft, self.threshold = inner, num_draft, threshold
-        self.remembers, self.draft_forwards = inner.remembers, inner.forwards
+        self.remembers, self.samples_drafts = inner.remembers, inner.samples_drafts
+        self.draft_forwards = inner.forwards
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.inner.begin(prompt)

@@ -129,9 +129,9 @@ class Joint(Drafter):
     def observe(self, step: StepResult) -> None:
         # First, so that the sources are scored by what they held before this step.
         self._learn(step.emitted)
-        if self.runner_up and self._fed and step.tree is self._fed[0]:
+        if self.runner_up and self._fed and step.tree == self._fed[0].first(len(step.tree)):
             after_one, after_two = self._runners_up
-            for keys, top in zip(self._fed[1], map(tuple, step.top_tokens), strict=True):
+            for keys, top in zip(self._fed[1], map(tuple, step.top_tokens), strict=False):  # the last may be left out
                 after_one[keys[0]] = top
                 if len(keys) > 1:
                     after_two[keys[1]] = top
@@ -225,6 +225,6 @@ class Joint(Drafter):
                 if above * remaining >= min_probability:
                     heappush(heap, (-above * remaining, place, NEXT_SOURCE))
                 break  # the other sources are read when their NEXT_SOURCE entry is popped
-        tree = DraftTree(tokens, parents)
+        tree = DraftTree(tokens, parents, probabilities=probabilities[1:])
         self._fed = tree, contexts
         return tree

@@ -29,7 +29,7 @@ class DraftModelSession:
         self.session = Session(runner, drafter or NoDrafter(), sampler)
         self.sampler = sampler
         self.forwards = 0
-        self.remembers = self.session.drafter.remembers
+        self.remembers, self.samples_drafts = self.session.drafter.remembers, sampler is not None
         self._num_known = 0  # leading tokens of the session's text that are known to be the base's text too
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -153,7 +153,7 @@ class LayerSkippingSession:
                     "twice"
                 )
         self.runner, self.attention, self.mlp, self.sampler = runner, tuple(attention), tuple(mlp), sampler
-        self.forwards, self.remembers = 0, False
+        self.forwards, self.remembers, self.samples_drafts = 0, False, sampler is not None
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Do nothing: there is no state of a text."""

@@ -15,6 +15,7 @@ from transformers import GenerationMixin
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.engine.base import Base
+from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind, make_cache
 from inference.engine.examination import check_config, examine_once, model_state, unwrap
 from inference.engine.layers import attention_spans, compute_hidden_states, longrope_border, run_base
@@ -88,6 +89,7 @@ class Runner:
         self._is_causal_without_mask = config._attn_implementation != "eager"
         self._longrope_border = longrope_border(config)
         self._cache = make_cache(cache, config)
+        self.budgets: dict[str, BudgetController | None] = {}  # by drafter, for callers that build sessions anew
         self.reset()
         self.state = model_state(base.model)
         if base.check:

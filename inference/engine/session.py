@@ -25,6 +25,7 @@ from torch import Tensor
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
 from inference.engine.base import BaseInfo
+from inference.engine.budget import BudgetController
 from inference.engine.runner import TreeRunner
 from inference.engine.sampling import Greedy, Sampler, derived_seed, most_probable
 
@@ -80,13 +81,19 @@ class Session:
         drafter: Proposes the draft trees.
         sampler: Picks the base's tokens; greedy decoding if not given.
         max_nodes: Maximum number of draft tokens fed per step.
+        budget: Decides how many of them each step feeds; by default as many as the drafter proposes.
     """
 
     def __init__(
-        self, runner: TreeRunner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024
+        self,
+        runner: TreeRunner,
+        drafter: Drafter,
+        sampler: Sampler | None = None,
+        max_nodes: int = 1024,
+        budget: BudgetController | None = None,
     ) -> None:
         self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
-        self.max_nodes = max_nodes
+        self.max_nodes, self.budget = max_nodes, budget
         self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache
         self._decisive_logits: tuple[Tensor, list[int]] | None = None  # logits of the last step and its accepted path
 
@@ -141,13 +148,17 @@ class Session:
         """
         runner, drafter, seq, clock = self.runner, self.drafter, self.seq, time.perf_counter
         length, draft_forwards = len(seq), drafter.draft_forwards
-        max_nodes = self.max_nodes if max_nodes is None else max_nodes
+        budget, max_nodes = self.budget, self.max_nodes if max_nodes is None else max_nodes
+        if budget:
+            max_nodes = budget.request(max_nodes)
         marks = [clock()]
 
         seed, reach = derived_seed(self.sampler.seed, length), runner.prepare(length)
         limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
+        if budget:
+            tree = tree.first(budget.cut(len(tree), tree.probabilities if _may_be_cut(tree) else ()))
         _check_tokens(tree, runner.vocab_size)
         marks.append(clock())
 
@@ -155,10 +166,10 @@ class Session:
         outputs = runner.forward(pending, tree, drafter.required_outputs)
         marks.append(clock())
 
-        path, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
+        accepted, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
         emitted = _until_eos(emitted[: end - length], eos)
-        num_accepted = min(len(path), len(emitted))
-        path = path[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if it was drafted
+        num_accepted = min(len(accepted), len(emitted))
+        path = accepted[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
         marks.append(clock())
 
         runner.commit(path)
@@ -169,6 +180,10 @@ class Session:
         marks.append(clock())
 
         self._decisive_logits = outputs.logits, path
+        seconds = tuple(after - before for before, after in pairwise(marks))
+        if budget and len(pending) == 1:
+            propose, *base, observe = seconds
+            budget.observe(accepted, len(emitted), propose + observe, sum(base))
         return emitted, StepCost(
             emitted=len(emitted),
             accepted=num_accepted,
@@ -176,7 +191,7 @@ class Session:
             fed_candidates=tree.num_candidates,
             fed_scratch=tree.num_scratch,
             draft_forwards=drafter.draft_forwards - draft_forwards,
-            seconds=tuple(after - before for before, after in pairwise(marks)),
+            seconds=seconds,
         )
 
     @torch.inference_mode()
@@ -290,6 +305,14 @@ def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> 
             f"the prompt has {len(prompt)} tokens and the context of {base.name} ends at {base.context_length}: "
             "shorten the prompt"
         )
+
+
+def _may_be_cut(tree: DraftTree) -> bool:
+    """Whether the first nodes of a tree may be fed alone, chosen by what was drafted.
+
+    Among drawn nodes such a choice would bias the distribution of the text; scratch nodes are needed together.
+    """
+    return not (tree.distributions or tree.num_scratch)
 
 
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:

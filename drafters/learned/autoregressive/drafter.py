@@ -80,10 +80,11 @@ class AutoregressiveDrafter(LearnedDrafter):
         check_hidden_layers(hidden_layers, base)
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
         self.draft_options, self.chunk_anchors = draft, chunk_anchors
+        self.samples_drafts = draft.draws > 0
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer = DraftLayer(base, num_inputs)
         self._cache: DraftCache | None = None
-        self._waiting: list[Tensor] = []  # observed states whose next token is not known yet
+        self._waiting: list[Tensor] = []  # observed hidden states whose next token is not known yet
 
     # ---- defined by a subclass
 
@@ -164,9 +165,10 @@ class AutoregressiveDrafter(LearnedDrafter):
         """
         if not self._waiting:
             return
-        states, self._waiting = torch.cat(self._waiting, dim=1), []
-        if states.shape[1] == 0:
+        hidden, self._waiting = torch.cat(self._waiting)[None].to(self.dtype), []
+        if hidden.shape[1] == 0:
             return
+        states = self.enter(hidden)
         start, device = cache.length, states.device
         tokens = torch.tensor([seq[start + 1 : start + 1 + states.shape[1]]], device=device)
         positions = torch.arange(start, start + states.shape[1], device=device)[None]
@@ -176,13 +178,13 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        self._waiting.append(self.enter(step.committed_hidden()[None].to(self.dtype)))
+        self._waiting.append(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
         if self._cache is not None:
             self._cache.truncate(length - 1)
             if self._waiting:
-                self._waiting = [torch.cat(self._waiting, dim=1)[:, : max(0, length - 1 - self._cache.length)]]
+                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
 
     def _trees(
         self,

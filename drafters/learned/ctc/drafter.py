@@ -92,6 +92,7 @@ class CTC(ParallelDrafter):
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
         self.loss_options = loss
         self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
+        self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
         self.register_load_state_dict_pre_hook(_read_scalar_blank_bias)

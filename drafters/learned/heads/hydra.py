@@ -14,7 +14,7 @@ from drafters.learned.layers.draft_cache import DraftCache
 from drafters.learned.layers.rotary import RotaryEmbedding, Rotation
 from drafters.learned.layers.transformer import TrunkLayer
 from drafters.learned.trees import dynamic
-from drafters.protocol import BaseShape, BaseWeights, Limits, StepResult
+from drafters.protocol import BaseShape, BaseWeights, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
 
@@ -165,15 +165,11 @@ class Hydra(HeadDrafter):
         last_hidden = super().state()
         if self.prefix is None:
             return last_hidden
+        start = self._cache.length
+        if start < len(self._states):
+            self._cache.append(self.prefix.keys_values(torch.stack(self._states[start:])[None], start))
         keys, values = self._cache.read()[0]
         return self.prefix.last_output(last_hidden[None], (keys[..., :-1, :], values[..., :-1, :]))[0]
-
-    @torch.inference_mode()
-    def observe(self, step: StepResult) -> None:
-        start = len(self._states)
-        super().observe(step)
-        if self.prefix is not None:
-            self._cache.append(self.prefix.keys_values(torch.stack(self._states[start:])[None], start))
 
     def rewind(self, length: int) -> None:
         super().rewind(length)

@@ -135,6 +135,7 @@ class ParallelDrafter(LearnedDrafter):
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         self._cache: DraftCache | None = None
+        self._waiting: list[Tensor] = []  # observed hidden states that no draft has needed yet
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
         """Logits (..., V) of frame states (..., D), in float32 at least."""
@@ -227,13 +228,18 @@ class ParallelDrafter(LearnedDrafter):
     # ---- drafting
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._cache = DraftCache(len(self.trunk.layers))
+        self._cache, self._waiting = DraftCache(len(self.trunk.layers)), []
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         assert self.base_weights is not None, "attach_base_weights() comes before propose()"
         assert self._cache is not None, "begin() comes before propose()"
-        if self._cache.length == 0 or limits.max_depth < 1:
+        if min(limits.max_depth, limits.max_nodes) < 1:
+            return DraftTree()
+        if self._waiting:
+            self._cache.append(self._context(torch.cat(self._waiting)[None], self._cache.length))
+            self._waiting = []
+        if self._cache.length == 0:
             return DraftTree()
         device = self.frame_embedding.device
         # Filled on the device: copying a number there would wait for all kernels that are queued.
@@ -285,11 +291,13 @@ class ParallelDrafter(LearnedDrafter):
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
         assert self._cache is not None, "begin() comes before observe()"
-        self._cache.append(self._context(step.committed_hidden()[None], self._cache.length))
+        self._waiting.append(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
         if self._cache is not None:
             self._cache.truncate(length - 1)
+            if self._waiting:
+                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
 
     @torch.inference_mode()
     def draft_at(

@@ -1,5 +1,6 @@
 """One matrix: with every drafter, cache, attention, prompt and ending, the text is the base's own."""
 
+import copy
 import random
 from functools import cache, partial
 from itertools import product
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import drafters
 from drafters import recipe
+from drafters.protocol import Limits
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession
 from inference.engine.runner import Runner
@@ -330,6 +332,38 @@ def test_a_node_budget_does_not_change_the_text(session, make_base, name):
         result = session(name, Runner(base), prompt, truth, max_nodes=most).run(prompt, SHORT)
         assert result.tokens == truth
         assert max(step.fed_candidates + step.fed_scratch for step in result.steps) <= most
+
+
+@each_drafter
+@pytest.mark.parametrize("sampler", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
+def test_an_automatic_budget_does_not_change_the_text(session, make_base, scripted_budget, name, sampler):
+    """Whatever it decides: to draft nothing for some steps, to ask for few nodes, to cut a draft."""
+    base, prompt = make_base(predictable=True), prompt_of(5)
+    truth = alone(base, prompt, LENGTH, sampler=sampler)
+    writing = session(name, Runner(base), prompt, truth, sampler)
+    writing.budget = scripted_budget(seed=1)
+    assert writing.run(prompt, LENGTH).tokens == truth
+
+
+@pytest.mark.parametrize("name", ["ctc", "ctc_deep", "block", "medusa", "hydra++", "eagle", "eagle3"])
+def test_after_steps_without_drafts_a_learned_drafter_drafts_as_if_it_had_drafted_always(session, make_base, name):
+    base, prompt = make_base(predictable=True), prompt_of(17)
+    always, paused = (session(name, Runner(base), prompt, alone(base, prompt, LENGTH)) for _ in range(2))
+    drafter = copy.deepcopy(always.drafter)
+    drafter.attach_base_weights(base.base_weights)
+    paused.drafter = drafter
+    for writing in (always, paused):
+        writing.begin(prompt)
+    seen = {len(always.seq): always.drafter.propose(always.seq, Limits(4, draft_seed=1))}
+    while len(always.seq) < 17 + 20:
+        always.step(17 + LENGTH)
+        seen[len(always.seq)] = always.drafter.propose(always.seq, Limits(4, draft_seed=1))
+    forwards = drafter.draft_forwards
+    while len(paused.seq) < 17 + 16 or len(paused.seq) not in seen:
+        paused.step(17 + LENGTH, max_nodes=0)
+    assert drafter.draft_forwards == forwards, "nothing was drafted"
+    assert drafter.propose(paused.seq, Limits(4, draft_seed=1)) == seen[len(paused.seq)]
+    assert len(seen[len(paused.seq)]) > 3
 
 
 @each_drafter

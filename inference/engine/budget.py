@@ -1,0 +1,270 @@
+"""How many draft tokens a step feeds: as many as pay for their time, down to none. It holds no clock itself."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+# Numbers of nodes that are tried.
+SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
+REVIEW = 8  # steps between two looks at what was measured
+EXPLORATION = 128  # drafts between those that feed more or less than seems best
+NUM_KNOWN = 16  # durations of a size about which enough is known
+NUM_KEPT = 64  # durations kept of each size
+DECAY = 0.9  # of what is known about acceptance, in each review
+UNSEEN_DECAY = 0.98  # the same for ranks that were not fed
+SPEED_DECAY = 0.98  # per draft, of what is known about the speed
+BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
+PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
+# The account of what drafting has gained, in vanilla steps.
+MAX_CREDIT = 12.0  # so much may be lost until drafting stops
+MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly
+TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
+INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
+MIN_INTEREST = 0.0075  # after trials that did not pay
+
+
+class CostCurve:
+    """Seconds of a step by its size, learned from noisy durations."""
+
+    def __init__(self) -> None:
+        self._durations: dict[int, deque[float]] = {}
+        self._estimates: dict[int, float] = {}
+        self._changed: set[int] = set()
+
+    def add(self, size: int, seconds: float) -> None:
+        """Add the duration of a step."""
+        if size > 16:
+            size = min(SIZES, key=lambda known: abs(known - size))
+        if size not in self._durations:
+            self._durations[size] = deque(maxlen=NUM_KEPT)
+        self._durations[size].append(seconds)
+        self._changed.add(size)
+
+    def count(self, size: int) -> int:
+        """Number of durations kept of a size."""
+        return len(self._durations.get(size, ()))
+
+    def largest(self) -> int:
+        """The largest size that was measured at least twice, else 0."""
+        return max((size for size, kept in self._durations.items() if len(kept) > 1), default=0)
+
+    def seconds(self) -> list[float]:
+        """The seconds of each of `SIZES`.
+
+        Those of a size that was not measured are continued from the smaller ones with their mean slope, or interpolated
+        if that is less: a low estimate, too.
+        """
+        for size in self._changed:
+            self._estimates[size] = estimate(self._durations[size])
+        self._changed.clear()
+        # One duration alone may be an outlier.
+        known = sorted(size for size in self._estimates if self.count(size) > 1) or sorted(self._estimates)
+        if not known:
+            return [0.0] * len(SIZES)
+        values = [self._estimates[size] for size in known]
+        below = np.searchsorted(known, SIZES, side="right").clip(1) - 1  # the next smaller measured size
+        start, lowest = np.array(known)[below], np.array(values)[below]
+        slopes = np.maximum(0, lowest - values[0]) / np.maximum(1, start - known[0])
+        continued = lowest + slopes * np.maximum(0, np.array(SIZES) - start)
+        return np.minimum(continued, np.interp(SIZES, known, values, right=np.inf)).tolist()
+
+
+def estimate(durations: Collection[float]) -> float:
+    """A low estimate of the typical duration, whatever the outliers; with few durations it is lower.
+
+    It is the mean of the middle half, less its standard error, or the shortest of fewer than four. So sizes that are
+    hardly known are tried rather than avoided.
+    """
+    if len(durations) < 4:
+        return min(durations)
+    cut = len(durations) // 4
+    middle = sorted(durations)[cut : len(durations) - cut]
+    return sum(middle) / len(middle) - (middle[-1] - middle[0]) / 2 / len(durations) ** 0.5
+
+
+class BudgetController:
+    """Decides how many draft tokens each step asks for and feeds, from what earlier steps took and gained.
+
+    Feeding a node pays if the probability that it is accepted exceeds the time that it adds to the step, in tokens at
+    the present speed. That probability is the drafter's own, corrected by how often nodes of about this probability
+    were accepted; if the drafter gives none, it is how often nodes of this rank were.
+
+    Whether to draft at all is decided by an account in vanilla steps, those of the base alone. A step with a draft adds
+    what it emitted and subtracts what it took, including the draft. When the credit is used up, drafting stops; each
+    step then earns a little interest, and with enough of it drafting is tried again. So however bad a drafter is,
+    decoding hardly takes more than `INTEREST` longer than without it, apart from the first `MAX_CREDIT` steps.
+
+    For each step, call `request`, then `cut` with the draft, then `observe`. What `request` returns depends on earlier
+    steps only.
+
+    Args:
+        is_whole: Whether drafts are fed whole or not at all.
+    """
+
+    def __init__(self, is_whole: bool = False) -> None:
+        self.is_whole = is_whole
+        self._base, self._draft = CostCurve(), CostCurve()
+        self._base_seconds = self._draft_seconds = [0.0] * len(SIZES)
+        self._num_steps = self._num_drafts = self._since_vanilla = 0
+        self._credit, self._interest, self._is_drafting = MAX_CREDIT, INTEREST, True
+        self._is_trial = False  # since drafting was tried again
+        self._tokens = self._seconds = 0.0  # of recent steps with a draft
+        self._speed = 0.0  # tokens per second
+        self._limit = FIRST_SIZE  # the largest number of nodes to try
+        self._best_place = SIZES.index(FIRST_SIZE)  # of the size that pays best, for drafters without probabilities
+        # Accepted and fed nodes between each two sizes; accepted nodes and the sum of their probabilities in each bin.
+        self._accepted_by_rank, self._fed_by_rank = [0.0] * len(SIZES), [0.0] * len(SIZES)
+        self._accepted_in_bin, self._expected_in_bin = [0.0] * (len(BINS) + 1), [0.0] * (len(BINS) + 1)
+        self._factors = [1.0] * (len(BINS) + 1)
+        self._gives_probabilities = False
+        self._requested = self._fed = 0
+        self._probabilities: Sequence[float] = ()
+
+    # ---- decisions
+
+    def request(self, most: int = SIZES[-1]) -> int:
+        """Return how many nodes the drafter may propose in this step, at most ``most``; 0 for no draft."""
+        self._requested = min(most, self._choose_request())
+        return self._requested
+
+    def _choose_request(self) -> int:
+        num_vanilla = self._base.count(0)
+        is_close = self._speed * self._base_seconds[0] < 1.25
+        patience = 4 if num_vanilla < 2 else 16 if num_vanilla < 6 else 64 if is_close else 512
+        if not self._is_drafting or self._since_vanilla >= patience:
+            return 0
+        if self.is_whole:
+            return SIZES[-1]
+        return self._limit if self._gives_probabilities else SIZES[max(1, self._explored(self._best_place))]
+
+    def _explored(self, place: int) -> int:
+        """The place in `SIZES`, or now and then one near it, more often while little is known about that size."""
+        last = bisect_left(SIZES, self._limit)
+        step = (1, -1, 2)[self._num_drafts % 3]
+        other = min(max(place + step, 0), last)
+        if self._base.count(SIZES[other]) < NUM_KNOWN:
+            is_turn = self._num_drafts % (EXPLORATION // 4) < 2
+        else:
+            is_turn = self._num_drafts % EXPLORATION < 2 and step < 2
+        return other if is_turn else min(place, last)
+
+    def cut(self, num_nodes: int, probabilities: Sequence[float] = ()) -> int:
+        """Return how many nodes of a draft to feed, the first ones.
+
+        Args:
+            num_nodes: Number of nodes in the draft.
+            probabilities: The drafter's estimate of the probability of each node, most probable first; empty if it
+                gives none, or if the draft must not be cut. Then all nodes are fed.
+        """
+        self._fed, self._probabilities = num_nodes, probabilities
+        if not probabilities:
+            return num_nodes
+        self._gives_probabilities = True
+        most = min(num_nodes, self._limit)
+        expected, best, place = 0.0, 0, 0
+        best_worth = -self._speed * self._base_seconds[0]
+        for node, probability in enumerate(probabilities[:most], 1):
+            expected += min(1.0, probability * self._factors[bisect_left(BINS, probability)])
+            if node == SIZES[place + 1] or node == most:
+                place += 1
+                worth = expected - self._speed * self._base_seconds[place]
+                if worth > best_worth:
+                    best, best_worth = place, worth
+        self._fed = min(SIZES[self._explored(best)], most)
+        return self._fed
+
+    # ---- outcomes
+
+    def observe(self, path: Sequence[int], num_emitted: int, draft_seconds: float, base_seconds: float) -> None:
+        """Learn from a step that fed one token before the draft.
+
+        Args:
+            path: Accepted nodes.
+            num_emitted: Tokens that the text gained.
+            draft_seconds: Duration of the drafter's part of the step.
+            base_seconds: Duration of the rest of the step.
+        """
+        self._num_steps += 1
+        self._base.add(self._fed, base_seconds)
+        is_new = self._base.count(self._fed) < 5
+        self._since_vanilla = self._since_vanilla + 1 if self._fed else 0
+        if self._requested:
+            self._draft.add(self._requested, draft_seconds)
+            is_new |= self._draft.count(self._requested) < 5
+            self._learn(path)
+        if is_new or self._num_steps % REVIEW == 0:
+            self._review()
+        self._keep_account(num_emitted)
+
+    def _learn(self, path: Sequence[int]) -> None:
+        if self._probabilities:
+            for probability in self._probabilities[: self._fed]:
+                self._expected_in_bin[bisect_left(BINS, probability)] += probability
+            for node in path:
+                self._accepted_in_bin[bisect_left(BINS, self._probabilities[node])] += 1
+        else:
+            for place in range(1, bisect_left(SIZES, self._fed) + 1):
+                self._fed_by_rank[place] += min(SIZES[place], self._fed) - SIZES[place - 1]
+            for node in path:
+                self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
+
+    def _keep_account(self, num_emitted: int) -> None:
+        gain = self._interest
+        if self._requested:
+            self._num_drafts += 1
+            if self._num_drafts == 1 or not self._base.count(0):  # the first draft of a process compiles and allocates
+                return
+            place, asked = (bisect_left(SIZES, size) for size in (self._fed, self._requested))
+            seconds = self._base_seconds[place] + self._draft_seconds[asked]
+            self._tokens = SPEED_DECAY * self._tokens + num_emitted
+            self._seconds = SPEED_DECAY * self._seconds + seconds
+            gain += num_emitted - seconds / self._base_seconds[0]
+        self._credit = min(MAX_CREDIT, max(-MAX_DEBT, self._credit + gain))
+        if self._is_drafting and self._credit < 0:
+            self._is_drafting = False
+            if self._is_trial:
+                self._interest = max(MIN_INTEREST, self._interest / 2)
+        elif not self._is_drafting and self._credit >= TRIAL_CREDIT:
+            self._is_drafting = self._is_trial = True
+        elif self._credit == MAX_CREDIT:
+            self._is_trial, self._interest = False, INTEREST
+
+    def _review(self) -> None:
+        """Estimate times and acceptance anew."""
+        if not self._base.count(0):
+            return
+        self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
+        vanilla = self._base_seconds[0]
+        self._speed = max(1 / vanilla, (self._tokens + 1) / (self._seconds + vanilla))
+        self._limit = min(max(FIRST_SIZE, 2 * self._base.largest()), SIZES[-1])
+        if self._gives_probabilities:
+            pairs = zip(self._accepted_in_bin, self._expected_in_bin, strict=True)
+            self._factors = [(accepted + PRIOR) / (expected + PRIOR) for accepted, expected in pairs]
+            for counts in (self._accepted_in_bin, self._expected_in_bin):
+                counts[:] = [DECAY * count for count in counts]
+        elif not self.is_whole:
+            self._best_place = self._best_by_rank()
+
+    def _best_by_rank(self) -> int:
+        """The place in `SIZES` of the number of nodes that pays best, for a drafter without probabilities."""
+        best, best_worth, expected, chance = 1, float("-inf"), 0.0, 0.8
+        for place, (start, end) in enumerate(pairwise(SIZES), 1):
+            if start >= self._limit:
+                break
+            # Unless it was measured, acceptance is taken to fall with the rank.
+            chance *= (start + 1) / end
+            chance = min(1.0, (self._accepted_by_rank[place] + chance) / (self._fed_by_rank[place] + 1))
+            expected += chance * (end - start)
+            worth = expected - self._speed * (self._base_seconds[place] + self._draft_seconds[place])
+            if worth > best_worth:
+                best, best_worth = place, worth
+            decay = DECAY if self._fed >= end else UNSEEN_DECAY
+            self._accepted_by_rank[place] *= decay
+            self._fed_by_rank[place] *= decay
+        return best

@@ -1,0 +1,291 @@
+"""The automatic budget, in simulated worlds where the best fixed budget is known, and in the decoding loop."""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from math import exp
+
+import pytest
+import torch
+
+import drafters
+from drafters import DraftTree
+from drafters.protocol import Limits, StepResult
+from drafters.tree import ChildDistribution
+from inference.engine.budget import NUM_KEPT, SIZES, BudgetController, CostCurve, estimate
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+
+TOKENS = 6000  # of a simulated text
+FLAT, SLOW_READING, LINEAR, STEEP = range(4)  # how the time of a step grows with the nodes it feeds
+SECONDS = {
+    FLAT: lambda n: 0.118 + (0.05 if n > 32 else 0) + (0.04 if n > 48 else 0),  # reading the weights is all that counts
+    SLOW_READING: lambda n: 0.118 + 0.0005 * n + (0.045 if n > 32 else 0),
+    LINEAR: lambda n: 0.0023 * (1 + 0.08 * n),  # computing is what counts
+    STEEP: lambda n: 0.0023 * (1 + 0.35 * n),
+}
+BUDGETS = [size for size in SIZES if size <= 64]
+
+
+@cache
+def best_first_tree(sharpness, num_nodes=64, num_children=6):
+    """Nodes of a drafter whose child of rank r is right with a falling probability; and those probabilities."""
+    child = [sharpness * (1 - sharpness) ** rank * (0.6 if rank else 1) for rank in range(num_children)]
+    heap = [(-probability, -1, rank) for rank, probability in enumerate(child)]
+    heapify(heap)
+    nodes, probabilities = {}, []
+    while len(probabilities) < num_nodes:
+        negative, parent, rank = heappop(heap)
+        node = nodes[parent, rank] = len(probabilities)
+        probabilities.append(-negative)
+        for rank, probability in enumerate(child):
+            heappush(heap, (negative * probability, node, rank))
+    return nodes, probabilities, child
+
+
+@cache
+def chain(sharpness, num_nodes=64):
+    """A drafter that proposes one path."""
+    probabilities = [sharpness ** (node + 1) for node in range(num_nodes)]
+    return {(node - 1, 0): node for node in range(num_nodes)}, probabilities, [sharpness]
+
+
+@dataclass(frozen=True)
+class World:
+    """A base with a drafter.
+
+    Args:
+        cost: How the time of a step grows.
+        draft: Duration of a draft in steps of the base alone.
+        sharpness: How good the drafter is, or (good, bad, length) for stretches of the text of that length.
+        gives: Whether it gives probabilities.
+        shape: Builds its drafts.
+        most: Its own number of nodes.
+        empty: Share of the steps in which it has nothing to propose.
+        per_node: Duration of drafting one node, in steps of the base alone.
+        noise: Spread of the clock; one duration in twenty is ten times too long where there is noise.
+    """
+
+    cost: int
+    draft: float
+    sharpness: object
+    gives: bool = True
+    shape: object = best_first_tree
+    most: int = 64
+    empty: float = 0.0
+    per_node: float = 0.0
+    noise: float = 0.05
+
+    def propose(self, length, num_nodes, rng):
+        """Nodes, probabilities and children's probabilities of a draft; its size, and its duration."""
+        good, bad, stretch = self.sharpness if isinstance(self.sharpness, tuple) else (self.sharpness, 0, 0)
+        drafted = self.shape(bad if stretch and length // stretch % 2 else good)
+        size = 0 if rng.random() < self.empty else min(num_nodes, self.most)
+        return drafted, size, (self.draft + self.per_node * size) * SECONDS[self.cost](0)
+
+    def accept(self, drafted, num_fed, rng):
+        nodes, _, child = drafted
+        node, path = -1, []
+        while True:
+            drawn = rng.random()
+            for rank, probability in enumerate(child):  # noqa: B007
+                drawn -= probability
+                if drawn < 0:
+                    break
+            node = nodes.get((node, rank)) if drawn < 0 else None
+            if node is None or node >= num_fed:
+                return path
+            path.append(node)
+
+    def measured(self, seconds, clock):
+        outlier = 10 if self.noise > 0.05 and clock.random() < 0.05 else 1
+        return seconds * exp(clock.gauss(0, self.noise)) * outlier
+
+
+def automatic_speed(world, seed):
+    """Tokens per second with a controller, by the true durations."""
+    rng, clock, budget = random.Random(seed), random.Random(seed + 1), BudgetController()
+    length, seconds = 0, 0.0
+    while length < TOKENS:
+        asked = budget.request()
+        drafted, fed, draft_seconds = world.propose(length, asked, rng) if asked else (None, 0, 0.0)
+        fed = budget.cut(fed, drafted[1][:fed] if drafted and world.gives else ())
+        path = world.accept(drafted, fed, rng) if fed else []
+        base_seconds = SECONDS[world.cost](fed)
+        budget.observe(path, 1 + len(path), *(world.measured(each, clock) for each in (draft_seconds, base_seconds)))
+        length += 1 + len(path)
+        seconds += draft_seconds + base_seconds
+    return length / seconds
+
+
+def fixed_speed(world, num_nodes):
+    """Expected tokens per second with a fixed budget."""
+    cost = SECONDS[world.cost]
+    draft = (world.draft + world.per_node * num_nodes) * cost(0) if num_nodes else 0.0
+    empty = world.empty if num_nodes else 0.0
+    seconds = empty * (cost(0) + world.draft * cost(0)) + (1 - empty) * (draft + cost(num_nodes))
+    levels = world.sharpness[:2] if isinstance(world.sharpness, tuple) else [world.sharpness]
+    emitted = [1 + (1 - empty) * sum(world.shape(level)[1][:num_nodes]) for level in levels]
+    return len(levels) / sum(seconds / tokens for tokens in emitted)
+
+
+WORLDS = {
+    "a large base": World(FLAT, 0.08, 0.6),
+    "a large base, not quite flat, by rank": World(SLOW_READING, 0.08, 0.6, gives=False),
+    "a tiny base": World(LINEAR, 0.25, 0.6),
+    "a tiny base, by rank": World(LINEAR, 0.25, 0.6, gives=False),
+    "a weak drafter": World(LINEAR, 0.25, 0.35),
+    "a steep cost": World(STEEP, 0.1, 0.7),
+    "n-grams": World(LINEAR, 0.01, 0.6, False, chain, most=5, empty=0.7),
+    "a draft model": World(SLOW_READING, 0.0, 0.7, False, chain, most=16, per_node=0.17),
+    "a busy machine": World(LINEAR, 0.25, 0.6, noise=0.1),
+    "a busy machine, by rank": World(LINEAR, 0.1, 0.6, gives=False, noise=0.1),
+    "a hopeless drafter": World(LINEAR, 0.25, 0.03),
+    "a hopeless drafter that costs thrice the base": World(FLAT, 3.0, 0.2),
+    "a hopeless drafter on a busy machine": World(STEEP, 0.3, 0.05, noise=0.1),
+    "a drafter that just does not pay": World(STEEP, 0.13, 0.45),
+    "good in long stretches only": World(LINEAR, 0.4, (0.7, 0.05, 600)),
+    "good in short stretches only": World(LINEAR, 0.4, (0.7, 0.05, 200), gives=False),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_automatic_budget_never_loses_and_is_about_as_fast_as_the_best_fixed_one(name):
+    world = WORLDS[name]
+    fixed = [fixed_speed(world, size) for size in BUDGETS if size <= world.most]
+    automatic = [automatic_speed(world, seed) for seed in (1, 2)]
+    assert min(automatic) >= 0.97 * fixed[0]
+    assert sum(automatic) / 2 >= 0.98 * max(fixed)
+    if "stretches" in name:
+        assert min(automatic) > 1.02 * max(fixed), "no fixed budget follows the stretches"
+
+
+def test_a_hopeless_drafter_is_asked_ever_more_rarely():
+    budget, rng = BudgetController(), random.Random(0)
+    asked = []
+    for step in range(8000):
+        if budget.request():
+            asked.append(step)
+            budget.cut(4)
+        else:
+            budget.cut(0)
+        budget.observe([], 1, 0.001, 0.001 * rng.uniform(0.95, 1.05))
+    trials = [later - step for step, later in pairwise(asked) if later - step > 20]
+    assert trials[-1] > 1.5 * trials[0] and len(asked) < 0.02 * 8000
+    assert asked[-1] > 6000, "it is never given up"
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_drafts_that_are_fed_whole_are_asked_for_without_a_limit_or_not_at_all(is_good):
+    budget, asked = BudgetController(is_whole=True), set()
+    for _ in range(500):
+        requested = budget.request()
+        asked.add(requested)
+        fed = budget.cut(60 if requested else 0)
+        path = [0, 1, 2] if fed and is_good else []
+        budget.observe(path, 1 + len(path), 1e-5, 0.002 if fed else 0.001)
+    assert asked == {0, SIZES[-1]}
+    assert (budget.request() > 0) == is_good
+
+
+def test_the_request_depends_on_earlier_steps_only_and_never_exceeds_what_may_be_fed():
+    """Else a drawn draft would be fed or not by what was drawn, which is a bias."""
+    budgets = [BudgetController(), BudgetController()]
+    rng = random.Random(3)
+    for _ in range(200):
+        requests = [budget.request(7) for budget in budgets]
+        assert requests[0] == requests[1] <= 7
+        fed = requests[0]
+        assert [budget.cut(fed) for budget in budgets] == [fed, fed]
+        path = list(range(rng.randrange(fed + 1)))
+        for budget in budgets:
+            budget.observe(path, 1 + len(path), 0.0001, 0.001)
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_the_largest_size_is_reached_and_not_exceeded(gives):
+    budget, asked = BudgetController(), []
+    for _ in range(150):
+        asked.append(budget.request())
+        fed = budget.cut(asked[-1], [0.99] * asked[-1] if gives else ())
+        budget.observe(range(fed), 1 + fed, 1e-5, 0.001)
+    assert max(asked) == SIZES[-1]
+
+
+def test_a_duration_is_hardly_moved_by_outliers():
+    durations = [1.0 + 0.001 * index for index in range(NUM_KEPT)]
+    assert 1.0 < estimate([*durations[:-6], *[10.0] * 6]) < 1.04
+    assert estimate([10.0, 1.0, 1.1]) == 1.0
+
+
+def test_the_cost_of_a_size_that_was_not_measured_is_a_low_estimate():
+    curve = CostCurve()
+    for size, seconds in ((0, 1.0), (8, 2.0), (100, 13.5)):
+        for _ in range(4 if size < 100 else 1):
+            curve.add(size, seconds)
+    by_size = dict(zip(SIZES, curve.seconds(), strict=True))
+    assert by_size[4] == 1.0, "it is tried, as it may be as fast"
+    assert by_size[16] == pytest.approx(3.0), "a single duration may be an outlier"
+    curve.add(100, 13.5)
+    assert dict(zip(SIZES, curve.seconds(), strict=True))[96] == pytest.approx(13.5)
+
+
+# ---- in the decoding loop
+
+
+class Drawing(drafters.Drafter):
+    """A chain of two tokens that claims to be drawn from uniform distributions, and gives probabilities."""
+
+    def propose(self, seq, limits):
+        uniform = torch.full((12,), 1 / 12)
+        drawn = [ChildDistribution(node - 1, uniform, (node,)) for node in range(2)]
+        return DraftTree([3, 4], [-1, 0], 0, tuple(drawn), [0.1, 0.01])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_whatever_the_budget_does_the_text_is_the_bases_own(pseudo_runner, scripted_budget, sampled):
+    sampler = KeyedSampler(temperature=1.0, seed=3) if sampled else None
+    text = Session(pseudo_runner(), drafters.NoDrafter(), sampler).run([1, 2, 3], 200).tokens
+    for seed in range(4):
+        budget = scripted_budget(seed)
+        result = Session(pseudo_runner(), drafters.Joint(), sampler, budget=budget).run([1, 2, 3], 200)
+        assert result.tokens == text
+        assert [(step.accepted, step.emitted) for step in result.steps[1:]] == budget.told
+        assert len({step.fed_candidates for step in result.steps}) > 3
+
+
+def test_drawn_drafts_and_scratch_nodes_are_never_cut_by_what_they_are(pseudo_runner):
+    class CutsAll(BudgetController):
+        def cut(self, num_nodes, probabilities=()):
+            return 0 if probabilities else num_nodes
+
+    class Scratch(drafters.Drafter):
+        def propose(self, seq, limits):
+            return DraftTree([3], [-1], probabilities=[0.1]).with_scratch([4], [0])
+
+    sampler = KeyedSampler(temperature=1.0, seed=3)
+    for drafter in (Drawing(), Scratch()):
+        budget = CutsAll()
+        budget.request = lambda most: most
+        result = Session(pseudo_runner(), drafter, sampler, budget=budget).run([1, 2], 20)
+        assert {step.fed_candidates + step.fed_scratch for step in result.steps[:-3]} == {2}
+
+
+def test_prefills_are_not_measured(pseudo_runner, scripted_budget):
+    budget = scripted_budget()
+    session = Session(pseudo_runner(), drafters.ANPD(), budget=budget)
+    num_steps = [len(session.run(prompt, 20).steps) for prompt in ([1, 2, 3], [5, 6])]
+    assert len(budget.told) == sum(num_steps) - 2
+
+
+def test_what_the_base_said_after_fed_nodes_is_learned_from_a_part_of_a_draft():
+    """The joint drafter remembers runners-up after the root and the nodes that were fed."""
+    drafter = drafters.Joint(num_nodes=4, min_probability=0.001)
+    drafter.begin([3, 4, 5, 3, 4])
+    tree = drafter.propose([3, 4, 5, 3, 4], Limits(8))
+    assert list(tree.tokens[:2]) == [5, 3] and len(tree.probabilities) == len(tree)
+    fed = tree.first(1)
+    drafter.observe(StepResult(1, fed, None, [0], [5, 9], [[5, 9, 8, 7], [9, 8, 7, 6]]))
+    assert drafter._runners_up[0] == {4: (5, 9, 8, 7), 5: (9, 8, 7, 6)}

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from data.conversation import encode_prompt
 from drafters.protocol import Drafter
 from inference.engine.base import Base
+from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind
 from inference.engine.examination import check_config, model_state
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost, check_prompt
 from inference.registry import catalogue
+from inference.registry.catalogue import Budget
 from inference.results import metrics
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def generate(
     cache: CacheKind = "static",
     logits_processor: Sequence[LogitsProcessor] = (),
     check: bool = True,
+    budget: Budget = "fixed",
 ) -> list[Generated]:
     """Generate a text for each prompt: the same tokens as without a drafter, in fewer base forwards.
 
@@ -90,6 +93,10 @@ def generate(
         check: Whether the base is examined: at the first call, and again after the model has changed, the logits of a
             few draft tokens are compared with those of the model's own forward, and a base where they differ is
             refused.
+        budget: How many draft tokens a step feeds, if the drafter's name gives no ``num_nodes`` or ``num_draft``:
+            ``fixed``, the drafter's own number; or ``auto``, as many as pay for their time, up to that number. The
+            tokens are the same, but with ``auto`` their number per step depends on the clock. What was learned about a
+            drafter given by its name is kept with the model between calls.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -102,8 +109,9 @@ def generate(
     samplers = [replace(sampling, seed=seed + index).sampler(logits_processor) for index in range(len(encoded_prompts))]
     with acquire_runner(base, cache) as runner:
         built = make_drafter(drafter, runner)
+        controller = kept_budget(drafter, built, runner, budget)
         generations = [
-            Session(runner, built, sampler).run(prompt, max_new_tokens, eos)
+            Session(runner, built, sampler, budget=controller).run(prompt, max_new_tokens, eos)
             for prompt, sampler in zip(encoded_prompts, samplers, strict=True)
         ]
     return [
@@ -125,12 +133,13 @@ def stream(
     cache: CacheKind = "static",
     logits_processor: Sequence[LogitsProcessor] = (),
     check: bool = True,
+    budget: Budget = "fixed",
 ) -> Iterator[str]:
     """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
     Args:
         base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache, logits_processor,
-            check: As in `generate`.
+            check, budget: As in `generate`.
 
     Raises:
         ValueError: As in `generate`; raised by the call itself, not with the first piece.
@@ -146,7 +155,8 @@ def stream(
         detokenizer = IncrementalDetokenizer(base.tokenizer)
         with acquire_runner(base, cache) as runner:
             built = make_drafter(drafter, runner)
-            for emitted, _ in Session(runner, built, sampler).decode(encoded_prompts[0], max_new_tokens, eos):
+            session = Session(runner, built, sampler, budget=kept_budget(drafter, built, runner, budget))
+            for emitted, _ in session.decode(encoded_prompts[0], max_new_tokens, eos):
                 if piece := detokenizer.add(emitted):
                     yield piece
         if piece := detokenizer.finish():
@@ -226,6 +236,15 @@ def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
 def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:
     """Build a drafter from its name as on the command line; a drafter object is returned as it is."""
     return catalogue.make(drafter, runner) if isinstance(drafter, str) else drafter
+
+
+def kept_budget(drafter: str | Drafter, built: Drafter, runner: Runner, budget: Budget) -> BudgetController | None:
+    """The controller of a drafter's budget; that of a drafter given by its name is kept with the runner."""
+    if not isinstance(drafter, str):
+        return catalogue.make_budget(built, None, budget)
+    if (drafter, budget) not in runner.budgets:
+        runner.budgets[drafter, budget] = catalogue.make_budget(built, drafter, budget)
+    return runner.budgets[drafter, budget]
 
 
 def _prepare(

@@ -25,14 +25,16 @@ from inference.api.generate_call import (
     find_generate_call,
     read_prompts,
 )
-from inference.api.generation import acquire_runner, make_drafter
+from inference.api.generation import acquire_runner, kept_budget, make_drafter
 from inference.engine.base import Base
+from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind
 from inference.engine.processing import ScoreProcessors
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler, Sampler
 from inference.engine.session import Generation, Session, StepCost
 from inference.registry import catalogue
+from inference.registry.catalogue import Budget
 from inference.results import metrics
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class Speculation:
         cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
             transformers' own cache.
         check: Whether the model is examined before it is used, as in `generation.generate`.
+        budget: How many draft tokens a step feeds, as in `generation.generate`.
     """
 
     def __init__(
@@ -74,10 +77,12 @@ class Speculation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         cache: CacheKind = "static",
         check: bool = True,
+        budget: Budget = "fixed",
     ) -> None:
         self.drafter, self.tokenizer, self.cache, self.check = drafter, tokenizer, cache, check
+        self.budget: Budget = budget
         self.generations: list[Generation] = []  # of the last call, one per prompt
-        self._built: tuple[Runner, Drafter] | None = None
+        self._built: tuple[Runner, Drafter, BudgetController | None] | None = None
         self._in_use = threading.Lock()
 
     @property
@@ -149,7 +154,9 @@ class Speculation:
             for index, prompt in enumerate(prompts):
                 processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, index, len(prompt))
                 sampler = _sampler(generation_config, processors)
-                steps = Session(runner, self._drafter(runner), sampler).decode(prompt, max_new_tokens, eos)
+                drafter, budget = self._drafter(runner)
+                session = Session(runner, drafter, sampler, budget=budget)
+                steps = session.decode(prompt, max_new_tokens, eos)
                 self.generations.append(_collect(steps, input_ids[index], other_criteria, streamer, processors))
         if streamer is not None:
             streamer.end()
@@ -177,11 +184,12 @@ class Speculation:
         # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
         return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer), self.check)
 
-    def _drafter(self, runner: Runner) -> Drafter:
-        """Build the drafter at the first call with this runner."""
+    def _drafter(self, runner: Runner) -> tuple[Drafter, BudgetController | None]:
+        """Build the drafter and its budget at the first call with this runner."""
         if not self._built or self._built[0] is not runner:
-            self._built = runner, make_drafter(self.drafter, runner)
-        return self._built[1]
+            drafter = make_drafter(self.drafter, runner)
+            self._built = runner, drafter, kept_budget(self.drafter, drafter, runner, self.budget)
+        return self._built[1:]
 
 
 def speculate(

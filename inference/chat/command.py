@@ -16,7 +16,7 @@ from rich.text import Text
 from data.files.safe_text import safe_text
 from data.files.terminal import SafeConsole
 from drafters.protocol import NoDrafter
-from inference.api.generation import IncrementalDetokenizer, make_drafter
+from inference.api.generation import IncrementalDetokenizer
 from inference.api.prompts import encode_messages
 from inference.chat.answer_display import AnswerDisplay
 from inference.chat.chat_session import ChatSession
@@ -26,6 +26,7 @@ from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, Sampler
 from inference.engine.session import RESERVED_FOR_DRAFTS, Generation, Session, check_prompt
 from inference.registry import catalogue
+from inference.registry.catalogue import Budget
 from inference.reporting.tables import number
 from inference.results import metrics
 
@@ -70,6 +71,7 @@ class Chat:
         system: System message; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.
         sampling: How the base's tokens are chosen.
+        budget: How many draft tokens a step feeds, as in `drafters eval`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Chat:
         system: str = "",
         max_new_tokens: int = 512,
         sampling: SamplingOptions | None = None,
+        budget: Budget = "fixed",
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.messages: list[tuple[str, str]] = []
@@ -88,7 +91,7 @@ class Chat:
         self.compares_next = False
         self._runner = Runner(base)
         self._set_max(str(max_new_tokens))
-        self.sampling = sampling or SamplingOptions()
+        self.sampling, self.budget = sampling or SamplingOptions(), budget
         self._sampler = make_chat_sampler(self.sampling)
         self.drafter, self._session = self._build(drafter)
 
@@ -123,8 +126,7 @@ class Chat:
 
     def _build(self, spec: str) -> tuple[str, ChatSession]:
         """Build a drafter and a session with it; return the drafter's label and the session."""
-        drafter = make_drafter(spec, self._runner)
-        session = ChatSession(Session(self._runner, drafter, self._sampler))
+        session = ChatSession(catalogue.make_session(spec, self._runner, self._sampler, self.budget))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):
             pass
@@ -193,11 +195,15 @@ class Chat:
             self._compare_with_base(self.last_answer)
 
     def _figures(self, generation: Generation) -> str:
-        """Acceptance length and speed of an answer, in one line."""
+        """Acceptance length, speed and mean number of fed tokens of an answer, in one line."""
         speed = number(len(generation.tokens) / generation.seconds, places=1)
         length = number(metrics.acceptance_length([generation]))
         tokens, steps = len(generation.tokens), len(generation.steps)
-        return f"{self.drafter}: acceptance length {length}, {speed} tokens/s, {tokens} tokens in {steps} steps"
+        fed = number(sum(step.fed for step in generation.steps[1:]) / (steps - 1) if steps > 1 else None, places=1)
+        return (
+            f"{self.drafter}: acceptance length {length}, {speed} tokens/s, {tokens} tokens in {steps} steps, "
+            f"{fed} fed a step"
+        )
 
     def _why_it_ended(self, generation: Generation, prompt_length: int, was_stopped: bool) -> str:
         """What the line of figures adds about the end of an answer; nothing after an end-of-sequence token."""
@@ -286,6 +292,7 @@ def chat(
     system: str = "",
     max_new_tokens: int = 512,
     template: str = "tokenizer",
+    budget: Budget = "fixed",
 ) -> None:
     """Talk to a base; accepted draft tokens are green, and acceptance length and speed are shown below each answer.
 
@@ -299,9 +306,11 @@ def chat(
         system: System message before the first turn; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
+            the drafter's own number; or auto, as many as pay for their time, up to that number.
     """
     console = SafeConsole(highlight=False)
-    conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling)
+    conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling, budget)
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):

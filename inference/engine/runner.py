@@ -89,7 +89,9 @@ class Runner:
         self._is_causal_without_mask = config._attn_implementation != "eager"
         self._longrope_border = longrope_border(config)
         self._cache = make_cache(cache, config)
-        self.budgets: dict[str, BudgetController | None] = {}  # by drafter, for callers that build sessions anew
+        self.budgets: dict[
+            tuple[str, str], BudgetController | None
+        ] = {}  # by spec and default
         self.reset()
         self.state = model_state(base.model)
         if base.check:

@@ -135,9 +135,10 @@ def answer_questions(
         limit = 1 + min(MAX_DECODINGS - 1, num_spare) if may_repeat else 1
         answer = least_disturbed(answer, partial(answer_question, *arguments), limit)
         num_spare -= answer.decodings - 1
+        with_steps = sessions[name].budget is None
         if not before:
             yield answer
-        elif without_times(answer) != without_times(before):
+        elif without_times(answer, with_steps) != without_times(before, with_steps):
             warnings.warn(
                 f"{name} decodes question {answer.question_id} differently than before the interruption: decoding is "
                 "not deterministic on this device, so the results may differ from those of an uninterrupted run",
@@ -160,7 +161,15 @@ def least_disturbed(answer: Answer, decode_again: Callable[[], Answer], limit: i
     return replace(answer, decodings=num_decodings)
 
 
-def without_times(answer: Answer) -> list[Any]:
-    """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic."""
+def without_times(answer: Answer, with_steps: bool = True) -> list[Any]:
+    """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic.
+
+    Args:
+        answer: The answer.
+        with_steps: Whether to return the step counts. With an automatic budget they depend on the clock.
+    """
+    tokens = [turn.token_ids for turn in answer.turns]
+    if not with_steps:
+        return [tokens]
     steps = [[(step.emitted, step.accepted, step.fed, step.draft_forwards) for step in t.steps] for t in answer.turns]
-    return [[turn.token_ids for turn in answer.turns], steps]
+    return [tokens, steps]

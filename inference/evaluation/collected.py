@@ -108,10 +108,11 @@ class CollectedAnswers:
         for benchmark in self.plan.questions:
             for drafter in self.plan.drafters:
                 first, *others = self.repeats(benchmark, drafter)
+                with_steps = drafter not in self.plan.automatic
                 ids = [
                     answer.question_id
                     for answer, *again in zip(first, *others, strict=True)
-                    if any(without_times(other) != without_times(answer) for other in again)
+                    if any(without_times(other, with_steps) != without_times(answer, with_steps) for other in again)
                 ]
                 if ids:
                     lines.append(

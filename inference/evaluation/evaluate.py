@@ -23,6 +23,7 @@ from inference.evaluation.quality import needs_code, quality_of
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.evaluation.results_folder import JOURNALS, delete_journals, results_folder, write_results
 from inference.registry import catalogue
+from inference.registry.catalogue import Budget
 from inference.reporting import report
 from inference.reporting.tables import COUNTING_RULE, Summaries
 from inference.runs import timing
@@ -42,6 +43,10 @@ class EvaluationOptions:
             always measured too, as the baseline of the speed-up.
         typical: Accept drafts by Medusa's typical acceptance, which changes the distribution of the text; the base
             alone still samples exactly. Needs a temperature above 0.
+        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
+            the drafter's own number; or auto, as many as pay for their time, up to that number. The text is the same;
+            with auto the acceptance length depends on times, so compare acceptance with fixed. A drafter's option
+            num_nodes=auto asks for auto, up to 64 nodes.
         devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs. A drafter that
             remembers earlier texts (joint, token_recycling, self_draft, ouroboros) then learns only from those of its
             own process and accepts less. Processes on one CPU disturb each other's times.
@@ -56,6 +61,7 @@ class EvaluationOptions:
 
     drafter: list[str] | None = None
     typical: bool = False
+    budget: Budget = "fixed"
     devices: int | Literal["auto"] = 1
     repeats: int | Literal["auto"] = "auto"
     max_repeats: int = 5
@@ -116,6 +122,8 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     """
     if options.typical and sampling.temperature == 0:
         raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
+    if options.typical and any(catalogue.is_auto(spec, "fixed") for spec in options.drafter or []):
+        raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
     sampling.sampler()
     for name in ("repeats", "max_repeats", "devices"):
         if (number := getattr(options, name)) != "auto" and number < 1:
@@ -149,6 +157,7 @@ def make_plan(
         template=selection.template,
         sampling=sampling,
         typical=options.typical,
+        budget="fixed" if options.typical else options.budget,
         devices=devices,
         threads=max(1, torch.get_num_threads() // len(devices)),
         repeats=options.repeats,

@@ -15,6 +15,7 @@ from data.tokenizer import short_hash
 from inference.engine.base import Dtype
 from inference.engine.options import SamplingOptions
 from inference.registry import catalogue
+from inference.registry.catalogue import Budget
 from inference.runs.fingerprint import fingerprint
 
 # The names by which users know some keys of `EvaluationPlan.settings`.
@@ -34,6 +35,7 @@ class EvaluationPlan:
         template: Chat template.
         sampling: How the next token is chosen.
         typical: Whether drafts are accepted by typical acceptance, which is lossy.
+        budget: The budget of drafters whose specs do not decide it; see `catalogue.make_budget`.
         devices: The device of each process.
         threads: Number of torch threads of each process.
         repeats: How often every question is decoded; ``auto`` decodes a benchmark until its speed-ups are precise.
@@ -54,10 +56,16 @@ class EvaluationPlan:
     repeats: int | Literal["auto"]
     check: bool = True
     max_repeats: int = 1
+    budget: Budget = "fixed"
 
     def num_answers(self, benchmarks: Iterable[str]) -> int:
         """Number of answers that all drafters give to benchmarks in one repeat."""
         return len(self.drafters) * sum(len(self.questions[benchmark]) for benchmark in benchmarks)
+
+    @property
+    def automatic(self) -> list[str]:
+        """Names of the drafters whose number of fed tokens depends on times."""
+        return [name for name, spec in self.drafters.items() if catalogue.is_auto(spec, self.budget)]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -85,6 +93,7 @@ class EvaluationPlan:
             "repeats": self.repeats,
             "files": {name: fingerprint(name) for name in sorted({self.base, *files})},
             "machine": f"{machine}, torch {torch.__version__}",
+            **({} if self.budget == "fixed" else {"budget": self.budget}),  # so that older journals are still read
         }
 
     def indices_of_process(self, number: int, benchmark: str) -> list[int]:

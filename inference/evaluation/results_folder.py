@@ -104,6 +104,8 @@ def describe_run(answers: CollectedAnswers) -> dict[str, str]:
         "machine": answers.machine.describe(),
         "counting": COUNTING_RULE,
     }
+    if plan.automatic:
+        context["budget"] = f"automatic, so acceptance depends on times: {', '.join(plan.automatic)}"
     if answers.num_starts > 1:
         context["starts"] = f"{answers.num_starts}: the command was interrupted and continued"
     return context

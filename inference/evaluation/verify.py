@@ -147,7 +147,7 @@ def verify(model: ModelOptions, selection: PromptOptions, sampling: SamplingOpti
     selected = selection.select(base, questions)
     prompts, max_new_tokens = selected.prompts, selection.max_new_tokens
     runner = Runner(base)
-    sessions = {spec: Session(runner, catalogue.make(spec, runner), sampler) for spec in drafter}
+    sessions = {spec: catalogue.make_session(spec, runner, sampler) for spec in drafter}
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = SafeConsole()
     decoding = f"temperature {sampling.temperature}, seed {sampling.seed}" if sampling.temperature > 0 else "greedy"

@@ -12,7 +12,6 @@ from data.files.validation import validated
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler, Typical
-from inference.engine.session import Session
 from inference.evaluation.answering import Slot, answer_questions, decoding_order
 from inference.evaluation.plan import EvaluationPlan
 from inference.registry import catalogue
@@ -49,7 +48,7 @@ class Worker:
                 temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
             )
         self.sessions = {
-            name: Session(runner, catalogue.make(spec, runner), exact if spec == "none" else sampler)
+            name: catalogue.make_session(spec, runner, exact if spec == "none" else sampler, plan.budget)
             for name, spec in plan.drafters.items()
         }
 

@@ -9,16 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.files.bounded_json import read_json
 from drafters import checkpoint, recipe
-from drafters.protocol import Drafter, LearnedDrafter
+from drafters.protocol import Drafter, LearnedDrafter, NoDrafter
 from drafters.registry import Registration, class_path, full_path, registered
 from inference.engine.base import Base, BaseIdentity, check_fit
+from inference.engine.budget import BudgetController
 from inference.engine.runner import Runner
+from inference.engine.sampling import Sampler
+from inference.engine.session import Session
 from inference.registry import builders
 
+Budget = Literal["auto", "fixed"]
+AUTO = "num_nodes=auto"
+AUTO_NODES = 64  # what num_nodes=auto raises a drafter's number of nodes to
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
 
 
@@ -89,13 +95,62 @@ def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
         raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
     if not file and registration.file and not registration.is_optional:
         raise ValueError(f"the drafter {name} needs its {registration.file}: write {name}={registration.file}")
-    options = _parse(name, text, _defaults(registration.build))
+    defaults = _defaults(registration.build)
+    options = _parse(name, _number_for_auto(text, defaults), defaults)
     if registration.file and not registration.load:
         return partial(registration.build, runner, file, **options)
     if file and registration.load:
         index = builders.load_index(registration.load, registration.command, file, runner.base)
         options[registration.argument] = index
     return partial(registration.build, **options)
+
+
+def make_session(spec: str, runner: Runner, sampler: Sampler | None = None, budget: Budget = "fixed") -> Session:
+    """Build a session with the drafter that a spec names.
+
+    Args:
+        spec: The drafter.
+        runner: The base and its KV cache.
+        sampler: Picks the base's tokens; greedy decoding if not given.
+        budget: Budget of a drafter whose spec does not decide that; see `make_budget`.
+
+    Raises:
+        ValueError: As `make`.
+    """
+    drafter = make(spec, runner)
+    return Session(runner, drafter, sampler, budget=make_budget(drafter, spec, budget))
+
+
+def make_budget(drafter: Drafter, spec: str | None, default: Budget) -> BudgetController | None:
+    """The controller of how many draft tokens are fed, or None if the drafter's own number is.
+
+    Drafters that draw their drafts have none by default: their texts under a seed would depend on the clock.
+
+    Args:
+        drafter: The drafter.
+        spec: Its spec, if it has one.
+        default: What holds if the spec does not decide.
+    """
+    is_asked = spec is not None and is_auto(spec, "fixed")
+    is_default = default == "auto" and not drafter.samples_drafts and (spec is None or is_auto(spec, "auto"))
+    if not (is_asked or is_default) or isinstance(drafter, NoDrafter):
+        return None
+    return BudgetController(is_whole=not drafter.is_divisible)
+
+
+def is_auto(spec: str, default: Budget) -> bool:
+    """Whether a spec says ``num_nodes=auto`` or, if the default is auto, gives no ``num_nodes`` or ``num_draft``."""
+    options = split(spec)[2].split(",")
+    is_numbered = any(option.startswith(("num_nodes=", "num_draft=")) for option in options)
+    return AUTO in options or (default == "auto" and not is_numbered and spec != "none")
+
+
+def _number_for_auto(text: str, defaults: Mapping[str, Any]) -> str:
+    """Options in which ``num_nodes=auto`` is a number: the drafter's own, at least `AUTO_NODES`."""
+    number = defaults.get("num_nodes")
+    replaced = [] if number is None else [f"num_nodes={max(number, AUTO_NODES)}"]
+    parts = text.split(",")
+    return ",".join(part for option in parts for part in (replaced if option == AUTO else [option]))
 
 
 def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:
@@ -122,7 +177,8 @@ def learned_config(
     init_args = config.nested_init_args()
     defaults = recipe.draft_defaults(drafter_class)
     _refuse_fixed(drafter_class, folder, init_args, text)
-    draft = {**init_args.get(recipe.DRAFT, {}), **_parse(name, text, defaults)}
+    draft = init_args.get(recipe.DRAFT, {})
+    draft = {**draft, **_parse(name, _number_for_auto(text, defaults | draft), defaults)}
     if draft:
         init_args[recipe.DRAFT] = draft
     return replace(config, init_args=init_args)

@@ -21,7 +21,6 @@ from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
-from inference.engine.session import Session
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
@@ -180,7 +179,7 @@ def measure_cell(cell: Cell, workload: Workload, advance: Callable[[], object]) 
         The drafter's numbers, and the tokens per second of plain decoding.
     """
     runner, options = workload.runner, workload.options
-    sessions = {spec: Session(runner, catalogue.make(spec, runner), workload.sampler) for spec in ("none", cell.spec)}
+    sessions = {spec: catalogue.make_session(spec, runner, workload.sampler) for spec in ("none", cell.spec)}
     by_drafter: dict[str, list[Answer]] = {name: [] for name in sessions}
     questions = workload.prompts.questions
     for answer in answer_questions(runner.base, sessions, questions, options.template, options.max_new_tokens):

@@ -299,7 +299,10 @@ def talk(folder, monkeypatch, capsys):
     return talk
 
 
-FIGURES = r"(\S+): acceptance length (\d\.\d\d|–), \d+\.\d tokens/s, (\d+) tokens in (\d+) steps(; [^:]+: .*)?"
+FIGURES = (
+    r"(\S+): acceptance length (\d\.\d\d|–), \d+\.\d tokens/s, (\d+) tokens in (\d+) steps, "
+    r"(?:\d+\.\d|–) fed a step(; [^:]+: .*)?"
+)
 
 
 @pytest.mark.slow

@@ -59,10 +59,11 @@ def asked(make_base, toy_tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(asked):
-    """Evaluate drafters on the questions."""
+    """Evaluate drafters on the questions, with fixed budgets unless it is said."""
 
     def run(out=None, specs=(*FORGETFUL, *REMEMBERING), **changes):
         arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)}
+        arguments["budget"] = "fixed"  # otherwise step counts depend on times
         arguments |= {"benchmark": ["mt_bench"], "questions": [str(asked / "questions.jsonl")]}
         evaluate(**grouped(evaluate, arguments | {"base": str(asked / "base"), "drafter": list(specs)} | changes))
         return out
@@ -125,6 +126,25 @@ def test_two_runs_give_the_same_numbers_except_for_times(run, whole, tmp_path):
     assert texts(tmp_path / "again") == texts(whole)
     measured = json.loads((whole / "results.json").read_text())["results"]["mt_bench"]["joint"]
     assert measured.keys() >= MEASURED and measured["acceptance_length"] > 1
+
+
+@pytest.mark.slow
+def test_the_automatic_budget_gives_the_same_texts_and_is_recorded(run, whole, tmp_path):
+    specs = ["anpd", "joint:num_nodes=4", "prompt_lookup:num_nodes=auto"]
+    recorded = json.loads((run(tmp_path / "auto", specs, budget="auto") / "results.json").read_text())
+    assert recorded["context"]["budget"].endswith(": anpd, prompt_lookup:num_nodes=auto")
+    assert "budget" not in json.loads((whole / "results.json").read_text())["context"]
+    answers, expected = texts(tmp_path / "auto"), texts(whole)
+    assert {key[1]: answer[0] for key, answer in answers.items() if key[0] == "anpd"} == {
+        key[1]: answer[0] for key, answer in expected.items() if key[0] == "anpd"
+    }
+    with pytest.raises(ValueError, match="already holds results"):
+        run(whole, budget="auto")
+
+
+def test_typical_acceptance_with_an_automatic_budget_is_refused(run):
+    with pytest.raises(ValueError, match="the text would depend on the clock"):
+        run(specs=["anpd:num_nodes=auto"], typical=True, temperature=1.0)
 
 
 @pytest.mark.slow

@@ -82,6 +82,34 @@ def test_arguments_take_the_type_of_their_default(base):
 
 
 @pytest.mark.parametrize(
+    ("spec", "by_default", "num_nodes"),
+    [
+        ("joint", True, 16),
+        ("joint:order=2", True, 16),
+        ("joint:num_nodes=4", False, 4),
+        ("joint:num_nodes=auto,order=2", True, 64),
+        ("token_recycling:num_nodes=auto", True, 80),
+    ],
+)
+def test_a_number_of_nodes_fixes_the_budget_and_auto_raises_it(base, spec, by_default, num_nodes):
+    automatic, fixed = (catalogue.make_session(spec, Runner(base), budget=budget) for budget in ("auto", "fixed"))
+    assert automatic.drafter.num_nodes == fixed.drafter.num_nodes == num_nodes
+    assert (automatic.budget is not None) == by_default == catalogue.is_auto(spec, "auto")
+    assert (fixed.budget is not None) == ("auto" in spec) == catalogue.is_auto(spec, "fixed")
+
+
+def test_budgets_of_drafters_that_are_fed_whole_draw_their_drafts_or_draft_nothing(base):
+    sessions = {
+        spec: catalogue.make_session(spec, Runner(base), budget="auto")
+        for spec in ("lookahead", "anpd:num_nodes=auto", "none", "self_speculative:temperature=1.0")
+    }
+    assert sessions["lookahead"].budget.is_whole and not sessions["anpd:num_nodes=auto"].budget.is_whole
+    assert sessions["none"].budget is sessions["self_speculative:temperature=1.0"].budget is None
+    drawn = sessions["self_speculative:temperature=1.0"].drafter
+    assert catalogue.make_budget(drawn, "self_speculative:num_nodes=auto", "fixed") is not None
+
+
+@pytest.mark.parametrize(
     ("spec", "said"),
     [
         ("nothing", "unknown drafter 'nothing'; known are anpd, cascade=MODEL, corpus=CORPUS, "),

@@ -89,9 +89,7 @@ class Runner:
         self._is_causal_without_mask = config._attn_implementation != "eager"
         self._longrope_border = longrope_border(config)
         self._cache = make_cache(cache, config)
-        self.budgets: dict[
-            tuple[str, str], BudgetController | None
-        ] = {}  # by spec and default
+        self.budgets: dict[tuple[str, str], BudgetController | None] = {}  # by spec and default
         self.reset()
         self.state = model_state(base.model)
         if base.check:

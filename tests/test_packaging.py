@@ -106,7 +106,7 @@ def test_training_runs_from_an_empty_folder_with_bare_config_names_and_the_tiny_
 @pytest.mark.slow
 def test_evaluation_runs_from_an_empty_folder_with_the_tiny_base(installed, empty):
     base = ("--base", "checkpoints/tiny-chat", "--drafter", "anpd")
-    limits = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 4)
+    limits = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 4, "--repeats", 1)
     run(installed / "drafters", "eval", *base, *limits, "--out", "results", cwd=empty)
     assert "anpd" in (empty / "results" / "results.md").read_text(encoding="utf-8")
 

@@ -17,7 +17,7 @@ from train.cli import commands, lightning_command
 
 # Each line runs in a second or so. @ is a folder with the files that are named, and out is not there yet.
 VALID = {
-    "eval": "--base @base --drafter anpd --benchmark embedded --limit 1 --max-new-tokens 3",
+    "eval": "--base @base --drafter anpd --benchmark embedded --limit 1 --max-new-tokens 3 --repeats 1",
     "sweep": "--base @base --drafter anpd --grid order=2 --benchmark embedded --limit 1 --max-new-tokens 3 --out @out",
     "report": "@results",
     "replay": "--tokenizer @base --drafter anpd --answers @answers.jsonl --questions @questions.jsonl",

@@ -44,7 +44,7 @@ def folder(make_base, toy_tokenizer, tmp_path_factory):
 
 
 def run(command, folder, questions="every", **arguments):
-    several = {"drafter": ["anpd", "joint"], "benchmark": ["mt_bench"]} if command is evaluate else {}
+    several = {"drafter": ["anpd", "joint"], "benchmark": ["mt_bench"], "repeats": 1} if command is evaluate else {}
     usual = {"benchmark": "mt_bench", "max_new_tokens": 20, "device": "cpu"} | several
     file = str(folder / f"{questions}.jsonl")
     usual["questions"] = [file] if command is evaluate else file

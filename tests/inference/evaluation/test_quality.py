@@ -240,7 +240,7 @@ def test_drafters_eval_writes_the_quality_of_every_drafter(tmp_path, make_base, 
         ModelOptions(str(tmp_path / "base"), device="cpu"),
         BenchmarkOptions(["gsm8k:shots", "humaneval:completion"], questions, max_new_tokens=8),
         SamplingOptions(),
-        EvaluationOptions(["prompt_lookup"], allow_code_execution=True, allow_weak_sandbox=True),
+        EvaluationOptions(["prompt_lookup"], repeats=1, allow_code_execution=True, allow_weak_sandbox=True),
         out=str(tmp_path / "out"),
     )
     written = json.loads((tmp_path / "out" / "results.json").read_text())

@@ -91,7 +91,7 @@ def results(trained, tiny, tmp_path_factory):
             [
                 *("eval", "--base", str(tiny), "--drafter", "none", "--drafter", "anpd"),
                 *("--drafter", f"ctc={trained.folder}", *map(str, QUICK), "--max-new-tokens", "16"),
-                *("--out", str(folder)),
+                *("--repeats", "1", "--out", str(folder)),
             ]
         )
     return folder
@@ -137,7 +137,20 @@ def test_eval_writes_a_self_contained_page(results):
 
 @pytest.mark.slow
 def test_eval_replaces_results_only_with_overwrite(call, results, tiny):
-    again = ("eval", "--base", tiny, "--drafter", "anpd", *QUICK, "--max_new_tokens", 4, "--out", results)
+    again = (
+        "eval",
+        "--base",
+        tiny,
+        "--drafter",
+        "anpd",
+        *QUICK,
+        "--max_new_tokens",
+        4,
+        "--repeats",
+        1,
+        "--out",
+        results,
+    )
     before = {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
     refused = call(commands.main, *again)
     assert "already holds results" in refused.one_line_error("drafters")

@@ -13,6 +13,7 @@ from inference.engine.base import tokenizer_hash
 from train.cli import commands, lightning_command
 
 QUICK = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 8)
+ONCE = {"eval": ("--repeats", 1)}
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def run(call, trained, tiny, inputs, tmp_path):
         names = {"@ckpt": trained.ckpt, "@tiny": tiny, "@out": tmp_path / "out", "@drafter": trained.folder}
         words = [str(names.get(word, word)).replace("@@", f"{tmp_path}/") for word in line.split()]
         words = [word.replace("@", f"{inputs}/") for word in words]
-        return call(commands.main, *words, *(QUICK if words[0] in ("eval", "sweep") else ()))
+        return call(commands.main, *words, *(QUICK if words[0] in ("eval", "sweep") else ()), *ONCE.get(words[0], ()))
 
     return start
 

@@ -423,12 +423,14 @@ def write_configs(folder, tiny):
     )
 
 
-def read_configs(folder, name):
+def read_config_files(folder, name):
     from train.cli.class_paths import with_new_class_paths
-    from train.cli.lightning_cli import names_a_class, read_config
+    from train.cli.lightning_cli import check_paths, names_a_class, read_configs
 
-    with_new_class_paths(read_config(str(folder / name)))
-    names_a_class(["--config", str(folder / name)])
+    configs = read_configs(["--config", str(folder / name)])
+    with_new_class_paths(configs)
+    check_paths(configs)
+    names_a_class(configs)
 
 
 def write_replies(folder, tiny):
@@ -458,7 +460,7 @@ READERS = {
     "journals": (write_journals, read_journals, 80),
     "checkpoints": (write_checkpoints, read_checkpoints, 50),
     "base": (write_base, read_base, 15),
-    "configs": (write_configs, read_configs, 40),
+    "configs": (write_configs, read_config_files, 40),
     "replies": (write_replies, read_replies, 60),
 }
 

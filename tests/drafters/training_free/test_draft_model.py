@@ -19,7 +19,7 @@ NO_EOS = frozenset()
 class Pen(DraftSession):
     """Writes 1, 2, 3, ... and records its arguments."""
 
-    forwards, remembers = 0, False
+    forwards, remembers, samples_drafts = 0, False, False
 
     def __init__(self, distributions=False):
         self.asked, self.distributions = [], distributions

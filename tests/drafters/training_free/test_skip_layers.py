@@ -13,7 +13,7 @@ LIMITS = Limits(max_depth=100)
 class Counting:
     """An inner session that writes 10, 11, 12, ... and records its arguments."""
 
-    forwards, remembers = 0, False
+    forwards, remembers, samples_drafts = 0, False, False
 
     def __init__(self):
         self.asked, self.begun = [], []

@@ -115,10 +115,10 @@ class ParallelProposer(Proposer):
     def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
         assert self.weights is not None and self.cache is not None and self.fed is not None, "the base was not run"
         device = self.weights.embedding.device
-        lengths = torch.tensor([len(text) - 1 for text in texts], device=device)  # the root is not fed yet
+        lengths = torch.tensor([len(text) - 1 for text in texts])  # the root is not fed yet; their maximum is read here
         roots = torch.tensor([int(text[-1]) for text in texts], device=device)
         context = self.cache.read(self.fed.slots(rows, lengths))
-        trees = self.drafter.draft_batch(context, lengths, roots, self.weights, self.limits)
+        trees = self.drafter.draft_batch(context, lengths.to(device), roots, self.weights, self.limits)
         return [tree.first_path(self.num_tokens) for tree in trees]
 
 

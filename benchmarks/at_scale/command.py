@@ -18,6 +18,7 @@ from data.files.bounded_json import read_json
 from drafters import checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference.engine.base import Base, load_base, resolve_device
+from inference.engine.layers import pack_weights
 from inference.engine.runner import Runner
 from inference.engine.session import Session
 from inference.evaluation.answering import answer_questions
@@ -46,6 +47,7 @@ def at_scale(
     vocab_size: int = 32000,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     threads: int = 0,
+    packed: bool = False,
     out: str | None = None,
 ) -> None:
     """Decode with a small trained base that computes at the cost of a large one, with all drafters side by side.
@@ -67,6 +69,7 @@ def at_scale(
         vocab_size: Vocabulary of the large base.
         device: Device to run on; auto uses the GPU if there is one.
         threads: Number of torch threads; 0 keeps the default.
+        packed: Pack the weights of the large base; float32 on a CPU only.
         out: Folder for the results of this run as JSON and a plot of its phases, for the tables of all runs in the
             folder, and for the plot of the speed-up against the parameters.
     """
@@ -83,6 +86,8 @@ def at_scale(
     wide = widen_base(
         small, f"{base} at {shape}", SHAPES[shape], max(vocab_size, small.shape.vocab_size), _dtype(dtype)
     )
+    if packed:
+        pack_weights(wide.model)
     runner = Runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     clocks = {name: SearchClock(each) for name, each in wide_drafters.items()}
@@ -98,7 +103,7 @@ def at_scale(
         "settings": [
             f"{len(chosen)} questions of {benchmark} from {offset}, at most {max_new_tokens} tokens a turn, greedy, "
             f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
-            f"{wide.shape.vocab_size:,}."
+            f"{wide.shape.vocab_size:,}{', packed weights' if packed else ''}."
         ],
         "origin": origin(wide.model.device),
         "drafters": {

@@ -20,7 +20,7 @@ from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenize
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
 from inference.engine.base_files import check_base_folder
-from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states
+from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states, pack_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -202,7 +202,9 @@ def base_hash(base: Base) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu", check: bool = True) -> Base:
+def load_base(
+    name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu", check: bool = True, packed: bool = False
+) -> Base:
     """Load a frozen base from a local folder or a hub id.
 
     Args:
@@ -211,6 +213,7 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
             (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
         device: Device to load the base to.
         check: Whether a runner of the base compares its logits with the model's own, and refuses it if they differ.
+        packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
 
     Raises:
         ValueError: The base cannot be loaded; the message says what to do.
@@ -240,7 +243,10 @@ def load_base(name: str, dtype: Dtype = "float32", device: str | torch.device = 
     eos = model.generation_config.eos_token_id
     if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
         raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")
-    return Base(name, model.to(device).eval().requires_grad_(False), tokenizer, check)
+    model = model.to(device).eval().requires_grad_(False)
+    if packed:
+        pack_weights(model)
+    return Base(name, model, tokenizer, check)
 
 
 def load_base_info(name: str) -> BareBase:

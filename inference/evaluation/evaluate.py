@@ -162,6 +162,7 @@ def make_plan(
         threads=max(1, torch.get_num_threads() // len(devices)),
         repeats=options.repeats,
         check=model.check,
+        packed=model.packed,
         max_repeats=options.max_repeats,
     )
 

@@ -40,6 +40,7 @@ class EvaluationPlan:
         threads: Number of torch threads of each process.
         repeats: How often every question is decoded; ``auto`` decodes a benchmark until its speed-ups are precise.
         check: Whether the base is examined; see `load_base`.
+        packed: Whether the base's weights are packed; see `load_base`.
         max_repeats: Maximum number of repeats with ``auto``.
     """
 
@@ -55,6 +56,7 @@ class EvaluationPlan:
     threads: int
     repeats: int | Literal["auto"]
     check: bool = True
+    packed: bool = False
     max_repeats: int = 1
     budget: Budget = "fixed"
 
@@ -93,7 +95,9 @@ class EvaluationPlan:
             "repeats": self.repeats,
             "files": {name: fingerprint(name) for name in sorted({self.base, *files})},
             "machine": f"{machine}, torch {torch.__version__}",
-            **({} if self.budget == "fixed" else {"budget": self.budget}),  # so that older journals are still read
+            # Left out where they are what they were before they could be chosen: older journals are still read.
+            **({} if self.budget == "fixed" else {"budget": self.budget}),
+            **({"packed": True} if self.packed else {}),
         }
 
     def indices_of_process(self, number: int, benchmark: str) -> list[int]:

@@ -92,7 +92,7 @@ def describe_run(answers: CollectedAnswers) -> dict[str, str]:
     count = f"{len(plan.devices)} x " if len(plan.devices) > 1 else ""
     context = {
         "base": plan.base,
-        "dtype": plan.dtype,
+        "dtype": f"{plan.dtype}, packed weights" if plan.packed else plan.dtype,
         "device": f"{count}{device.type} ({machine}, {plan.threads} threads)",
         "decoding": _describe_decoding(plan),
         "template": plan.template,

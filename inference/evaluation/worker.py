@@ -38,7 +38,7 @@ class Worker:
         device = torch.device(plan.devices[number])
         self.gpu_use = timing.gpu_use(device)
         self._has_started = False
-        self.base = load_base(plan.base, plan.dtype, device, plan.check)
+        self.base = load_base(plan.base, plan.dtype, device, plan.check, plan.packed)
         runner = Runner(self.base)
         options = plan.sampling
         exact = options.sampler()

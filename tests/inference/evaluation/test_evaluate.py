@@ -15,6 +15,7 @@ import drafters
 from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.pool import NgramPool
+from inference.engine import layers
 from inference.engine.base import load_base
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.options import SamplingOptions
@@ -142,6 +143,15 @@ def test_the_automatic_budget_gives_the_same_texts_and_is_recorded(run, whole, t
         run(whole, budget="auto")
 
 
+@pytest.mark.slow
+def test_packed_weights_give_the_same_texts_and_are_recorded(run, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    recorded = json.loads((run(tmp_path / "packed", ["anpd"], packed=True, repeats=1) / "results.json").read_text())
+    assert recorded["context"]["dtype"] == "float32, packed weights"
+    expected = texts(whole)
+    assert texts(tmp_path / "packed") == {key: expected[key] for key in expected if key[0] in {"none", "anpd"}}
+
+
 def test_typical_acceptance_with_an_automatic_budget_is_refused(run):
     with pytest.raises(ValueError, match="the text would depend on the clock"):
         run(specs=["anpd:num_nodes=auto"], typical=True, temperature=1.0)
@@ -239,6 +249,7 @@ def test_overwrite_starts_over(run, whole, tmp_path):
         ({"repeats": 3}, "repeats"),
         ({"devices": 2}, "different devices"),
         ({"temperature": 0.5}, "temperature"),
+        ({"packed": True}, "packed None instead of True"),
     ],
 )
 def test_other_arguments_are_refused_by_name(run, whole, changes, said):

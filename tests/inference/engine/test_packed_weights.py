@@ -1,0 +1,78 @@
+"""Packed weights give the logits and texts of the plain ones."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import drafters
+from inference.engine import layers
+from inference.engine.layers import PackedLinear, pack_weights
+from inference.engine.options import ModelOptions
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+
+
+@pytest.fixture
+def packed(make_base, monkeypatch):
+    """A toy base in float32, and the same with all its linear layers packed."""
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    plain = make_base(context=512, dtype=torch.float32)
+    base = dataclasses.replace(plain, model=copy.deepcopy(plain.model))
+    assert pack_weights(base.model) == 15  # seven in each of two layers, and the LM head
+    return plain, base
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 256, 257])
+def test_the_logits_are_those_of_the_plain_weights(packed, num_tokens):
+    plain, base = packed
+    tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+    torch.testing.assert_close(base.model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_with_a_bias_and_several_dimensions():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 40)
+    tokens = torch.randn(2, 3, 24)
+    torch.testing.assert_close(PackedLinear(linear)(tokens), linear(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_the_packed_copy_is_used_for_a_few_tokens_only():
+    layer = PackedLinear(torch.nn.Linear(24, 40, bias=False))
+    layer.weight.data.zero_()  # the copy keeps the old ones
+    used = [num for num in (1, 2, 16, 256, 257) if layer(torch.ones(1, num, 24)).any()]
+    assert used == [2, 16, 256]
+
+
+def test_the_parameters_keep_their_names_and_are_not_copied(packed):
+    plain, base = packed
+    assert list(base.model.state_dict()) == list(plain.model.state_dict())
+    layer = torch.nn.Linear(8, 8)
+    assert PackedLinear(layer).weight is layer.weight
+
+
+def test_the_texts_are_those_of_the_plain_weights(packed):
+    prompt = [5, 6, 7, 8, 9, 5, 6, 7]
+    made = drafters.NoDrafter, drafters.PromptLookup
+    texts = [Session(Runner(base), drafter()).run(prompt, 40).tokens for base in packed for drafter in made]
+    assert texts == texts[:1] * 4
+
+
+def test_small_layers_stay_as_they_are(make_base):
+    model = make_base(dtype=torch.float32).model
+    assert pack_weights(model) == 0 and not any(isinstance(each, PackedLinear) for each in model.modules())
+
+
+def test_other_dtypes_are_refused(make_base):
+    with pytest.raises(ValueError, match="packed weights need float32 on a CPU, and these are bfloat16 on cpu"):
+        pack_weights(make_base(dtype=torch.bfloat16).model)
+
+
+def test_model_options_load_packed_weights(make_base, toy_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    make_base(dtype=torch.float32).model.save_pretrained(tmp_path)
+    toy_tokenizer.save_pretrained(tmp_path)
+    assert isinstance(ModelOptions(str(tmp_path), device="cpu", packed=True).load().model.lm_head, PackedLinear)
+    assert not isinstance(ModelOptions(str(tmp_path), device="cpu").load().model.lm_head, PackedLinear)

@@ -181,7 +181,7 @@ def block_weights(drafter: Block, base: Base, mask_token_id: int) -> dict[str, T
     zero = torch.zeros(drafter.vocab_size, 1)
     bias = drafter.markov and drafter.markov.folded(base.base_weights)
     left, right = (bias.left, bias.right) if bias else (zero, zero)
-    markov = {"markov_head.markov_w1.weight": left, "markov_head.markov_w2.weight": right}
+    markov = {"markov_head.markov_w1.weight": left, "markov_head.markov_w2.weight": right.contiguous()}
     return {**trunk, "embed_tokens.weight": embedding, **markov}
 
 

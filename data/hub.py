@@ -1,14 +1,69 @@
-"""Whether the Hugging Face hub can be reached, found out by a single request.
+"""The Hugging Face hub: folders that are downloaded from it, and whether it can be reached.
 
-Without a network, the hub's libraries repeat each of their requests for about half a minute.
+Without a network, the hub's libraries repeat each of their requests for about half a minute, so one request asks first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 TIMEOUT = 10  # seconds
+PINNED = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def find_folder(name: str | Path, files: Sequence[str]) -> Path:
+    """Return a local folder, or the local copy of ``OWNER/NAME@REVISION`` of the hub.
+
+    What was downloaded stays in the hub's cache; a commit that is there is not asked for again.
+
+    Args:
+        name: A folder, or a repository of models at a commit, tag or branch.
+        files: Names of the files to download.
+
+    Raises:
+        ValueError: The hub cannot be reached, or there is no such repository or revision.
+    """
+    match = PINNED.fullmatch(str(name))
+    if match is None or Path(name).exists():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repository, revision = match["repository"], match["revision"]
+
+    def download(local_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(files),
+                local_files_only=local_only,
+                etag_timeout=TIMEOUT,
+            )
+        )
+
+    if COMMIT.fullmatch(revision):
+        try:
+            return download(local_only=True)
+        except LocalEntryNotFoundError:
+            pass
+    if error := connection_error(repository, files[0]):
+        raise ValueError(f"{name} is not here, and the hub cannot be reached ({_first_line(error)}): give a folder")
+    try:
+        return download(local_only=False)
+    except Exception as error:  # the hub client's own errors, and those of its HTTP client
+        raise ValueError(
+            f"cannot download {name}: {_first_line(error)}; check the name and the revision, and log in with "
+            "`hf auth login` if the repository is private"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def connection_error(repository: str, file: str, repo_type: str | None = None) -> Exception | None:

@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from data.files.atomic_write import atomic_write
 from data.files.bounded_json import read_json
-from data.files.checksums import check_files
+from data.files.checksums import CHECKSUMS, check_files
 from drafters import recipe, registry
 from drafters.protocol import BaseShape, LearnedDrafter
 
 FORMAT = 1
+FILES = "config.json", "model.safetensors", CHECKSUMS, "README.md"
+"""The files of an exported drafter."""
 # Options that multiply the hidden size in weights; where the product is far above the weights, all shapes are compared.
 SIZES = "num_layers", "num_heads", "num_frames", "markov_rank"
 SLACK = 4

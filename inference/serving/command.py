@@ -58,7 +58,7 @@ def serve_command(
     catalogue.split(spec)
     if served_drafter.is_learned(spec):
         _, folder, _ = catalogue.split(spec)
-        served = _read_base(base or checkpoint.read_config(Path(folder or "")).base_name)
+        served = _read_base(base or checkpoint.read_config(catalogue.drafter_folder(folder or "")).base_name)
         path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
         loaded, _ = checkpoint.load(path, config=config)
         num_tokens = num_tokens or cast(ParallelDrafter, loaded).num_labels

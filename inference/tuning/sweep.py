@@ -141,9 +141,14 @@ def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: 
     }
 
 
+def _fingerprint(cell: Cell) -> str:
+    file = catalogue.split(cell.spec)[1]
+    return fingerprint(file and catalogue.drafter_folder(file))
+
+
 def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[MeasuredCell]:
     """Measure the cells that are not in the journal, add them to it, and return all cells in the order of ``grid``."""
-    identities = {cell: (cell.spec, fingerprint(catalogue.split(cell.spec)[1])) for cell in grid}
+    identities = {cell: (cell.spec, _fingerprint(cell)) for cell in grid}
     known = {(entry["spec"], entry["files"]): entry for entry in journal.entries(_read_cell)}
     num_missing = sum(identity not in known for identity in identities.values())
     measured = []

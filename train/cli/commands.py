@@ -61,6 +61,12 @@ COMMANDS = {
     "export": Command(
         "train.export.export", "export", "turn a training checkpoint into a drafter folder", ("ckpt", "out")
     ),
+    "push": Command(
+        "train.export.push",
+        "push",
+        "put an exported drafter on the Hugging Face hub, with a card of what was measured",
+        ("folder", "repository"),
+    ),
     "serve-command": Command(
         "inference.serving.command",
         "serve_command",

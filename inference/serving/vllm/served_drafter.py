@@ -12,7 +12,7 @@ from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.learned.parallel.drafter import ParallelDrafter
 from drafters.protocol import BaseShape, Drafter, RequiredOutputs
-from drafters.registry import class_path, full_path, registered
+from drafters.registry import registered
 from inference.engine.runner import Runner
 from inference.registry import catalogue
 from inference.serving.vllm.chains import ChainDrafter
@@ -71,16 +71,12 @@ def spec_of(drafter: str) -> str:
     Raises:
         ValueError: It is a path without an exported drafter.
     """
-    if not Path(drafter).is_dir():
+    found = catalogue.drafter_folder(drafter)
+    if not found.is_dir():
         if "/" in drafter.partition("=")[0]:
             raise ValueError(f"no folder {drafter}: pass a folder that `drafters export` wrote")
         return drafter
-    path = checkpoint.read_config(Path(drafter)).class_path
-    for name, registration in registered().items():
-        kind = registration.learned_class
-        if kind and path in (class_path(kind), full_path(kind)):
-            return f"{name}={drafter}"
-    raise ValueError(f"{drafter} holds a {path}, which is not registered: import its module by DRAFTERS_MODULES")
+    return f"{catalogue.name_of(checkpoint.read_config(found))}={drafter}"
 
 
 def is_learned(spec: str) -> bool:
@@ -112,7 +108,9 @@ def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, D
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
     chain = {"tree": "chain", "num_nodes": num_tokens, "step_costs": ""}
-    return Path(folder or ""), replace(config, init_args=config.init_args | {recipe.DRAFT: draft | chain})
+    return catalogue.drafter_folder(folder or ""), replace(
+        config, init_args=config.init_args | {recipe.DRAFT: draft | chain}
+    )
 
 
 def chain_builder(spec: str, base: ServedBase, num_tokens: int) -> Callable[[], Drafter]:

@@ -15,8 +15,11 @@ from inference.reporting.answer_viewer import Answers, Decode, choose_answers, c
 from inference.reporting.headline import headline
 from inference.reporting.tables import (
     COUNTING_RULE,
+    DRAFT_LEGEND,
+    DRAFT_TOKENS,
     OVERVIEW,
     Summaries,
+    draft_rows,
     drafter_rows,
     footnotes,
     legend,
@@ -84,6 +87,8 @@ def write_page(folder: str | Path, evaluations: Sequence[tuple[EvaluationResults
         colours=colours,
         counting_rule=COUNTING_RULE,
         overview_title=OVERVIEW,
+        drafts_title=DRAFT_TOKENS,
+        drafts_legend=DRAFT_LEGEND,
     )
     path = folder / "report.html"
     write_text(path, page)
@@ -110,6 +115,7 @@ def _describe(
                 "name": benchmark,
                 "table": (rows := drafter_rows(by_drafter, {name: ended_turns(of) for name, of in answers.items()})),
                 "legend": legend(*rows),
+                "drafts": draft_rows(by_drafter),
                 "quality": quality_rows(by_drafter),
                 "cut": cut_note(by_drafter, answers, results.conditions.get("decoding", "")),
                 "footnotes": footnotes(by_drafter),

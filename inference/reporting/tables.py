@@ -66,6 +66,12 @@ TERMINAL_COLUMNS = (
     *("drafter", "acceptance length", "speed-up", "wall speed-up", "tokens/s", "fed tokens/step"),
     "identical answers",
 )
+DRAFT_TOKENS = "Draft tokens, and the share of steps that accept the draft token at position 1, 2, ..."
+DRAFT_LEGEND = (
+    "In small type: the same given that the position before was accepted, with its 95 % interval. Efficiency: accepted "
+    "/ drafted tokens. Wasted: fed in vain for each emitted token. Fed: for each emitted token, 1 without a drafter."
+)
+MAX_POSITIONS = 8  # of the table of draft tokens
 MAX_TERMINAL_DRAFTERS = 6  # side by side in one table
 
 
@@ -123,6 +129,8 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
         lines += [f"## {escape_markdown(benchmark)}", ""]
         lines += markdown_table(*drafter_rows(by_drafter))
         lines += [line for note in footnotes(by_drafter) for line in (escape_markdown(note), "")]
+        if (drafts := draft_rows(by_drafter))[1]:
+            lines += [f"{DRAFT_TOKENS}:", "", *markdown_table(*drafts), DRAFT_LEGEND, ""]
         if (quality := quality_rows(by_drafter))[1]:
             lines += ["Task quality, %:", "", *markdown_table(*quality)]
         headings, rows = category_rows(by_drafter)
@@ -170,6 +178,27 @@ def quality_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row
     grades = list(dict.fromkeys(grade for quality in graded.values() for grade in quality))
     rows = [Row([drafter, *(number(quality.get(grade)) for grade in grades)]) for drafter, quality in graded.items()]
     return ["drafter", *grades], rows
+
+
+def draft_rows(by_drafter: Mapping[str, Summary]) -> tuple[list[str], list[Row]]:
+    """Headings, and a row for each drafter that drafted: what became of its draft tokens, and rates by position.
+
+    A cell of a position has the unconditional acceptance rate, and below it the conditional one with its interval.
+    """
+    measured = [(s, s.draft_tokens) for s in by_drafter.values() if s.draft_tokens and s.draft_tokens.rates]
+    deepest = min(MAX_POSITIONS, max((len(figures.rates) for _, figures in measured), default=0))
+    headings = ["drafter", "draft efficiency", "wasted/token", "fed/token", *map(str, range(1, deepest + 1))]
+    rows = []
+    for summary, figures in measured:
+        cells = [_percent(summary.draft_hit_ratio), number(figures.wasted_per_token), number(figures.fed_per_token)]
+        rates = figures.rates[:deepest]
+        shares = [number(rate.rate) for rate in rates] + ["–"] * (deepest - len(rates))
+        small = {}
+        for at, rate in enumerate(rates, 4):
+            bounds = _interval(rate.conditional_interval)
+            small[at] = number(rate.conditional_rate) + (f", {bounds}" if bounds else "")
+        rows.append(Row([summary.drafter, *cells, *shares], small=small))
+    return headings, rows
 
 
 def legend(headings: Sequence[str], rows: Sequence[Row]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from inference.engine.session import PHASES, StepCost
 from inference.results import intervals
+from inference.results.draft_figures import DraftFigures, draft_figures
 from inference.results.records import Answer, Turn
 from inference.results.step_times import TypicalTimes, timing_error
 
@@ -99,6 +100,7 @@ class Summary:
         peak_bytes: Peak of allocated GPU memory, including the base and all drafters of the run; None on a CPU.
         by_category: The most important metrics for each category.
         quality: Task quality in percent, as `quality.score` measures it.
+        draft_tokens: What became of the draft tokens; None in results of older versions.
     """
 
     drafter: str
@@ -134,6 +136,7 @@ class Summary:
     peak_bytes: int | None
     by_category: dict[str, CategorySummary]
     quality: dict[str, float] = field(default_factory=dict)
+    draft_tokens: DraftFigures | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -204,6 +207,7 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
             category: _summarise_category([pair for pair in timed if pair.answer.category == category])
             for category in dict.fromkeys(answer.category for answer in answers)
         },
+        draft_tokens=draft_figures([[turn.steps for turn in answer.turns] for answer in answers]),
     )
 
 

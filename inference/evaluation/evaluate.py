@@ -21,10 +21,11 @@ from inference.evaluation.collected import CollectedAnswers, collect, repeats_to
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.quality import needs_code, quality_of
 from inference.evaluation.question_options import BenchmarkOptions
-from inference.evaluation.results_folder import JOURNALS, delete_journals, results_folder, write_results
+from inference.evaluation.results_folder import JOURNALS, delete_journals, describe_run, results_folder, write_results
 from inference.registry import catalogue
 from inference.registry.catalogue import Budget
 from inference.reporting import report
+from inference.reporting.loggers import LoggerName, log_evaluation, make_logger
 from inference.reporting.tables import COUNTING_RULE, Summaries
 from inference.runs import timing
 from inference.runs.progress import progress_bars
@@ -57,6 +58,8 @@ class EvaluationOptions:
             tests. They run in a sandbox; inference/sandbox/sandbox.py says what it does not protect from.
         allow_weak_sandbox: Run them also where neither bubblewrap nor Landlock (Linux 6.2 or later) works. A Python
             audit hook is then all that keeps them from other files, and hostile programs get around it.
+        logger: Log the numbers also to tensorboard, wandb, mlflow or csv, below the folder of --out. wandb and mlflow
+            need their own packages, and follow their own environment variables.
     """
 
     drafter: list[str] | None = None
@@ -67,6 +70,7 @@ class EvaluationOptions:
     max_repeats: int = 5
     allow_code_execution: bool = False
     allow_weak_sandbox: bool = False
+    logger: LoggerName | None = None
 
 
 def evaluate(
@@ -88,6 +92,7 @@ def evaluate(
         overwrite: Start over and replace the results that the folder already holds.
     """
     check_options(sampling, options)
+    logger = _make_logger(options.logger, out)
     questions = selection.load()
     isolation = None
     if options.allow_code_execution and any(map(needs_code, questions)):
@@ -107,6 +112,8 @@ def evaluate(
     if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
         to_text: Any = reader.tokenizer.decode
         page = write_results(folder, answers, summaries, skipped, warnings, to_text, sandbox)
+    if logger:
+        log_evaluation(logger, summaries, describe_run(answers))
     print_results(summaries, skipped, warnings, sandbox)
     if page:
         if not num_decoded:
@@ -128,6 +135,14 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     for name in ("repeats", "max_repeats", "devices"):
         if (number := getattr(options, name)) != "auto" and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
+
+
+def _make_logger(name: LoggerName | None, out: str | None) -> Any:
+    if name is None:
+        return None
+    if out is None:
+        raise ValueError("--logger writes below the folder of the results: give --out FOLDER")
+    return make_logger(name, Path(out))
 
 
 def make_plan(

@@ -76,7 +76,9 @@ def write_results(
             written.add(path)
     for path in {*(folder / "answers").rglob("*.jsonl")} - written:  # of drafters that are no longer measured
         path.unlink()
-    report.write_results(folder, summaries, context)
+    prompts, caps = answers.plan.settings["questions"], answers.plan.caps
+    benchmarks = {name: {"prompts": prompts[name], "max_new_tokens": caps[name]} for name in prompts}
+    report.write_results(folder, summaries, context, benchmarks)
     write_text(folder / "results.md", report.markdown(summaries, context))
     return report.write_report(folder, summaries, context, given, decode)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,15 @@ class EvaluationResults:
         contexts: What was run, by folder.
         summaries: The summaries, by benchmark and drafter.
         answers: The answers, by benchmark and drafter; without those whose files are gone.
+        benchmarks: ``prompts`` (a fingerprint of the questions) and ``max_new_tokens``, by benchmark; empty if older
+            versions wrote the results, or several were merged.
     """
 
     name: str
     contexts: dict[str, dict[str, Any]]
     summaries: dict[str, dict[str, Summary]]
     answers: dict[str, dict[str, list[Answer]]]
+    benchmarks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -70,12 +73,13 @@ def by_key(contexts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {key: values[:1] if all(v == values[0] for v in values) else values for key, values in by_folder.items()}
 
 
-def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
+def read(folder: str | Path, name: str | None = None, with_answers: bool = True) -> EvaluationResults:
     """Read one folder.
 
     Args:
         folder: The folder.
         name: Name of the results; by default that of the folder.
+        with_answers: Whether to read the answers, which takes most of the time.
 
     Raises:
         ValueError: `drafters eval` did not write the folder.
@@ -86,6 +90,7 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
     try:
         content = read_json(path)
         context = validated(dict[str, Any], content["context"])
+        benchmarks = validated(dict[str, dict[str, Any]], content.get("benchmarks", {}))
         summaries = {
             benchmark: {drafter: summary_from_json(summary) for drafter, summary in by_drafter.items()}
             for benchmark, by_drafter in content["results"].items()
@@ -101,11 +106,11 @@ def read(folder: str | Path, name: str | None = None) -> EvaluationResults:
         ) from error
     answers: dict[str, dict[str, list[Answer]]] = {}
     for benchmark, by_drafter in summaries.items():
-        files = sorted((Path(folder) / "answers" / benchmark).glob("*.jsonl"))
+        files = sorted((Path(folder) / "answers" / benchmark).glob("*.jsonl")) if with_answers else []
         recorded = {own[0].drafter: own for own in map(records.read, files) if own}
         answers[benchmark] = {drafter: recorded[drafter] for drafter in by_drafter if drafter in recorded}
     name = name or Path(folder).resolve().name
-    return EvaluationResults(name, {name: context}, summaries, answers)
+    return EvaluationResults(name, {name: context}, summaries, answers, benchmarks)
 
 
 def read_all(folders: Sequence[str]) -> list[EvaluationResults]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
+from data.files.atomic_write import write_text
 from data.files.terminal import SafeConsole
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
@@ -20,6 +22,7 @@ from train.validation.simulate import answer_spans
 from train.validation.tree_text import tree_text, word
 
 NUM_CONTEXT_TOKENS = 12  # shown before a root
+TEXT_LOGGERS = (TensorBoardLogger, WandbLogger, MLFlowLogger, CSVLogger)
 
 
 def choose_roots(span: tuple[int, int], num_roots: int) -> list[int]:
@@ -74,8 +77,24 @@ def draw_tree(tree: DraftTree, base: Base, tokens: list[int], root: int) -> Text
     return Text("\n").join(lines)
 
 
+def log_text(logger: Logger, name: str, text: str, step: int) -> None:
+    """Write a Markdown text to one of `TEXT_LOGGERS`; other loggers have no place for it.
+
+    Weights & Biases gets a table with the columns step and text. MLflow and CSV get a file ``NAME/STEP.md``, among the
+    artifacts of the run or beside its metrics.
+    """
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_text(name, text, step)
+    elif isinstance(logger, WandbLogger):
+        logger.log_text(name, columns=["step", "text"], data=[[step, text]])
+    elif isinstance(logger, MLFlowLogger):
+        logger.experiment.log_text(logger.run_id, text, f"{name}/{step}.md")
+    elif isinstance(logger, CSVLogger):
+        write_text(Path(logger.log_dir) / name / f"{step}.md", text + "\n")
+
+
 class TreeSamples(L.Callback):
-    """Draft trees at some roots of a held-out answer, written to TensorBoard as the text ``val/trees``.
+    """Draft trees at some roots of a held-out answer, written to the loggers of the run as the text ``val/trees``.
 
     Args:
         num_roots: Number of roots drawn at each validation; 0 draws none.
@@ -96,7 +115,7 @@ class TreeSamples(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        is_shown = self.is_printed or any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+        is_shown = self.is_printed or any(isinstance(logger, TEXT_LOGGERS) for logger in trainer.loggers)
         is_first = batch_idx == 0 and self.num_roots > 0 and not trainer.sanity_checking
         if not (is_shown and is_first and isinstance(pl_module, DrafterTraining)):
             return
@@ -116,8 +135,7 @@ class TreeSamples(L.Callback):
         step = trainer.global_step
         markdown = "\n\n".join("```\n" + drawing.plain.replace("```", "'''") + "\n```" for drawing in drawings)
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("val/trees", markdown, step)
+            log_text(logger, "val/trees", markdown, step)
         if self.is_printed:
             console = SafeConsole()
             console.rule(f"draft trees at step {step}")

@@ -63,7 +63,7 @@ def test_every_run_logs_speed_acceptance_by_depth_and_gradient_norms(watched):
             assert product == pytest.approx(at[f"val/accepted_{depth}_or_more"][row])
 
 
-def test_draft_trees_of_each_validation_go_to_tensorboard_and_are_printed_on_request(watched):
+def test_draft_trees_of_each_validation_go_to_every_logger_and_are_printed_on_request(watched):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(watched[0] / "TensorBoardLogger" / "version_0"), size_guidance={"tensors": 0})
@@ -74,6 +74,8 @@ def test_draft_trees_of_each_validation_go_to_tensorboard_and_are_printed_on_req
     for sample in samples:
         text = sample.tensor_proto.string_val[0].decode()
         assert text.count("```") == 6 and text.count(" accepted of ") == 3 and "─" in text
+        beside = watched[0] / "CSVLogger" / "version_0" / "val" / "trees" / f"{sample.step}.md"
+        assert beside.read_text() == text + "\n"
     assert watched[1].count("draft trees at step") == 2 and watched[1].count(" accepted of ") == 6
 
 

@@ -1,0 +1,137 @@
+"""The numbers of evaluations as CSV, Parquet and LaTeX, and in the loggers of Lightning."""
+
+import csv
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from inference.engine.session import StepCost
+from inference.reporting import exports, loggers, plots, report
+from inference.results import records
+from inference.results.metrics import Summary, summarise
+from inference.results.records import Answer, Turn
+
+CONTEXT = {"base": "my_base", "dtype": "float32", "decoding": "greedy", "device": "cpu", "template": "tokenizer"}
+
+
+def answer(drafter, question_id, emitted):
+    costs = [StepCost(n, n - 1, 1, 4 * (drafter != "none"), 0, 0, (0.0, 0.1, 0.0, 0.0, 0.0)) for n in [1, *emitted]]
+    turn = Turn("", [3] * (1 + sum(emitted)), 5, costs, 0.1 * len(costs))
+    return Answer(question_id, f"kind {question_id % 2}", drafter, [turn], [True])
+
+
+def write(folder, emitted):
+    """Write an evaluation of twelve questions as `drafters eval` does."""
+    answers = {
+        name: [answer(name, at, steps) for at in range(12)] for name, steps in (("none", [1] * 9), ("ctc_1", emitted))
+    }
+    summaries = {"mt_bench": {name: summarise(own, answers["none"]) for name, own in answers.items()}}
+    for name, own in answers.items():
+        records.write(folder / "answers" / "mt_bench" / f"{name}.jsonl", own)
+    report.write_results(folder, summaries, CONTEXT)
+    return summaries
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
+    return old, new, write(old, [3, 3, 3]), write(new, [3, 3, 2, 1])
+
+
+def test_every_format_has_the_same_numbers(folders, tmp_path, monkeypatch):
+    from pyarrow import parquet
+
+    monkeypatch.setattr(plots, "applicable", lambda summaries: [])  # to draw them takes longest
+    report.report([str(folders[0])], out=str(tmp_path), format=["csv", "parquet", "latex"])
+    with (tmp_path / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = parquet.read_table(tmp_path / "results.parquet").to_pylist()
+    assert [(row["drafter"], row["category"]) for row in table] == [
+        (name, category) for name in ("none", "ctc_1") for category in (None, "kind 0", "kind 1")
+    ]
+    summary: Summary = folders[2]["mt_bench"]["ctc_1"]
+    for row in (rows[3], table[3]):
+        assert float(row["acceptance_length"]) == summary.acceptance_length == 3
+        assert float(row["speedup_interval_low"]) == summary.speedup_interval[0]
+        assert float(row["wasted_per_token"]) == summary.draft_tokens.wasted_per_token
+        assert float(row["acceptance_rate_2"]) == 1
+        assert (row["base"], row["benchmark"], int(row["identical"])) == ("my_base", "mt_bench", 12)
+    latex = (tmp_path / "results.tex").read_text()
+    assert latex.count(r"\toprule") == 1 and r"ctc\_1 & \textbf{3.00}" in latex and r"$\times$" in latex
+
+
+def test_latex_and_csv_hold_hostile_names_as_text(tmp_path):
+    row = exports.Row(["a_b\n50% \\input{x} $y$ #~^&\x1b", "1.0"], best={0})
+    latex = exports.latex_table(["name", "value"], [row])
+    escaped = r"\textbf{a\_b 50\% \textbackslash{}input\{x\} \$y\$ \#\textasciitilde{}\textasciicircum{}\&␛} & 1.0 \\"
+    assert escaped in latex.splitlines()
+    exports.export(tmp_path, "t", ["csv", "csv"], [{"name": 'a,"b\x1b', "value": None}], latex)
+    assert (tmp_path / "t.csv").read_text().splitlines() == ['"name","value"', '"a,""b␛",']
+
+
+def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(folders, tmp_path, capsys):
+    old, new = map(str, folders[:2])
+    with pytest.raises(SystemExit) as caught:
+        report.report([old, new], out=str(tmp_path), compare=True, format=["csv", "latex"])
+    assert caught.value.code == 1
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    length = content["differences"][0]
+    assert (length["figure"], length["before"], length["after"], length["verdict"]) == (
+        *("acceptance length", 3.0, 2.25, "regression"),
+    )
+    assert length["change"] == pytest.approx(-0.25) and length["change_high"] < 0
+    assert (
+        "| mt_bench | ctc_1 | acceptance length | 12 | 3.00 | 2.25 | -25.0 % |"
+        in (tmp_path / "comparison.md").read_text()
+    )
+    assert (tmp_path / "comparison.csv").is_file() and "regression" in (tmp_path / "comparison.tex").read_text()
+    report.report([new, new + "/."], compare=True)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "-25.0 %" in printed and "regression" in printed and "none found" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"folders": ["a"], "compare": True}, "--compare takes two folders"),
+        ({"folders": ["a", "b"], "compare": True, "format": ["csv"]}, "give --out FOLDER"),
+        ({"answers": ["a"], "baseline": "b", "format": ["csv"]}, "--format is for folders"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        report.report(**arguments)
+
+
+def test_the_numbers_are_logged_to_csv_and_tensorboard(folders, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    summaries = {"mt_bench:x": {"ctc=a/b": replace(folders[2]["mt_bench"]["ctc_1"], quality={"BLEU": 12.5})}}
+    for name in ("csv", "tensorboard"):
+        loggers.log_evaluation(loggers.make_logger(name, tmp_path / name), summaries, CONTEXT)
+    with (tmp_path / "csv" / "logs" / "metrics.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (
+        float(row["mt_bench_x/ctc_a_b/acceptance_length"]) == 3
+        and float(row["mt_bench_x/ctc_a_b/quality BLEU"]) == 12.5
+    )
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "logs"))
+    events.Reload()
+    assert events.Scalars("mt_bench_x/ctc_a_b/acceptance_length")[0].value == 3
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_logger_of_another_package_logs_or_says_what_to_install(folders, tmp_path, monkeypatch, name):
+    package = {"wandb": "wandb", "mlflow": "mlflow"}[name]
+    monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
+    try:
+        __import__(package)
+    except ModuleNotFoundError:
+        with pytest.raises(ValueError, match=f"--logger {name} needs the package {package}.*: pip install"):
+            loggers.make_logger(name, tmp_path)
+        return
+    loggers.log_evaluation(loggers.make_logger(name, tmp_path), folders[2], CONTEXT)
+    assert list((tmp_path / name).rglob("*")) or list((tmp_path / "mlruns").rglob("*acceptance_length"))

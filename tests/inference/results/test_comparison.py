@@ -1,0 +1,145 @@
+"""Paired comparisons find a planted regression of 3 %, and mark nothing in equal evaluations."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from drafters import Drafter, DraftTree, Limits
+from inference.engine.sampling import Greedy
+from inference.engine.session import Session, StepCost
+from inference.results.comparison import ERROR_RATE, compare, differing_conditions
+from inference.results.folders import EvaluationResults
+from inference.results.metrics import summarise
+from inference.results.records import Answer, Turn
+from inference.results.step_times import TypicalTimes, timing_error
+
+NUM_QUESTIONS, NUM_TOKENS, NUM_RUNS = 40, 120, 15
+
+
+def answer(drafter, question_id, emitted, rng, speed=1.0):
+    """An answer whose steps emit these numbers of tokens, with times that scatter by 5 %."""
+    seconds = speed * 0.01 * np.exp(rng.normal(0, 0.05, 1 + len(emitted)))
+    fed = 8 if drafter != "none" else 0
+    counts = [1, *emitted]
+    costs = [StepCost(n, n - 1, 1, fed, 0, 0, (0.0, s, 0.0, 0.0, 0.0)) for n, s in zip(counts, seconds, strict=True)]
+    turn = Turn("", [7] * sum(counts), 5, costs, float(seconds.sum()))
+    return Answer(question_id, "all", drafter, [turn], [False])
+
+
+def potentials(rng):
+    """Of each question, the number of drafts that would be accepted at each position of its text: some are easy."""
+    return [rng.geometric(rng.uniform(0.25, 0.6), NUM_TOKENS) - 1 for _ in range(NUM_QUESTIONS)]
+
+
+def steps(accepted, forgets=0.0, rng=None):
+    """Tokens that the steps emit, of which a share ``forgets`` loses one accepted draft."""
+    emitted, at = [], 0
+    while at < len(accepted):
+        lost = rng is not None and rng.random() < forgets
+        emitted.append(1 + max(0, int(accepted[at]) - lost))
+        at += emitted[-1]
+    return emitted
+
+
+def evaluation(name, emitted, rng, summary=None):
+    """An evaluation of a drafter that emitted these numbers of tokens, question by question."""
+    own = [answer("ctc", at, each, rng) for at, each in enumerate(emitted)]
+    base = [answer("none", at, [1] * 8, rng) for at in range(len(emitted))]
+    summary = summary or summarise(own, base)
+    summary = replace(summary, timing_error=timing_error(TypicalTimes([own]), TypicalTimes([base])))
+    summaries = {"mt_bench": {"none": replace(summary, drafter="none"), "ctc": summary}}
+    return EvaluationResults(name, {name: {"dtype": "float32"}}, summaries, {"mt_bench": {"none": base, "ctc": own}})
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """The verdicts on acceptance length and speed-up over many pairs of runs, by what was planted."""
+    found = {"nothing": [], "3 % less": []}
+    summary = None
+    for seed in range(NUM_RUNS):
+        rng = np.random.default_rng(seed)
+        texts = potentials(rng)
+        old = evaluation("old", [steps(own) for own in texts], rng, summary)
+        summary = old.summaries["mt_bench"]["ctc"]
+        # Equal in distribution: drafts of both are lost at random, as in sampling with different seeds.
+        equal = [evaluation(name, [steps(own, 0.1, rng) for own in texts], rng, summary) for name in "ab"]
+        found["nothing"].append(compare(*equal))
+        worse = evaluation("new", [steps(own, 0.138, rng) for own in texts], rng, summary)
+        found["3 % less"].append(compare(old, worse))
+    return found
+
+
+@pytest.mark.slow
+def test_a_planted_regression_of_3_percent_is_found(verdicts):
+    lengths = [length for length, _ in verdicts["3 % less"]]
+    assert np.mean([each.change for each in lengths]) == pytest.approx(-0.03, abs=0.005)
+    assert np.mean([each.verdict == "regression" for each in lengths]) >= 0.9
+    assert not [each for pair in verdicts["3 % less"] for each in pair if each.verdict == "improvement"]
+
+
+@pytest.mark.slow
+def test_equal_evaluations_are_marked_no_more_often_than_stated(verdicts):
+    marked = [pair for pair in verdicts["nothing"] if any(each.verdict != "none found" for each in pair)]
+    assert len(marked) <= 2.5 * ERROR_RATE * NUM_RUNS
+    lengths = [length for length, _ in verdicts["nothing"]]
+    assert np.std([each.change for each in lengths]) > 0.003, "the runs differ by chance"
+
+
+class Shortened(Drafter):
+    """An oracle that drafts four tokens, or fewer at some positions."""
+
+    def __init__(self, text, lost):
+        self.text, self.lost = text, lost
+
+    def propose(self, seq, limits: Limits):
+        length = 4 - (len(seq) % 7 < self.lost)
+        return DraftTree.from_paths([self.text[len(seq) : len(seq) + length]])
+
+
+def decoded(pseudo_runner, lost, seconds=0.01):
+    rng = np.random.default_rng(0)
+    emitted = []
+    for question in range(12):
+        runner, prompt = pseudo_runner(seed=question), [1, 2]
+        text = [*prompt, *runner.greedy(prompt, 70)]
+        ran = Session(runner, Shortened(text, lost), Greedy()).run(prompt, 60)
+        emitted.append([step.emitted for step in ran.steps[1:]])
+    return evaluation(f"lost {lost}", emitted, rng)
+
+
+def test_decoded_texts_are_compared_question_by_question(pseudo_runner):
+    full, less, again = (decoded(pseudo_runner, lost) for lost in (0, 1, 0))
+    length, speedup = compare(full, less)
+    assert length.before == pytest.approx(full.summaries["mt_bench"]["ctc"].acceptance_length)
+    assert length.after == pytest.approx(less.summaries["mt_bench"]["ctc"].acceptance_length)
+    assert speedup.after == pytest.approx(less.summaries["mt_bench"]["ctc"].speedup)
+    assert -0.1 < length.change < 0 and length.verdict == "regression" and length.num_questions == 12
+    length, speedup = compare(full, again)
+    assert (length.change, length.interval, length.verdict) == (0, (0, 0), "none found")
+    assert compare(less, full)[0].verdict == "improvement"
+
+
+def test_what_cannot_be_judged_is_not():
+    rng = np.random.default_rng(3)
+    old = evaluation("old", [steps(own) for own in potentials(rng)], rng)
+    summary = replace(old.summaries["mt_bench"]["ctc"], timing_error=None)
+    untimed = replace(old, summaries={"mt_bench": {**old.summaries["mt_bench"], "ctc": summary}})
+    assert [each.verdict for each in compare(old, untimed)] == ["none found", "not judged"]
+    few = {name: own[:9] for name, own in old.answers["mt_bench"].items()}
+    assert {each.verdict for each in compare(old, replace(old, answers={"mt_bench": few}))} == {"not judged"}
+
+
+def test_other_prompts_are_refused_and_other_conditions_are_named():
+    rng = np.random.default_rng(3)
+    old = evaluation("old", [[2, 2, 3]] * 10, rng)
+    other = {
+        name: [replace(each, turns=[replace(each.turns[0], prompt_tokens=6)]) for each in own]
+        for name, own in old.answers["mt_bench"].items()
+    }
+    with pytest.raises(ValueError, match=r"question 0: its prompt has 5 tokens in one evaluation and 6 in the other"):
+        compare(old, replace(old, answers={"mt_bench": other}))
+    with pytest.raises(ValueError, match="share no answered question of a drafter"):
+        compare(old, replace(old, summaries={"gsm8k": old.summaries["mt_bench"]}))
+    changed = replace(old, contexts={"old": {"dtype": "bfloat16"}})
+    assert differing_conditions(old, changed) == ["dtype: float32 and bfloat16"]

@@ -24,9 +24,9 @@ from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
+from inference.evaluation.equality import Text, next_probabilities
 from inference.registry import catalogue
 
-Text = tuple[int, ...]
 Door = Callable[[Base, Sequence[int], str, int, SamplingOptions], Sequence[int]]
 PROMPT = [3, 4, 5]
 TOY_VOCAB = 8
@@ -99,7 +99,6 @@ DOORS: dict[str, Door] = {"generate": by_generate, "eval": by_eval}
 # ---- texts against the base's own distribution
 
 
-@torch.inference_mode()
 def text_distribution(
     base: Base, prompt: Sequence[int], num_tokens: int, sampling: SamplingOptions
 ) -> dict[Text, float]:
@@ -107,12 +106,11 @@ def text_distribution(
     sampler = KeyedSampler(sampling.temperature, sampling.top_k, sampling.top_p)
     texts: dict[Text, float] = {(): 1.0}
     for _ in range(num_tokens):
-        sequences = torch.tensor([[*prompt, *text] for text in texts], device=base.model.device)
-        probabilities = sampler.probabilities(base.model(sequences).logits[:, -1]).tolist()
+        rows = next_probabilities(base, prompt, list(texts), sampler)
         texts = {
             (*text, token): weight * probability
-            for (text, weight), row in zip(texts.items(), probabilities, strict=True)
-            for token, probability in enumerate(row)
+            for (text, weight), row in zip(texts.items(), rows, strict=True)
+            for token, probability in enumerate(row.tolist())
             if probability > 0
         }
     return texts

@@ -1,10 +1,10 @@
-"""``drafters verify``: check that drafters do not change a single token of what the base writes alone."""
+"""``drafters verify``: check that drafters change neither the base's tokens nor, in sampling, their distribution."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from rich.table import Table
@@ -17,11 +17,21 @@ from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, Sampler
 from inference.engine.session import Session, check_prompt
+from inference.evaluation.equality import (
+    ERROR_RATE,
+    POWER,
+    REFERENCE_FACTOR,
+    EqualityResult,
+    compare_distributions,
+    sample_base,
+    sample_drafted,
+)
 from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
 from inference.runs.progress import progress_bars
 
 MAX_SHOWN_DIVERGENCES = 3  # of each drafter
+MAX_TESTED_PROMPTS = 4  # in the test of the distribution
 
 
 @dataclass(frozen=True)
@@ -130,17 +140,44 @@ def compare(
     return Comparison(len(prompts) - len(divergences), num_tokens / max(1, num_steps), divergences)
 
 
-def verify(model: ModelOptions, selection: PromptOptions, sampling: SamplingOptions, drafter: list[str]) -> None:
+@dataclass(frozen=True)
+class DistributionOptions:
+    """The test of the distribution of sampled texts.
+
+    Args:
+        texts: Number of texts of each drafter, each with a seed of its own, for a test of their distribution with a
+            --temperature above 0; 0 leaves it out. More texts find smaller differences.
+        text_tokens: Number of tokens of such a text.
+    """
+
+    texts: int = 400
+    text_tokens: int = 4
+
+
+def verify(
+    model: ModelOptions,
+    selection: PromptOptions,
+    sampling: SamplingOptions,
+    distribution: DistributionOptions,
+    drafter: list[str],
+) -> None:
     """Decode prompts with and without each drafter, and compare the answers token by token.
 
     Greedy answers are compared with transformers' own generate, sampled ones with this project's decoding without a
     drafter under the same seed. The exit code is 1 if a float32 answer differs. In bfloat16, tokens with almost equal
     logits may be exchanged; the logit gap shows how close they were.
 
+    With a temperature, a two-sample test also compares the distribution of short texts with that of the base alone, on
+    at most four of the prompts, and says how small a bias it would have found. It alone decides about drafters that
+    sample their drafts, because these write other texts under the same seed. The exit code is 1 if it finds a
+    difference, which happens by chance in 1 % of runs.
+
     Args:
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all of
             them. May be repeated.
     """
+    if min(distribution.texts, distribution.text_tokens - 1) < 0:
+        raise ValueError("texts must be at least 0, and text_tokens at least 1")
     questions = selection.load()
     base = model.load()
     sampler = sampling.sampler()
@@ -154,30 +191,76 @@ def verify(model: ModelOptions, selection: PromptOptions, sampling: SamplingOpti
     console.print(f"{model.base} · {model.dtype} · {decoding} · {len(prompts)} prompts", markup=False)
     for line in selected.notes():
         console.print(f"left out: {line}", markup=False, highlight=False)
+    tests: dict[str, EqualityResult] = {}
     with progress_bars(transient=True) as bars:
         comparisons = {
             spec: compare(session, prompts, expected, max_new_tokens)
             for spec, session in bars.track(sessions.items(), description="verify")
         }
-    console.print(_table(comparisons, len(prompts)))
+        if sampling.temperature > 0 and distribution.texts:
+            tested = prompts[:MAX_TESTED_PROMPTS]
+            requests = [*_requests(base, tested, distribution, sampling)]
+            references = [sample_base(base, *each, REFERENCE_FACTOR * num_texts) for *each, num_texts in requests]
+            for spec, session in bars.track(sessions.items(), description="distribution"):
+                drafted = [sample_drafted(session, *each) for each in requests]
+                tests[spec] = compare_distributions(references, drafted, ERROR_RATE / len(sessions))
+    console.print(_table(comparisons, tests, len(prompts)))
+    is_different = False
     for spec, comparison in comparisons.items():
+        name = catalogue.label(spec)
+        if spec in tests and sessions[spec].drafter.samples_drafts:
+            console.print(f"{name} samples its drafts: its texts are others under the same seed.", markup=False)
+            continue
+        is_different |= bool(comparison.divergences)
         for divergence in comparison.divergences[:MAX_SHOWN_DIVERGENCES]:
-            console.print(_describe(divergence, catalogue.label(spec), base), style="red", markup=False)
-    if not any(comparison.divergences for comparison in comparisons.values()):
-        console.print("Nothing is lost: every answer is the base's own, token for token.", style="green")
-    elif model.dtype == "float32":
+            console.print(_describe(divergence, name, base), style="red", markup=False)
+    biased = [spec for spec, test in tests.items() if test.p_value <= ERROR_RATE / len(tests)]
+    for spec, test in tests.items():
+        style = "red" if spec in biased else ""
+        console.print(_describe_test(test, catalogue.label(spec), spec in biased), style=style, markup=False)
+    if not is_different and not biased:
+        lost = "every answer is the base's own, token for token"
+        if any(spec in tests and session.drafter.samples_drafts for spec, session in sessions.items()):
+            lost = "no difference from the base was found"
+        console.print(f"Nothing is lost: {lost}.", style="green")
+    elif biased or model.dtype == "float32":
         sys.exit(1)
 
 
-def _table(comparisons: dict[str, Comparison], num_prompts: int) -> Table:
+def _requests(
+    base: Base, prompts: Sequence[list[int]], distribution: DistributionOptions, sampling: SamplingOptions
+) -> Iterator[tuple[list[int], int, SamplingOptions, int]]:
+    """The arguments that sample the texts after each prompt; each gets seeds that no other prompt has."""
+    num_texts = -(-distribution.texts // len(prompts))
+    for index, prompt in enumerate(prompts):
+        num_tokens = min(distribution.text_tokens, base.context_length - len(prompt))
+        yield prompt, num_tokens, replace(sampling, seed=sampling.seed + index * num_texts), num_texts
+
+
+def _table(comparisons: dict[str, Comparison], tests: dict[str, EqualityResult], num_prompts: int) -> Table:
     table = Table()
-    for column in ("drafter", "identical answers", "acceptance length"):
+    for column in ("drafter", "identical answers", "acceptance length", *(["p-value"] if tests else [])):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for spec, comparison in comparisons.items():
         colour = "red" if comparison.divergences else "green"
         identical = Text(f"{comparison.num_identical}/{num_prompts}", style=colour)
-        table.add_row(catalogue.label(spec), identical, f"{comparison.acceptance_length:.2f}")
+        p_value = [f"{tests[spec].p_value:.2g}"] if tests else []
+        table.add_row(catalogue.label(spec), identical, f"{comparison.acceptance_length:.2f}", *p_value)
     return table
+
+
+def _describe_test(test: EqualityResult, drafter: str, is_biased: bool) -> str:
+    found = "another distribution than the base's" if is_biased else "no difference from the base's distribution"
+    power = "it could find no bias: the base writes hardly more than one text here, so raise the temperature"
+    if test.detectable is not None:
+        power = (
+            f"it finds with probability {POWER} a drafter that writes the base's most frequent text in "
+            f"{100 * test.detectable:.1f} % of the texts too many"
+        )
+    return (
+        f"{drafter}: {found} (chi-squared {test.chi_squared:.1f}, {test.freedom} degrees of freedom, p = "
+        f"{test.p_value:.2g}). The test errs in {100 * ERROR_RATE:.0f} % of runs; {power}."
+    )
 
 
 def _describe(divergence: Divergence, drafter: str, base: Base) -> str:

@@ -7,12 +7,21 @@ import torch
 
 from data import embedded
 from drafters import Drafter, DraftTree, registry
+from drafters.tree import ROOT, ChildDistribution
 from inference.engine import runner
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 from inference.evaluation import verify as module
-from inference.evaluation.verify import Comparison, PromptOptions, compare, first_divergence, generate_reference, verify
+from inference.evaluation.verify import (
+    Comparison,
+    DistributionOptions,
+    PromptOptions,
+    compare,
+    first_divergence,
+    generate_reference,
+    verify,
+)
 from inference.registry import catalogue
 
 
@@ -33,6 +42,49 @@ def folder(make_base, tmp_path_factory):
     return str(folder)
 
 
+class AlwaysSeven(Drafter):
+    """Drafts token 7, and says truly or falsely from which distribution it was drawn.
+
+    Args:
+        claimed: Probability that it claims for token 7; the truth is 1.
+    """
+
+    samples_drafts = True
+
+    def __init__(self, claimed=1.0):
+        self.claimed = claimed
+
+    def propose(self, seq, limits):
+        probs = torch.full((300,), (1 - self.claimed) / 299)
+        probs[7] = self.claimed
+        return DraftTree([7], [ROOT], distributions=(ChildDistribution(ROOT, probs, (0,), False),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("claimed", "is_exact"), [(1.0, True), (1e-6, False)])
+def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
+    folder, capsys, monkeypatch, claimed, is_exact
+):
+    make = lambda: AlwaysSeven(claimed)  # noqa: E731
+    monkeypatch.setitem(registry._REGISTRATIONS, "seven", registry.Registration("seven", make))
+    prompts, sampling = PromptOptions(limit=1, max_new_tokens=8), SamplingOptions(3.0, seed=1)
+    model = ModelOptions(folder, check=False)
+    arguments = model, prompts, sampling, DistributionOptions(60, 2), ["seven", "anpd"]
+    if is_exact:
+        verify(*arguments)
+    else:
+        with pytest.raises(SystemExit) as caught:
+            verify(*arguments)
+        assert caught.value.code == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("Nothing is lost" in printed) == is_exact
+    assert "seven samples its drafts: its texts are others under the same seed." in printed
+    found = "no difference from the base's distribution" if is_exact else "another distribution than the base's"
+    assert f"seven: {found} (chi-squared" in printed
+    assert "anpd: no difference from the base's distribution" in printed
+    assert printed.count("The test errs in 1 % of runs; ") == 2
+
+
 def compared(base, spec, prompts, max_new_tokens, sampler):
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     own = runner.Runner(base)
@@ -43,7 +95,8 @@ def compared(base, spec, prompts, max_new_tokens, sampler):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
     drafters = ["none", "anpd:order=3", "prompt_lookup"]
-    verify(ModelOptions(folder), PromptOptions(limit=3, max_new_tokens=16), SamplingOptions(temperature), drafters)
+    prompts, texts = PromptOptions(limit=3, max_new_tokens=16), DistributionOptions(texts=0)
+    verify(ModelOptions(folder), prompts, SamplingOptions(temperature), texts, drafters)
     printed = capsys.readouterr().out
     assert "Nothing is lost" in printed
     assert printed.count("3/3") == 3
@@ -59,7 +112,8 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     monkeypatch.setattr(runner, "causal_tree_mask", everything)
     model = ModelOptions(folder, check=False)
     with pytest.raises(SystemExit) as caught:
-        verify(model, PromptOptions(limit=3, max_new_tokens=24), SamplingOptions(), ["none", "lossy"])
+        prompts = PromptOptions(limit=3, max_new_tokens=24)
+        verify(model, prompts, SamplingOptions(), DistributionOptions(), ["none", "lossy"])
     assert caught.value.code == 1
     printed = capsys.readouterr().out
     assert "Nothing is lost" not in printed
@@ -79,7 +133,8 @@ def test_drafters_and_prompts_are_checked_before_anything_is_decoded(
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(module, "generate_reference", lambda *arguments: pytest.fail("the base was asked"))
     with pytest.raises(ValueError, match=said):
-        verify(ModelOptions(folder), PromptOptions(questions=str(questions)), SamplingOptions(), drafters)
+        prompts = PromptOptions(questions=str(questions))
+        verify(ModelOptions(folder), prompts, SamplingOptions(), DistributionOptions(), drafters)
 
 
 @pytest.mark.slow

@@ -171,10 +171,10 @@ def test_verify_reports_that_several_drafters_are_lossless(call, trained, tiny):
 def test_verify_compares_sampled_texts_too(call, trained, tiny):
     outcome = call(
         *(commands.main, "verify", "--base", tiny, "--drafter", f"ctc={trained.folder}:num_nodes=4"),
-        *("--limit", 2, "--max-new-tokens", 16, "--temperature", 0.8, "--top-p", 0.9, "--seed", 3),
+        *("--limit", 2, "--max-new-tokens", 16, "--temperature", 0.8, "--top-p", 0.9, "--seed", 3, "--texts", 40),
     )
     assert outcome.code == 0, outcome.out
-    assert "ctc:num_nodes=4" in outcome.out and "2/2" in outcome.out
+    assert "ctc:num_nodes=4" in outcome.out and "2/2" in outcome.out and "p-value" in outcome.out
 
 
 @pytest.mark.slow

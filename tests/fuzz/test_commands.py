@@ -20,6 +20,7 @@ VALID = {
     "eval": "--base @base --drafter anpd --benchmark embedded --limit 1 --max-new-tokens 3 --repeats 1",
     "sweep": "--base @base --drafter anpd --grid order=2 --benchmark embedded --limit 1 --max-new-tokens 3 --out @out",
     "report": "@results",
+    "leaderboard": "@results --out @out.html",
     "replay": "--tokenizer @base --drafter anpd --answers @answers.jsonl --questions @questions.jsonl",
     "verify": "--base @base --drafter anpd --questions @questions.jsonl --max-new-tokens 3",
     "regenerate": "--base @base --files @talk.json --limit 1 --max-new-tokens 3 --template vicuna_v1.1 --out @out",
@@ -36,6 +37,7 @@ VALID = {
 # Large values of these ask for much work, and get it.
 WORK = {
     "limit",
+    "texts",
     "count",
     "repeats",
     "num_texts",

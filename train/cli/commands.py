@@ -45,6 +45,12 @@ COMMANDS = {
         "make one page of several evaluations, or recount recorded answers by every convention",
         ("folders",),
     ),
+    "leaderboard": Command(
+        "inference.reporting.leaderboard",
+        "leaderboard",
+        "make one page with the drafters of many evaluations, to sort, filter and compare",
+        ("folders",),
+    ),
     "replay": Command(
         "inference.replay.replay",
         "replay",

@@ -10,6 +10,10 @@ import pytest
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from inference.engine.base import tokenizer_hash
+from inference.engine.session import StepCost
+from inference.reporting.report import write_results
+from inference.results.metrics import summarise
+from inference.results.records import Answer, Turn
 from train.cli import commands, lightning_command
 
 QUICK = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 8)
@@ -50,6 +54,10 @@ def inputs(tiny_tokenizer, tiny_base, tmp_path_factory):
         "drafters.Medusa", {"num_heads": 2}, tiny_base.shape, tiny_base.name, tokenizer_hash(tiny_tokenizer)
     )
     checkpoint.save(folder / "medusa", medusa.build(), medusa)
+    turns = [Turn("", [3, 4], 5, [StepCost(1, 0, 1, 0, 0, 0, (0.1,) * 5)] * 2, 1.0)]
+    answers = {name: [Answer(1, "x", name, turns, [True])] for name in ("none", "anpd")}
+    summaries = {name: summarise(own, answers["none"]) for name, own in answers.items()}
+    write_results(folder / "results", {"embedded": summaries}, {"base": "tiny"})
     return folder
 
 
@@ -71,6 +79,7 @@ COMMANDS = {
     "eval --base @tiny --drafter anpd --out @out": 2000,
     "sweep --base @tiny --drafter anpd --grid order=2..3 --out @out": 1000,
     "report --answers @answers.jsonl --baseline @answers.jsonl --out @out": 300,
+    "leaderboard @results --out @out": 3000,
     "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @out --drafter anpd": 300,
     "regenerate --base @tiny --files embedded:4 --limit 2 --max-new-tokens 8 --out @out": 300,
     "export @ckpt @out": 4000,

@@ -1,0 +1,141 @@
+"""The leaderboard compares only what is comparable, escapes every text, and sorts and filters in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from inference.engine.session import StepCost
+from inference.reporting import report
+from inference.reporting.leaderboard import comparable_sets, entries_of, leaderboard, result_folders
+from inference.results.folders import read
+from inference.results.metrics import summarise
+from inference.results.records import Answer, Turn
+
+BROWSER = shutil.which("chromium")
+CONTEXT = {"base": "tiny", "dtype": "float32", "decoding": "greedy", "device": "cpu", "template": "tokenizer"}
+ABOUT = {"mt_bench": {"prompts": "abc", "max_new_tokens": 64}}
+HOSTILE = """</script><img src=x onerror=alert(1)>'"&\u202e"""
+
+
+def answer(drafter, question_id, emitted):
+    costs = [StepCost(n, n - 1, 1, 4 * (n > 1), 0, 0, (0.0, 0.1, 0.0, 0.0, 0.0)) for n in [1, *emitted]]
+    turn = Turn("", [3] * (1 + sum(emitted)), 5, costs, 0.1 * len(costs))
+    return Answer(question_id, "all", drafter, [turn], [True])
+
+
+def write(folder, drafters, about=ABOUT, **changes):
+    """Write results: for each drafter the tokens that its steps emit."""
+    base = [answer("none", at, [1] * 9) for at in range(4)]
+    summaries = {"none": summarise(base, base)}
+    for name, emitted in drafters.items():
+        own = summarise([answer(name, at, emitted) for at in range(4)], base)
+        summaries[name] = replace(own, timing_error=0.02)
+    summaries |= changes.pop("summaries", {})
+    folder.mkdir()
+    report.write_results(folder, {"mt_bench": summaries}, CONTEXT | changes, about)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write(folder / "one", {"slow": [2, 1, 2, 1, 2, 1], HOSTILE: [3, 3, 3]}, date="2026-11-22")
+    write(folder / "two", {"fast": [5, 4]})
+    write(folder / "halves", {"fast": [5, 4]}, dtype="bfloat16")
+    write(folder / "capped", {"fast": [5, 4]}, {"mt_bench": {"prompts": "abc", "max_new_tokens": 32}})
+    write(folder / "older", {"fast": [5, 4]}, None)
+    write(folder / "older2", {"fast": [5, 4]}, None, decoding="temperature 0.7, top_k 0, top_p 1.0, seed 0")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page_file(results, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    leaderboard([str(results)], str(path))
+    return path
+
+
+class Rows(HTMLParser):
+    """Parser for the rows of the table, with what is hidden, and for the tags of the page."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.rows, self.tags = [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        if "data-row" in attributes:
+            self.rows.append(json.loads(attributes["data-row"]) | {"hidden": "hidden" in attributes})
+
+
+def test_rows_are_comparable_only_under_equal_conditions_and_with_known_prompts(results):
+    entries = [entry for folder in result_folders([str(results)]) for entry in entries_of(read(folder))]
+    sets = comparable_sets(entries)
+    assert sorted(entry.evaluation for entry in sets[0]) == ["one", "one", "two"]
+    assert sorted(own[0].evaluation for own in sets[1:]) == ["capped", "halves", "older", "older2"]
+    assert [entry.summary.drafter for entry in sets[0]] == ["fast", HOSTILE, "slow"], "the fastest first"
+    remarks = {own[0].evaluation: own[0].remarks for own in sets}
+    assert remarks["two"] == () and remarks["older"] == ("prompts unknown",)
+    assert {own[0].evaluation: own[0].temperature for own in sets}["older2"] == "0.7"
+
+
+def test_what_speaks_against_a_row_is_said(tmp_path):
+    base = [answer("none", at, [1] * 9) for at in range(4)]
+    own = replace(summarise([answer("x", at, [3, 3, 3]) for at in range(4)], base), timing_error=0.02)
+    changed = {
+        "typical (lossy)": (replace(own, drafter="typical (lossy)"), "lossy"),
+        "other": (replace(own, drafter="other", identical=3), "texts differ from the base's"),
+        "loaded": (replace(own, drafter="loaded", timing_error=0.31), "timing ± 31 %"),
+        "once": (replace(own, drafter="once", timing_error=None), "timing error unknown"),
+        "old": (replace(own, drafter="old", speedup=None), "speed-up by wall time"),
+        "auto": (replace(own, drafter="auto"), "automatic budget: acceptance depends on times"),
+    }
+    folder = write(tmp_path / "run", {}, summaries={name: s for name, (s, _) in changed.items()}, budget="yes: auto")
+    found = {entry.summary.drafter: entry.remarks for entry in entries_of(read(folder))}
+    assert found == {name: (remark,) for name, (_, remark) in changed.items()}
+
+
+def test_the_page_is_self_contained_and_escapes_every_text(page_file):
+    html = page_file.read_text(encoding="utf-8")
+    page = Rows(html)
+    assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href", "onerror"}]
+    assert [tag for tag, _ in page.tags].count("script") == 1 and "img" not in dict(page.tags)
+    assert "\u202e" not in html and len(page.rows) == 7
+    assert [row["hidden"] for row in page.rows] == 3 * [False] + 4 * [True], "one comparable set is shown"
+    assert [row["identical"] for row in page.rows] == 7 * ["4/4"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+def test_a_browser_sorts_filters_and_warns_of_mixed_sets(page_file, tmp_path):
+    script = """<script>
+    const choose = (select, value) => { select.value = value; select.dispatchEvent(new Event("change")); };
+    choose(document.getElementById("set"), "");
+    document.querySelector("[data-key=fed]").click();
+    document.querySelector("[data-key=fed]").click();
+    choose(document.querySelector("[data-filter=dtype]"), "float32");
+    </script>"""
+    (tmp_path / "page.html").write_text(page_file.read_text(encoding="utf-8") + script, encoding="utf-8")
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    ran = subprocess.run([*command, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120)
+    page = Rows(ran.stdout)
+    fed = [row["fed"] for row in page.rows]
+    assert fed == sorted(fed) and fed[0] < fed[-1]
+    assert [row["hidden"] for row in page.rows] == [row["dtype"] != "float32" for row in page.rows]
+    assert re.search(r'<p id="mixed" class="note">', ran.stdout), "several sets are shown, so there is a warning"
+    assert ran.stdout.count("<circle") == 6
+
+
+def test_folders_without_results_or_drafters_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no results\.json"):
+        leaderboard([str(tmp_path)], str(tmp_path / "page.html"))
+    write(tmp_path / "alone", {})
+    with pytest.raises(ValueError, match="no drafter besides the base alone"):
+        leaderboard([str(tmp_path)], str(tmp_path / "page.html"))

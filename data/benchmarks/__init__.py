@@ -54,7 +54,7 @@ def length_cap(name: str) -> int:
 
     HumanEval and MBPP (512), GSM8K (256), CNN/DM (128) and WMT16 (64) follow section 4.1 of the Ouroboros paper,
     MT-Bench (512) follows the answers released with CTC-drafter, and Spec-Bench (1024) its own evaluation. XSum uses
-    the value of CNN/DM.
+    the value of CNN/DM. The others are our own choice: papers on models that reason use several times as many.
     """
     return find_benchmark(name)[0].max_new_tokens
 
@@ -125,7 +125,7 @@ def _shots(name: str, benchmark: Benchmark, style: Style, files: list[str], num_
 
 
 def _read(name: str, benchmark: Benchmark, rows: Rows, ids: range | None) -> list[Question]:
-    loaded = []
+    loaded: dict[int, Question] = {}
     for index, (place, row) in enumerate(rows):
         try:
             if not isinstance(row, Mapping):
@@ -136,5 +136,9 @@ def _read(name: str, benchmark: Benchmark, rows: Rows, ids: range | None) -> lis
                 f"{place}: not a question of {name}, expected the fields {benchmark.fields} ({error!r})"
             ) from error
         if ids is None or question.question_id in ids:
-            loaded.append(question)
-    return loaded
+            if question.question_id in loaded:
+                raise ValueError(
+                    f"{place}: the question_id {question.question_id} is there twice; give each row its own"
+                )
+            loaded[question.question_id] = question
+    return list(loaded.values())

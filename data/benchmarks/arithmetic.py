@@ -1,4 +1,4 @@
-"""GSM8K: grade-school mathematics problems whose answer is a number."""
+"""GSM8K, whose answers are numbers, and MATH-500 and AIME, whose answers are formulas in a box."""
 
 from __future__ import annotations
 
@@ -24,7 +24,56 @@ def after_shots(question: Question, shots: Sequence[Question]) -> str:
     return f"{shown}Q: {question.turns[0]}\nA:"
 
 
+# The instruction that Qwen's and DeepSeek's model cards give for mathematics, and copies of these sets contain.
+BOX_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def read_boxed(row: Mapping, index: int) -> Question:
+    """Read a row with a problem (or a prompt that may end with the instruction), an answer and perhaps a subject.
+
+    The id is the index in the file.
+    """
+    problem = text(row, "problem", "prompt").removesuffix(BOX_INSTRUCTION)
+    answer = row["answer"]
+    if isinstance(answer, bool) or not isinstance(answer, (str, int)):
+        raise ValueError("answer is neither a text nor an integer")
+    return Question(index, str(row.get("subject", "math")), (problem,), str(answer))
+
+
+def _boxed(hub: Hub | None, download: str, max_new_tokens: int) -> Benchmark:
+    return Benchmark(
+        hub,
+        download,
+        "problem (or prompt), answer",
+        read_boxed,
+        max_new_tokens,
+        styles={
+            "boxed": Style(
+                "the problem, then the request to reason step by step and to put the answer in a box",
+                lambda question, shots: question.turns[0] + BOX_INSTRUCTION,
+            ),
+            "plain": Style("the problem alone", lambda question, shots: question.turns[0]),
+        },
+    )
+
+
 BENCHMARKS = {
+    "math500": _boxed(
+        Hub("HuggingFaceH4/MATH-500", None, "test", revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be"),
+        "test.jsonl of HuggingFaceH4/MATH-500",
+        max_new_tokens=1024,
+    ),
+    "aime24": _boxed(
+        Hub("HuggingFaceH4/aime_2024", None, "train", revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a"),
+        "the problems of AIME 2024 as JSONL",
+        max_new_tokens=2048,
+    ),
+    "aime25": _boxed(
+        Hub("math-ai/aime25", None, "test", revision="563bb8404243c5f09de6ec262f2db674fe5bce9b"),
+        "test.jsonl of math-ai/aime25",
+        max_new_tokens=2048,
+    ),
+    "aime26": _boxed(None, "the problems of AIME 2026 as JSONL", max_new_tokens=2048),
     "gsm8k": Benchmark(
         Hub("openai/gsm8k", "main", "test", "train"),
         "test.jsonl of openai/grade-school-math",
@@ -45,5 +94,5 @@ BENCHMARKS = {
                 stops=("\nQ:",),
             ),
         },
-    )
+    ),
 }

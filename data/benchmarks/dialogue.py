@@ -1,10 +1,10 @@
-"""MT-Bench (two turns, eight categories), Spec-Bench (six tasks) and the project's own questions."""
+"""MT-Bench, Spec-Bench, SPEED-Bench, Alpaca, Arena-Hard, the project's own questions, and questions in any file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from data.benchmarks.question import Benchmark, Hub, Question
+from data.benchmarks.question import Benchmark, Hub, Question, text
 
 MT_BENCH_CATEGORIES = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
@@ -28,6 +28,32 @@ def read_spec_bench(row: Mapping, index: int) -> Question:
     return Question(question.question_id, category, question.turns, question.reference)
 
 
+def read_any(row: Mapping, index: int) -> Question:
+    """Read a row with turns, and perhaps question_id and category; also Arena-Hard's, with a prompt and a uid.
+
+    Turns are texts or messages with a ``content``; those of the assistant are left out. The id is that of the row if it
+    is an integer, else the index in the file. Rows of SPEED-Bench whose text has to be fetched first are refused.
+    """
+    rounds = row["turns"] if "turns" in row else [text(row, "prompt")]
+    if not isinstance(rounds, list):
+        raise ValueError("turns is not a list")
+    asked = [each for each in rounds if not (isinstance(each, Mapping) and each.get("role", "user") != "user")]
+    turns = tuple(text(each, "content") if isinstance(each, Mapping) else each for each in asked)
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise ValueError("turns is not a list of texts")
+    if any(SPEED_BENCH_PLACEHOLDER in turn for turn in turns):
+        raise ValueError("its text has to be fetched first by SPEED-Bench's own script, prepare_data.py")
+    number = row.get("question_id")
+    is_number = isinstance(number, int) and not isinstance(number, bool)
+    return Question(number if is_number else index, str(row.get("category", "all")), turns)
+
+
+def read_instruction(row: Mapping, index: int) -> Question:
+    """Read a row of Alpaca: instruction and input, which may be empty. The id is the index in the file."""
+    instruction, given = text(row, "instruction"), text({"input": ""} | dict(row), "input")
+    return Question(index, "instruction", (f"{instruction}\n\n{given}" if given else instruction,))
+
+
 def _flat(reference: object) -> list[str]:
     """Flatten a reference: Spec-Bench has single texts, lists of texts and nested lists."""
     if isinstance(reference, list):
@@ -36,6 +62,11 @@ def _flat(reference: object) -> list[str]:
 
 
 FIELDS = "question_id, category, turns"
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+SPEED_BENCH_CONFIGURATIONS = {
+    "speed_bench": "qualitative",
+    **{f"speed_bench_{length}": f"throughput_{length}" for length in ("1k", "2k", "8k", "16k", "32k")},
+}
 BENCHMARKS = {
     # 512 is the limit of the baseline answers released with CTC-drafter; Spec-Bench's own limit is 1024.
     "mt_bench": Benchmark(
@@ -48,5 +79,26 @@ BENCHMARKS = {
     "spec_bench": Benchmark(
         None, "data/spec_bench/question.jsonl of hemingkx/Spec-Bench", FIELDS, read_spec_bench, max_new_tokens=1024
     ),
+    **{
+        name: Benchmark(
+            Hub("nvidia/SPEED-Bench", configuration, "test", revision="487aa718444e816458d1a0a52bfce7a454285cf4"),
+            f"{configuration}.jsonl as SPEED-Bench's prepare_data.py writes it",
+            "category, turns",
+            read_any,
+            max_new_tokens=1024,
+        )
+        for name, configuration in SPEED_BENCH_CONFIGURATIONS.items()
+    },
+    "alpaca": Benchmark(
+        Hub("tatsu-lab/alpaca", None, "train"),
+        "the instructions of tatsu-lab/stanford_alpaca as JSONL",
+        "instruction, input",
+        read_instruction,
+        max_new_tokens=512,
+    ),
+    "arena_hard": Benchmark(
+        None, "question.jsonl of lmarena-ai/arena-hard-auto", "turns (or prompt)", read_any, max_new_tokens=1024
+    ),
+    "file": Benchmark(None, "nothing, give any file of questions", "turns", read_any, max_new_tokens=512),
     "embedded": Benchmark(None, "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),
 }

@@ -1,8 +1,9 @@
-"""HumanEval and MBPP: Python functions to write, judged by running their tests."""
+"""HumanEval and MBPP, both also with EvalPlus's tests, and LiveCodeBench: programs to write."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from data.benchmarks.question import Benchmark, Checks, Hub, Question, Style, text
 
@@ -30,6 +31,21 @@ def read_mbpp(row: Mapping, index: int) -> Question:
     checked = "\n".join(part for part in (setup, *tests) if part).replace("\r\n", "\n")
     code = text(row, "code").replace("\r\n", "\n")
     return Question(int(row["task_id"]), "coding", (text(row, "text", "prompt"),), code, Checks("", "", checked))
+
+
+def read_mbpp_plus(row: Mapping, index: int) -> Question:
+    """Read a row of MBPP+: a row of the sanitized MBPP, whose tests are shown, with EvalPlus's own ones in ``test``."""
+    question = read_mbpp(row, index)
+    return replace(question, turns=(write(question, ()),), checks=Checks("", "", text(row, "test")))
+
+
+def read_livecodebench(row: Mapping, index: int) -> Question:
+    """Read a row of LiveCodeBench: question_content, perhaps starter_code. Its tests are not run."""
+    starter = row.get("starter_code") or ""
+    asked = text(row, "question_content")
+    form = f"Continue this code:\n\n```python\n{starter.rstrip()}\n```" if starter else "Read stdin, write to stdout."
+    category = str(row.get("difficulty", "coding"))
+    return Question(index, category, (f"{asked}\n\nSolve the problem in Python. {form}",))
 
 
 def complete(question: Question, shots: Sequence[Question]) -> str:
@@ -81,10 +97,10 @@ def _mbpp(split: str, ids: range) -> Benchmark:
     )
 
 
-BENCHMARKS = {
-    "humaneval": Benchmark(
-        Hub("openai/openai_humaneval", None, "test"),
-        "HumanEval.jsonl.gz of openai/human-eval",
+def _humaneval(hub: Hub, download: str) -> Benchmark:
+    return Benchmark(
+        hub,
+        download,
         "task_id, prompt, entry_point, canonical_solution, test",
         read_humaneval,
         max_new_tokens=512,
@@ -103,7 +119,28 @@ BENCHMARKS = {
                 stops=FUNCTION_ENDS,
             ),
         },
+    )
+
+
+BENCHMARKS = {
+    "humaneval": _humaneval(Hub("openai/openai_humaneval", None, "test"), "HumanEval.jsonl.gz of openai/human-eval"),
+    "humaneval_plus": _humaneval(
+        Hub("evalplus/humanevalplus", None, "test"), "the test split of evalplus/humanevalplus"
     ),
     "mbpp": _mbpp("test", range(11, 511)),
     "mbpp_validation": _mbpp("validation", range(511, 601)),
+    "mbpp_plus": Benchmark(
+        Hub("evalplus/mbppplus", None, "test"),
+        "the test split of evalplus/mbppplus as JSONL",
+        "task_id, prompt, code, test_list, test",
+        read_mbpp_plus,
+        max_new_tokens=512,
+    ),
+    "livecodebench": Benchmark(
+        None,
+        "test.jsonl to test6.jsonl of livecodebench/code_generation_lite",
+        "question_content, starter_code",
+        read_livecodebench,
+        max_new_tokens=1024,
+    ),
 }

@@ -19,7 +19,7 @@ from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation import processes
 from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
 from inference.evaluation.plan import EvaluationPlan
-from inference.evaluation.quality import needs_code, quality_of
+from inference.evaluation.quality import needs_code, needs_math_verify, quality_of
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.evaluation.results_folder import JOURNALS, delete_journals, describe_run, results_folder, write_results
 from inference.registry import catalogue
@@ -258,6 +258,10 @@ def print_results(summaries: Summaries, skipped: list[str], warnings: list[str],
         console.print(f"The programs in the answers ran in a sandbox of {sandbox}.")
     elif any(map(needs_code, summaries)):
         console.print("pass@1 was not measured: --allow-code-execution runs the programs in the answers.")
+    if any(map(needs_math_verify, summaries)):
+        console.print(
+            "Exact match was not measured: it needs math-verify, pip install 'ctc-drafters[maths]'.", markup=False
+        )
     for line in skipped:
         console.print(f"left out: {line}", markup=False, highlight=False)
     for line in warnings:

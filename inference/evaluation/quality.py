@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import lru_cache
+from importlib.util import find_spec
 
 from data.benchmarks import Question
 from inference.results.records import Answer
@@ -95,6 +96,29 @@ def final_number(text: str) -> Decimal | None:
     return Decimal(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
 
 
+def boxed_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Percentage of answers whose final formula equals the reference, as math-verify judges; empty without it."""
+    if not has_math_verify():
+        return {}
+    from math_verify import parse, verify
+
+    right = [
+        verify(parse(f"\\boxed{{{question.reference}}}"), parse(text))
+        for question, text in zip(questions, texts, strict=True)
+    ]
+    return {"exact match": 100 * sum(right) / len(right)}
+
+
+def has_math_verify() -> bool:
+    """Whether the library is installed that scores mathematics (the extra ``maths``)."""
+    return find_spec("math_verify") is not None
+
+
+def needs_math_verify(benchmark: str) -> bool:
+    """Whether the score of a benchmark needs math-verify, which is not installed."""
+    return boxed_match in MEASURES.get(benchmark.partition(":")[0], {}) and not has_math_verify()
+
+
 def rouge(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
     """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L with stemming (Lin 2004), computed by rouge-score."""
     from rouge_score.rouge_scorer import RougeScorer
@@ -162,7 +186,10 @@ Measure = Callable[[Sequence[Question], Sequence[str]], dict[str, float]]
 # By benchmark: the measures, and the category that each applies to (None for all questions).
 MEASURES: dict[str, dict[Measure, str | None]] = {
     "gsm8k": {exact_match: None},
+    **{name: {boxed_match: None} for name in ("math500", "aime24", "aime25", "aime26")},
     "humaneval": {pass_at_1: None},
+    "humaneval_plus": {pass_at_1: None},
+    "mbpp_plus": {pass_at_1: None},
     "mbpp": {pass_at_1: None},
     "mbpp_validation": {pass_at_1: None},
     "cnn_dm": {rouge: None},

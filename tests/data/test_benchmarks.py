@@ -25,6 +25,13 @@ MBPP = [
     {"task_id": n, "text": f"Return {n}.", "code": f"def f():\r\n    return {n}", "test_list": [f"assert f() == {n}"]}
     for n in (1, 2, 3, 10, 11, 510, 511, 600, 601)
 ]
+PLUS = [row | {"prompt": row.pop("text"), "test": "assert f() == 0 or True"} for row in map(dict, MBPP)]
+PROBLEMS = [{"problem": f"Find $x_{n}$.", "answer": f"\\frac{{{n}}}{{9}}", "subject": "Algebra"} for n in range(3)]
+INSTRUCTIONS = [{"instruction": f"Sort list {n}.", "input": "3 1 2" * (n % 2), "output": "1 2 3"} for n in range(3)]
+SPEED = [{"question_id": f"{n:032x}", "category": "rag", "turns": [f"Read {n}", "More"]} for n in range(3)]
+CONTESTS = [
+    {"question_content": f"Add {n}.", "starter_code": "def f():" * (n % 2), "difficulty": "easy"} for n in range(3)
+]
 NEWS = [{"article": f"Story {n}. " * 3, "highlights": f"It is {n}.", "id": str(n)} for n in range(3)]
 XSUM = [{"document": f"Story {n}.", "summary": f"It is {n}.", "id": str(n)} for n in range(3)]
 PAIRS = [{"translation": {"de": f"Satz {n}", "en": f"Sentence {n}"}} for n in range(3)]
@@ -82,6 +89,16 @@ def test_the_embedded_benchmark_asks_the_held_out_questions():
         ("cnn_dm", [{"docs": [], "result": {"text": "a"}}], "line 1: not a question of cnn_dm"),
         ("cnn_dm", [{"docs": ["a"], "result": "a"}], "line 1: not a question of cnn_dm"),
         ("xsum", [NEWS[0] | {"document": None}], "line 1.*document is not a text"),
+        ("math500", [PROBLEMS[0], GSM8K[0]], "line 2: not a question of math500, expected the fields problem"),
+        ("aime25", [{"problem": "a", "answer": True}], "line 1.*answer is neither a text nor an integer"),
+        ("file", [{"turns": ["a"]}, {"turns": [{"content": 5}]}], "line 2.*content is not a text"),
+        ("file", [{"turns": [{"role": "assistant", "content": "a"}]}], "line 1.*turns is not a list of texts"),
+        ("file", [MT_BENCH[0], MT_BENCH[0]], "line 2: the question_id 81 is there twice"),
+        (
+            "speed_bench",
+            [SPEED[0] | {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}],
+            "line 1.*has to be fetched first",
+        ),
         ("wmt16", [{"translation": "a"}], "line 1: not a question of wmt16, expected the fields de, en"),
         (
             "spec_bench",
@@ -153,6 +170,11 @@ def test_a_benchmark_without_a_copy_on_the_hub_says_what_to_download():
         ("wmt16", PAIRS, Question(0, "translation", ("Satz 0",), "Sentence 0")),
         ("mbpp", MBPP, Question(11, "coding", ("Return 11.",), "def f():\n    return 11")),
         ("humaneval", HUMANEVAL, Question(0, "coding", (HUMANEVAL[0]["prompt"],), "    return a + 0\n")),
+        ("humaneval_plus", HUMANEVAL, Question(0, "coding", (HUMANEVAL[0]["prompt"],), "    return a + 0\n")),
+        ("mbpp_plus", PLUS, Question(1, "coding", ("Return 1.",), "def f():\n    return 1")),
+        ("math500", PROBLEMS, Question(0, "Algebra", ("Find $x_0$.",), "\\frac{0}{9}")),
+        ("speed_bench_8k", SPEED, Question(0, "rag", ("Read 0",))),
+        ("alpaca", INSTRUCTIONS, Question(0, "instruction", ("Sort list 0.",))),
     ],
 )
 def test_the_columns_of_the_hub_are_read(monkeypatch, name, rows, expected):
@@ -172,6 +194,48 @@ def test_the_columns_of_the_hub_are_read(monkeypatch, name, rows, expected):
         expected.reference,
     )
     assert expected.turns[0].rstrip() in question.turns[0]
+
+
+@pytest.mark.parametrize("name", [name for name in ON_THE_HUB if name.startswith(("math", "aime", "speed"))])
+def test_the_sets_of_2026_are_pinned_to_a_revision(monkeypatch, name):
+    asked = {}
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **options: asked.update(options) or [PROBLEMS[0] | SPEED[0]]
+    )
+    assert len(load_questions(name)) == 1 and len(asked["revision"]) == 40
+
+
+def test_mathematics_is_asked_with_a_box_whether_or_not_the_file_contains_the_request(write):
+    request = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    rows = [{"prompt": f"Find $x$.{request}", "answer": 27}, {"prompt": "Find $y$.", "answer": "3"}]
+    for name, end in (("aime24", request), ("aime24:plain", "")):
+        questions = load_questions(name, write(rows))
+        assert [question.turns for question in questions] == [(f"Find $x$.{end}",), (f"Find $y$.{end}",)]
+        assert [question.reference for question in questions] == ["27", "3"]
+
+
+def test_any_file_of_turns_is_read(write):
+    rows = [
+        {"turns": ["a", "b"], "category": "c", "question_id": 7},
+        {"turns": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}, {"content": "f"}]},
+        {"prompt": "g", "uid": "12ab", "category": "hard"},  # as in Arena-Hard
+    ]
+    assert load_questions("file", write(rows)) == [
+        Question(7, "c", ("a", "b")),
+        Question(1, "all", ("d", "f")),
+        Question(2, "hard", ("g",)),
+    ]
+    assert load_questions("arena_hard", write(rows)) == load_questions("file", write(rows))
+    assert [q.turns for q in load_questions("alpaca", write(INSTRUCTIONS))][1] == ("Sort list 1.\n\n3 1 2",)
+    (first, second, _) = load_questions("livecodebench", write(CONTESTS))
+    assert first.turns[0].startswith("Add 0.") and first.turns[0].endswith("Read stdin, write to stdout.")
+    assert second.category == "easy" and "```python\ndef f():\n```" in second.turns[0]
+
+
+def test_mbpp_plus_shows_the_tests_of_mbpp_and_is_judged_by_its_own(write):
+    question = load_questions("mbpp_plus", write(PLUS))[0]
+    assert "assert f() == 1\n```" in question.turns[0] and "or True" not in question.turns[0]
+    assert question.checks == Checks("", "", "assert f() == 0 or True")
 
 
 def test_few_shot_examples_come_from_the_train_split_on_the_hub(monkeypatch):
@@ -284,6 +348,9 @@ def test_a_file_name_may_contain_a_comma(write):
 def test_every_style_has_a_description_and_its_prompt_contains_the_complete_question(name, write):
     rows = {"mt_bench": MT_BENCH, "spec_bench": MT_BENCH, "gsm8k": GSM8K, "humaneval": HUMANEVAL, "cnn_dm": NEWS}
     rows |= {"mbpp": MBPP, "mbpp_validation": MBPP, "xsum": XSUM, "wmt16": PAIRS, "embedded": MT_BENCH}
+    rows |= {"humaneval_plus": HUMANEVAL, "mbpp_plus": PLUS, "alpaca": INSTRUCTIONS, "livecodebench": CONTESTS}
+    rows |= {"arena_hard": MT_BENCH, "file": MT_BENCH} | {each: SPEED for each in BENCHMARKS if "speed" in each}
+    rows |= {each: PROBLEMS for each in BENCHMARKS if each.startswith(("math", "aime"))}
     benchmark = BENCHMARKS[name]
     bare = benchmark.read(rows[name][1], 1)
     shots = [benchmark.read(row, index) for index, row in enumerate(rows[name]) if index != 1]
@@ -305,7 +372,13 @@ REAL = {
     "spec_bench": ("spec_bench/question.jsonl", 480),
     "gsm8k": ("gsm8k/test.jsonl", 1319),
     "gsm8k:shots": ("gsm8k/test.jsonl,gsm8k/train.jsonl", 1319),
+    "math500": ("math500/test.jsonl", 500),
+    "aime24": ("aime/aime24.jsonl", 30),
+    "aime25:plain": ("aime/aime25.jsonl", 30),
+    "aime26": ("aime/aime26.jsonl", 30),
     "humaneval": ("humaneval/HumanEval.jsonl.gz", 164),
+    "humaneval_plus": ("humaneval/HumanEval.jsonl.gz", 164),
+    "file": ("mt_bench/question.jsonl", 80),
     "mbpp": ("mbpp/mbpp.jsonl", 500),
     "mbpp_validation:shots": ("mbpp/mbpp.jsonl", 90),
     "cnn_dm": ("summarization/cnndm.jsonl", 100),
@@ -322,7 +395,7 @@ def test_the_real_files_are_read(name):
     questions = load_questions(name, ",".join(str(SHARED / file) for file in files.split(",")))
     assert len(questions) == len({question.question_id for question in questions}) == count
     assert all(turn.strip() for question in questions for turn in question.turns)
-    if name not in ("mt_bench", "spec_bench"):
+    if name not in ("mt_bench", "spec_bench", "file"):
         assert all(question.reference.strip() for question in questions)
     if name == "spec_bench":
         assert {question.category for question in questions} == {

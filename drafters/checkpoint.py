@@ -23,7 +23,7 @@ FORMAT = 1
 FILES = "config.json", "model.safetensors", CHECKSUMS, "README.md"
 """The files of an exported drafter."""
 # Options that multiply the hidden size in weights; where the product is far above the weights, all shapes are compared.
-SIZES = "num_layers", "num_heads", "num_frames", "markov_rank"
+SIZES = "num_layers", "num_heads", "num_frames", "markov_rank", "draft_vocab_size"
 SLACK = 4
 MAX_SIZE = 1 << 24  # of a dimension of the base, or of a number in the recipe
 

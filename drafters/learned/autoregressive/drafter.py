@@ -62,7 +62,7 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     Args:
         base: Dimensions of the base.
-        num_inputs: Width of the layer's attention input, as a multiple of the hidden size.
+        layer: The decoder layer.
         hidden_layers: Base layers that the states are made of.
         draft: Options of the draft tree.
         chunk_anchors: Anchors drafted at once on a known text.
@@ -71,7 +71,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     def __init__(
         self,
         base: BaseShape,
-        num_inputs: int,
+        layer: DraftLayer,
         hidden_layers: Sequence[int],
         draft: AutoregressiveDraftOptions,
         chunk_anchors: int,
@@ -82,7 +82,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.draft_options, self.chunk_anchors = draft, chunk_anchors
         self.samples_drafts = draft.draws > 0
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
-        self.layer = DraftLayer(base, num_inputs)
+        self.layer = layer
         self._cache: DraftCache | None = None
         self._waiting: list[Tensor] = []  # observed hidden states whose next token is not known yet
 
@@ -94,7 +94,7 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     @abstractmethod
     def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream (..., D) and the attention input (..., num_inputs * D) of pairs.
+        """The residual stream (..., D) and the attention input (..., D or 2 * D) of pairs.
 
         Args:
             states: (..., D) states.

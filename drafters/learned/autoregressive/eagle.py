@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from drafters.checks import check_at_least
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
+from drafters.learned.autoregressive.layer import DraftLayer
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.distillation import soft_cross_entropy
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
@@ -49,6 +50,8 @@ class EAGLE(AutoregressiveDrafter):
 
     Args:
         base: Dimensions of the base; filled in by the trainer.
+        fc_bias: Whether the projection of feature and embedding has a bias, as in the paper's code. vLLM's EAGLE has
+            none.
         loss: The loss.
         draft: The draft tree.
     """
@@ -56,12 +59,14 @@ class EAGLE(AutoregressiveDrafter):
     def __init__(
         self,
         base: BaseShape,
+        fc_bias: bool = True,
         loss: EAGLELossOptions = EAGLELossOptions(),
         draft: AutoregressiveDraftOptions = AutoregressiveDraftOptions(),
     ) -> None:
-        super().__init__(base, num_inputs=1, hidden_layers=(-1,), draft=draft, chunk_anchors=loss.chunk_anchors)
+        layer = DraftLayer(base)
+        super().__init__(base, layer, hidden_layers=(-1,), draft=draft, chunk_anchors=loss.chunk_anchors)
         self.loss_options, self.chunk_positions = loss, loss.chunk_positions
-        self.fc = nn.Linear(2 * base.hidden_size, base.hidden_size)
+        self.fc = nn.Linear(2 * base.hidden_size, base.hidden_size, bias=fc_bias)
 
     def enter(self, hidden: Tensor) -> Tensor:
         return hidden

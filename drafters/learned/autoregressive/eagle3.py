@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least
+from drafters.checks import check_at_least, check_at_most
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
+from drafters.learned.autoregressive.layer import DraftLayer
 from drafters.learned.layers.transformer import RMSNorm
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.distillation import soft_cross_entropy
@@ -64,31 +65,51 @@ class EAGLE3(AutoregressiveDrafter):
         draft: The draft tree.
     """
 
+    draft_tokens: Tensor | None
+
     def __init__(
         self,
         base: BaseShape,
         hidden_layers: Sequence[int] = (),
         own_head: bool = False,
+        draft_vocab_size: int = 0,
+        norm_before_residual: bool = False,
+        has_qk_norm: bool = False,
         loss: EAGLE3LossOptions = EAGLE3LossOptions(),
         draft: EAGLE3DraftOptions = EAGLE3DraftOptions(),
     ) -> None:
+        _check_draft_vocabulary(draft_vocab_size, base.vocab_size, own_head)
+        layer = DraftLayer(base, num_inputs=2, has_qk_norm=has_qk_norm)
         layers = hidden_layers or low_middle_high(base.num_layers)
-        super().__init__(base, num_inputs=2, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
+        super().__init__(base, layer, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
         self.loss_options, self.chunk_positions = loss, loss.chunk_positions
-        size = base.hidden_size
+        self.norm_before_residual, self.has_qk_norm = norm_before_residual, has_qk_norm
+        self.vocab_size, size = base.vocab_size, base.hidden_size
         self.fc = nn.Linear(len(self.required_outputs.hidden_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
         self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
         self.norm = RMSNorm(size, eps=base.norm_eps)
-        self.lm_head = nn.Linear(size, base.vocab_size, bias=False) if own_head else None
+        self.lm_head = nn.Linear(size, draft_vocab_size or base.vocab_size, bias=False) if own_head else None
+        # The token that each row of the head stands for.
+        self.register_buffer("draft_tokens", torch.arange(draft_vocab_size) if draft_vocab_size else None)
 
     def enter(self, hidden: Tensor) -> Tensor:
         return self.fc(hidden)
 
     def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        return states, torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], dim=-1)
+        normed = self.hidden_norm(states)
+        x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return (normed if self.norm_before_residual else states), x
 
     def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+        logits = self.draft_logits(states, base_weights)
+        if self.draft_tokens is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        return whole.index_copy_(-1, self.draft_tokens, logits)
+
+    def draft_logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits of states (..., D) over the draft vocabulary, or over the whole one if there is none."""
         normed = self.norm(states)
         return self.lm_head(normed) if self.lm_head is not None else gathered_logits.logits(normed, base_weights.head)
 
@@ -127,8 +148,12 @@ class EAGLE3(AutoregressiveDrafter):
             states = F.pad(states, (0, 0, 1, 0))[:, :-1]
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted mean over depths of the soft cross-entropy, for paths within the assistant's text."""
+        """The weighted mean over depths of the soft cross-entropy, for paths within the assistant's text.
+
+        With a draft vocabulary the base's distribution is that over its tokens.
+        """
         options = self.loss_options
+        head = base_weights.head if self.draft_tokens is None else base_weights.head[self.draft_tokens]
         counts = is_assistant = batch.loss_mask[:, 2:]  # pair p predicts the token of p + 2
         last_hidden = batch.required_last_hidden()[:, 1:-1]
         total, weights = torch.zeros((), device=counts.device), 0.0
@@ -140,15 +165,22 @@ class EAGLE3(AutoregressiveDrafter):
             counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
             cross_entropies = soft_cross_entropy(
                 states[counted],
-                lambda x: self.read(x, base_weights),
+                lambda x: self.draft_logits(x, base_weights),
                 last_hidden[counted],
-                base_weights.head,
+                head,
                 self.chunk_positions,
             )
             losses.append(cross_entropies.sum() / batch.divisor(counts.sum()))
             weight = options.decay**depth
             total, weights = total + weight * losses[-1], weights + weight
         return total / weights, {"first_loss": losses[0].detach(), "deepest_loss": losses[-1].detach()}
+
+
+def _check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, own_head: bool) -> None:
+    check_at_least(0, draft_vocab_size=draft_vocab_size)
+    check_at_most(vocab_size, draft_vocab_size=draft_vocab_size)
+    if draft_vocab_size and not own_head:
+        raise ValueError(f"draft_vocab_size ({draft_vocab_size}) needs a head of the drafter's own: own_head: true")
 
 
 def low_middle_high(num_layers: int) -> tuple[int, ...]:

@@ -15,11 +15,12 @@ class DraftLayer(nn.Module):
     Args:
         shape: Dimensions of the base.
         num_inputs: Width of the attention's input, as a multiple of the hidden size.
+        has_qk_norm: Whether queries and keys are normed per head.
     """
 
-    def __init__(self, shape: BaseShape, num_inputs: int = 1) -> None:
+    def __init__(self, shape: BaseShape, num_inputs: int = 1, has_qk_norm: bool = False) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, num_inputs, has_qk_norm=False)
+        self.self_attn = Attention(shape, num_inputs, has_qk_norm)
         self.mlp = FeedForward(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.rotary = RotaryEmbedding.of(shape)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from drafters.checks import check_at_least
 from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses.cross_entropy import cross_entropy
 from drafters.learned.losses.label_weights import LabelLossOptions
@@ -25,9 +26,16 @@ class BlockTrunkOptions(TrunkOptions):
     Args:
         frames_differ: Give each frame an input embedding of its own. Otherwise they share one and differ only by their
             position.
+        sample_from_anchor: Whether frame 0, which carries the root, predicts the next token, as in DSpark. Otherwise it
+            predicts nothing, as in DFlash, and a draft has ``num_frames - 1`` tokens.
     """
 
     frames_differ: bool = False
+    sample_from_anchor: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1 if self.sample_from_anchor else 2, num_frames=self.num_frames)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Block(ParallelDrafter):
     """A block of masked frames filled in one pass (DFlash, arXiv 2602.06036); frame u predicts the u-th next token.
 
     Frame 0 carries the root's embedding, all others one mask embedding. Unlike in DFlash, frame 0 predicts too, as in
-    DSpark (arXiv 2607.05147), whose Markov bias is an option.
+    DSpark (arXiv 2607.05147), whose Markov bias is an option. ``sample_from_anchor: false`` is DFlash.
 
     Args:
         base: Dimensions of the base; filled in by the trainer.
@@ -62,7 +70,9 @@ class Block(ParallelDrafter):
         loss: LabelLossOptions = LabelLossOptions(),
         draft: BlockDraftOptions = BlockDraftOptions(),
     ) -> None:
-        super().__init__(base, trunk, trunk.num_frames, loss, draft, trunk.frames_differ)
+        first_frame = 0 if trunk.sample_from_anchor else 1
+        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ)
+        self.first_frame = first_frame
         self.loss_options = loss
         self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, has_blank=False)
 

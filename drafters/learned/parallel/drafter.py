@@ -110,6 +110,7 @@ class ParallelDrafter(LearnedDrafter):
     """
 
     markov: Markov | BaseMarkov | None
+    first_frame = 0  # frames before this one predict nothing
     _folded: tuple[Markov, ...]
 
     def __init__(
@@ -194,7 +195,7 @@ class ParallelDrafter(LearnedDrafter):
             embedding: (V, D) the base's embedding.
 
         Returns:
-            (B, A, T, D) frame states, which the LM head reads.
+            (B, A, T, D) states of the frames that predict a token, which the LM head reads.
         """
         return self._frames(self._context(hidden), anchors, roots, embedding)
 
@@ -208,7 +209,8 @@ class ParallelDrafter(LearnedDrafter):
     ) -> Tensor:
         frames, positions = self._block(roots, anchors, embedding)
         mask = AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal).best()
-        return self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+        states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+        return states[:, :, self.first_frame :]
 
     def sample_anchors(self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool) -> AnchoredFrames:
         """Frames at sampled anchors with their labels, and with the states that distillation needs."""
@@ -277,11 +279,11 @@ class ParallelDrafter(LearnedDrafter):
     def _frames_after(
         self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
     ) -> Tensor:
-        """Frame states (B, T, D) of B texts, each with a single anchor (B,)."""
+        """States (B, T, D) of the predicting frames of B texts, each with a single anchor (B,)."""
         frames, positions = self._block(roots[:, None], anchors[:, None], embedding)
         mask = AnchorMask(anchors[:, None], self.num_frames, context[0][0].shape[-2], self.causal)
         is_needed = self.causal or len(anchors) > 1  # a single text attends to all of its context
-        return self.trunk(frames, positions, context, mask.dense() if is_needed else None)
+        return self.trunk(frames, positions, context, mask.dense() if is_needed else None)[:, self.first_frame :]
 
     def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
         """The proposal of decoding, from frame states (1, T, D) below a root token."""

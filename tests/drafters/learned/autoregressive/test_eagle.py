@@ -87,9 +87,17 @@ def test_the_tree_equals_one_from_uncached_forwards_over_every_path(make, base_w
     assert max(tree.depths) == 2
 
 
-@both
-def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kind):
-    drafter = make(kind, depth=6, tree="chain")
+OF_OTHERS = {  # options that public checkpoints have
+    "normed residual": (EAGLE3, {"norm_before_residual": True}),
+    "norms of queries and keys": (EAGLE3, {"has_qk_norm": True}),
+    "draft vocabulary": (EAGLE3, {"own_head": True, "draft_vocab_size": 9}),
+    "no bias": (EAGLE, {"fc_bias": False}),
+}
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(EAGLE, {}), (EAGLE3, {}), *OF_OTHERS.values()])
+def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kind, arguments):
+    drafter = make(kind, depth=6, tree="chain", **arguments)
     hidden, ids = text_for(drafter)
     tree = ready(drafter, base_weights, hidden, ids, 5).propose(ids[:6].tolist(), UNLIMITED)
     path = []
@@ -330,9 +338,17 @@ def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights
     torch.testing.assert_close(seen["token_loss"], torch.stack(crossed).mean())
 
 
-def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights):
-    """The reference uses uncached forward passes, one anchor and one depth at a time."""
-    drafter = make(EAGLE3, num_unroll=3, chunk_positions=3)
+@pytest.mark.parametrize("num_tokens", [0, 9])
+def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights, num_tokens):
+    """The reference uses uncached forward passes, one anchor and one depth at a time.
+
+    With a draft vocabulary the base's distribution and the drafter's are those over its tokens.
+    """
+    own = {"own_head": True, "draft_vocab_size": num_tokens} if num_tokens else {}
+    drafter, covered = make(EAGLE3, num_unroll=3, chunk_positions=3, **own), torch.arange(V)
+    if num_tokens:
+        covered = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:num_tokens]
+        drafter.draft_tokens.copy_(covered)
     batch = batch_for(drafter, length=9)
     total, weights = 0.0, 0.0
     for depth in range(3):
@@ -343,13 +359,10 @@ def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weight
                 target = anchor + 1 + depth  # the position of the predicted token
                 if target < 9 and batch.loss_mask[row, anchor + 1 : target + 1].all():
                     path = ids[anchor + 1 : target].tolist()
-                    distribution = (base_weights.head @ batch.last_hidden[row, target - 1]).softmax(-1)
-                    crossed.append(
-                        -(
-                            distribution
-                            * distribution_after(drafter, base_weights, batch.hidden[row], ids, anchor, path)
-                        ).sum()
-                    )
+                    distribution = (base_weights.head[covered] @ batch.last_hidden[row, target - 1]).softmax(-1)
+                    drafted = distribution_after(drafter, base_weights, batch.hidden[row], ids, anchor, path)
+                    assert drafted.isfinite().sum() == len(covered)
+                    crossed.append(-(distribution * drafted[covered]).sum())
         total, weights = total + 0.8**depth * torch.stack(crossed).mean(), weights + 0.8**depth
     torch.testing.assert_close(drafter.loss(batch, base_weights)[0], total / weights)
 
@@ -479,6 +492,8 @@ def test_invalid_arguments_are_refused(make, kind, arguments, said):
         ({"num_unroll": 0}, "num_unroll must be at least 1, not 0"),
         ({"hidden_layers": [2, 16, 29]}, "but the base has 3 layers"),
         ({"hidden_layers": [-2]}, "but the base has 3 layers"),
+        ({"draft_vocab_size": 9}, "needs a head of the drafter's own: own_head: true"),
+        ({"draft_vocab_size": V + 1, "own_head": True}, "draft_vocab_size must be at most 23, not 24"),
     ],
 )
 def test_invalid_arguments_of_eagle3_are_refused(make, arguments, said):

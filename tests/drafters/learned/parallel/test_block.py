@@ -39,6 +39,7 @@ def text():
         {"tree": "chain", "markov_rank": 3, "markov_factors": "base"},
         {"causal": True, "num_layers": 2},
         {"frames_differ": True},
+        {"sample_from_anchor": False},
         {"root_everywhere": True},
         {"root_everywhere": True, "frames_differ": True},
     ],
@@ -54,6 +55,19 @@ def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, text,
         trees.append(drafter.propose(ids[: anchor + 1].tolist(), Limits(max_depth=100)))
     assert trees == drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights)
     assert all(len(tree) == (4 if arguments.get("tree") == "chain" else 12) for tree in trees)
+
+
+def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(make, base_weights, text):
+    """As in DFlash: of the same network the first frame's state is not read."""
+    dspark, dflash, (hidden, ids) = make(), make(sample_from_anchor=False), text
+    at = torch.tensor([[3, 9]])
+    whole, fewer = (drafter(hidden[None], at, ids[at], base_weights.embedding) for drafter in (dspark, dflash))
+    assert fewer.shape[2] == dflash.num_labels == 3 and torch.equal(fewer, whole[:, :, 1:])
+    (tree,) = dflash.draft_at(hidden, ids, torch.tensor([9]), base_weights)
+    best = (fewer[0, 1] @ base_weights.head.T).argmax(-1).tolist()
+    chain = make(sample_from_anchor=False, tree="chain", top_k=23)
+    assert list(chain.draft_at(hidden, ids, torch.tensor([9]), base_weights)[0].tokens) == best
+    assert max(tree.depths) <= 3 and len(tree) == 12
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -136,6 +150,7 @@ def test_wrong_arguments_are_refused(make):
     "arguments",
     [
         {"num_frames": 0},
+        {"num_frames": 1, "sample_from_anchor": False},
         {"num_layers": 0},
         {"num_anchors": 0},
         {"num_nodes": -1},

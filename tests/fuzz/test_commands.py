@@ -25,6 +25,7 @@ VALID = {
     "verify": "--base @base --drafter anpd --questions @questions.jsonl --max-new-tokens 3",
     "regenerate": "--base @base --files @talk.json --limit 1 --max-new-tokens 3 --template vicuna_v1.1 --out @out",
     "export": "@last.ckpt @out",
+    "import": "@public @out --base @base",
     "doctor": "@last.ckpt @results",
     "show-mask": "--tokenizer @base --files @talk.json --template vicuna_v1.1",
     "features": "--base @base --files @talk.json --out @out --template vicuna_v1.1 --max-length 64 --cache-dir @cache",
@@ -166,11 +167,12 @@ def place(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("place")
     (folder / "base").symlink_to(tiny)
-    for name in ("results", "journals"):
+    for name in ("results", "journals", "public"):
         (folder / name).mkdir()
     readers.write_texts(folder, tiny)
     readers.write_results(folder / "results", tiny)
     readers.write_checkpoints(folder, tiny)
+    readers.write_public(folder / "public", tiny)
     (folder / "empty").touch()
     os.mkfifo(folder / "pipe")
     question = {"question_id": 1, "category": "x", "turns": ["Who is it?"]}

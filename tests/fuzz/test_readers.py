@@ -225,6 +225,41 @@ def read_drafter(folder, name):
     checkpoint.load(folder)
 
 
+def toy_base():
+    from drafters.protocol import BaseShape, BaseWeights
+    from tests.conftest import words
+
+    weights = torch.linspace(-1, 1, 40 * 16).view(40, 16)
+    return SimpleNamespace(
+        name="toy", tokenizer=words(), shape=BaseShape(16, 40, 2, 2, 8, 24), base_weights=BaseWeights(weights, weights)
+    )
+
+
+def write_public(folder, tiny):
+    from safetensors.torch import save_file
+
+    from drafters import EAGLE3, recipe
+    from train.export.formats.eagle3 import eagle3_config, eagle3_weights
+    from train.export.formats.speculators import Verifier
+
+    base = toy_base()
+    arguments = {"hidden_layers": [1, 1, 1], "own_head": True, "draft_vocab_size": 9}
+    drafter = recipe.build(EAGLE3, base.shape, arguments)
+    config = eagle3_config(drafter, base.shape, Verifier("toy", ["LlamaForCausalLM"], 64, "float32"))
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(eagle3_weights(drafter), folder / "model.safetensors")
+
+
+def read_public(folder, name):
+    from train.export import import_drafter
+    from train.export.formats.public_checkpoint import read_public_checkpoint
+
+    source = read_public_checkpoint(folder)
+    public = import_drafter.read(source, import_drafter.kind_of(source), toy_base())
+    source.check_all_taken()
+    import_drafter.build(public, toy_base(), folder)
+
+
 def write_corpus(folder, tiny):
     from drafters.training_free.corpus import CorpusTable
 
@@ -453,6 +488,7 @@ READERS = {
     "questions": (write_questions, read_questions, 40),
     "feature store": (write_feature_store, read_feature_store, 60),
     "drafter": (write_drafter, read_drafter, 50),
+    "public drafter": (write_public, read_public, 50),
     "corpus": (write_corpus, read_corpus, 60),
     "datastore": (write_datastore, read_datastore, 60),
     "small files": (write_small_files, read_small_files, 80),

@@ -73,6 +73,12 @@ COMMANDS = {
         "put an exported drafter on the Hugging Face hub, with a card of what was measured",
         ("folder", "repository"),
     ),
+    "import": Command(
+        "train.export.import_drafter",
+        "import_drafter",
+        "turn a drafter that another tool trained into a drafter folder",
+        ("folder", "out"),
+    ),
     "serve-command": Command(
         "inference.serving.command",
         "serve_command",

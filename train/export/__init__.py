@@ -1,4 +1,4 @@
-"""Turning a training checkpoint into a drafter folder or a vLLM checkpoint, and checking the result.
+"""Turning a training checkpoint into a drafter folder or a vLLM checkpoint, checking it, and reading those of others.
 
-May import `checkpointing`, `modules`, `validation` and `feature_store`.
+May import `formats`, `checkpointing`, `modules`, `validation` and `feature_store`.
 """

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from data.files.atomic_write import atomic_folder, write_text
-from data.files.checksums import write_checksums
+import torch
+
+from data.files.atomic_write import write_text
 from data.files.safe_text import code_span, escape_markdown, yaml_line
 from data.tokenizer import load_tokenizer
 from drafters import checkpoint, recipe
@@ -18,9 +17,10 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export import vllm
+from train.export.folders import check_folder, new_folder
 
 Format = Literal["drafters", "vllm"]
-WEIGHTS = "model.safetensors", "model.safetensors.index.json"
+ExportedDtype = Literal["bfloat16", "float16", "float32"]
 
 
 def export(
@@ -30,6 +30,7 @@ def export(
     overwrite: bool = False,
     format: Format = "drafters",
     mask_token_id: int | None = None,
+    dtype: ExportedDtype = "bfloat16",
     max_shard_size: str | None = None,
 ) -> None:
     """Turn a training checkpoint into a folder with config.json, model.safetensors and README.md.
@@ -38,27 +39,33 @@ def export(
     transformers model.
 
     Args:
-        ckpt: Checkpoint that `lightning fit` wrote: a file, or the folder that DeepSpeed writes.
+        ckpt: Checkpoint that `lightning fit` wrote: a file, or the folder that DeepSpeed writes. With ``--format vllm``
+            also the folder of a drafter.
         out: Folder to write.
         base: Folder or hub id of the base, if it is not the one of the training. The model card names it, and
             ``vllm`` reads the embedding for a block drafter from it.
         overwrite: Replace a drafter or base in this folder.
-        format: ``drafters``, which `drafters eval` reads, or ``vllm``, for Medusa and for Block as speculators' DSpark.
+        format: ``drafters``, which `drafters eval` reads, or ``vllm``, for Medusa, EAGLE, EAGLE-3, and for Block as
+            speculators' DSpark.
         mask_token_id: For a block drafter in vLLM's format, a token that never occurs in text; its embedding becomes
             that of the mask.
+        dtype: Dtype of the weights in vLLM's format; a drafter's own folder keeps that of the training.
         max_shard_size: For a base, the maximum size of a file of weights, such as 16MB; a single file if not given.
     """
     folder = Path(out)
-    _check_folder(folder, overwrite)
+    check_folder(folder, overwrite)
     if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
         raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
+    if (Path(ckpt) / "config.json").is_file():
+        _export_folder(Path(ckpt), folder, base, format, mask_token_id, dtype)
+        return
     saved = read_checkpoint(Path(ckpt))
     arguments = hyper_parameters(saved)
     if "drafter" in arguments:
         drafter, config = drafter_of(saved, arguments, base)
-        with _new_folder(folder) as new:
+        with new_folder(folder) as new:
             if format == "vllm":
-                vllm.write(new, drafter, config, mask_token_id)
+                vllm.write(new, drafter, config, mask_token_id, getattr(torch, dtype))
             else:
                 checkpoint.save(new, drafter, config)
                 card = model_card(config, sum(weight.numel() for weight in drafter.parameters()))
@@ -66,27 +73,24 @@ def export(
     elif "context_length" in arguments and format == "vllm":
         raise ValueError(f"{ckpt} holds a base, which vLLM reads as a transformers model: leave out --format")
     elif "context_length" in arguments:
-        with _new_folder(folder) as new:
+        with new_folder(folder) as new:
             _export_base(saved, arguments, new, max_shard_size)
     else:
         raise ValueError(f"{ckpt} holds neither a drafter nor a base of this project")
     print(f"wrote {folder}")
 
 
-def _check_folder(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
-    if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
-        raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that gets checksums and replaces ``folder`` when it is whole."""
-    with atomic_folder(folder, replaced=["model*.safetensors*"]) as new:
-        yield new
-        write_checksums(new)
+def _export_folder(
+    source: Path, folder: Path, base: str | None, format: Format, mask_token_id: int | None, dtype: ExportedDtype
+) -> None:
+    """Write the drafter of a folder in vLLM's format."""
+    if format != "vllm":
+        raise ValueError(f"{source} is a drafter's folder already: pass --format vllm to write it for vLLM")
+    drafter, config = checkpoint.load(source)
+    with new_folder(folder) as new:
+        config = replace(config, base_name=base or config.base_name)
+        vllm.write(new, drafter, config, mask_token_id, getattr(torch, dtype))
+    print(f"wrote {folder}")
 
 
 def drafter_of(

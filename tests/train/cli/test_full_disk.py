@@ -4,6 +4,7 @@ import json
 import resource
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,7 @@ from inference.reporting.report import write_results
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
 from train.cli import commands, lightning_command
+from train.export import vllm
 
 QUICK = ("--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 8)
 ONCE = {"eval": ("--repeats", 1)}
@@ -58,6 +60,9 @@ def inputs(tiny_tokenizer, tiny_base, tmp_path_factory):
     answers = {name: [Answer(1, "x", name, turns, [True])] for name in ("none", "anpd")}
     summaries = {name: summarise(own, answers["none"]) for name, own in answers.items()}
     write_results(folder / "results", {"embedded": summaries}, {"base": "tiny"})
+    eagle = replace(medusa, class_path="drafters.EAGLE", init_args={"fc_bias": False})
+    (folder / "public").mkdir()
+    vllm.write(folder / "public", eagle.build(), eagle)
     return folder
 
 
@@ -83,6 +88,7 @@ COMMANDS = {
     "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @out --drafter anpd": 300,
     "regenerate --base @tiny --files embedded:4 --limit 2 --max-new-tokens 8 --out @out": 300,
     "export @ckpt @out": 4000,
+    "import @public @out --base @tiny": 4000,
     "corpus @out --tokenizer @tiny --files @text.txt --min-count 2": 64,
     "datastore @out --tokenizer @tiny --files @text.txt": 64,
     "tree-search --base @tiny --drafter medusa=@medusa --data embedded:1 --max-new-tokens 8 --top-k 400 --out @out": 64,

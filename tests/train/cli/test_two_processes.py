@@ -20,6 +20,7 @@ LINES = [
     "replay --tokenizer nowhere --answers a --questions q --drafter anpd --out @out",
     "regenerate --base nowhere --files embedded --out @out",
     "export nowhere @out",
+    "import nowhere @out",
     "features --base nowhere --files embedded --out @out",
     "tokenizer @out",
     "corpus @out --tokenizer nowhere --files nowhere",

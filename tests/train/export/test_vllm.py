@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from drafters import EAGLE, Block, Hydra, Medusa, recipe
+from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, recipe
 from drafters.checkpoint import DrafterConfig
 from inference.engine.base import load_base, tokenizer_hash
 from train.cli import commands, lightning_command
@@ -62,7 +62,8 @@ def exported(base, mask, write_recipe, tmp_path_factory):
                 patch.setattr("sys.argv", ["pytest"])
                 lightning_command.main(["fit", "--config", str(config)])
                 ckpt, folder = runs / "checkpoints" / "last.ckpt", runs / "vllm"
-                arguments = ["--format", "vllm", *(["--mask-token-id", str(mask)] if "block" in kind else [])]
+                arguments = ["--format", "vllm", "--dtype", "float32"]
+                arguments += ["--mask-token-id", str(mask)] if "block" in kind else []
                 commands.main(["export", str(ckpt), str(folder), *arguments])
             saved = torch.load(ckpt, weights_only=True)["state_dict"]
             done[kind] = SimpleNamespace(
@@ -343,7 +344,7 @@ def test_a_strong_markov_bias_reads_the_token_before_as_dsparks_does(base, mask,
         torch.manual_seed(0)
         for weight in drafter.markov.parameters():
             torch.nn.init.normal_(weight, std=3.0)
-    vllm.write(tmp_path, drafter, config_of("Block", base, **init_args), mask)
+    vllm.write(tmp_path, drafter, config_of("Block", base, **init_args), mask, torch.float32)
     config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -379,11 +380,60 @@ def test_another_format_is_refused(call, trained, tmp_path):
     assert "gguf" in refused.one_line_error("drafters")
 
 
-@pytest.mark.parametrize("kind", [Hydra, EAGLE])
-def test_only_medusa_and_block_have_a_vllm_format(base, tmp_path, kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__} has no vllm format"):
-        vllm.write(tmp_path / "a", kind(base.shape), config_of(kind.__name__, base), None)
+def test_hydra_has_no_vllm_format(base, tmp_path):
+    with pytest.raises(ValueError, match="Hydra has no vllm format"):
+        vllm.write(tmp_path / "a", Hydra(base.shape), config_of("Hydra", base), None)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "init_args", "message"),
+    [
+        (EAGLE, {}, "fc_bias: false"),
+        (EAGLE3, {"hidden_layers": [1, 2, 3], "has_qk_norm": True}, "has_qk_norm: false"),
+        (EAGLE3, {"hidden_layers": [1, 2]}, "three of the layers 1 to 3"),
+        (EAGLE3, {"hidden_layers": [1, 2, -1]}, r"not hidden_layers \[1, 2, -1\]"),
+        (EAGLE3, {"hidden_layers": [0, 1, 2]}, "three of the layers"),
+    ],
+)
+def test_an_eagle_that_vllm_cannot_run_is_refused(kind, init_args, message, base, tmp_path):
+    drafter, config = recipe.build(kind, base.shape, init_args), config_of(kind.__name__, base, **init_args)
+    with pytest.raises(ValueError, match=message):
+        vllm.write(tmp_path / "a", drafter, config)
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_eagle3_folder_has_the_keys_and_shapes_of_speculators(base, tmp_path):
+    init_args = {"hidden_layers": [1, 2, 3], "own_head": True, "draft_vocab_size": 50, "draft": {"depth": 4}}
+    vllm.write(tmp_path, recipe.build(EAGLE3, base.shape, init_args), config_of("EAGLE3", base, **init_args))
+    config = json.loads((tmp_path / "config.json").read_text())
+    layers = config.pop("transformer_layer_config")
+    assert config == {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.7.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": base.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        "draft_vocab_size": 50,
+        "target_hidden_size": D,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "dtype": "bfloat16",
+    }
+    assert (layers["model_type"], layers["num_hidden_layers"], layers["rms_norm_eps"]) == ("llama", 1, 1e-3)
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    expected = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (50, D), "d2t": (50,), "t2d": (V,)}
+    expected |= {f"layers.0.{norm}.weight": (D,) for norm in norms} | {"layers.0.self_attn.o_proj.weight": (D, D)}
+    expected |= {f"layers.0.self_attn.{name}_proj.weight": (D, 2 * D) for name in "qkv"}
+    expected |= {f"layers.0.mlp.{name}_proj.weight": (WIDTH, D) for name in ("gate", "up")}
+    assert shapes(load_file(tmp_path / "model.safetensors")) == expected | {"layers.0.mlp.down_proj.weight": (D, WIDTH)}
 
 
 def test_a_medusa_that_uses_the_bases_head_is_refused(base, tmp_path):

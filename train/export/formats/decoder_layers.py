@@ -1,0 +1,148 @@
+"""The decoder layers of a draft module in the configurations and weights of public formats."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from data.files.validation import validated
+from drafters.protocol import BaseShape
+from inference.engine.base import shape_of
+from train.export.formats.public_checkpoint import PublicCheckpoint
+
+MAX_SIZE = 1 << 24  # of any number in a configuration
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """The settings of transformers' LLaMA and Qwen3 that decide what a layer computes; None for its default."""
+
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float | None = None
+    hidden_act: str | None = None
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    use_sliding_window: bool | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class DecoderLayers:
+    """Decoder layers that a drafter here can compute.
+
+    Args:
+        shape: Their sizes, with those of the base.
+        num_layers: Number of layers.
+        num_key_value_heads: Heads of keys and values in the checkpoint.
+    """
+
+    shape: BaseShape
+    num_layers: int
+    num_key_value_heads: int
+
+    def expand(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights with keys and values for every head: grouped heads are repeated, which computes the same."""
+        repeats = self.shape.num_heads // self.num_key_value_heads
+        return {
+            name: _repeat_heads(weight, self.num_key_value_heads, repeats)
+            if repeats > 1 and name.endswith(("k_proj.weight", "v_proj.weight"))
+            else weight
+            for name, weight in weights.items()
+        }
+
+
+def layer_config(shape: BaseShape, num_layers: int, context_length: int, model_type: str) -> dict[str, Any]:
+    """The configuration of LLaMA's or Qwen3's layers, as transformers names its settings."""
+    return {
+        "model_type": model_type,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": context_length,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+    }
+
+
+def read_layers(checkpoint: PublicCheckpoint, values: Any, base: BaseShape, model_type: str) -> DecoderLayers:
+    """Read the configuration of decoder layers.
+
+    Args:
+        checkpoint: The checkpoint.
+        values: The part of its config.json that describes the layers.
+        base: Sizes of the base.
+        model_type: Type of the layers where the configuration names none.
+
+    Raises:
+        ValueError: A setting has a wrong type, or the layers compute something that none here computes.
+    """
+    from transformers import LlamaConfig, Qwen3Config
+
+    settings: LayerSettings = checkpoint.settings(LayerSettings, values)
+    stated = {name: value for name, value in asdict(settings).items() if value is not None}
+    model_type = values.get("model_type", model_type)
+    if model_type not in ("llama", "qwen3"):
+        checkpoint.refuse(f"its layers are those of {model_type}, not of LLaMA or Qwen3")
+    _check_range(checkpoint, stated)
+    try:
+        config: Any = (LlamaConfig if model_type == "llama" else Qwen3Config)(**stated)
+        shape = shape_of(config)
+    except Exception as error:  # transformers raises errors of its own kinds for settings that do not fit
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{checkpoint.folder / 'config.json'}: {reason}") from error
+    _check_computation(checkpoint, config)
+    for size, own, its in (
+        ("hidden_size", shape.hidden_size, base.hidden_size),
+        ("vocab_size", shape.vocab_size, base.vocab_size),
+    ):
+        if own != its:
+            checkpoint.refuse(f"its {size} is {own}, but the base has {its}: pass the base it was trained for")
+    groups = config.num_key_value_heads
+    if groups < 1 or shape.num_heads % groups:
+        checkpoint.refuse(f"its {shape.num_heads} heads cannot share {groups} heads of keys and values")
+    return DecoderLayers(replace(shape, num_layers=base.num_layers), config.num_hidden_layers, groups)
+
+
+def _check_range(checkpoint: PublicCheckpoint, stated: dict[str, Any]) -> None:
+    for name, value in stated.items():
+        if type(value) in (int, float) and name != "sliding_window" and not 0 < value <= MAX_SIZE:
+            raise ValueError(f"{checkpoint.folder / 'config.json'}: {name} is {value}")
+
+
+def _check_computation(checkpoint: PublicCheckpoint, config: Any) -> None:
+    rope = config.rope_parameters
+    if config.hidden_act not in ("silu", "swish"):
+        checkpoint.refuse(f"its activation is {config.hidden_act}, not silu")
+    if config.attention_bias or getattr(config, "mlp_bias", False):
+        checkpoint.refuse("its layers have biases (attention_bias or mlp_bias)")
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        checkpoint.refuse("its layers attend to a sliding window (layer_types)")
+    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        checkpoint.refuse(f"its rotary positions are scaled or partial ({validated(dict, rope)})")
+
+
+def _repeat_heads(weight: Tensor, num_heads: int, repeats: int) -> Tensor:
+    if weight.shape[0] % num_heads:
+        return weight  # of a wrong shape, which the comparison with the drafter names
+    return weight.unflatten(0, (num_heads, -1)).repeat_interleave(repeats, dim=0).flatten(0, 1)

@@ -1,0 +1,169 @@
+"""EAGLE-3: written as speculators' checkpoint, read in the formats of speculators, SpecForge, DeepSpec and EAGLE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters import EAGLE3
+from drafters.protocol import BaseShape, BaseWeights
+from train.export.formats.decoder_layers import layer_config, read_layers
+from train.export.formats.public_checkpoint import PublicCheckpoint, PublicDrafter
+from train.export.formats.speculators import Verifier, algorithm_of, check_hidden_layers, speculators_config
+
+LAYERS = "layers.0.", "midlayer."
+"""The names of the layer in speculators and DeepSpec, and in EAGLE and SpecForge."""
+NORMS = "input_layernorm.weight", "hidden_norm.weight"
+"""Weights that the public formats count to the layer."""
+
+
+def eagle3_config(drafter: EAGLE3, shape: BaseShape, verifier: Verifier) -> dict[str, Any]:
+    """Return the config.json of speculators' EAGLE-3.
+
+    Raises:
+        ValueError: The drafter has properties that vLLM's EAGLE-3 has not.
+    """
+    if drafter.has_qk_norm:
+        raise ValueError("vLLM's EAGLE-3 has no norms of queries and keys: train with has_qk_norm: false")
+    layers = list(drafter.required_outputs.hidden_layers)
+    if len(layers) != 3 or not all(0 < layer < shape.num_layers for layer in layers):
+        raise ValueError(
+            f"vLLM's EAGLE-3 fuses three of the layers 1 to {shape.num_layers - 1} of this base, not hidden_layers "
+            f"{layers} (-1 is the normed last state): train it on such layers"
+        )
+    num_tokens = drafter.draft_options.depth
+    return speculators_config("eagle3", "Eagle3Speculator", num_tokens, verifier) | {
+        "transformer_layer_config": layer_config(shape, 1, verifier.context_length, "llama") | {"mlp_bias": False},
+        "draft_vocab_size": shape.vocab_size if drafter.draft_tokens is None else len(drafter.draft_tokens),
+        "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": drafter.norm_before_residual,
+        "norm_before_fc": False,
+        # Speculators counts layers as we do: i is the output of layer i, which layer i + 1 reads.
+        "eagle_aux_hidden_state_layer_ids": layers,
+    }
+
+
+def eagle3_weights(drafter: EAGLE3) -> dict[str, Tensor]:
+    """Return the weights by the names of speculators, without the embedding, which is the base's."""
+    weights = dict(drafter.state_dict())
+    tokens = weights.pop("draft_tokens", None)
+    named = {_public_name(name): weight for name, weight in weights.items()}
+    return named if tokens is None else named | _vocabulary_maps(tokens, drafter.vocab_size)
+
+
+def _public_name(name: str) -> str:
+    if name in NORMS:
+        return LAYERS[0] + name
+    return LAYERS[0] + name.removeprefix("layer.") if name.startswith("layer.") else name
+
+
+def _vocabulary_maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The difference of each draft token's id to its place (d2t), and whether a token is a draft token (t2d)."""
+    is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
+    is_drafted[tokens.cpu()] = True
+    return {"d2t": tokens.cpu() - torch.arange(len(tokens)), "t2d": is_drafted}
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class FusedLayers:
+    """The part ``eagle_config`` of SpecForge's configuration."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    use_aux_hidden_state: bool = True
+
+
+@dataclass(frozen=True)
+class EAGLE3Settings:
+    """The settings of EAGLE-3 in the four formats; None where a format leaves them out."""
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None  # counted as here
+    target_layer_ids: tuple[int, ...] | None = None  # DeepSpec's, counted from 0
+    eagle_config: FusedLayers | None = None  # SpecForge's, counted from 0
+
+
+def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: BaseWeights) -> PublicDrafter:
+    """Read an EAGLE-3 drafter.
+
+    Raises:
+        ValueError: A setting or a weight is missing or wrong, or EAGLE-3 here cannot compute the same.
+    """
+    settings: EAGLE3Settings = checkpoint.settings(EAGLE3Settings)
+    is_speculators = "speculators_model_type" in checkpoint.config
+    _check_computation(checkpoint, settings, base, is_speculators)
+    described = checkpoint.config.get("transformer_layer_config", {}) if is_speculators else checkpoint.config
+    layers = read_layers(checkpoint, described, base, "qwen3" if is_speculators else "llama")
+    if layers.num_layers != 1:
+        checkpoint.refuse(f"it has {layers.num_layers} layers, and EAGLE-3 here has one")
+    checkpoint.drop_copy("embed_tokens.weight", base_weights.embedding, "an embedding")
+    weights = {name: checkpoint.take(name) for name in ("fc.weight", "norm.weight")}
+    prefix = LAYERS[1] if any(name.startswith(LAYERS[1]) for name in checkpoint.weights) else LAYERS[0]
+    weights |= {name: checkpoint.take(prefix + name) for name in NORMS}
+    layer = layers.expand(checkpoint.take_all(prefix))
+    weights |= {f"layer.{name}": weight for name, weight in layer.items()}
+    init_args: dict[str, Any] = {
+        "hidden_layers": check_hidden_layers(checkpoint, _fused_layers(settings, base), base.num_layers),
+        "norm_before_residual": bool(settings.norm_before_residual),
+        "has_qk_norm": "self_attn.q_norm.weight" in layer,
+    }
+    if "lm_head.weight" in checkpoint.weights:
+        weights["lm_head.weight"] = checkpoint.take("lm_head.weight")
+        init_args["own_head"] = True
+    tokens = _draft_tokens(checkpoint, settings.draft_vocab_size or base.vocab_size, base.vocab_size)
+    if tokens is not None:
+        weights["draft_tokens"], init_args["draft_vocab_size"] = tokens, len(tokens)
+    depths = [method.speculative_tokens for method in algorithm_of(checkpoint).proposal_methods[:1]]
+    if depths and depths[0]:
+        init_args["draft"] = {"depth": depths[0]}
+    return PublicDrafter("drafters.EAGLE3", init_args, layers.shape, weights)
+
+
+def _check_computation(
+    checkpoint: PublicCheckpoint, settings: EAGLE3Settings, base: BaseShape, is_speculators: bool
+) -> None:
+    for name in ("norm_before_fc", "fc_norm", "norm_output"):
+        if getattr(settings, name):
+            checkpoint.refuse(f"EAGLE-3 here has no {name}")
+    if is_speculators and settings.norm_before_residual is None:
+        checkpoint.refuse("config.json leaves out norm_before_residual, whose default differs between its readers")
+    if settings.target_hidden_size not in (None, base.hidden_size):
+        checkpoint.refuse(f"its target_hidden_size is {settings.target_hidden_size}, but the base's {base.hidden_size}")
+    if settings.eagle_config and not settings.eagle_config.use_aux_hidden_state:
+        checkpoint.refuse("it fuses no layers of the base (use_aux_hidden_state: false)")
+
+
+def _fused_layers(settings: EAGLE3Settings, base: BaseShape) -> tuple[int, ...]:
+    if settings.eagle_aux_hidden_state_layer_ids:
+        return settings.eagle_aux_hidden_state_layer_ids
+    named = settings.eagle_config.eagle_aux_hidden_state_layer_ids if settings.eagle_config else None
+    if from_zero := settings.target_layer_ids or named:
+        return tuple(layer + 1 for layer in from_zero)
+    return (2, base.num_layers // 2, base.num_layers - 3)
+
+
+def _draft_tokens(checkpoint: PublicCheckpoint, num_tokens: int, vocab_size: int) -> Tensor | None:
+    """The ids of the draft vocabulary, or None if that is the whole one."""
+    d2t, t2d = checkpoint.weights.pop("d2t", None), checkpoint.weights.pop("t2d", None)
+    if d2t is None and num_tokens != vocab_size:
+        checkpoint.refuse(f"it has no weights d2t, which say what its {num_tokens} draft tokens are")
+    if d2t is None:
+        return None
+    if d2t.shape != (num_tokens,) or d2t.dtype not in (torch.int64, torch.int32):
+        checkpoint.refuse(f"d2t is {tuple(d2t.shape)} of {d2t.dtype}, not ({num_tokens},) of torch.int64")
+    tokens = d2t.long() + torch.arange(num_tokens)
+    if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < num_tokens:
+        checkpoint.refuse(f"d2t names tokens twice, or tokens outside the vocabulary of {vocab_size}")
+    if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], tokens.sort().values):
+        checkpoint.refuse("d2t and t2d name different tokens")
+    return None if torch.equal(tokens, torch.arange(vocab_size)) else tokens

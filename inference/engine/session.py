@@ -82,6 +82,9 @@ class Session:
         sampler: Picks the base's tokens; greedy decoding if not given.
         max_nodes: Maximum number of draft tokens fed per step.
         budget: Decides how many of them each step feeds; by default as many as the drafter proposes.
+
+    Attributes:
+        last_draft: The draft tree of the last step, as it was fed, and its accepted nodes.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Session:
         self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
         self.max_nodes, self.budget = max_nodes, budget
         self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache
+        self.last_draft: tuple[DraftTree, list[int]] = DraftTree(), []
         self._decisive_logits: tuple[Tensor, list[int]] | None = None  # logits of the last step and its accepted path
 
     # ---- the text
@@ -179,6 +183,7 @@ class Session:
         drafter.observe(StepResult(len(pending), tree, outputs.hidden, path, emitted, top_tokens))
         marks.append(clock())
 
+        self.last_draft = tree, accepted[:num_accepted]
         self._decisive_logits = outputs.logits, path
         seconds = tuple(after - before for before, after in pairwise(marks))
         if budget and len(pending) == 1:

@@ -37,6 +37,7 @@ ROOMS = {
         "registry": {"engine"},
         "results": {"engine", "registry"},
         "serving.vllm": {"engine", "registry"},
+        "serving.openai": {"engine", "registry", "api"},
         "serving": {"engine", "registry", "serving.vllm"},
         "api": {"engine", "registry", "results"},
         "reporting": {"runs", "results"},

@@ -7,7 +7,7 @@ import re
 
 import yaml
 
-SECRETS = ("OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # environment variables
+SECRETS = ("OPENAI_API_KEY", "DRAFTERS_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # environment variables
 MIN_SECRET_LENGTH = 6  # a shorter value, such as "none", is not a secret, and would be found in any text
 
 C0 = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}  # shown as the symbols for them

@@ -1,4 +1,4 @@
-"""Serving drafters: the command that prints how an engine is started with a drafter, and the engines' plugins.
+"""Serving drafters: our own server, the command that prints how an engine is started with a drafter, and plugins.
 
 May import `engine` and `registry`. No engine is imported before it runs.
 """

@@ -79,6 +79,11 @@ COMMANDS = {
         "turn a drafter that another tool trained into a drafter folder",
         ("folder", "out"),
     ),
+    "serve": Command(
+        "inference.serving.openai.command",
+        "serve",
+        "serve a base with a drafter through OpenAI's API, with a web page that shows every step",
+    ),
     "serve-command": Command(
         "inference.serving.command",
         "serve_command",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from drafters.combined.merged import Merged
 from drafters.learned.autoregressive.eagle import EAGLE
 from drafters.learned.autoregressive.eagle3 import EAGLE3
 from drafters.learned.ctc.drafter import CTC
@@ -56,6 +57,7 @@ __all__ = [
     "Lookahead",
     "MaxGram",
     "Medusa",
+    "Merged",
     "NgramPool",
     "NoDrafter",
     "Ouroboros",

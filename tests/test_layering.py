@@ -29,6 +29,7 @@ ROOMS = {
         "learned.autoregressive": {"", *DRAFTER_PARTS},
         "learned.ctc": {"", "learned.parallel", *DRAFTER_PARTS},
         "training_free": {""},
+        "combined": {"", "training_free"},
     },
     "inference": {
         "runs": set(),

@@ -180,26 +180,50 @@ class Joint(Drafter):
             yield share / total, weights, remaining
             earlier |= weights
 
-    def following(self, keys: Sequence[int]) -> list[tuple[float, int]]:
+    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
         """Return the tokens that may follow, the most probable first.
 
         Args:
             keys: The contexts, from the shortest, as `extended` returns them.
+            min_probability: Sources that hold no token of this probability need not be read.
 
         Returns:
             (probability, token) pairs. The probabilities add up to at most one.
         """
-        shares = self._shares(keys)
-        pairs = [(unit * weight, token) for unit, weights, _ in shares for token, weight in weights.items()]
+        pairs = []
+        for unit, weights, remaining in self._shares(keys):
+            pairs += [(unit * weight, token) for token, weight in weights.items()]
+            if remaining < min_probability:
+                break
         return sorted(pairs, reverse=True)
 
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+    # ---- for a drafter that builds the tree itself
+
+    def contexts_after(self, seq: Sequence[int]) -> list[int]:
+        """Learn the tokens of a text that were not observed, and return the contexts at its end, for `following`."""
         self._learn(seq[len(self._text) :])
+        return self._keys
+
+    def extended(self, keys: Sequence[int], token: int) -> list[int]:
+        """The contexts after one more token."""
+        return extended(keys, token, self.order)
+
+    def expect(self, tree: DraftTree, contexts: list[list[int]]) -> None:
+        """Tell which tree will be fed, so that `observe` learns what the base says after its nodes.
+
+        Args:
+            tree: The tree.
+            contexts: Those of the root and of each node.
+        """
+        self._fed = tree, contexts
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         min_probability, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
         tokens: list[int] = []
         parents: list[int] = []
         # Of the root and of each node: its contexts, depth, probability, and the sources that are not yet read.
-        contexts, depths, probabilities, sources = [self._keys], [0], [1.0], [self._shares(self._keys)]
+        keys = self.contexts_after(seq)
+        contexts, depths, probabilities, sources = [keys], [0], [1.0], [self._shares(keys)]
         # Heap of (-probability, index into `contexts`, -token). An entry with NEXT_SOURCE holds the probability that
         # remains for the unread sources of a context. No token of theirs is more probable, so few sources are read.
         heap: list[tuple[float, int, int]] = [(-1.0, 0, NEXT_SOURCE)] if limits.max_depth > 0 else []
@@ -226,5 +250,5 @@ class Joint(Drafter):
                     heappush(heap, (-above * remaining, place, NEXT_SOURCE))
                 break  # the other sources are read when their NEXT_SOURCE entry is popped
         tree = DraftTree(tokens, parents, probabilities=probabilities[1:])
-        self._fed = tree, contexts
+        self.expect(tree, contexts)
         return tree

@@ -14,7 +14,7 @@ from data.benchmarks import Question
 from data.tokenizer import short_hash
 from inference.engine.base import Dtype
 from inference.engine.options import SamplingOptions
-from inference.registry import catalogue
+from inference.registry import builders, catalogue
 from inference.registry.catalogue import Budget
 from inference.runs.fingerprint import fingerprint
 
@@ -93,7 +93,7 @@ class EvaluationPlan:
             "devices": list(self.devices),
             "threads": self.threads,
             "repeats": self.repeats,
-            "files": {name: fingerprint(catalogue.drafter_folder(name)) for name in sorted({self.base, *files})},
+            "files": {name: fingerprint(builders.drafter_folder(name)) for name in sorted({self.base, *files})},
             "machine": f"{machine}, torch {torch.__version__}",
             # Left out where they are what they were before they could be chosen: older journals are still read.
             **({} if self.budget == "fixed" else {"budget": self.budget}),

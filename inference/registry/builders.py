@@ -6,15 +6,21 @@ Each function takes the base's runner, the model or file that ``NAME=...`` names
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import drafters
-from drafters.protocol import Drafter
+from data.hub import find_folder
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import Drafter, LearnedDrafter
+from drafters.recipe import DRAFT
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.pool import NgramPool
-from inference.engine.base import Base, Dtype, load_base, tokenizer_hash
+from inference.engine.base import Base, Dtype, check_fit, load_base, tokenizer_hash
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.engine.runner import Runner
@@ -110,6 +116,58 @@ def self_speculative(
     sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
     inner = LayerSkippingSession(runner, attention, mlp, sampler)
     return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
+
+
+@register("merged", "FOLDER")
+def merged(
+    runner: Runner,
+    folder: str,
+    num_nodes: int = 32,
+    min_probability: float = 0.01,
+    order: int = 3,
+    history: bool = True,
+    runner_up: int = 4,
+    corpus: str = "",
+) -> Drafter:
+    """A learned drafter and the n-grams of `joint` in one tree.
+
+    Args:
+        folder: Folder of the learned drafter, of any kind that gives node probabilities.
+        num_nodes: Largest number of nodes of the tree; the learned drafter gives three times as many to choose from.
+        min_probability: A node whose estimated probability is below this is not fed.
+        order: Number of tokens of the longest n-gram context.
+        history: Whether texts decoded earlier are remembered.
+        runner_up: Number of the base's most probable tokens remembered after each fed token.
+        corpus: File that ``drafters corpus`` wrote, for n-grams of a fixed text.
+    """
+    config = checkpoint.read_config(drafter_folder(folder))
+    check_fit(config, runner.base)
+    init_args = config.nested_init_args()
+    init_args[DRAFT] = {**init_args.get(DRAFT, {}), "num_nodes": 3 * num_nodes}
+    learned = load_learned(folder, replace(config, init_args=init_args), runner.base)
+    table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
+    ngrams = drafters.Joint(order=order, history=history, runner_up=runner_up, corpus=table)
+    return drafters.Merged(learned, ngrams, num_nodes, min_probability)
+
+
+def drafter_folder(name: str) -> Path:
+    """Return the folder of an exported drafter; ``OWNER/NAME@REVISION`` is downloaded from the hub.
+
+    Raises:
+        ValueError: It cannot be downloaded.
+    """
+    return find_folder(name, checkpoint.FILES)
+
+
+def load_learned(folder: str, config: DrafterConfig, base: Base) -> LearnedDrafter:
+    """Load a trained drafter that is ready to decode with a base.
+
+    Raises:
+        ValueError: Its weights are missing or damaged, or do not fit the configuration.
+    """
+    drafter, _ = checkpoint.load(drafter_folder(folder), base.model.dtype, config)
+    drafter.to(base.model.device).attach_base_weights(base.base_weights)
+    return drafter
 
 
 def load_index(load: Callable[[str], Any], command: str, file: str, base: Base) -> Any:

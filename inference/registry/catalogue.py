@@ -8,11 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from data.files.bounded_json import read_json
-from data.hub import find_folder
 from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter
 from drafters.registry import Registration, class_path, full_path, registered
@@ -156,18 +154,7 @@ def _number_for_auto(text: str, defaults: Mapping[str, Any]) -> str:
 
 def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:
     config = learned_config(name, drafter_class, folder, text, base)
-    drafter, _ = checkpoint.load(drafter_folder(folder or ""), base.model.dtype, config)
-    drafter.to(base.model.device).attach_base_weights(base.base_weights)
-    return drafter
-
-
-def drafter_folder(name: str) -> Path:
-    """Return the folder of an exported drafter; ``OWNER/NAME@REVISION`` is downloaded from the hub.
-
-    Raises:
-        ValueError: It cannot be downloaded.
-    """
-    return find_folder(name, checkpoint.FILES)
+    return builders.load_learned(folder or "", config, base)
 
 
 def name_of(config: checkpoint.DrafterConfig) -> str:
@@ -193,7 +180,7 @@ def learned_config(
     """
     if not folder:
         raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
-    config = checkpoint.read_config(drafter_folder(folder))
+    config = checkpoint.read_config(builders.drafter_folder(folder))
     if config.class_path not in (class_path(drafter_class), full_path(drafter_class)):
         raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
     check_fit(config, base)

@@ -14,7 +14,7 @@ from data.tokenizer import first_line, load_pretrained, load_tokenizer
 from drafters import checkpoint
 from drafters.learned.parallel.drafter import ParallelDrafter
 from inference.engine.base import shape_of
-from inference.registry import catalogue
+from inference.registry import builders, catalogue
 from inference.serving.vllm import served_drafter
 from inference.serving.vllm.proposer import GREEDY_ONLY, KEY
 from inference.serving.vllm.served_drafter import ServedBase
@@ -58,7 +58,7 @@ def serve_command(
     catalogue.split(spec)
     if served_drafter.is_learned(spec):
         _, folder, _ = catalogue.split(spec)
-        served = _read_base(base or checkpoint.read_config(catalogue.drafter_folder(folder or "")).base_name)
+        served = _read_base(base or checkpoint.read_config(builders.drafter_folder(folder or "")).base_name)
         path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
         loaded, _ = checkpoint.load(path, config=config)
         num_tokens = num_tokens or cast(ParallelDrafter, loaded).num_labels

@@ -23,7 +23,7 @@ from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
-from inference.registry import catalogue
+from inference.registry import builders, catalogue
 from inference.results import folders, metrics
 from inference.results.records import Answer
 from inference.runs.fingerprint import fingerprint
@@ -143,7 +143,7 @@ def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: 
 
 def _fingerprint(cell: Cell) -> str:
     file = catalogue.split(cell.spec)[1]
-    return fingerprint(file and catalogue.drafter_folder(file))
+    return fingerprint(file and builders.drafter_folder(file))
 
 
 def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[MeasuredCell]:

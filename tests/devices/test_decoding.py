@@ -55,7 +55,7 @@ def copies_of(name):
         return 1, 2
     if name.startswith("eagle"):
         return 2, 5
-    return (2, 4) if name in lossless.LEARNED else (1, 3)
+    return (2, 4) if name in lossless.LEARNED or name == "merged" else (1, 3)
 
 
 QUICK = "none", "ctc", "eagle", "draft_model"  # the other drafters are left out by `make test-fast`
@@ -74,6 +74,8 @@ def make_session(name, sampler, base, make_base, cache="static"):
     learned = lossless.LEARNED | DRAWN
     if name in learned:
         drafter = make_drafter(base, *learned[name])
+    elif name == "merged":
+        drafter = drafters.Merged(make_drafter(base, *learned["ctc"]), drafters.Joint(), num_nodes=12)
     elif name == "draft_model, drawn":
         drafter = drafters.DraftModel(DraftModelSession(lossless.other_runner(runner, make_base), None, SAMPLED), 4)
     elif name == "self_speculative, drawn":
@@ -130,7 +132,7 @@ def most(copies):
     return tuple(max(map(len, places)) for places in zip(*copies, strict=True))
 
 
-@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED]))
+@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED, "merged"]))
 def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode_on_both, name):
     costs, copies = decode_on_both(name, "takes drafts")
     to_host, to_device = most(copies)

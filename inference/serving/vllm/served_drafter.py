@@ -14,7 +14,7 @@ from drafters.learned.parallel.drafter import ParallelDrafter
 from drafters.protocol import BaseShape, Drafter, RequiredOutputs
 from drafters.registry import registered
 from inference.engine.runner import Runner
-from inference.registry import catalogue
+from inference.registry import builders, catalogue
 from inference.serving.vllm.chains import ChainDrafter
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def spec_of(drafter: str) -> str:
     Raises:
         ValueError: It is a path without an exported drafter.
     """
-    found = catalogue.drafter_folder(drafter)
+    found = builders.drafter_folder(drafter)
     if not found.is_dir():
         if "/" in drafter.partition("=")[0]:
             raise ValueError(f"no folder {drafter}: pass a folder that `drafters export` wrote")
@@ -108,7 +108,7 @@ def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, D
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
     chain = {"tree": "chain", "num_nodes": num_tokens, "step_costs": ""}
-    return catalogue.drafter_folder(folder or ""), replace(
+    return builders.drafter_folder(folder or ""), replace(
         config, init_args=config.init_args | {recipe.DRAFT: draft | chain}
     )
 

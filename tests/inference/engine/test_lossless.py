@@ -123,9 +123,9 @@ DRAFTERS = {
     "joint, tokens only": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, runner_up=0),
     "joint, corpus": lambda runner, make_base, truth: drafters.Joint(num_nodes=10, corpus=corpus_table(truth)),
     **dict.fromkeys(LEARNED),  # built by `make_learned`
-    **dict.fromkeys(["cascade, ctc", "adversarial", "oracle"]),
+    **dict.fromkeys(["merged, ctc", "merged, eagle", "cascade, ctc", "adversarial", "oracle"]),
 }
-LLAMA_ONLY = {*LEARNED, "cascade, ctc", "self_speculative"}
+LLAMA_ONLY = {*LEARNED, "merged, ctc", "merged, eagle", "cascade, ctc", "self_speculative"}
 CACHES = ["static", "dynamic"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 
@@ -193,6 +193,8 @@ def session(make_base, make_drafter, make_learned):
     def make(name, runner, prompt, truth, sampler="greedy", max_nodes=1024):
         if name in LEARNED:
             drafter = make_learned(name, runner.base)
+        elif name.startswith("merged"):
+            drafter = drafters.Merged(make_learned(name.split()[1], runner.base), drafters.Joint(), num_nodes=12)
         elif name == "cascade, ctc":  # the learned drafter rewinds whenever the draft model does
             other = other_runner(runner, make_base)
             drafter = drafters.DraftModel(DraftModelSession(other, make_learned("ctc", other.base)), num_draft=4)
@@ -364,6 +366,27 @@ def test_after_steps_without_drafts_a_learned_drafter_drafts_as_if_it_had_drafte
     assert drafter.draft_forwards == forwards, "nothing was drafted"
     assert drafter.propose(paused.seq, Limits(4, draft_seed=1)) == seen[len(paused.seq)]
     assert len(seen[len(paused.seq)]) > 3
+
+
+@pytest.mark.parametrize("name", ["merged, ctc", "merged, eagle"])
+@torch.inference_mode()
+def test_the_learned_part_of_a_merged_drafter_keeps_in_step_with_the_text(session, make_base, name):
+    """Its trees are those of `draft_at`, which reads the hidden states of a forward over the text so far."""
+    base, prompt = make_base(predictable=True), prompt_of(17)
+    writing = session(name, Runner(base), prompt, alone(base, prompt, LENGTH))
+    learned, limits = writing.drafter.learned, Limits(4)
+    writing.begin(prompt)
+    writing.step(17 + LENGTH)
+    nodes, drafted_otherwise = 0, 0
+    while len(writing.seq) < 17 + LENGTH - 6:
+        ids = torch.tensor(writing.seq)
+        hidden = base.model(ids[None], output_hidden_states=True).hidden_states[-1][0]
+        (expected,) = learned.draft_at(hidden, ids, torch.tensor([len(ids) - 1]), base.base_weights, limits)
+        assert learned.propose(writing.seq, limits) == expected
+        nodes += len(expected)
+        drafted_otherwise += writing.drafter.propose(writing.seq, limits) != expected
+        writing.step(17 + LENGTH, max_nodes=0 if len(ids) % 3 == 0 else None)
+    assert nodes > 10 and drafted_otherwise > 2, "otherwise the merged tree is the learned one's"
 
 
 @each_drafter

@@ -130,6 +130,22 @@ def test_an_unknown_name_or_value_is_refused_with_the_valid_ones(base, spec, sai
     assert said in refusal(spec, base)
 
 
+def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
+    folder, runner = save(config), Runner(base)
+    merged = catalogue.make(f"merged={folder}:num_nodes=6,order=2,min_probability=0.001", runner)
+    assert (merged.num_nodes, merged.learned.draft_options.num_nodes, merged.ngrams.order) == (6, 18, 2)
+    assert type(merged.learned) is drafters.CTC and merged.min_probability == 0.001
+    result = Session(runner, merged).run([5, 6, 7], 8)
+    assert result.tokens == Session(runner, catalogue.make("none", runner)).run([5, 6, 7], 8).tokens
+    automatic = catalogue.make_session(f"merged={folder}:num_nodes=auto", runner)
+    assert automatic.drafter.num_nodes == 64 and not automatic.budget.is_whole
+    assert "need num_nodes >= 1" in refusal(f"merged={folder}:num_nodes=0", base)
+    drawing = save(replace(config, init_args=config.init_args | {"draws": 2}), "drawing")
+    assert "set draws of the learned drafter to 0" in refusal(f"merged={drawing}", base)
+    other = save(replace(config, base=replace(base.shape, num_layers=3)), "other")
+    assert "trained for toy-llama with num_layers 3" in refusal(f"merged={other}", base)
+
+
 @pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])
 def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, save, name):
     drafter = catalogue.make(f"ctc={save(config, name)}:num_nodes=4,min_probability=0.001", Runner(base))

@@ -141,7 +141,15 @@ def test_nothing_is_left_of_a_new_output(line, run, tmp_path):
 
 def test_every_command_with_an_output_is_tested():
     tested = {line.split()[0] for line in (*COMMANDS, *NEW)}
-    assert tested == commands.COMMANDS.keys() - {"chat", "verify", "doctor", "show-mask", "serve", "serve-command", "push"}
+    assert tested == commands.COMMANDS.keys() - {
+        "chat",
+        "verify",
+        "doctor",
+        "show-mask",
+        "serve",
+        "serve-command",
+        "push",
+    }
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from data.tokenizer import tokenizer_hash
 from drafters import CTC, checkpoint, recipe
 from inference.engine.base import load_base
 from inference.engine.runner import Runner
-from inference.registry import catalogue
+from inference.registry import builders, catalogue
 from train.cli.commands import main
 from train.export.export import model_card
 
@@ -167,9 +167,9 @@ def test_a_later_commit_does_not_change_what_a_spec_loads(server, folder, base, 
     (folder / "README.md").write_text("---\n---\nanother card")
     main(["push", str(folder), "ada/drafter", "--public", "true"])
     assert server.private == {"ada/drafter": True} and len(server.commits["ada/drafter"]) == 3
-    found = catalogue.drafter_folder(catalogue.split(spec)[1])
+    found = builders.drafter_folder(catalogue.split(spec)[1])
     assert "another card" not in (found / "README.md").read_text()
-    latest = catalogue.drafter_folder("ada/drafter@main")
+    latest = builders.drafter_folder("ada/drafter@main")
     assert "another card" in (latest / "README.md").read_text()
 
 

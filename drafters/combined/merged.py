@@ -1,0 +1,179 @@
+"""The merged drafter: the prefixes of a learned drafter and n-grams in one tree, by probability of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+
+from drafters.combined.mixing import Evidence, LogisticMixer, combine
+from drafters.protocol import UNLIMITED, Drafter, LearnedDrafter, Limits, RequiredOutputs, StepResult
+from drafters.training_free.joint import Joint
+from drafters.tree import ROOT, DraftTree
+
+
+@dataclass
+class Node:
+    """The root or a node of a merged tree.
+
+    Args:
+        contexts: The n-gram contexts that end with its token.
+        learned: The node of the learned drafter's tree with the same path, or `ROOT`; None if there is none.
+        depth: 0 for the root.
+        probability: Estimated probability of its path.
+        candidates: The tokens that may follow it, each with what both drafters say about it.
+        children: The places of its children among all nodes, by token.
+    """
+
+    contexts: Sequence[int]
+    learned: int | None = ROOT
+    depth: int = 0
+    probability: float = 1.0
+    candidates: list[tuple[int, Evidence]] = field(default_factory=list)
+    children: dict[int, int] = field(default_factory=dict)
+
+
+class Merged(Drafter):
+    """A learned drafter and n-grams draft one tree together. Our own method.
+
+    The learned drafter's tree says how probable each token is after each of its nodes, and the joint drafter's sources
+    say the same after any tokens. Both probabilities are mixed by logistic regression, whose weights are learned online
+    from what the base emitted (`LogisticMixer`). The tree takes the most probable nodes first, whoever named them, so
+    n-grams continue the learned drafter's prefixes and fill gaps between them.
+
+    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed.
+
+    Args:
+        learned: The learned drafter, which gives a probability for each node of its trees. It should draft about three
+            times as many nodes as the merged tree takes, since some that it finds improbable are those of n-grams too.
+        ngrams: The joint drafter, of which the options ``num_nodes`` and ``min_probability`` do not matter here.
+        num_nodes: Largest number of nodes of the merged tree.
+        min_probability: A node whose estimated probability is below this is not fed.
+
+    Raises:
+        ValueError: An option is out of range, or the learned drafter samples its drafts.
+    """
+
+    def __init__(
+        self, learned: LearnedDrafter, ngrams: Joint, num_nodes: int = 32, min_probability: float = 0.01
+    ) -> None:
+        if num_nodes < 1 or not 0 < min_probability < 1:
+            raise ValueError(f"need num_nodes >= 1 and 0 < min_probability < 1, not {num_nodes} and {min_probability}")
+        if learned.samples_drafts:
+            raise ValueError(
+                "a merged tree would not be exact with drafts that are drawn at random: set draws of the learned "
+                "drafter to 0"
+            )
+        self.learned, self.ngrams = learned, ngrams
+        self.num_nodes, self.min_probability = num_nodes, min_probability
+        self.required_outputs = RequiredOutputs(learned.required_outputs.hidden_layers, ngrams.required_outputs.top_k)
+        self.draft_forwards = learned.draft_forwards
+        self._mixer, self._nodes = LogisticMixer(), list[Node]()
+
+    def reset(self) -> None:
+        self.learned.reset()
+        self.ngrams.reset()
+        self._mixer, self._nodes = LogisticMixer(), []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.learned.begin(prompt)
+        self.ngrams.begin(prompt)
+        self._nodes = []
+
+    def rewind(self, length: int) -> None:
+        self.learned.rewind(length)
+        self.ngrams.rewind(length)
+        self._nodes = []
+
+    def observe(self, step: StepResult) -> None:
+        self._learn(step.emitted)
+        self.learned.observe(step)
+        self.ngrams.observe(step)
+
+    def _learn(self, emitted: Sequence[int]) -> None:
+        """Judge what was said about each emitted token that the tree has candidates for."""
+        place: int | None = 0
+        for token in emitted if self._nodes else ():
+            if place is None:
+                return
+            node = self._nodes[place]
+            for candidate, evidence in node.candidates:
+                self._mixer.learn(evidence, candidate == token)
+            place = node.children.get(token)
+
+    # ---- drafting
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        room, max_depth = min(self.num_nodes, limits.max_nodes), limits.max_depth
+        root = Node(self.ngrams.contexts_after(seq))
+        self._nodes = [root]
+        if min(room, max_depth) < 1:
+            self.ngrams.expect(DraftTree(), [root.contexts])
+            return DraftTree()
+        # Its whole tree, of which the budget takes the nodes that are most probable in view of both.
+        learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
+        self.draft_forwards = self.learned.draft_forwards
+        learned_children = _conditional_probabilities(learned)
+        tokens: list[int] = []
+        parents: list[int] = []
+        # Of nodes that may be taken: (-probability, place of the parent, token).
+        heap: list[tuple[float, int, int]] = []
+        place = 0
+        while True:
+            node = self._nodes[place]
+            if node.depth < max_depth and not (place and tokens[-1] in limits.eos):
+                for token, probability in self.following(node, learned_children):
+                    if node.probability * probability >= self.min_probability:
+                        heappush(heap, (-node.probability * probability, place, token))
+            if not heap or len(tokens) == room:
+                break
+            negative, above, token = heappop(heap)
+            parent = self._nodes[above]
+            place = parent.children[token] = len(self._nodes)
+            self._nodes.append(
+                Node(
+                    self.ngrams.extended(parent.contexts, token),
+                    None if parent.learned is None else learned.child(parent.learned, token),
+                    parent.depth + 1,
+                    -negative,
+                )
+            )
+            tokens.append(token)
+            parents.append(above - 1)
+        tree = DraftTree(tokens, parents, probabilities=[node.probability for node in self._nodes[1:]])
+        self.ngrams.expect(tree, [node.contexts for node in self._nodes])
+        return tree
+
+    def following(self, node: Node, learned_children: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
+        """Find the tokens that may follow a node, and keep what both drafters say about them.
+
+        Args:
+            node: The node.
+            learned_children: For each node of the learned drafter's tree, the probabilities of its children.
+
+        Returns:
+            (token, probability) pairs.
+        """
+        learned = {} if node.learned is None else learned_children.get(node.learned, {})
+        least = self.min_probability / node.probability
+        ngrams = {token: probability for probability, token in self.ngrams.following(node.contexts, least)}
+        node.candidates = combine(learned, ngrams)
+        return [(token, self._mixer.probability(evidence)) for token, evidence in node.candidates]
+
+
+def _conditional_probabilities(tree: DraftTree) -> dict[int, dict[int, float]]:
+    """For the root and each node with children, the probability of each child's token given the path above.
+
+    Raises:
+        ValueError: The drafter gives no probabilities.
+    """
+    if len(tree) != len(tree.probabilities):
+        raise ValueError(
+            "this drafter gives no probabilities for the nodes of its tree, so n-grams cannot be merged into it: train "
+            "or export it with another kind of tree (CTC: prefix or chain, Medusa: no static tree)"
+        )
+    children: dict[int, dict[int, float]] = {}
+    for token, parent, probability in zip(tree.tokens, tree.parents, tree.probabilities, strict=True):
+        above = 1.0 if parent == ROOT else tree.probabilities[parent]
+        children.setdefault(parent, {})[token] = probability / above if above else 0.0
+    return children

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from inference.engine.session import StepCost
 
@@ -23,6 +23,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        disable_created_metrics()  # when each counter was made, which would double the lines
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:

@@ -89,7 +89,8 @@ def test_many_clients_with_aborts_and_mistakes_leave_nothing_behind(long_base, s
         running.wait_until_idle()
         gc.collect()
         growth, counts = resident() - memory, {kind: done.count(kind) for kind in sorted(set(done))}
-        print(f"{counts}, memory {growth / (1 << 20):+.1f} MiB, threads {threads} -> {threading.active_count()}")
+        with capfd.disabled():
+            print(f"{counts}, memory {growth / (1 << 20):+.1f} MiB, threads {threads} -> {threading.active_count()}")
         assert len(done) == NUM_REQUESTS // NUM_CLIENTS * NUM_CLIENTS and len(counts) == 4
         assert threading.active_count() <= threads + 1
         assert growth < MAX_GROWTH

@@ -1,5 +1,6 @@
 """The server's replies to the real ``openai`` client: equal to our own `generate`, and to the base's own forward."""
 
+import http.client
 import json
 import re
 import urllib.error
@@ -193,7 +194,6 @@ REFUSED = {
     ),
     "half a surrogate pair": (b'{"model": "\\ud800"}', 400, "half of a surrogate pair"),
     "nesting": (b"[" * 5000, 400, "the body cannot be read"),
-    "a long body": (b" " * ((1 << 20) + 1), 413, "more than 1048576 bytes"),
 }
 
 
@@ -219,6 +219,17 @@ def test_a_bad_request_is_refused_in_one_line(server, name, capfd):
     assert (found, error["type"]) == (status, "invalid_request_error")
     assert message in error["message"] and "\n" not in error["message"]
     assert capfd.readouterr() == ("", ""), "nothing is logged"
+
+
+def test_a_long_body_is_refused_before_it_arrives(server):
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str((1 << 20) + 1))
+    connection.endheaders()
+    reply = connection.getresponse()
+    assert reply.status == 413 and "more than 1048576 bytes" in json.load(reply)["error"]["message"]
+    connection.close()
 
 
 def test_bad_completions_and_routes_are_refused(server):

@@ -19,6 +19,7 @@ TEMPLATE = Path(__file__).with_name("leaderboard.html.j2")
 FILTERS = ("base", "dtype", "benchmark", "temperature")
 MAX_TIMING_ERROR = 0.1  # of a speed-up that is shown without a remark
 UNKNOWN = "unknown"
+NO_FINGERPRINT = "prompts unknown"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _remarks(summary: Summary, context: dict[str, Any], conditions: dict[str, st
     if summary.drafter in str(context.get("budget", "")):
         remarks.append("automatic budget: acceptance depends on times")
     if conditions["prompts"].startswith(UNKNOWN):
-        remarks.append("prompts unknown")
+        remarks.append(NO_FINGERPRINT)
     return remarks
 
 
@@ -164,6 +165,7 @@ def _row(number: int, entry: Entry) -> dict[str, Any]:
         "lossless": summary.identical / summary.questions,
         "identical": f"{summary.identical}/{summary.questions}",
         "remarks": "; ".join(entry.remarks),
+        "is_marked": entry.remarks not in ((), (NO_FINGERPRINT,)),
         "evaluation": entry.evaluation,
         "date": entry.date,
     }

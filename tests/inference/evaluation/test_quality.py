@@ -14,7 +14,15 @@ import pytest
 from data.benchmarks import Checks, Question, load_questions
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation.evaluate import EvaluationOptions, evaluate
-from inference.evaluation.quality import final_number, needs_code, program, quality_of, score
+from inference.evaluation.quality import (
+    final_number,
+    has_math_verify,
+    needs_code,
+    needs_math_verify,
+    program,
+    quality_of,
+    score,
+)
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.results.records import Answer, Turn
 from inference.sandbox.sandbox import choose_isolation, held_locks
@@ -284,3 +292,13 @@ def test_without_bubblewrap_and_landlock_code_is_run_only_where_a_weak_sandbox_i
         allowed = process.submit(evaluate_code, code_file, True).exception()
         assert "no base" in str(allowed), "the next mistake"
         assert process.submit(choose_isolation, True).result() in ("seccomp", "hook")
+
+
+def test_mathematics_is_judged_by_math_verify_or_not_at_all():
+    asked = questions("\\left( 3, \\frac{\\pi}{2} \\right)", "\\frac{14}{3}", "277", "p - q")
+    texts = ["So \\boxed{(3, \\pi/2)}.", "it is $\\dfrac{14}{3}$", "2 + 275 = 277, \\boxed{278}", "no answer"]
+    if has_math_verify():
+        assert score("math500", asked, texts) == score("aime26", asked, texts) == {"exact match": 50}
+    else:
+        assert score("math500", asked, texts) == {} and needs_math_verify("math500:plain")
+    assert not needs_math_verify("gsm8k")

@@ -44,8 +44,8 @@ def read_any(row: Mapping, index: int) -> Question:
     if any(SPEED_BENCH_PLACEHOLDER in turn for turn in turns):
         raise ValueError("its text has to be fetched first by SPEED-Bench's own script, prepare_data.py")
     number = row.get("question_id")
-    is_number = isinstance(number, int) and not isinstance(number, bool)
-    return Question(number if is_number else index, str(row.get("category", "all")), turns)
+    own_id = number if isinstance(number, int) and not isinstance(number, bool) else index
+    return Question(own_id, str(row.get("category", "all")), turns)
 
 
 def read_instruction(row: Mapping, index: int) -> Question:

@@ -87,8 +87,8 @@ def sample_base(
         for (text, count), probabilities in zip(growing.items(), rows, strict=True):
             drawn = rng.multinomial(count, probabilities / probabilities.sum())
             for token in np.flatnonzero(drawn).tolist():
-                of = ended if token in base.eos else longer
-                of[(*text, token)] = int(drawn[token])
+                extended = (*text, token)
+                (ended if token in base.eos else longer)[extended] = int(drawn[token])
         growing = longer
     return ended | growing
 

@@ -200,7 +200,10 @@ def verify(
         if sampling.temperature > 0 and distribution.texts:
             tested = prompts[:MAX_TESTED_PROMPTS]
             requests = [*_requests(base, tested, distribution, sampling)]
-            references = [sample_base(base, *each, REFERENCE_FACTOR * num_texts) for *each, num_texts in requests]
+            references = [
+                sample_base(base, prompt, num_tokens, options, REFERENCE_FACTOR * num_texts)
+                for prompt, num_tokens, options, num_texts in requests
+            ]
             for spec, session in bars.track(sessions.items(), description="distribution"):
                 drafted = [sample_drafted(session, *each) for each in requests]
                 tests[spec] = compare_distributions(references, drafted, ERROR_RATE / len(sessions))

@@ -115,8 +115,8 @@ def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pair
             if shared:
                 label = own if own == its else f"{own} → {its}"
                 errors = [r.summaries[benchmark][name].timing_error for r, name in ((before, own), (after, its))]
-                columns = [[each[number] for number in shared] for each in answers]
-                found.append(_Pairing(benchmark, label, *columns, (errors[0], errors[1])))
+                ours, its_own, base, its_base = ([each[number] for number in shared] for each in answers)
+                found.append(_Pairing(benchmark, label, ours, its_own, base, its_base, (errors[0], errors[1])))
     if not found:
         raise ValueError(
             f"{before.name} and {after.name} share no answered question of a drafter: compare evaluations of the same "

@@ -86,7 +86,7 @@ def log_text(logger: Logger, name: str, text: str, step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(name, text, step)
     elif isinstance(logger, WandbLogger):
-        logger.log_text(name, columns=["step", "text"], data=[[step, text]])
+        logger.log_text(name, columns=["step", "text"], data=[[str(step), text]])
     elif isinstance(logger, MLFlowLogger):
         logger.experiment.log_text(logger.run_id, text, f"{name}/{step}.md")
     elif isinstance(logger, CSVLogger):

@@ -1,4 +1,4 @@
 """What other programs call: `generate`, `stream`, transformers' `custom_generate`, and the encoding of prompts.
 
-May import `engine`, `registry` and `results`.
+May import `engine`, `compiled`, `registry` and `results`.
 """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import encode_prompt
 from drafters.protocol import Drafter
+from inference.compiled.runner import make_runner
 from inference.engine.base import Base
 from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind
@@ -69,6 +70,7 @@ def generate(
     logits_processor: Sequence[LogitsProcessor] = (),
     check: bool = True,
     budget: Budget = "fixed",
+    compile: bool = False,
 ) -> list[Generated]:
     """Generate a text for each prompt: the same tokens as without a drafter, in fewer base forwards.
 
@@ -97,6 +99,8 @@ def generate(
             ``fixed``, the drafter's own number; or ``auto``, as many as pay for their time, up to that number. The
             tokens are the same, but with ``auto`` their number per step depends on the clock. What was learned about a
             drafter given by its name is kept with the model between calls.
+        compile: Whether decoding steps are compiled, see `inference.compiled.runner`. What is compiled is kept with the
+            model between calls.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -107,7 +111,7 @@ def generate(
     base, encoded_prompts, eos = _prepare(base, tokenizer, prompts, max_new_tokens, eos, check)
     sampling = SamplingOptions(temperature, top_k, top_p, seed)
     samplers = [replace(sampling, seed=seed + index).sampler(logits_processor) for index in range(len(encoded_prompts))]
-    with acquire_runner(base, cache) as runner:
+    with acquire_runner(base, cache, compile) as runner:
         built = make_drafter(drafter, runner)
         controller = kept_budget(drafter, built, runner, budget)
         generations = [
@@ -134,12 +138,13 @@ def stream(
     logits_processor: Sequence[LogitsProcessor] = (),
     check: bool = True,
     budget: Budget = "fixed",
+    compile: bool = False,
 ) -> Iterator[str]:
     """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
     Args:
         base, prompt, drafter, tokenizer, max_new_tokens, temperature, top_k, top_p, seed, eos, cache, logits_processor,
-            check, budget: As in `generate`.
+            check, budget, compile: As in `generate`.
 
     Raises:
         ValueError: As in `generate`; raised by the call itself, not with the first piece.
@@ -148,12 +153,12 @@ def stream(
     if len(encoded_prompts) != 1:
         raise ValueError(f"stream writes one text: pass one prompt, not {len(encoded_prompts)}")
     sampler = SamplingOptions(temperature, top_k, top_p, seed).sampler(logits_processor)
-    with acquire_runner(base, cache):
+    with acquire_runner(base, cache, compile):
         pass  # refuses a base now, not with the first piece
 
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)
-        with acquire_runner(base, cache) as runner:
+        with acquire_runner(base, cache, compile) as runner:
             built = make_drafter(drafter, runner)
             session = Session(runner, built, sampler, budget=kept_budget(drafter, built, runner, budget))
             for emitted, _ in session.decode(encoded_prompts[0], max_new_tokens, eos):
@@ -198,15 +203,15 @@ class IncrementalDetokenizer:
         return _decode(self.tokenizer, self._last_piece + self._waiting)[len(prefix) :]
 
 
-class _RunnerPool(dict[CacheKind, Runner]):
-    """The idle runners of a model, by kind of cache; copies of the model start with an empty pool."""
+class _RunnerPool(dict[tuple[CacheKind, bool], Runner]):
+    """The idle runners of a model, by cache and whether they are compiled; copies of the model start with none."""
 
     def __reduce__(self) -> tuple[type[_RunnerPool], tuple[()]]:
         return _RunnerPool, ()
 
 
 @contextmanager
-def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
+def acquire_runner(base: Base, cache: CacheKind = "static", compile: bool = False) -> Iterator[Runner]:
     """Use the runner of a model, which keeps its buffers between calls and is freed with the model.
 
     While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time. If the
@@ -215,22 +220,23 @@ def acquire_runner(base: Base, cache: CacheKind = "static") -> Iterator[Runner]:
     Args:
         base: The base.
         cache: Kind of the KV cache.
+        compile: Whether its steps are compiled.
 
     Raises:
-        ValueError: `Runner` cannot feed draft trees to this model.
+        ValueError: The runner cannot feed draft trees to this model, or cannot compile it.
     """
     model = base.model
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
     # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    runner = pool.pop(cache, None)
+    runner = pool.pop((cache, compile), None)
     if not runner or runner.state != model_state(model) or (base.check and not runner.base.check):
-        runner = Runner(base, cache)
+        runner = make_runner(base, compile, cache)
     runner.base = base
     try:
         yield runner
     finally:
-        pool[cache] = runner
+        pool[cache, compile] = runner
 
 
 def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:

@@ -69,6 +69,7 @@ class Speculation:
             transformers' own cache.
         check: Whether the model is examined before it is used, as in `generation.generate`.
         budget: How many draft tokens a step feeds, as in `generation.generate`.
+        compile: Whether decoding steps are compiled, as in `generation.generate`.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class Speculation:
         cache: CacheKind = "static",
         check: bool = True,
         budget: Budget = "fixed",
+        compile: bool = False,
     ) -> None:
         self.drafter, self.tokenizer, self.cache, self.check = drafter, tokenizer, cache, check
         self.budget: Budget = budget
+        self.compile = compile
         self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter, BudgetController | None] | None = None
         self._in_use = threading.Lock()
@@ -149,7 +152,7 @@ class Speculation:
         eos = frozenset(chain.from_iterable(each.eos_token_id.flatten().tolist() for each in eos_criteria))
         base = self._base(model)
         self.generations = []
-        with acquire_runner(base, self.cache) as runner:
+        with acquire_runner(base, self.cache, self.compile) as runner:
             max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
             for index, prompt in enumerate(prompts):
                 processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, index, len(prompt))

@@ -1,4 +1,4 @@
 """``drafters chat``: a conversation in the terminal.
 
-May import `engine`, `registry`, `api`, `results` and `reporting`.
+May import `engine`, `compiled`, `registry`, `api`, `results` and `reporting`.
 """

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from inference.api.generation import IncrementalDetokenizer
 from inference.api.prompts import encode_messages
 from inference.chat.answer_display import AnswerDisplay
 from inference.chat.chat_session import ChatSession
+from inference.compiled.runner import make_runner
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.engine.runner import Runner
@@ -72,6 +74,7 @@ class Chat:
         max_new_tokens: Maximum number of tokens of an answer.
         sampling: How the base's tokens are chosen.
         budget: How many draft tokens a step feeds, as in `drafters eval`.
+        compile: Whether decoding steps are compiled.
     """
 
     def __init__(
@@ -84,12 +87,13 @@ class Chat:
         max_new_tokens: int = 512,
         sampling: SamplingOptions | None = None,
         budget: Budget = "fixed",
+        compile: bool = False,
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
         self.messages: list[tuple[str, str]] = []
         self.last_answer: LastAnswer | None = None
         self.compares_next = False
-        self._runner = Runner(base)
+        self._compile, self._runner = compile, make_runner(base, compile)
         self._set_max(str(max_new_tokens))
         self.sampling, self.budget = sampling or SamplingOptions(), budget
         self._sampler = make_chat_sampler(self.sampling)
@@ -205,6 +209,11 @@ class Chat:
             f"{fed} fed a step"
         )
 
+    @cached_property
+    def _other_runner(self) -> Runner:
+        """A runner for comparisons, which leave the cache of the chat as it is."""
+        return make_runner(self.base, self._compile)
+
     def _why_it_ended(self, generation: Generation, prompt_length: int, was_stopped: bool) -> str:
         """What the line of figures adds about the end of an answer; nothing after an end-of-sequence token."""
         if generation.tokens[-1] in self.base.eos:
@@ -220,7 +229,7 @@ class Chat:
 
         What was in the cache before the answer is put there for the comparison too, and is not timed.
         """
-        session = Session(Runner(self.base), NoDrafter(), answer.sampler)
+        session = Session(self._other_runner, NoDrafter(), answer.sampler)
         session.begin(answer.prompt, reserve=len(answer.prompt) + RESERVED_FOR_DRAFTS)
         session.prefill(answer.num_cached)
         end = len(answer.prompt) + len(answer.generation.tokens)
@@ -293,6 +302,7 @@ def chat(
     max_new_tokens: int = 512,
     template: str = "tokenizer",
     budget: Budget = "fixed",
+    compile: bool = False,
 ) -> None:
     """Talk to a base; accepted draft tokens are green, and acceptance length and speed are shown below each answer.
 
@@ -308,9 +318,11 @@ def chat(
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
             the drafter's own number; or auto, as many as pay for their time, up to that number.
+        compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same; each shape takes
+            some seconds to compile when it first occurs.
     """
     console = SafeConsole(highlight=False)
-    conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling, budget)
+    conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling, budget, compile)
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -77,9 +77,8 @@ class BufferCache(Cache):
         Raises:
             ValueError: The layer's keys and values have other sizes than those of the first layer.
         """
-        if self.buffer is None or length > self.capacity:
-            self.capacity = max(self.capacity, length + length // 2)
-            self._grow(keys, values)
+        if not self.views or length > self.capacity:
+            self._grow(length, keys, values)
         views = self.views[layer]
         if any(new.shape[1::2] != view.shape[1::2] for new, view in zip((keys, values), views, strict=True)):
             raise ValueError(
@@ -91,11 +90,12 @@ class BufferCache(Cache):
     def positions(self, start: int, end: int) -> Tensor:
         """Return the positions from ``start`` to ``end``, built once per forward for all layers."""
         if self._positions is None or self._positions[:2] != (start, end):
-            self._positions = start, end, torch.arange(start, end, device=self.allocated.device)
+            self._positions = start, end, torch.arange(start, end, device=self.views[0][0].device)
         return self._positions[2]
 
-    def _grow(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate a buffer of the current capacity and copy the old one into it."""
+    def _grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        """Allocate a larger buffer for ``length`` positions and copy the old one into it."""
+        self.capacity = max(self.capacity, length + length // 2)
         _, num_heads, _, key_dim = keys.shape
         value_dim, num_layers = values.shape[-1], len(self._buffer_layers)
         grown = keys.new_empty(2, num_layers, 1, num_heads, self.capacity, max(key_dim, value_dim))

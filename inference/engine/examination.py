@@ -188,11 +188,21 @@ def _limit(model: Any, own: Tensor, effect: float) -> float:
         own: Its logits.
         effect: Difference that a wrong mask and wrong positions make.
     """
-    is_exact = {own.dtype, model.dtype} <= {torch.float32, torch.float64}
+    lowest, highest = rounding_limits(model, own.dtype)
+    return min(max(effect / 4, lowest), highest)
+
+
+def rounding_limits(model: Any, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the differences that are always and never taken for rounding.
+
+    Args:
+        model: The model.
+        dtype: Dtype of its logits.
+    """
+    is_exact = {dtype, model.dtype} <= {torch.float32, torch.float64}
     is_exact &= getattr(model.config, "quantization_config", None) is None
     is_exact &= torch.get_float32_matmul_precision() == "highest"
-    lowest, highest = EXACT_LIMITS if is_exact else ROUNDED_LIMITS
-    return min(max(effect / 4, lowest), highest)
+    return EXACT_LIMITS if is_exact else ROUNDED_LIMITS
 
 
 def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:

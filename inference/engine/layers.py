@@ -170,7 +170,7 @@ def run_base(
     position_ids: Tensor,
     masks: Mapping[str, Tensor | None],
     cache: Cache,
-    num_logits: int,
+    num_logits: int | None,
     layers: Collection[int] = (),
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Run the base on new tokens behind a cache.
@@ -186,16 +186,18 @@ def run_base(
         masks: Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain
             causal attention, which is right for an empty cache or a single new token.
         cache: Keys and values of the tokens before; it grows by S.
-        num_logits: Number of last tokens whose logits are returned.
+        num_logits: Number of last tokens whose logits are returned; None for all of them.
         layers: Requested layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
 
     Returns:
         Logits (num_logits, V), and the states (1, S, D) of the requested layers.
     """
     base: Any = model  # torch types the attributes of a module as Tensor | Module
+    last = slice(None) if num_logits is None else slice(-num_logits, None)
     if base.config.model_type in PLAIN_MODEL_TYPES:
         states = compute_hidden_states(base.base_model, input_ids, position_ids, masks, cache, layers)
-        return base.get_output_embeddings()(states[-1][0, -num_logits:]), states
+        return base.get_output_embeddings()(states[-1][0, last]), states
+    keep = {"logits_to_keep": num_logits} if num_logits and takes_argument(base.__class__, "logits_to_keep") else {}
     outputs = base(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -204,9 +206,9 @@ def run_base(
         use_cache=True,
         output_hidden_states=bool(layers),
         return_dict=True,
-        **({"logits_to_keep": num_logits} if takes_argument(base.__class__, "logits_to_keep") else {}),
+        **keep,
     )
-    return outputs.logits[0, -num_logits:], {layer: outputs.hidden_states[layer] for layer in layers}
+    return outputs.logits[0, last], {layer: outputs.hidden_states[layer] for layer in layers}
 
 
 def _mask_argument(masks: Mapping[str, Tensor | None]) -> Any:

@@ -48,6 +48,8 @@ class EvaluationOptions:
             the drafter's own number; or auto, as many as pay for their time, up to that number. The text is the same;
             with auto the acceptance length depends on times, so compare acceptance with fixed. A drafter's option
             num_nodes=auto asks for auto, up to 64 nodes.
+        compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same. Each shape takes
+            some seconds to compile when it first occurs, which wall times include and typical step times do not.
         devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs. A drafter that
             remembers earlier texts (joint, token_recycling, self_draft, ouroboros) then learns only from those of its
             own process and accepts less. Processes on one CPU disturb each other's times.
@@ -65,6 +67,7 @@ class EvaluationOptions:
     drafter: list[str] | None = None
     typical: bool = False
     budget: Budget = "fixed"
+    compile: bool = False
     devices: int | Literal["auto"] = 1
     repeats: int | Literal["auto"] = "auto"
     max_repeats: int = 5
@@ -179,6 +182,7 @@ def make_plan(
         check=model.check,
         packed=model.packed,
         max_repeats=options.max_repeats,
+        compile=options.compile,
     )
 
 

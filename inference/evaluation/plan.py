@@ -42,6 +42,7 @@ class EvaluationPlan:
         check: Whether the base is examined; see `load_base`.
         packed: Whether the base's weights are packed; see `load_base`.
         max_repeats: Maximum number of repeats with ``auto``.
+        compile: Whether decoding steps are compiled.
     """
 
     base: str
@@ -59,6 +60,7 @@ class EvaluationPlan:
     packed: bool = False
     max_repeats: int = 1
     budget: Budget = "fixed"
+    compile: bool = False
 
     def num_answers(self, benchmarks: Iterable[str]) -> int:
         """Number of answers that all drafters give to benchmarks in one repeat."""
@@ -98,6 +100,7 @@ class EvaluationPlan:
             # Left out where they are what they were before they could be chosen: older journals are still read.
             **({} if self.budget == "fixed" else {"budget": self.budget}),
             **({"packed": True} if self.packed else {}),
+            **({"compile": True} if self.compile else {}),
         }
 
     def indices_of_process(self, number: int, benchmark: str) -> list[int]:

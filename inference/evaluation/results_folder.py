@@ -95,7 +95,7 @@ def describe_run(answers: CollectedAnswers) -> dict[str, str]:
     context = {
         "base": plan.base,
         "dtype": f"{plan.dtype}, packed weights" if plan.packed else plan.dtype,
-        "device": f"{count}{device.type} ({machine}, {plan.threads} threads)",
+        "device": f"{count}{device.type} ({machine}, {plan.threads} threads{', compiled steps' * plan.compile})",
         "decoding": _describe_decoding(plan),
         "template": plan.template,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from data.files.terminal import SafeConsole
 from drafters.protocol import NoDrafter
+from inference.compiled.runner import make_runner
 from inference.engine.base import Base
 from inference.engine.options import ModelOptions, SamplingOptions
-from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, Sampler
 from inference.engine.session import Session, check_prompt
 from inference.evaluation.equality import (
@@ -92,7 +92,7 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
     """
     check_prompt(base, prompt, max_new_tokens)
     if not isinstance(sampler, Greedy):
-        return Session(Runner(base), NoDrafter(), sampler).run(prompt, max_new_tokens, base.eos).tokens
+        return Session(make_runner(base), NoDrafter(), sampler).run(prompt, max_new_tokens, base.eos).tokens
     ids = torch.tensor([prompt], device=base.model.device)
     num_tokens = min(max_new_tokens, base.context_length - len(prompt))
     return base.greedy(ids, torch.ones_like(ids), num_tokens)[0].tolist()
@@ -160,6 +160,7 @@ def verify(
     sampling: SamplingOptions,
     distribution: DistributionOptions,
     drafter: list[str],
+    compile: bool = False,
 ) -> None:
     """Decode prompts with and without each drafter, and compare the answers token by token.
 
@@ -175,6 +176,7 @@ def verify(
     Args:
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all of
             them. May be repeated.
+        compile: Compile the base's decoding steps to graphs of fixed shapes.
     """
     if min(distribution.texts, distribution.text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")
@@ -183,7 +185,7 @@ def verify(
     sampler = sampling.sampler()
     selected = selection.select(base, questions)
     prompts, max_new_tokens = selected.prompts, selection.max_new_tokens
-    runner = Runner(base)
+    runner = make_runner(base, compile)
     sessions = {spec: catalogue.make_session(spec, runner, sampler) for spec in drafter}
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = SafeConsole()

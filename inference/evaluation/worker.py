@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from data.files.validation import validated
+from inference.compiled.runner import make_runner
 from inference.engine.base import load_base
-from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler, Typical
 from inference.evaluation.answering import Slot, answer_questions, decoding_order
 from inference.evaluation.plan import EvaluationPlan
@@ -39,7 +39,7 @@ class Worker:
         self.gpu_use = timing.gpu_use(device)
         self._has_started = False
         self.base = load_base(plan.base, plan.dtype, device, plan.check, plan.packed)
-        runner = Runner(self.base)
+        runner = make_runner(self.base, plan.compile)
         options = plan.sampling
         exact = options.sampler()
         sampler: Sampler = exact

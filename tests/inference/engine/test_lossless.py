@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 import drafters
 from drafters import recipe
 from drafters.protocol import Limits
+from inference import compiled
+from inference.compiled.runner import make_runner
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession
 from inference.engine.runner import Runner
@@ -235,6 +237,27 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_
         accepted += sum(step.accepted for step in result.steps)
     if name != "none":
         assert accepted >= drafted / 10 > 0, "otherwise the text proves little"
+
+
+@pytest.fixture(scope="module")
+def compiled_runner(make_base):
+    """A runner of compiled steps, whose graphs are traced as one each and then run as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled.step, "BACKEND", "eager")
+        yield make_runner(make_base(predictable=True), compile=True)
+
+
+@pytest.mark.slow
+@each_drafter
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_with_compiled_steps_the_text_is_the_bases_own(session, compiled_runner, name, sampler):
+    base, prompt = compiled_runner.base, prompt_of(17)
+    expected = alone(base, prompt, LENGTH, sampler=sampler)
+    result = session(name, compiled_runner, prompt, expected, sampler).run(prompt, LENGTH)
+    assert result.tokens == expected
+    if name != "none":
+        drafted = sum(step.fed_candidates for step in result.steps)
+        assert sum(step.accepted for step in result.steps) >= drafted / 10 > 0
 
 
 @pytest.mark.slow

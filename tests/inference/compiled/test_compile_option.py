@@ -1,0 +1,61 @@
+"""The commands that decode compile their steps with ``--compile``, and give the texts they give without it."""
+
+import json
+
+import pytest
+import torch
+
+from inference.chat.command import Chat
+from inference.engine.options import ModelOptions, SamplingOptions
+from inference.evaluation.evaluate import evaluate
+from inference.evaluation.verify import PromptOptions, verify
+from train.cli.commands import grouped
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def folder(make_base, toy_tokenizer, tmp_path):
+    """A toy base, and a file with a question."""
+    make_base(dtype=torch.float32, context=256, layers=1, predictable=True).model.save_pretrained(tmp_path / "base")
+    toy_tokenizer.save_pretrained(tmp_path / "base")
+    question = {"question_id": 1, "category": "toy", "turns": ["w5 w6 w7 w5", "w9 w8"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    return tmp_path
+
+
+def test_verify_compares_compiled_steps_with_generate(folder, graphs, few_shapes, capsys):
+    selection = PromptOptions(questions=str(folder / "questions.jsonl"), max_new_tokens=12, template="vicuna_v1.1")
+    verify(ModelOptions(str(folder / "base")), selection, SamplingOptions(), ["prompt_lookup"], compile=True)
+    assert "Nothing is lost" in capsys.readouterr().out
+    assert graphs
+
+
+def test_eval_with_compiled_steps_gives_the_same_texts_and_says_so(folder, graphs, few_shapes):
+    arguments = {"base": str(folder / "base"), "questions": [str(folder / "questions.jsonl")], "repeats": 1}
+    arguments |= {"benchmark": ["mt_bench"], "drafter": ["prompt_lookup"], "max_new_tokens": 10, "device": "cpu"}
+    arguments |= {"template": "vicuna_v1.1"}
+    answers, devices = [], []
+    for name, compile in (("eager", False), ("compiled", True)):
+        assert not graphs
+        evaluate(**grouped(evaluate, arguments | {"compile": compile, "out": str(folder / name)}))
+        lines = [path.read_text() for path in sorted((folder / name / "answers").rglob("*.jsonl"))]
+        answers.append([json.loads(each)["choices"][0]["token_ids"] for each in lines])
+        devices.append(json.loads((folder / name / "results.json").read_text())["context"]["device"])
+    assert graphs
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+    assert ["compiled steps" in device for device in devices] == [False, True]
+
+
+def test_a_chat_and_its_comparison_are_compiled(folder, graphs, few_shapes):
+    from rich.console import Console
+
+    base = ModelOptions(str(folder / "base")).load()
+    with (folder / "shown").open("w") as file:
+        chat = Chat(base, Console(file=file, width=200), "prompt_lookup", "vicuna_v1.1", max_new_tokens=8, compile=True)
+        chat.handle_line("w5 w6 w5")
+        assert graphs
+        num_graphs = len(graphs)
+        chat.handle_line("/compare")
+        assert len(graphs) > num_graphs
+    assert "same" in (folder / "shown").read_text()

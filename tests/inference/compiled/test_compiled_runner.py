@@ -1,0 +1,159 @@
+"""Compiled steps: the texts, hidden states and caches of the eager engine, in one graph for each shape."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import drafters
+from drafters import DraftTree, RequiredOutputs
+from inference.api.generation import acquire_runner, generate, stream
+from inference.api.speculation import Speculation
+from inference.compiled import step
+from inference.compiled.runner import CompiledRunner, make_runner
+from inference.compiled.step import step_inputs, step_masks
+from inference.engine.runner import Runner
+from inference.engine.sampling import KeyedSampler
+from inference.engine.session import Session
+
+PROMPT = [5, 9, 7, 5, 9]
+NOTHING = RequiredOutputs()
+OTHER_BASES = [("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("olmo", "sdpa")]
+
+
+def random_tree(rng, size):
+    return DraftTree(rng.sample(range(40), size), [rng.randrange(-1, node) for node in range(size)])
+
+
+def greedy(base, prompt, max_new_tokens):
+    """The text of transformers' own `generate`."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    return base.model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("span", [5, 40])
+def test_the_masks_show_the_text_and_the_nodes_above_and_of_them_what_is_near(span):
+    rng, length, start, num_rows = random.Random(span), 32, 9, 9
+    pending, tree = [3, 4], random_tree(rng, 5)
+    spans = {"full_attention": 10**9, "sliding_attention": span, "chunked_attention": span}
+    inputs = torch.from_numpy(step_inputs(pending, tree, start, num_rows))
+    masks = step_masks(inputs, length, spans, torch.float32)
+    positions = [*range(start + 2), *(start + 1 + depth for depth in tree.depths)]  # of the slots that hold something
+    for row in range(7):
+        seen = {*range(start + min(row, 1) + 1)}
+        node = row - 2
+        while node >= 0:
+            seen.add(start + 2 + node)
+            node = tree.parents[node]
+        here = positions[start + row]
+        near = {
+            "full_attention": seen,
+            "sliding_attention": {slot for slot in seen if positions[slot] > here - span},
+            "chunked_attention": {slot for slot in seen if positions[slot] // span == here // span},
+        }
+        for kind, expected in near.items():
+            assert set((masks[kind][0, 0, row] == 0).nonzero().flatten().tolist()) == expected
+    for padding in (7, 8):
+        assert torch.equal(masks["full_attention"][0, 0, padding], masks["full_attention"][0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("llama", "sdpa"), *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHER_BASES)]
+)
+def test_texts_are_those_of_transformers_in_one_graph_for_each_shape(
+    make_base, adversary, graphs, few_shapes, kind, attention
+):
+    base = make_base(kind, attention, layers=1, predictable=True)
+    expected = greedy(base, PROMPT, 50)
+    runner = make_runner(base, compile=True)
+    result = Session(runner, adversary([*PROMPT, *expected], most=16)).run(PROMPT, 50)
+    assert result.tokens == expected
+    assert {step.fed > 13 for step in result.steps} == {False, True}, "some trees are larger than any graph"
+    assert {(rows, length) for rows, length, _ in runner._graphs} >= {(13, 32), (13, 64), (1, 32)}
+    assert len(graphs) == len(runner._graphs), "nothing was traced twice, and nothing broke a graph in two"
+
+
+def test_sampled_texts_hidden_states_and_caches_are_those_of_the_eager_engine(
+    make_base, make_random_ctc, graphs, few_shapes
+):
+    base = replace(make_base(predictable=True), check=False)
+    sampler = KeyedSampler(temperature=0.8, top_k=20, top_p=0.95, seed=5)
+    drafter = make_random_ctc(base, num_layers=2, hidden_layers=[0, 1, -1])
+    eager, compiled = Runner(base), make_runner(base, compile=True)
+    results = [Session(runner, drafter, sampler).run(PROMPT, 40) for runner in (eager, compiled)]
+    assert results[0].tokens == results[1].tokens
+    assert [each.fed for each in results[0].steps] == [each.fed for each in results[1].steps]
+    assert sum(each.accepted for each in results[0].steps) > 0
+    tree = DraftTree(range(3, 11), [-1, -1, 1, 2, 2, 3, 3, 3])
+    for pending, path in (([6], [1, 2, 4]), ([4, 5], [])):
+        theirs, ours = (runner.forward(pending, tree, drafter.required_outputs) for runner in (eager, compiled))
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours.hidden, theirs.hidden, rtol=0, atol=1e-9)
+        for runner in (eager, compiled):
+            runner.commit(path)
+    for ours, theirs in zip(compiled._cache.layers, eager._cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-9)
+
+
+def test_forwards_of_more_rows_are_eager_on_the_same_cache(make_base, graphs, few_shapes):
+    base, rng = replace(make_base(layers=1, context=128), check=False), random.Random(3)
+    runner, eager = make_runner(base, compile=True), Runner(base)
+    for length, size, kept in ((14, 0, 14), (1, 6, 15), (14, 2, 29), (1, 14, 9), (1, 0, 10)):
+        pending, tree = [rng.randrange(3, 40) for _ in range(length)], random_tree(rng, size)
+        ours, theirs = (each.forward(pending, tree, NOTHING).logits for each in (runner, eager))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+        for each in (runner, eager):
+            each.commit([])
+            each.truncate(kept)
+    assert {rows for rows, _, _ in runner._graphs} == {1, 13}
+
+
+def test_python_calls_take_compile_and_keep_what_was_compiled(make_base, graphs, few_shapes):
+    base = make_base(seed=2, layers=1, predictable=True)
+    (expected,) = generate(base, [PROMPT], "joint", max_new_tokens=12)
+    arguments = {"max_new_tokens": 12, "compile": True, "check": False}
+    assert generate(base, [PROMPT], "joint", **arguments)[0].token_ids == expected.token_ids
+    num_graphs = len(graphs)
+    assert num_graphs > 0
+    assert "".join(stream(base, PROMPT, "joint", **arguments)) == expected.text
+    speculation = Speculation("joint", compile=True, check=False)
+    ids = base.model.generate(torch.tensor([PROMPT]), custom_generate=speculation, max_new_tokens=12, do_sample=False)
+    assert ids[0, len(PROMPT) :].tolist() == expected.token_ids
+    assert len(graphs) == num_graphs, "the runner was kept"
+    with acquire_runner(base) as eager:
+        assert not isinstance(eager, CompiledRunner)
+    with pytest.raises(ValueError, match="static cache, not a dynamic one"):
+        generate(base, [PROMPT], cache="dynamic", **arguments)
+
+
+def test_a_base_that_breaks_the_graph_is_refused_in_one_line(make_base, graphs):
+    base = make_base(seed=3, layers=1)
+    hook = base.model.model.layers[0].register_forward_hook(lambda *given: print(given[2].sum().item()))
+    try:
+        with pytest.raises(ValueError, match=r"toy-llama cannot be compiled .*leave out --compile") as caught:
+            make_runner(base, compile=True)
+    finally:
+        hook.remove()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_graph_that_computes_something_else_is_refused(make_base, monkeypatch):
+    def wrong(graph, inputs):
+        return lambda *given: tuple(each * 1.01 for each in graph.forward(*given))
+
+    monkeypatch.setattr(step, "BACKEND", wrong)
+    with pytest.raises(ValueError, match=r"compiled step differ from those of the eager one by 0\.01"):
+        make_runner(make_base(seed=3, layers=1), compile=True)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_texts_are_those_of_transformers(make_base, few_shapes):
+    base = make_base(dtype=torch.float32, predictable=True)
+    expected = greedy(base, PROMPT, 50)
+    runner = make_runner(base, compile=True)
+    result = Session(runner, drafters.PromptLookup()).run(PROMPT, 50)
+    assert result.tokens == expected
+    assert sum(each.accepted for each in result.steps) > 10

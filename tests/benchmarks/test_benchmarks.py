@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import (
     against_transformers,
+    compiled_step,
     drafter_overhead,
     harness,
     step_cost_by_nodes,
@@ -13,6 +14,7 @@ from benchmarks import (
 from benchmarks.ctc import loss_memory, tree_building
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from drafters.learned.ctc import prefix_search
+from inference.compiled import step
 from inference.engine.session import Session
 from inference.tuning.step_cost import CHILD_PROBABILITY
 
@@ -158,6 +160,20 @@ def test_step_cost_in_small(monkeypatch, tmp_path):
     assert all(row[2] == "1.00×" for row in table if row[0] == "vanilla")
     with pytest.raises(ValueError, match="the context of tiny ends at 4096"):
         step_cost_by_nodes.step_cost("tiny", contexts=[4096])
+
+
+@pytest.mark.slow
+def test_compiled_step_in_small(monkeypatch, tmp_path):
+    monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
+    monkeypatch.setattr(step, "BACKEND", "eager")
+    out = tmp_path / "out.md"
+    compiled_step.compiled_step(
+        ["tiny"], ["float32", "bfloat16"], "cpu", nodes=[0, 5], contexts=[8, 600], repeats=2, out=str(out)
+    )
+    table = rows(out.read_text())
+    assert [row[0] for row in table if row[0] not in ("nodes", "---")] == ["0", "5"] * 4
+    with pytest.raises(ValueError, match="nodes 0 to 64"):
+        compiled_step.compiled_step(["tiny"], nodes=[65])
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 40])

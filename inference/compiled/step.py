@@ -102,7 +102,7 @@ def run_step(
     """
     masks = step_masks(inputs, length, spans, dtype)
     ids, positions = inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1]
-    logits, states = run_base(model, ids, positions, masks, cache, None, layers)  # type: ignore[arg-type]
+    logits, states = run_base(model, ids, positions, masks, cache, None, layers)
     return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None
 
 

@@ -8,7 +8,7 @@ import torch
 from inference.chat.command import Chat
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation.evaluate import evaluate
-from inference.evaluation.verify import PromptOptions, verify
+from inference.evaluation.verify import DistributionOptions, PromptOptions, verify
 from train.cli.commands import grouped
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,8 @@ def folder(make_base, toy_tokenizer, tmp_path):
 
 def test_verify_compares_compiled_steps_with_generate(folder, graphs, few_shapes, capsys):
     selection = PromptOptions(questions=str(folder / "questions.jsonl"), max_new_tokens=12, template="vicuna_v1.1")
-    verify(ModelOptions(str(folder / "base")), selection, SamplingOptions(), ["prompt_lookup"], compile=True)
+    arguments = ModelOptions(str(folder / "base")), selection, SamplingOptions(), DistributionOptions(texts=0)
+    verify(*arguments, ["prompt_lookup"], compile=True)
     assert "Nothing is lost" in capsys.readouterr().out
     assert graphs
 

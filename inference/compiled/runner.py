@@ -16,6 +16,7 @@ from inference.compiled.step import SLOTS, VISIBLE, compile_fixed, run_step, ste
 from inference.engine.base import Base
 from inference.engine.cache import CacheKind
 from inference.engine.examination import NOTHING, difference, examine_once, rounding_limits
+from inference.engine.layers import PackedLinear
 from inference.engine.runner import ForwardOutput, Runner
 
 NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
@@ -131,10 +132,15 @@ def make_runner(base: Base, compile: bool = False, cache: CacheKind = "static") 
         cache: Kind of the KV cache of a runner that is not compiled.
 
     Raises:
-        ValueError: The runner cannot run this base, or a compiled runner is asked for with a dynamic cache.
+        ValueError: The runner cannot run this base, or a compiled runner is asked for with a dynamic cache or packed
+            weights.
     """
     if not compile:
         return Runner(base, cache)
+    if any(isinstance(module, PackedLinear) for module in base.model.modules()):
+        raise ValueError(
+            f"{base.name} has packed weights, which compiled steps cannot use: leave out compile or packed"
+        )
     if cache != "static":
         raise ValueError(f"a compiled runner has a static cache, not a {cache} one: leave out cache or compile")
     return CompiledRunner(base)

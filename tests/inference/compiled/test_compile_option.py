@@ -1,11 +1,15 @@
 """The commands that decode compile their steps with ``--compile``, and give the texts they give without it."""
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from inference.chat.command import Chat
+from inference.compiled.runner import make_runner
+from inference.engine import layers
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.verify import DistributionOptions, PromptOptions, verify
@@ -60,3 +64,12 @@ def test_a_chat_and_its_comparison_are_compiled(folder, graphs, few_shapes):
         chat.handle_line("/compare")
         assert len(graphs) > num_graphs
     assert "same" in (folder / "shown").read_text()
+
+
+def test_packed_weights_and_compiled_steps_exclude_each_other(make_base, monkeypatch):
+    plain = make_base(dtype=torch.float32)
+    base = replace(plain, model=copy.deepcopy(plain.model))
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    layers.pack_weights(base.model)
+    with pytest.raises(ValueError, match=r"has packed weights, .* leave out compile or packed"):
+        make_runner(base, compile=True)

@@ -108,8 +108,9 @@ class CompiledRunner(Runner):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch's compilers raise errors of many types
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
             raise ValueError(
-                f"{name} cannot be compiled ({type(error).__name__}: {first_line(error)}): {hint}"
+                f"{name} cannot be compiled ({type(cause).__name__}: {first_line(cause)}): {hint}"
             ) from error
         found = difference(got.logits, expected.logits)
         if got.hidden is not None and expected.hidden is not None:

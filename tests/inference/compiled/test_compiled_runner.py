@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-import drafters
 from drafters import DraftTree, RequiredOutputs
 from inference.api.generation import acquire_runner, generate, stream
 from inference.api.speculation import Speculation
@@ -150,10 +149,11 @@ def test_a_graph_that_computes_something_else_is_refused(make_base, monkeypatch)
 
 
 @pytest.mark.slow
-def test_compiled_by_inductor_texts_are_those_of_transformers(make_base, few_shapes):
-    base = make_base(dtype=torch.float32, predictable=True)
-    expected = greedy(base, PROMPT, 50)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which inductor imports
+def test_compiled_by_inductor_texts_are_those_of_transformers(make_base, oracle, few_shapes):
+    base = replace(make_base(dtype=torch.float32, layers=1, predictable=True), check=False)
+    expected = greedy(base, PROMPT, 14)
     runner = make_runner(base, compile=True)
-    result = Session(runner, drafters.PromptLookup()).run(PROMPT, 50)
+    result = Session(runner, oracle([*PROMPT, *expected], length=4)).run(PROMPT, 14)
     assert result.tokens == expected
-    assert sum(each.accepted for each in result.steps) > 10
+    assert sum(each.accepted for each in result.steps) > 5

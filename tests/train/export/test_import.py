@@ -290,6 +290,7 @@ TRIPS = {
     "eagle": (EAGLE, {"fc_bias": False}),
     "eagle3": (EAGLE3, EAGLE3_ARGS),
     "eagle3, own head": (EAGLE3, EAGLE3_ARGS | {"own_head": True, "norm_before_residual": True}),
+    "eagle3, qk norms": (EAGLE3, {"hidden_layers": [1, 4], "has_qk_norm": True, "draft": {"depth": 3}}),
     "eagle3, draft vocabulary": (EAGLE3, EAGLE3_ARGS | {"own_head": True, "draft_vocab_size": 90}),
     "block": (Block, {"trunk": {"num_frames": 4, "hidden_layers": [1, 3]}}),
     "block, markov": (Block, {"trunk": {"num_frames": 4, "hidden_layers": [1], "markov_rank": 4}}),
@@ -328,6 +329,18 @@ def test_export_then_import_gives_the_same_drafter(name, base, ids, call, tmp_pa
     drafts = [d.draft_at(hidden, ids, torch.tensor([9, 23]), base.base_weights) for d in (drafter, again)]
     if name != "eagle":  # whose format does not say how many tokens to draft
         assert drafts[0] == drafts[1] and len(drafts[0][0])
+
+
+def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, ids, tmp_path):
+    """vLLM reads no map of ids where the draft vocabulary is as large as the base's."""
+    drafter, config = untrained("eagle3, own head", base)
+    permuted = recipe.build(EAGLE3, base.shape, config.init_args | {"draft_vocab_size": V})
+    tokens = torch.randperm(V)
+    head = drafter.lm_head.weight[tokens]
+    permuted.load_state_dict(drafter.state_dict() | {"draft_tokens": tokens, "lm_head.weight": head})
+    vllm.write(tmp_path, permuted, config, dtype=torch.float32)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], drafter.lm_head.weight) and not {"d2t", "t2d"} & weights.keys()
 
 
 @pytest.mark.parametrize("name", ["eagle3, draft vocabulary", "block, markov"])
@@ -433,6 +446,7 @@ def test_weights_that_no_drafter_here_has_are_refused(change, message, base, cal
     ("make", "change", "message"),
     [
         (dspark_of_deepspec, {"markov_head_type": "gated"}, "Markov head is gated"),
+        (dspark_of_speculators, {"sample_from_anchor": None}, "leaves out sample_from_anchor"),
         (dflash_of_speculators, {"draft_vocab_size": 100}, "the whole vocabulary"),
         (dflash_of_speculators, {"mask_token_id": V}, "no mask_token_id of the vocabulary"),
         (dflash_of_speculators, {"block_size": 10**7}, "num_frames must be at most 1000"),

@@ -145,6 +145,8 @@ def read_block(
     mask = part.mask_token_id if settings.mask_token_id is None else settings.mask_token_id
     if not num_frames or mask is None or not 0 <= mask < base.vocab_size:
         checkpoint.refuse("config.json has no block_size, or no mask_token_id of the vocabulary")
+    if settings.sample_from_anchor is None and checkpoint.config.get("speculators_model_type") == "dspark":
+        checkpoint.refuse("config.json leaves out sample_from_anchor, whose default differs between its readers")
     starts_at_root = is_dspark if settings.sample_from_anchor is None else settings.sample_from_anchor
     init_args: dict[str, Any] = {
         "trunk": {

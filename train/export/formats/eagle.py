@@ -19,7 +19,7 @@ def eagle_config(drafter: EAGLE, shape: BaseShape, verifier: Verifier) -> dict[s
     """Return the config.json of vLLM's EAGLE for LLaMA.
 
     Raises:
-        ValueError: The drafter has a bias, which vLLM leaves out without a word.
+        ValueError: The drafter has a bias, which vLLM's has not.
     """
     if drafter.fc.bias is not None:
         raise ValueError("vLLM's EAGLE has no bias behind its first projection: train with fc_bias: false")

@@ -24,19 +24,17 @@ def eagle3_config(drafter: EAGLE3, shape: BaseShape, verifier: Verifier) -> dict
     """Return the config.json of speculators' EAGLE-3.
 
     Raises:
-        ValueError: The drafter has properties that vLLM's EAGLE-3 has not.
+        ValueError: The drafter reads layers that vLLM does not hand to it.
     """
-    if drafter.has_qk_norm:
-        raise ValueError("vLLM's EAGLE-3 has no norms of queries and keys: train with has_qk_norm: false")
     layers = list(drafter.required_outputs.hidden_layers)
-    if len(layers) != 3 or not all(0 < layer < shape.num_layers for layer in layers):
+    if not all(0 < layer < shape.num_layers for layer in layers):
         raise ValueError(
-            f"vLLM's EAGLE-3 fuses three of the layers 1 to {shape.num_layers - 1} of this base, not hidden_layers "
-            f"{layers} (-1 is the normed last state): train it on such layers"
+            f"vLLM's EAGLE-3 fuses layers 1 to {shape.num_layers - 1} of this base, not hidden_layers {layers} "
+            "(-1 is the normed last state): train it on such layers"
         )
-    num_tokens = drafter.draft_options.depth
+    num_tokens, kind = drafter.draft_options.depth, "qwen3" if drafter.has_qk_norm else "llama"
     return speculators_config("eagle3", "Eagle3Speculator", num_tokens, verifier) | {
-        "transformer_layer_config": layer_config(shape, 1, verifier.context_length, "llama") | {"mlp_bias": False},
+        "transformer_layer_config": layer_config(shape, 1, verifier.context_length, kind),
         "draft_vocab_size": shape.vocab_size if drafter.draft_tokens is None else len(drafter.draft_tokens),
         "target_hidden_size": shape.hidden_size,
         "norm_before_residual": drafter.norm_before_residual,
@@ -50,8 +48,12 @@ def eagle3_weights(drafter: EAGLE3) -> dict[str, Tensor]:
     """Return the weights by the names of speculators, without the embedding, which is the base's."""
     weights = dict(drafter.state_dict())
     tokens = weights.pop("draft_tokens", None)
-    named = {_public_name(name): weight for name, weight in weights.items()}
-    return named if tokens is None else named | _vocabulary_maps(tokens, drafter.vocab_size)
+    maps: dict[str, Tensor] = {}
+    if tokens is not None and len(tokens) == drafter.vocab_size:  # the formats have maps for smaller vocabularies only
+        weights["lm_head.weight"] = weights["lm_head.weight"][tokens.argsort()]
+    elif tokens is not None:
+        maps = _vocabulary_maps(tokens, drafter.vocab_size)
+    return {_public_name(name): weight for name, weight in weights.items()} | maps
 
 
 def _public_name(name: str) -> str:

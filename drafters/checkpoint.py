@@ -114,14 +114,14 @@ def read_config(folder: Path) -> DrafterConfig:
         if values.pop("format") != FORMAT:
             raise ValueError("another format version")
         config = DrafterConfig(**values | {"base": BaseShape(**values["base"])})
-        _check_values(config)
+        check_values(config)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a drafter's configuration ({error}); export the drafter again") from error
     check_files(folder, path.name)
     return config
 
 
-def _check_values(config: DrafterConfig) -> None:
+def check_values(config: DrafterConfig) -> None:
     """Raise ValueError if a value is of a wrong type, or larger than any drafter has it."""
     for name, kind in (("init_args", dict), ("training", dict), ("base_name", str), ("tokenizer_hash", str)):
         if not isinstance(getattr(config, name), kind):

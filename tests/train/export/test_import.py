@@ -387,6 +387,7 @@ LAYER_CHANGES = {
     "num_key_value_heads": (3, "4 heads cannot share 3"),
     "model_type": ("gemma3", "layers are those of gemma3"),
     "intermediate_size": (49, "do not fit its config.json"),
+    "rope_parameters": ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta of the base is -1.0"),
     "num_attention_heads": (10**8, "num_attention_heads is 100000000"),
     "rms_norm_eps": ("small", "rms_norm_eps"),
 }
@@ -399,7 +400,8 @@ CHANGES = {
     "draft_vocab_size": (101, "d2t is (100,)"),
     "eagle_aux_hidden_state_layer_ids": ([1, 3, LAYERS], "the base's last layer (5)"),
     "speculators_model_type": ("peagle", "peagle of speculators is not read"),
-    "speculators_config": ({"verifier": {"name_or_path": 3}}, "verifier.name_or_path"),
+    "speculators_config": ({"proposal_methods": [{"speculative_tokens": 10**9}]}, "draft.depth is 1000000000"),
+    "speculators_config ": ({"verifier": {"name_or_path": 3}}, "verifier.name_or_path"),
 }
 
 
@@ -422,7 +424,7 @@ def test_layers_that_compute_something_else_are_refused(name, base, call, tmp_pa
 def test_an_eagle3_that_computes_something_else_is_refused(name, base, call, tmp_path):
     config, weights, _ = eagle3_of_speculators(base)
     value, message = CHANGES[name]
-    assert message in refusal(call, tmp_path, base, config | {name: value}, weights)
+    assert message in refusal(call, tmp_path, base, config | {name.strip(): value}, weights)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ from inference.registry.catalogue import Budget
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY_VARIABLE = "DRAFTERS_API_KEY"
 MAX_KEY_BYTES = 1 << 20
-GRACE_SECONDS = 10  # in which running requests may end after SIGTERM or Ctrl-C
-MAX_CONNECTIONS = 500
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -135,6 +133,7 @@ def serve(
     from inference.serving.openai.decoding import DecodingThread
     from inference.serving.openai.metrics import Metrics
     from inference.serving.openai.requests import TextLimits
+    from inference.serving.openai.server import GracefulServer
 
     requests.check()
     api_key = listen.read_key()
@@ -156,25 +155,10 @@ def serve(
         needs_key = ", which asks for the API key" if api_key else ""
         print(safe_line(f"{served.name} with {served.drafter}: {address}/v1, and a web page at {address}/{needs_key}"))
         sys.stdout.flush()
-        _run(make_app(served, thread), server_socket)
+        for number in EXIT_CODES:  # uvicorn takes the signals while it runs, and raises them again when it has ended
+            signal.signal(number, _exit_by)
+        GracefulServer(make_app(served, thread), thread).run(sockets=[server_socket])
 
 
-def _run(app: object, server_socket: socket.socket) -> None:
-    """Serve until a signal arrives, and exit with its code."""
-    import uvicorn
-
-    config = uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
-
-    def exit_by(number: int, _: object) -> None:
-        sys.exit(EXIT_CODES[signal.Signals(number)])
-
-    for number in EXIT_CODES:  # uvicorn takes the signals while it runs, and raises them again when it has ended
-        signal.signal(number, exit_by)
-    uvicorn.Server(config).run(sockets=[server_socket])
+def _exit_by(number: int, _: object) -> None:
+    sys.exit(EXIT_CODES[signal.Signals(number)])

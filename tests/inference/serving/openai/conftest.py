@@ -48,19 +48,20 @@ def wait_until(condition, seconds=30):
 
 
 @contextmanager
-def serving(base, drafter="anpd:order=2", max_tokens=4000, max_waiting=64, timeout=60.0, api_key=None):
-    import uvicorn
-
+def serving(
+    base, drafter="anpd:order=2", max_tokens=4000, max_waiting=64, timeout=60.0, api_key=None, grace_seconds=1.0
+):
     from inference.serving.openai.app import Served, make_app
     from inference.serving.openai.command import ListenOptions
     from inference.serving.openai.decoding import DecodingThread
     from inference.serving.openai.metrics import Metrics
     from inference.serving.openai.requests import TextLimits
+    from inference.serving.openai.server import GracefulServer
 
     decoding = DecodingThread(base, drafter, "fixed", max_waiting, Metrics())
     limits = TextLimits(base, "tokenizer", max_tokens)
     app = make_app(Served(NAME, drafter, limits, timeout, api_key, is_local=True), decoding)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    server = GracefulServer(app, decoding, grace_seconds)
     place = ListenOptions(port=0).open()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()

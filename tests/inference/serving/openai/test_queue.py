@@ -97,14 +97,15 @@ def test_a_failed_request_does_not_end_the_server(running, monkeypatch, capfd):
     assert running.metric('drafters_requests_total{outcome="failed"}') == 1
 
 
-def test_a_server_that_stops_tells_those_who_wait(long_base, serve_base, until):
-    with serve_base(long_base) as running, ThreadPoolExecutor(1) as pool:
-        stream = occupy(running)
-        waiting = pool.submit(running.client().completions.create, **SHORT)
-        until(lambda: running.decoding.num_waiting == 1)
-        running.decoding.stop()
+def test_a_server_that_stops_tells_those_whose_requests_it_gives_up(long_base, serve_base, until, capfd):
+    with ThreadPoolExecutor(1) as pool:
+        with serve_base(long_base, grace_seconds=0.1) as running:
+            stream = occupy(running)
+            waiting = pool.submit(running.client().completions.create, **SHORT)
+            until(lambda: running.decoding.num_waiting == 1)
         with pytest.raises(openai.InternalServerError, match="the server is stopping"):
             waiting.result()
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(stream)
     assert "decoding" not in {thread.name for thread in threading.enumerate()}
+    assert capfd.readouterr() == ("", ""), "nothing is logged"

@@ -90,6 +90,7 @@ def make_app(served: Served, thread: DecodingThread) -> FastAPI:
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **options)
     app.add_api_route("/v1/completions", api.complete, methods=["POST"], **options)
     app.add_api_route("/v1/models", api.models, **options)
+    app.add_api_route("/v1/models/{name:path}", api.model, **options)
     app.add_api_route("/metrics", api.metrics, **options)
     app.add_api_route("/health", api.health, response_model=None)
     for path, (file, kind) in PAGE_FILES.items():
@@ -152,10 +153,22 @@ class _Api:
         return await self._answer(request, await self._read(request, CompletionRequest))
 
     async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]}, headers=HEADERS)
+
+    async def model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._model(), headers=HEADERS)
+
+    def _model(self) -> dict[str, Any]:
         """The model; ``max_model_len`` is vLLM's field for the context length, ``drafter`` is our own."""
         model = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "drafters"}
-        model |= {"max_model_len": self._served.limits.base.context_length, "drafter": self._served.drafter}
-        return JSONResponse({"object": "list", "data": [model]}, headers=HEADERS)
+        return model | {"max_model_len": self._served.limits.base.context_length, "drafter": self._served.drafter}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.name:
+            raise ApiError(
+                404, f"there is no such model: {self._served.name} is served", param="model", code="model_not_found"
+            )
 
     async def metrics(self) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -183,10 +196,7 @@ class _Api:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds") from error
         except MalformedJSON as error:
             raise ApiError(400, f"the body cannot be read: {error}") from error
-        if asked.model != self._served.name:
-            raise ApiError(
-                404, f"there is no such model: {self._served.name} is served", param="model", code="model_not_found"
-            )
+        self._check_model(asked.model)
         return asked
 
     async def _answer(self, request: Request, asked: ChatRequest | CompletionRequest) -> Response:

@@ -260,6 +260,9 @@ def test_neutral_values_and_nulls_are_accepted(server):
 def test_the_model_is_listed_and_the_server_says_that_it_lives(server, client):
     (model,) = client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == ("toy", 4096)
+    assert client.models.retrieve("toy") == model
+    with pytest.raises(openai.NotFoundError, match="there is no such model: toy is served"):
+        client.models.retrieve("other/model")
     with urllib.request.urlopen(f"{server.url}/health") as reply:
         assert json.load(reply) == {"status": "ok"}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -32,19 +31,44 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
-        path, buffer = Path(path), io.BytesIO()
-        torch.save(checkpoint, buffer)  # to memory first: torch aborts the process if writing to a file fails
+        path = Path(path)
         try:
             if path.is_symlink():  # `last.ckpt` of a run that linked it to another checkpoint
                 path.unlink()
-            with atomic_write(path) as new:
-                new.write_bytes(buffer.getbuffer())
+            with atomic_write(path) as new, open(new, "wb") as file:
+                writer = _Writer(file)
+                torch.save(checkpoint, writer)
+                if writer.error:
+                    raise writer.error
         except (OSError, DiskError) as error:
             cause = error.__cause__ if isinstance(error, DiskError) else error
             raise ValueError(
                 f"the checkpoint {path} could not be written ({getattr(cause, 'strerror', cause)}), and the one before "
                 "it is kept: make room, then go on with --ckpt_path last"
             ) from error
+
+
+class _Writer:
+    """What `torch.save` writes to: it aborts the process if a write raises, so the first error is kept in ``error``."""
+
+    error: OSError | None = None
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> int:
+        self._try(lambda: self._file.write(data))
+        return data.nbytes
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        try:
+            if self.error is None:
+                action()
+        except OSError as error:
+            self.error = error
 
 
 def check_complete(path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from benchmarks.harness import resident_bytes
 from train.checkpointing.checkpoints import AtomicCheckpointIO, check_complete, newest_complete, remove_unfinished
 from train.cli import lightning_command
 
@@ -38,6 +39,19 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_temporary
         save(tmp_path, "last", 2)
     assert torch.load(path, weights_only=True)["step"] == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_is_written_without_a_copy_of_it_in_memory(fork, tmp_path):
+    def main(_):
+        weights = torch.ones(2**25)  # 128 MiB
+        before = resident_bytes()[0]
+        AtomicCheckpointIO().save_checkpoint({"w": weights}, tmp_path / "last.ckpt")
+        print(resident_bytes()[1] - before)
+
+    run = fork(main=main)
+    assert run.wait() == 0, run.log.read_text()
+    assert int(run.log.read_text()) < 2**24
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["w"].sum() == 2**25
 
 
 def test_the_newest_checkpoint_is_found_under_any_name(tmp_path):

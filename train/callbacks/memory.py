@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product
-from typing import Any, NamedTuple
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from drafters.learned.losses.chunks import MAX_BYTES
-from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter, TrainingBatch
+from drafters.protocol import LearnedDrafter
 from inference.engine.base import Base
+from train.callbacks.rehearsal import BatchSize, rehearse, sums_in_float32
 from train.modules.drafter_training import DrafterTraining
 from train.modules.strategies import FSDP2, is_deepspeed
 
-FORWARD, ACTIVATIONS = "the base's forward", "the drafter's activations"
-
-
-class BatchSize(NamedTuple):
-    """Sizes of a training batch.
-
-    Args:
-        num_rows: B, conversations.
-        num_positions: S, tokens of each of them.
-        num_anchors: A, anchors of each of them.
-    """
-
-    num_rows: int
-    num_positions: int
-    num_anchors: int
+HIDDEN = "hidden states of the base"
+FORWARD, LOSS, BACKWARD = "the base's forward", "the drafter's activations", "its backward pass"
+OPTIMIZER = "the optimizer step"
+SMAPS = Path("/proc/self/smaps")
 
 
 def largest_batch(row_lengths: Iterable[int], settings: Any) -> tuple[int, int]:
@@ -49,9 +38,10 @@ def largest_batch(row_lengths: Iterable[int], settings: Any) -> tuple[int, int]:
 
 
 def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, num_positions: int) -> dict[str, float]:
-    """Return the bytes needed on one device, by purpose.
+    """Return the bytes needed on one device, by purpose, under the autocast that is active.
 
-    The base's forward and the drafter's activations are never in memory at the same time, see `peak_memory`.
+    The base's forward, the drafter's loss, its backward pass and the optimizer step follow each other, see
+    `peak_memory`.
 
     Args:
         module: The training module, on its device.
@@ -59,25 +49,32 @@ def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, 
         num_rows: B.
         num_positions: S.
     """
-    base, drafter = module.base, module.drafter
+    base, drafter, size = module.base, module.drafter, BatchSize(num_rows, num_positions)
+    device = base.base_weights.head.device.type
     parts = {"weights of the base": float(num_bytes(base.model))}
     parts |= _optimized_bytes(drafter, trainer)
-    parts |= _base_output_bytes(base, len(drafter.required_outputs.hidden_layers) + 1, num_rows, num_positions)
+    parts |= _base_output_bytes(base, drafter.required_outputs.hidden_layers, size, device)
     if not is_deepspeed(trainer):  # DeepSpeed has taken the drafter's weights away
-        num_anchors = min(getattr(drafter, "num_anchors", 0) or num_positions, num_positions)
-        size = BatchSize(num_rows, num_positions, num_anchors)
-        activations = drafter_activations(drafter, base.shape, base.base_weights, size)
-        parts[ACTIVATIONS] = activations + loss_bytes(drafter, base.shape, num_rows * num_anchors)
-        if isinstance(drafter, FSDPModule):
-            drafter.reshard()  # the losses above have gathered the weights
+        autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        is_accumulating = trainer.accumulate_grad_batches > 1
+        step = rehearse(drafter, base.base_weights, size, autocast_dtype, device == "cuda", is_accumulating)
+        parts |= {LOSS: step.forward, BACKWARD: step.backward}
+        parts[OPTIMIZER] = adamw_temporaries(drafter.parameters(), device == "cuda") * _share(trainer)
+    if device == "cpu":
+        parts["Python, libraries and texts"] = resident_bytes_besides([*base.model.parameters(), *drafter.parameters()])
     return parts
 
 
 def peak_memory(parts: dict[str, float]) -> float:
-    """Return the bytes needed at the worst moment: the base's forward is over before the drafter's begins."""
-    phases = FORWARD, ACTIVATIONS
-    always = sum(part for name, part in parts.items() if name not in phases)
-    return always + max(parts.get(name, 0) for name in phases)
+    """Return the bytes needed at the worst moment.
+
+    The gradients are there all the time, because they are kept until the next backward pass; the hidden states until
+    the optimizer step.
+    """
+    phases = FORWARD, LOSS, BACKWARD
+    always = sum(part for name, part in parts.items() if name not in (HIDDEN, OPTIMIZER, *phases))
+    in_batch = parts.get(HIDDEN, 0) + max(parts.get(name, 0) for name in phases)
+    return always + max(in_batch, parts.get(OPTIMIZER, 0))
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -85,94 +82,63 @@ def num_bytes(module: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in module.parameters())
 
 
+def resident_bytes_besides(weights: Collection[Tensor]) -> float:
+    """Return the memory of this process without that of some weights, or 0 if the system does not tell (Linux does).
+
+    Weights may lie in a mapped file, of which only what has been read is in memory.
+    """
+    if not SMAPS.exists():
+        return 0
+    addresses = sorted({weight.data_ptr() for weight in weights})
+    resident, in_files = 0, set()
+    ours: list[int] = []
+    for line in SMAPS.read_text().splitlines():
+        words = line.split()
+        if "-" in words[0]:
+            start, end = (int(address, 16) for address in words[0].split("-"))
+            is_file = len(words) > 5 and words[5].startswith("/")
+            ours = addresses[bisect_left(addresses, start) : bisect_left(addresses, end)] if is_file else []
+            in_files.update(ours)
+        elif words[0] == "Rss:" and not ours:
+            resident += 1024 * int(words[1])
+    return resident - sum(weight.nbytes for weight in weights if weight.data_ptr() not in in_files)
+
+
+def adamw_temporaries(weights: Iterable[Tensor], is_gpu: bool) -> int:
+    """Return the bytes that a step of AdamW needs for a while.
+
+    On a GPU these are the roots of all second moments. On a CPU, where the weights follow each other, they are the root
+    and the denominator of one weight, and the denominator of the one before.
+    """
+    sizes = [weight.nbytes for weight in weights]
+    return sum(sizes) if is_gpu else max(before + 2 * size for before, size in pairwise([0, *sizes]))
+
+
+def _share(trainer: L.Trainer) -> float:
+    """The part of the drafter's optimizer states that one device holds."""
+    return 1 / trainer.world_size if isinstance(trainer.strategy, FSDP2) or is_deepspeed(trainer) else 1
+
+
 def _optimized_bytes(drafter: LearnedDrafter, trainer: L.Trainer) -> dict[str, float]:
     """Weights, gradients and optimizer states of the drafter, which strategies shard over the devices."""
-    strategy, weights = trainer.strategy, num_bytes(drafter)
-    is_fsdp = isinstance(strategy, FSDP2)
-    share = 1 / trainer.world_size if is_fsdp or is_deepspeed(trainer) else 1
+    strategy, weights, share = trainer.strategy, num_bytes(drafter), _share(trainer)
     has_buckets = isinstance(strategy, DDPStrategy) and trainer.world_size > 1  # DDP keeps a copy of all gradients
     return {
-        "weights of the drafter": weights * (1 + share if is_fsdp else 1),
+        "weights of the drafter": weights * (1 + share if isinstance(strategy, FSDP2) else 1),
         "their gradients": weights * (share + has_buckets),
         "their AdamW states": 2 * weights * share,
     }
 
 
-def _base_output_bytes(base: Base, num_states: int, num_rows: int, num_positions: int) -> dict[str, float]:
-    """Hidden states that the base returns, and an estimate of what its forward pass needs on the way."""
-    shape, num_tokens = base.shape, num_rows * num_positions
+def _base_output_bytes(base: Base, layers: tuple[int, ...], size: BatchSize, device: str) -> dict[str, float]:
+    """Hidden states that the base returns, and what its forward pass and the labels need besides them."""
+    shape, num_tokens = base.shape, size.num_rows * size.num_positions
     element = next(weight.element_size() for weight in base.model.parameters() if weight.is_floating_point())
-    layer = num_tokens * (3 * shape.intermediate_size + 4 * shape.hidden_size)
+    sums = 4 if element == 2 and device == "cpu" and sums_in_float32() else 0  # bytes besides a product's result
+    state, inner = num_tokens * shape.hidden_size, num_tokens * shape.intermediate_size
+    layer = element * 4 * state + inner * max(3 * element, 2 * element + sums)  # gate, up projection, their product
+    logits = (element + sums) * size.num_positions * shape.vocab_size  # of one text
     return {
-        "hidden states of the base": num_tokens * num_states * shape.hidden_size * element,
-        FORWARD: element * (layer + num_positions * shape.vocab_size),
+        HIDDEN: element * state * (len(layers) + 1),
+        FORWARD: max(layer, element * state * len(layers), logits),
     }
-
-
-def drafter_activations(drafter: LearnedDrafter, shape: BaseShape, base_weights: BaseWeights, size: BatchSize) -> float:
-    """Return the bytes that a drafter's loss keeps for its backward pass.
-
-    They are a polynomial of degree 2 in S and A, times B, plus one in S for masks that all rows share. The
-    coefficients are fitted to what the loss keeps of short texts.
-
-    Args:
-        drafter: The drafter, on its device.
-        shape: Shape of the base.
-        base_weights: The base's embedding and LM head.
-        size: Size of the batch.
-    """
-
-    def terms(b: int, s: int, a: int) -> list[float]:
-        return [1.0, s, s * s, b, b * s, b * a, b * s * s, b * s * a, b * a * a]
-
-    # `AnchorMask` works on blocks of positions: these sizes are whole numbers of blocks.
-    sizes = [BatchSize(*each) for each in product((1, 2), (64, 96, 128), (16, 32, 48))]
-    kept = [float(kept_bytes(drafter, shape, base_weights, each)) for each in sizes]
-    coefficients, *_ = np.linalg.lstsq(np.array([terms(*each) for each in sizes], dtype=float), np.array(kept))
-    return max(0.0, float(coefficients @ terms(*size)))
-
-
-def kept_bytes(drafter: LearnedDrafter, shape: BaseShape, base_weights: BaseWeights, size: BatchSize) -> int:
-    """Return the bytes that the loss on a batch keeps for its backward pass, without the weights and the batch.
-
-    Args:
-        drafter: The drafter, on its device.
-        shape: Shape of the base.
-        base_weights: The base's embedding and LM head.
-        size: Size of the batch.
-    """
-    device = base_weights.head.device
-    num_rows, num_positions, num_anchors = size
-    states = torch.zeros(num_rows, num_positions, shape.hidden_size, dtype=base_weights.head.dtype, device=device)
-    hidden = states.repeat(1, 1, len(drafter.required_outputs.hidden_layers))
-    ids = torch.zeros(num_rows, num_positions, dtype=torch.long, device=device)
-    mask = torch.arange(num_positions, device=device).expand(num_rows, -1) >= num_positions - num_anchors
-    batch = TrainingBatch(hidden, states, ids, ids, mask)
-    kept: dict[int, int] = {}
-
-    def record(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a result that is held by its own graph would never be freed
-
-    with torch.random.fork_rng(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
-        loss, _ = drafter.loss(batch, base_weights)
-    inputs = [*drafter.parameters(), base_weights.embedding, base_weights.head, hidden, states, ids, mask]
-    for tensor in inputs:
-        kept.pop(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr(), None)
-    del loss
-    return sum(kept.values())
-
-
-def loss_bytes(drafter: LearnedDrafter, shape: BaseShape, num_anchors: int) -> int:
-    """Return the bytes of the logits that a loss holds at a time: those of one chunk, or all if there are few.
-
-    Args:
-        drafter: The drafter.
-        shape: Shape of the base.
-        num_anchors: Number of anchors of the whole batch.
-    """
-    if num_frames := getattr(drafter, "num_frames", None):
-        return min(MAX_BYTES, 2 * 4 * num_anchors * num_frames * shape.vocab_size)
-    chunk_size: Any = getattr(drafter, "chunk_positions", None) or getattr(drafter, "chunk_anchors", num_anchors)
-    return 3 * 4 * min(chunk_size, num_anchors) * shape.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from datetime import timedelta
 
 import lightning as L
@@ -10,6 +11,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 
 from drafters.learned.layers.transformer import Trunk
 from drafters.protocol import LearnedDrafter
+
+GATHERING = "loss", "draft_at"
+"""Methods of a drafter, besides ``forward``, that gather the weights which `FSDP2` shards."""
 
 
 class FSDP2(ModelParallelStrategy):
@@ -41,8 +45,18 @@ class FSDP2(ModelParallelStrategy):
         if not isinstance(drafter, FSDPModule):
             assert self.device_mesh is not None, "the process group is set up before the model"
             fully_shard(drafter, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
-            for method in ("loss", "draft_at"):
+            for method in GATHERING:
                 register_fsdp_forward_method(drafter, method)
+
+
+def without_sharding(drafter: LearnedDrafter) -> LearnedDrafter:
+    """The drafter, or for one that `FSDP2` shards a view of it whose methods do not gather the weights."""
+    if not isinstance(drafter, FSDPModule):
+        return drafter
+    plain = object.__new__(type(drafter).__mro__[2])  # the class without FSDP
+    hooks = {name: OrderedDict() for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")}
+    plain.__dict__ = {name: value for name, value in vars(drafter).items() if name not in GATHERING} | hooks
+    return plain
 
 
 def is_deepspeed(trainer: L.Trainer) -> bool:

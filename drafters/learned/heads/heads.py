@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.checks import MAX_LAYERS, check_at_least, check_at_most
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
+from drafters.learned.losses.chunks import chunks
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -192,8 +193,7 @@ class HeadDrafter(LearnedDrafter):
         metrics: dict[str, Tensor] = {}
         for head, x in enumerate(self.head_states(states, path, base_weights.embedding)):
             head_loss = num_right = torch.zeros((), device=states.device)
-            for start in range(0, len(x), self.chunk_anchors):
-                part = slice(start, start + self.chunk_anchors)
+            for part in chunks(len(x), self.chunk_anchors):
                 part_teacher = None if teacher is None else teacher[part, head]
                 chunk = (head, x[part], targets[part, head], valid[part, head], part_teacher, base_weights)
                 part_loss, part_right = checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)

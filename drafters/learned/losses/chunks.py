@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,29 @@ def anchors_per_chunk(floats_per_anchor: int, max_bytes: int, bytes_per_float: i
     if max_bytes < 1:
         raise ValueError(f"max_bytes, the memory of one chunk of the loss, must be positive, not {max_bytes}")
     return max(1, max_bytes // (bytes_per_float * floats_per_anchor))
+
+
+_is_shortened = ContextVar("is_shortened", default=False)
+
+
+@contextmanager
+def first_chunk_only() -> Iterator[None]:
+    """Let losses stop after their first chunk. This is for measuring memory, which no other chunk needs more of."""
+    token = _is_shortened.set(True)
+    try:
+        yield
+    finally:
+        _is_shortened.reset(token)
+
+
+def chunks(length: int, size: int) -> list[slice]:
+    """The parts of at most ``size`` that a loss over ``length`` items is computed in; at least one, which may be empty.
+
+    >>> chunks(5, 2)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 6, None)]
+    """
+    parts = [slice(start, start + size) for start in range(0, max(length, 1), size)]
+    return parts[:1] if _is_shortened.get() else parts
 
 
 def chunked(
@@ -61,8 +86,7 @@ class _Chunked(torch.autograd.Function):
                 gradients[name] = torch.zeros_like(tensor, dtype=dtype)
         loss, numbers = 0.0, 0.0
         with torch.autocast(tensors[0].device.type, enabled=False), torch.set_grad_enabled(bool(gradients)):
-            for start in range(0, max(len(tensors[0]), 1), size):
-                here = slice(start, start + size)
+            for here in chunks(len(tensors[0]), size):
                 parts = {name: (x[here] if name in split else x).detach() for name, x in whole.items()}
                 for name in gradients:
                     parts[name].requires_grad_()

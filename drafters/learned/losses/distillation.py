@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from drafters.learned.losses import gathered_logits
+from drafters.learned.losses.chunks import chunks
 
 
 def soft_cross_entropy(
@@ -33,5 +34,5 @@ def soft_cross_entropy(
         probs = gathered_logits.logits(last_hidden, head).softmax(-1)
         return -(probs * gathered_logits.at_least_float32(read(states)).log_softmax(-1)).sum(-1)
 
-    parts = zip(states.split(chunk_positions), last_hidden.split(chunk_positions), strict=True)
+    parts = ((states[here], last_hidden[here]) for here in chunks(len(states), chunk_positions))
     return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

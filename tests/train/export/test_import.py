@@ -230,6 +230,7 @@ def check_chains(drafter, base, ids, literal):
     return hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", EAGLE3_FORMATS, ids=lambda make: make.__name__)
 @torch.no_grad()
 def test_an_imported_eagle3_computes_what_its_format_says(make, base, ids, imported):
@@ -248,6 +249,7 @@ def test_an_imported_eagle3_computes_what_its_format_says(make, base, ids, impor
     assert torch.isneginf(whole[:, ~drafted]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_an_imported_eagle_computes_what_its_format_says(bias, base, ids, imported):
@@ -264,6 +266,7 @@ def test_an_imported_eagle_computes_what_its_format_says(bias, base, ids, import
     torch.testing.assert_close(states, features, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BLOCK_FORMATS, ids=lambda make: make.__name__)
 @torch.no_grad()
 def test_an_imported_block_drafter_computes_what_its_format_says(make, base, ids, imported):
@@ -311,6 +314,7 @@ def untrained(name, base):
     return drafter, DrafterConfig(f"drafters.{kind.__name__}", init_args, base.shape, base.name, vocabulary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIPS)
 def test_export_then_import_gives_the_same_drafter(name, base, ids, call, tmp_path):
     drafter, config = untrained(name, base)
@@ -343,6 +347,7 @@ def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, ids, 
     assert torch.equal(weights["lm_head.weight"], drafter.lm_head.weight) and not {"d2t", "t2d"} & weights.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3, draft vocabulary", "block, markov"])
 def test_an_export_is_rounded_to_bfloat16_once(name, base, call, tmp_path):
     drafter, config = untrained(name, base)
@@ -357,6 +362,7 @@ def test_an_export_is_rounded_to_bfloat16_once(name, base, call, tmp_path):
     assert all(torch.equal(weight, expected[key]) for key, weight in again.items())
 
 
+@pytest.mark.slow
 def test_the_row_of_the_mask_is_not_rounded_by_the_bases_dtype(make_tiny, tmp_path):
     base = load_base(str(make_tiny("stored-in-bfloat16", vocab_size=V, num_layers=LAYERS)), "bfloat16")
     base.model.save_pretrained(base.name)
@@ -468,6 +474,7 @@ def test_a_head_of_its_own_is_refused_for_a_block_drafter(base, call, tmp_path):
     assert "its lm_head.weight differs from the base's" in error
 
 
+@pytest.mark.slow
 def test_damaged_and_hostile_folders_end_in_one_line(base, call, tmp_path):
     config, weights, _ = eagle3_of_specforge(base)
     folder = write(tmp_path / "public", config, weights)
@@ -499,6 +506,7 @@ def test_damaged_and_hostile_folders_end_in_one_line(base, call, tmp_path):
     assert "no folder" in call(commands.main, "import", tmp_path / "none", tmp_path / "out").one_line_error("drafters")
 
 
+@pytest.mark.slow
 def test_an_imported_drafter_decodes_without_loss(base, ids, call, tmp_path):
     """With its dynamic tree, in which tokens outside the draft vocabulary have no probability."""
     config, weights, _ = eagle3_of_speculators(base)

@@ -12,8 +12,9 @@ Each module feeds a page:
 - docs/results/sampled_drafts.md: `sampled_drafts` (chi-squared of sampled texts with drafters that sample)
 - docs/results/sampling.md: `sampled_decoding` (sampled decoding with every drafter)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base)
-- docs/results/training.md: `training_step` (time and memory of a training step)
+- docs/results/training.md: `training_speed` (phases of a training step), `training_memory` (estimated and measured
+  memory)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation
-of several arms), `training_speed` and `learned_drafter_plots`.
+of several arms) and `learned_drafter_plots`.
 """

@@ -15,15 +15,24 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+import drafters
 from data.files.atomic_write import write_text
+from data.files.bounded_yaml import read_yaml
+from drafters import recipe
 from inference.engine.base import Base
 from inference.runs.progress import progress_bars
+from train.cli.lightning_command import find_config
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from drafters.protocol import LearnedDrafter
 
 ArmName = TypeVar("ArmName", bound=Hashable)
 Result = TypeVar("Result")
@@ -36,6 +45,7 @@ SHAPES = {
     "1b": (2048, 8192, 16, 32, 8),
     "3b": (3072, 8192, 28, 24, 8),
     "7b": (4096, 11008, 32, 32, 32),
+    "7b/16": (256, 688, 32, 4, 4),  # with a sixteenth of the width; of the vocabulary too, the shares of work are 7B's
 }
 
 
@@ -117,19 +127,18 @@ def resident_bytes() -> tuple[int, int]:
     return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
 
 
-def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:
-    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token.
+def llama_config(shape: str, vocab: int, context: int) -> LlamaConfig:
+    """The configuration of a LLaMA without an EOS token.
 
     Raises:
         ValueError: The shape is unknown.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.initialization import no_init_weights
+    from transformers import LlamaConfig
 
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
     hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -140,6 +149,29 @@ def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, conte
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def drafter_recipe(config: str, num_layers: int) -> tuple[type[LearnedDrafter], dict[str, Any]]:
+    """The drafter of a training configuration for a 7B base: its class and arguments, the latter in groups.
+
+    The base layers that it reads are moved to the same relative depth of a base with another number of layers.
+    """
+    node = read_yaml(find_config(config))["model"]["drafter"]
+    kind = getattr(drafters, node["class_path"].rpartition(".")[2])
+    arguments = recipe.nested(node["init_args"], recipe.groups(kind))
+    for options in (arguments, arguments.get("trunk", {})):
+        if layers := options.get("hidden_layers"):
+            moved = [layer if layer < 0 else round(layer * num_layers / SHAPES["7b"][2]) for layer in layers]
+            options["hidden_layers"] = sorted(set(moved), key=moved.index)
+    return kind, arguments
+
+
+def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:
+    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token."""
+    from transformers import LlamaForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = llama_config(shape, vocab, context)
     with torch.device(device), no_init_weights():
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
@@ -220,6 +252,6 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
 
 def run_command(args: list[str]) -> None:
     """Run a ``drafters`` command in this process."""
-    from train.cli.commands import main as drafters
+    from train.cli.commands import main as command
 
-    drafters(args)
+    command(args)

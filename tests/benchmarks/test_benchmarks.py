@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
     against_transformers,
@@ -9,14 +10,18 @@ from benchmarks import (
     drafter_overhead,
     harness,
     step_cost_by_nodes,
-    training_step,
+    training_memory,
+    training_speed,
 )
 from benchmarks.ctc import loss_memory, tree_building
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from drafters.learned.ctc import prefix_search
 from inference.compiled import step
+from inference.engine.base import load_base
 from inference.engine.session import Session
 from inference.tuning.step_cost import CHILD_PROBABILITY
+from train.callbacks.rehearsal import BatchSize
+from train.feature_store.base_features import compute_features
 
 
 def rows(markdown):
@@ -238,14 +243,34 @@ def test_loss_memory_in_small(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_step_in_small(tmp_path):
-    out = tmp_path / "out.md"
-    training_step.training([8], 4, 3, shape="draft", vocab_size=64, length=24, device="cpu", repeats=1, out=str(out))
-    found = [row for row in rows(out.read_text()) if row[0] in (*training_step.ARMS, "8")]
-    assert [row[0] for row in found] == [*training_step.ARMS, "8"]
-    assert found[0][2] == "1.00"
-    assert all(float(row[1]) > 0 for row in found)
-    assert int(found[4][-1]) > 1, "a batch of so small a base fits on a card"
+def test_training_speed_in_small(tmp_path):
+    out, configs = tmp_path / "out.md", ["eagle.yaml", "medusa.yaml"]
+    sizes = {"shape": "draft", "vocab_size": 90, "length": 24, "anchors": [4, 8], "computed_shape": "draft"}
+    training_speed.training_speed(configs, **sizes, device="cpu", repeats=2, out=str(out))
+    measured, computed = [row for row in rows(out.read_text()) if row[0] == "medusa"][:2], rows(out.read_text())[-2:]
+    assert [row[2] for row in measured] == ["4", "8"]
+    assert all(sum(float(cell.strip("%")) for cell in row[5:9]) == pytest.approx(100, abs=3) for row in measured)
+    assert [row[0] for row in computed] == ["eagle", "medusa"] and all(float(row[4]) > 0 for row in computed)
+
+
+def test_the_operations_of_a_step_are_counted(tmp_path):
+    config = harness.llama_config("draft", 90, 64)
+    base = harness.random_llama("draft", 90, "float32", torch.device("cpu"))
+    size = BatchSize(2, 32)
+    with FlopCounterMode(display=False) as counter:
+        compute_features(base, [-1], torch.zeros(size, dtype=torch.long))
+    attention = 2 * config.num_hidden_layers * size.num_positions * config.hidden_size * 64  # which was not counted
+    assert training_speed.base_flops(config, size) - attention == counter.get_total_flops()
+
+
+def test_a_random_base_is_written_in_parts(repository, monkeypatch, tmp_path):
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(training_memory, "SHARD_BYTES", 4e6)
+    training_memory.write_random_llama(tmp_path / "base", "draft", 1024, "bfloat16")
+    base = load_base(str(tmp_path / "base"), "bfloat16")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
+    assert base.model.dtype == torch.bfloat16 and base.shape.hidden_size == 256
+    assert base.hidden_states(torch.arange(9)[None], [-1])[0].isfinite().all()
 
 
 def test_the_plain_loss_has_our_value_and_our_gradients():

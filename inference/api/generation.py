@@ -96,8 +96,9 @@ def generate(
             few draft tokens are compared with those of the model's own forward, and a base where they differ is
             refused.
         budget: How many draft tokens a step feeds, if the drafter's name gives no ``num_nodes`` or ``num_draft``:
-            ``fixed``, the drafter's own number; or ``auto``, as many as pay for their time, up to that number. The
-            tokens are the same, but with ``auto`` their number per step depends on the clock. What was learned about a
+            ``fixed``, the drafter's own number; or ``auto``, as many as pay for their time, up to that number; or a
+            file that ``drafters step-cost`` wrote, which is ``auto`` with these times to start from. The tokens are the
+            same, but with ``auto`` their number per step depends on the clock. What was learned about a
             drafter given by its name is kept with the model between calls.
         compile: Whether decoding steps are compiled, see `inference.compiled.runner`. What is compiled is kept with the
             model between calls.

@@ -317,7 +317,8 @@ def chat(
         max_new_tokens: Maximum number of tokens of an answer.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number.
+            the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
+            step-cost` wrote is auto, too, but does not have to learn the times of steps.
         compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same; each shape takes
             some seconds to compile when it first occurs.
     """

@@ -14,6 +14,7 @@ SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
 REVIEW = 8  # steps between two looks at what was measured
 EXPLORATION = 128  # drafts between those that feed more or less than seems best
+NUM_TIMED = 5  # durations of a size with which its time is known
 NUM_KNOWN = 16  # durations of a size about which enough is known
 NUM_KEPT = 64  # durations kept of each size
 DECAY = 0.9  # of what is known about acceptance, in each review
@@ -23,6 +24,7 @@ BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bin
 PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
 # The account of what drafting has gained, in vanilla steps.
 MAX_CREDIT = 12.0  # so much may be lost until drafting stops
+FIRST_CREDIT = 8.0  # the same before anything was gained
 MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly
 TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
 INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
@@ -30,9 +32,15 @@ MIN_INTEREST = 0.0075  # after trials that did not pay
 
 
 class CostCurve:
-    """Seconds of a step by its size, learned from noisy durations."""
+    """Seconds of a step by its size, learned from noisy durations.
 
-    def __init__(self) -> None:
+    Args:
+        expected: Seconds of steps of size 0, 1, 2, ... as measured elsewhere; empty if nothing is known. Only their
+            ratios count once something is measured here.
+    """
+
+    def __init__(self, expected: Sequence[float] = ()) -> None:
+        self.expected = expected
         self._durations: dict[int, deque[float]] = {}
         self._estimates: dict[int, float] = {}
         self._changed: set[int] = set()
@@ -54,17 +62,27 @@ class CostCurve:
         """The largest size that was measured at least twice, else 0."""
         return max((size for size, kept in self._durations.items() if len(kept) > 1), default=0)
 
+    @property
+    def knows_vanilla(self) -> bool:
+        """Whether anything is known about steps of size 0."""
+        return bool(self.expected) or 0 in self._durations
+
     def seconds(self) -> list[float]:
         """The seconds of each of `SIZES`.
 
         Those of a size that was not measured are continued from the smaller ones with their mean slope, or interpolated
-        if that is less: a low estimate, too.
+        if that is less: a low estimate, too. If seconds are expected, it is how far they are off that is interpolated.
         """
         for size in self._changed:
             self._estimates[size] = estimate(self._durations[size])
         self._changed.clear()
         # One duration alone may be an outlier.
-        known = sorted(size for size in self._estimates if self.count(size) > 1) or sorted(self._estimates)
+        known = sorted(size for size in self._estimates if self.count(size) > 1)
+        if self.expected:
+            places = np.arange(len(self.expected))
+            ratios = [self._estimates[size] / np.interp(size, places, self.expected) for size in known] or [1.0]
+            return (np.interp(SIZES, known or [0], ratios) * np.interp(SIZES, places, self.expected)).tolist()
+        known = known or sorted(self._estimates)
         if not known:
             return [0.0] * len(SIZES)
         values = [self._estimates[size] for size in known]
@@ -98,21 +116,25 @@ class BudgetController:
     Whether to draft at all is decided by an account in vanilla steps, those of the base alone. A step with a draft adds
     what it emitted and subtracts what it took, including the draft. When the credit is used up, drafting stops; each
     step then earns a little interest, and with enough of it drafting is tried again. So however bad a drafter is,
-    decoding hardly takes more than `INTEREST` longer than without it, apart from the first `MAX_CREDIT` steps.
+    decoding hardly takes more than `INTEREST` longer than without it, apart from the first `FIRST_CREDIT` steps.
 
     For each step, call `request`, then `cut` with the draft, then `observe`. What `request` returns depends on earlier
     steps only.
 
+    It may be kept from text to text: what was measured stays, and what is known about acceptance fades.
+
     Args:
         is_whole: Whether drafts are fed whole or not at all.
+        step_seconds: Seconds of a step of the base that feeds 0, 1, 2, ... draft tokens, from `drafters step-cost`;
+            empty to learn them from nothing.
     """
 
-    def __init__(self, is_whole: bool = False) -> None:
+    def __init__(self, is_whole: bool = False, step_seconds: Sequence[float] = ()) -> None:
         self.is_whole = is_whole
-        self._base, self._draft = CostCurve(), CostCurve()
-        self._base_seconds = self._draft_seconds = [0.0] * len(SIZES)
+        self._base, self._draft = CostCurve(step_seconds), CostCurve()
+        self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
         self._num_steps = self._num_drafts = self._since_vanilla = 0
-        self._credit, self._interest, self._is_drafting = MAX_CREDIT, INTEREST, True
+        self._credit, self._interest, self._is_drafting = FIRST_CREDIT, INTEREST, True
         self._is_trial = False  # since drafting was tried again
         self._tokens = self._seconds = 0.0  # of recent steps with a draft
         self._speed = 0.0  # tokens per second
@@ -125,6 +147,7 @@ class BudgetController:
         self._gives_probabilities = False
         self._requested = self._fed = 0
         self._probabilities: Sequence[float] = ()
+        self._review()
 
     # ---- decisions
 
@@ -134,7 +157,7 @@ class BudgetController:
         return self._requested
 
     def _choose_request(self) -> int:
-        num_vanilla = self._base.count(0)
+        num_vanilla = self._base.count(0) + (2 if self._base.expected else 0)
         is_close = self._speed * self._base_seconds[0] < 1.25
         patience = 4 if num_vanilla < 2 else 16 if num_vanilla < 6 else 64 if is_close else 512
         if not self._is_drafting or self._since_vanilla >= patience:
@@ -148,7 +171,9 @@ class BudgetController:
         last = bisect_left(SIZES, self._limit)
         step = (1, -1, 2)[self._num_drafts % 3]
         other = min(max(place + step, 0), last)
-        if self._base.count(SIZES[other]) < NUM_KNOWN:
+        # With probabilities, only the time of a size is to be found out, and without them its acceptance, too.
+        enough = NUM_KNOWN if not self._gives_probabilities else 0 if self._base.expected else NUM_TIMED
+        if self._base.count(SIZES[other]) < enough:
             is_turn = self._num_drafts % (EXPLORATION // 4) < 2
         else:
             is_turn = self._num_drafts % EXPLORATION < 2 and step < 2
@@ -218,7 +243,9 @@ class BudgetController:
         gain = self._interest
         if self._requested:
             self._num_drafts += 1
-            if self._num_drafts == 1 or not self._base.count(0):  # the first draft of a process compiles and allocates
+            if (
+                self._num_drafts == 1 or not self._base.knows_vanilla
+            ):  # the first draft of a process compiles and allocates
                 return
             place, asked = (bisect_left(SIZES, size) for size in (self._fed, self._requested))
             seconds = self._base_seconds[place] + self._draft_seconds[asked]
@@ -237,12 +264,15 @@ class BudgetController:
 
     def _review(self) -> None:
         """Estimate times and acceptance anew."""
-        if not self._base.count(0):
+        if not self._base.knows_vanilla:
             return
         self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
         vanilla = self._base_seconds[0]
         self._speed = max(1 / vanilla, (self._tokens + 1) / (self._seconds + vanilla))
-        self._limit = min(max(FIRST_SIZE, 2 * self._base.largest()), SIZES[-1])
+        largest = self._base.largest()
+        if self._gives_probabilities:  # they tell which drafts pay where only the time is known
+            largest = max(largest, len(self._base.expected) // 2)
+        self._limit = min(max(FIRST_SIZE, 2 * largest), SIZES[-1])
         if self._gives_probabilities:
             pairs = zip(self._accepted_in_bin, self._expected_in_bin, strict=True)
             self._factors = [(accepted + PRIOR) / (expected + PRIOR) for accepted, expected in pairs]

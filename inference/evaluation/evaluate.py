@@ -45,8 +45,9 @@ class EvaluationOptions:
         typical: Accept drafts by Medusa's typical acceptance, which changes the distribution of the text; the base
             alone still samples exactly. Needs a temperature above 0.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. The text is the same;
-            with auto the acceptance length depends on times, so compare acceptance with fixed. A drafter's option
+            the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
+            step-cost` wrote is auto, too, but does not have to learn the times of steps. The text is the same; with
+            auto the acceptance length depends on times, so compare acceptance with fixed. A drafter's option
             num_nodes=auto asks for auto, up to 64 nodes.
         compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same. Each shape takes
             some seconds to compile when it first occurs, which wall times include and typical step times do not.
@@ -135,6 +136,7 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     if options.typical and any(catalogue.is_auto(spec, "fixed") for spec in options.drafter or []):
         raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
     sampling.sampler()
+    catalogue.read_step_seconds(options.budget)
     for name in ("repeats", "max_repeats", "devices"):
         if (number := getattr(options, name)) != "auto" and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")

@@ -78,6 +78,8 @@ class EvaluationPlan:
         The maximum number of repeats is no part of it: with another one, the repeats that are there are kept.
         """
         files = {folder for spec in self.drafters.values() if (folder := catalogue.split(spec)[1]) is not None}
+        if self.budget not in ("fixed", "auto"):
+            files.add(self.budget)
         device = torch.device(self.devices[0])
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return {

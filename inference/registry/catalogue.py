@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from data.files.bounded_json import read_json
 from drafters import checkpoint, recipe
+from drafters.learned.trees.budget import read_costs
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter
 from drafters.registry import Registration, class_path, full_path, registered
 from inference.engine.base import Base, BaseIdentity, check_fit
@@ -21,7 +22,7 @@ from inference.engine.sampling import Sampler
 from inference.engine.session import Session
 from inference.registry import builders
 
-Budget = Literal["auto", "fixed"]
+Budget = str  # fixed, auto, or a file that `drafters step-cost` wrote, which is auto with these costs to start from
 AUTO = "num_nodes=auto"
 AUTO_NODES = 64  # what num_nodes=auto raises a drafter's number of nodes to
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
@@ -111,7 +112,8 @@ def make_session(spec: str, runner: Runner, sampler: Sampler | None = None, budg
         spec: The drafter.
         runner: The base and its KV cache.
         sampler: Picks the base's tokens; greedy decoding if not given.
-        budget: Budget of a drafter whose spec does not decide that; see `make_budget`.
+        budget: Budget of a drafter whose spec does not decide that, ``fixed``, ``auto`` or a file of step costs; see
+            `make_budget`.
 
     Raises:
         ValueError: As `make`.
@@ -128,20 +130,37 @@ def make_budget(drafter: Drafter, spec: str | None, default: Budget) -> BudgetCo
     Args:
         drafter: The drafter.
         spec: Its spec, if it has one.
-        default: What holds if the spec does not decide.
+        default: What holds if the spec does not decide. If it is a file, an automatic budget starts from its costs.
+
+    Raises:
+        ValueError: The default is none of the three.
     """
     is_asked = spec is not None and is_auto(spec, "fixed")
-    is_default = default == "auto" and not drafter.samples_drafts and (spec is None or is_auto(spec, "auto"))
+    is_default = default != "fixed" and not drafter.samples_drafts and (spec is None or is_auto(spec, "auto"))
     if not (is_asked or is_default) or isinstance(drafter, NoDrafter):
         return None
-    return BudgetController(is_whole=not drafter.is_divisible)
+    return BudgetController(is_whole=not drafter.is_divisible, step_seconds=read_step_seconds(default))
+
+
+def read_step_seconds(budget: Budget) -> list[float]:
+    """The seconds of steps that feed 0, 1, 2, ... draft tokens, if a budget is a file of them; else an empty list.
+
+    Raises:
+        ValueError: It is neither ``fixed`` nor ``auto`` nor such a file.
+    """
+    if budget in ("fixed", "auto"):
+        return []
+    try:
+        return read_costs(budget).tolist()
+    except ValueError as error:
+        raise ValueError(f"budget must be fixed, auto or a file of step costs: {error}") from error
 
 
 def is_auto(spec: str, default: Budget) -> bool:
-    """Whether a spec says ``num_nodes=auto`` or, if the default is auto, gives no ``num_nodes`` or ``num_draft``."""
+    """Whether a spec says ``num_nodes=auto`` or, unless the default is fixed, no ``num_nodes`` or ``num_draft``."""
     options = split(spec)[2].split(",")
     is_numbered = any(option.startswith(("num_nodes=", "num_draft=")) for option in options)
-    return AUTO in options or (default == "auto" and not is_numbered and spec != "none")
+    return AUTO in options or (default != "fixed" and not is_numbered and spec != "none")
 
 
 def _number_for_auto(text: str, defaults: Mapping[str, Any]) -> str:

@@ -109,6 +109,17 @@ def test_budgets_of_drafters_that_are_fed_whole_draw_their_drafts_or_draft_nothi
     assert catalogue.make_budget(drawn, "self_speculative:num_nodes=auto", "fixed") is not None
 
 
+def test_a_file_of_step_costs_is_an_automatic_budget_that_starts_from_them(base, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"nodes": [0, 4], "seconds": [1.0, 3.0]}))
+    session = catalogue.make_session("joint", Runner(base), budget=str(file))
+    assert session.budget._base.expected == [1.0, 1.5, 2.0, 2.5, 3.0] and session.drafter.num_nodes == 16
+    assert catalogue.make_session("joint:num_nodes=4", Runner(base), budget=str(file)).budget is None
+    for wrong in ("atuo", str(tmp_path / "nowhere.json")):
+        with pytest.raises(ValueError, match="budget must be fixed, auto or a file of step costs"):
+            catalogue.make_session("joint", Runner(base), budget=wrong)
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [

@@ -80,7 +80,7 @@ class CostCurve:
         known = sorted(size for size in self._estimates if self.count(size) > 1)
         if self.expected:
             places = np.arange(len(self.expected))
-            ratios = [self._estimates[size] / np.interp(size, places, self.expected) for size in known] or [1.0]
+            ratios = [self._estimates[size] / float(np.interp(size, places, self.expected)) for size in known] or [1.0]
             return (np.interp(SIZES, known or [0], ratios) * np.interp(SIZES, places, self.expected)).tolist()
         known = known or sorted(self._estimates)
         if not known:

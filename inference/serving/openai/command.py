@@ -124,7 +124,8 @@ def serve(
         served_name: Name of the model in requests; by default the base as it was given.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number.
+            the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
+            step-cost` wrote is auto, too, but does not have to learn the times of steps.
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise ValueError(f"drafters serve needs {' and '.join(missing)}: pip install 'ctc-drafters[serve]'")

@@ -144,7 +144,7 @@ def write_random_llama(folder: Path, shape: str, vocab: int, dtype: Dtype, conte
         size += weight.nbytes
     unfinished = folder.with_suffix(".unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
-    places = {}
+    places: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
         places |= dict.fromkeys(names, file)

@@ -285,7 +285,8 @@ def computed_table(configs: Sequence[str], shape: str, devices: Devices) -> Resu
 
 def base_flops(config: LlamaConfig, size: BatchSize) -> float:
     """Operations of a base's forward with its labels: two for each weight of layers and head, and causal attention."""
-    width, kv_width = config.hidden_size, config.hidden_size * config.num_key_value_heads // config.num_attention_heads
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    width, kv_width = config.hidden_size, config.hidden_size * num_kv_heads // config.num_attention_heads
     layer = 2 * width * (width + kv_width) + 3 * width * config.intermediate_size  # weights
     attention = 2 * size.num_positions * width  # half of the scores and of the sums: the other half is masked
     weights = config.num_hidden_layers * layer + width * config.vocab_size

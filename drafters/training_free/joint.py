@@ -83,7 +83,7 @@ class Joint(Drafter):
         self._tables = [list(self._lookups(num_keys)) for num_keys in range(self.order + 1)]
         self._text = []
         self._keys: list[int] = []  # the contexts at the end of the text, the shortest first
-        self._fed: tuple[DraftTree, list[list[int]]] | None = None
+        self._fed: tuple[DraftTree, Sequence[Sequence[int]]] | None = None
         self._learn(prompt, scores_sources=False)
 
     def _lookups(self, num_keys: int) -> Iterator[tuple[int, Callable, list[list[float]], list[float]]]:
@@ -208,7 +208,7 @@ class Joint(Drafter):
         """The contexts after one more token."""
         return extended(keys, token, self.order)
 
-    def expect(self, tree: DraftTree, contexts: list[list[int]]) -> None:
+    def expect(self, tree: DraftTree, contexts: Sequence[Sequence[int]]) -> None:
         """Tell which tree will be fed, so that `observe` learns what the base says after its nodes.
 
         Args:

@@ -6,7 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -37,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 path.unlink()
             with atomic_write(path) as new, open(new, "wb") as file:
                 writer = _Writer(file)
-                torch.save(checkpoint, writer)
+                torch.save(checkpoint, cast(BinaryIO, writer))  # it needs ``write`` and ``flush`` only
                 if writer.error:
                     raise writer.error
         except (OSError, DiskError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from datetime import timedelta
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
@@ -53,8 +54,10 @@ def without_sharding(drafter: LearnedDrafter) -> LearnedDrafter:
     """The drafter, or for one that `FSDP2` shards a view of it whose methods do not gather the weights."""
     if not isinstance(drafter, FSDPModule):
         return drafter
-    plain = object.__new__(type(drafter).__mro__[2])  # the class without FSDP
-    hooks = {name: OrderedDict() for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")}
+    plain: Any = object.__new__(type(drafter).__mro__[2])  # the class without FSDP
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")
+    }
     plain.__dict__ = {name: value for name, value in vars(drafter).items() if name not in GATHERING} | hooks
     return plain
 

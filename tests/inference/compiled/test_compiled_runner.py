@@ -74,6 +74,7 @@ def test_texts_are_those_of_transformers_in_one_graph_for_each_shape(
     assert len(graphs) == len(runner._graphs), "nothing was traced twice, and nothing broke a graph in two"
 
 
+@pytest.mark.slow
 def test_sampled_texts_hidden_states_and_caches_are_those_of_the_eager_engine(
     make_base, make_random_ctc, graphs, few_shapes
 ):

@@ -35,8 +35,8 @@ class EqualityResult:
         p_value: Probability of a chi-squared at least as large if both distributions are equal, by permutation.
         chi_squared: Pearson's statistic of the tables of texts, added up over the prompts.
         freedom: Its degrees of freedom.
-        detectable: Smallest bias that is found with probability 0.9: the share of texts in which the drafter writes the
-            base's most frequent text although it should write others. None if no such bias is found so often.
+        detectable: Smallest bias that is found with probability 0.9: the share of texts in place of which the drafter
+            writes the base's most frequent text, a total variation distance. None if no such bias is found so often.
     """
 
     p_value: float
@@ -165,11 +165,18 @@ def detectable_bias(tables: Sequence[np.ndarray], level: float) -> float | None:
     """
     if bias_power(tables, level, 1.0) < POWER:
         return None
-    return float(optimize.brentq(lambda bias: bias_power(tables, level, bias) - POWER, 0.0, 1.0, xtol=1e-4))
+    bias = float(optimize.brentq(lambda bias: bias_power(tables, level, bias) - POWER, 0.0, 1.0, xtol=1e-4))
+    return bias * float(np.mean([1 - table[0].max() / table[0].sum() for table in tables]))
 
 
 def bias_power(tables: Sequence[np.ndarray], level: float, bias: float) -> float:
-    """Probability that a bias is found, by the noncentral chi-squared distribution; the base's shares are the truth."""
+    """Probability that a bias is found, by the noncentral chi-squared distribution.
+
+    Args:
+        tables: The counts (2, C) of the base's and the drafter's texts, for each prompt; the base's are the truth.
+        level: Error rate of the test.
+        bias: Share of all texts that are the most frequent one, besides those that should be.
+    """
     freedom, noncentrality = sum(table.shape[1] - 1 for table in tables), 0.0
     if freedom == 0:
         return 0.0

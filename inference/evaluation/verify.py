@@ -259,8 +259,8 @@ def _describe_test(test: EqualityResult, drafter: str, is_biased: bool) -> str:
     power = "it could find no bias: the base writes hardly more than one text here, so raise the temperature"
     if test.detectable is not None:
         power = (
-            f"it finds with probability {POWER} a drafter that writes the base's most frequent text in "
-            f"{100 * test.detectable:.1f} % of the texts too many"
+            f"it finds with probability {POWER} a drafter that writes the base's most frequent text in place of "
+            f"{100 * test.detectable:.1f} % of the texts"
         )
     return (
         f"{drafter}: {found} (chi-squared {test.chi_squared:.1f}, {test.freedom} degrees of freedom, p = "

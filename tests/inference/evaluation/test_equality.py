@@ -18,7 +18,7 @@ from inference.evaluation import equality
 from inference.evaluation.equality import cell_counts, compare_distributions, sample_base, sample_drafted
 from inference.registry import catalogue
 
-SAMPLING, NUM_TOKENS, NUM_TEXTS = SamplingOptions(1.5, 2), 3, 80
+SAMPLING, NUM_TOKENS, NUM_TEXTS = SamplingOptions(1.5, 2), 4, 100
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def toy(shared_folder):
     return base, sampled_drafts.save_toy_drafters(base, folder)
 
 
-class Overclaiming(Drafter):
-    """Claims that its drafts were drawn from a uniform distribution, so that wrong ones are accepted too often."""
+class ConstantSeed(Drafter):
+    """Draws the same numbers for every request, so that its drafts are not what it says they are."""
 
     def __init__(self, drafter):
         self.drafter, self.required_outputs = drafter, drafter.required_outputs
@@ -39,9 +39,7 @@ class Overclaiming(Drafter):
         self.drafter.begin(prompt)
 
     def propose(self, seq, limits):
-        tree = self.drafter.propose(seq, limits)
-        uniform = [replace(each, probs=torch.ones_like(each.probs) / len(each.probs)) for each in tree.distributions]
-        return replace(tree, distributions=tuple(uniform))
+        return self.drafter.propose(seq, replace(limits, draft_seed=0))
 
     def observe(self, step):
         self.drafter.observe(step)
@@ -56,13 +54,12 @@ def test_the_base_is_sampled_from_its_own_distribution(toy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle", "draft_model"])
-def test_a_false_claim_is_found_and_the_exact_drafter_passes(toy, name):
+def test_a_constant_seed_is_found_and_the_exact_drafter_passes(toy):
     base, specs = toy
     runner = Runner(base)
-    drafter = catalogue.make(specs[name], runner)
+    drafter = catalogue.make(specs["eagle"], runner)
     reference = [sample_base(base, PROMPT, NUM_TOKENS, SAMPLING, 4 * NUM_TEXTS)]
-    for each, is_exact in ((drafter, True), (Overclaiming(drafter), False)):
+    for each, is_exact in ((drafter, True), (ConstantSeed(drafter), False)):
         drafted = [sample_drafted(Session(runner, each), PROMPT, NUM_TOKENS, SAMPLING, NUM_TEXTS)]
         result = compare_distributions(reference, drafted)
         assert (result.p_value > equality.ERROR_RATE) == is_exact
@@ -85,7 +82,7 @@ def test_error_rate_and_power_are_as_stated(monkeypatch):
         result = compare_distributions(reference, [counts(share, 200) for share in fair], level)
         is_rejected.append(result.p_value <= level)
         stated.append(result.detectable)
-        bias = np.median(stated)
+        bias = np.median(stated) / np.mean([1 - share.max() for share in fair])  # as a share of all texts
         biased = [(1 - bias) * share + bias * (np.arange(len(texts)) == share.argmax()) for share in fair]
         result = compare_distributions(reference, [counts(share, 200) for share in biased], level)
         found.append(result.p_value <= level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(["gpt", "chatgpt", "assistant", "model", "bard", "bing", "claude"], "assistant")
 
 TEMPLATE_SECONDS = 5.0  # for one conversation; the sandbox of transformers bounds one loop, not loops in loops
+# By which templates of reasoning models are told whether to begin an answer with its reasoning.
+THINKING_SWITCH = re.compile(r"\{[%{][^{}]*?(?<!['\"])\b(enable_thinking|thinking)\b")
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -192,12 +195,16 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a chat template.
 
     Args:
-        name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template.
+        name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template. With ``:thinking=on`` or
+            ``:thinking=off`` after it, the template's own switch asks for answers with or without reasoning.
         tokenizer: Tokenizer of the base.
 
     Raises:
-        ValueError: There is no such template.
+        ValueError: There is no such template, or it has no such switch.
     """
+    name, _, option = name.partition(":")
+    if option:
+        return _with_thinking(resolve_template(name, tokenizer), name, option)
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name != "tokenizer":
@@ -205,6 +212,20 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
     return tokenizer.get_chat_template()
+
+
+def _with_thinking(text: str, name: str, option: str) -> str:
+    """A template that begins by setting its switch, which callers otherwise pass as an argument."""
+    values = {"thinking=on": "true", "thinking=off": "false"}
+    if option not in values:
+        raise ValueError(
+            f"unknown option {option!r} of the chat template: write {name}:thinking=on or {name}:thinking=off"
+        )
+    switch = THINKING_SWITCH.search(text)
+    if switch is None:
+        raise ValueError(f"the chat template has no thinking switch (enable_thinking): write {name} without {option}")
+    # transformers drops a line break after a block, so this one keeps a line break with which the template may begin.
+    return f"{{% set {switch[1]} = {values[option]} %}}\n{text}"
 
 
 def encode(

@@ -315,7 +315,8 @@ def chat(
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
         system: System message before the first turn; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
             the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
             step-cost` wrote is auto, too, but does not have to learn the times of steps.

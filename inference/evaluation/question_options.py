@@ -22,7 +22,8 @@ class QuestionOptions:
         limit: Maximum number of questions. Questions whose prompts are longer than the base's context are skipped and
             not counted.
         max_new_tokens: Maximum number of tokens of an answer.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
     """
 
     benchmark: str = "embedded"
@@ -72,7 +73,8 @@ class BenchmarkOptions:
         spaced: Take the questions of the limit evenly spaced from the whole benchmark, and so from all its categories,
             instead of the first ones.
         max_new_tokens: Maximum number of tokens of an answer; by default what the papers use for each benchmark.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
     """
 
     benchmark: list[str] | None = None

@@ -165,6 +165,40 @@ def test_templates_are_chosen_by_name(tokenizer):
         resolve_template("alpaca", tokenizer)
 
 
+SWITCH = (
+    "\n{%- for message in messages %}{{ '[' + message.role + ']' + message.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '[assistant]' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{%- endif %}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("text", [SWITCH, SWITCH.strip(), SWITCH.replace("enable_thinking", "thinking")])
+def test_the_thinking_switch_is_the_templates_own(tokenizer, monkeypatch, text):
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    prompts = {}
+    for option, value in (("", None), (":thinking=on", True), (":thinking=off", False)):
+        switch = {} if value is None else {"enable_thinking": value, "thinking": value}
+        expected = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Why?"}], add_generation_prompt=True, return_dict=False, **switch
+        )
+        prompts[option] = encode_prompt([("user", "Why?")], tokenizer, f"tokenizer{option}")
+        assert prompts[option] == expected
+    assert prompts[""] == prompts[":thinking=on"] != prompts[":thinking=off"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vicuna_v1.1:thinking=off", r"no thinking switch \(enable_thinking\): write vicuna_v1.1 without thinking=off"),
+        ("tokenizer:thinking=maybe", "unknown option 'thinking=maybe' .* write tokenizer:thinking=on or"),
+        ("alpaca:thinking=on", "unknown chat template 'alpaca'"),
+    ],
+)
+def test_a_thinking_switch_that_is_not_there_is_refused(tokenizer, name, said):
+    with pytest.raises(ValueError, match=said):
+        resolve_template(name, tokenizer)
+
+
 def test_a_tokenizer_without_template_says_what_to_do(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match=r"no chat template of its own; choose one of: vicuna_v1.1"):

@@ -122,7 +122,8 @@ def serve(
         requests: What requests may ask for.
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
         served_name: Name of the model in requests; by default the base as it was given.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
             the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
             step-cost` wrote is auto, too, but does not have to learn the times of steps.

@@ -48,22 +48,25 @@ def find_folder(name: str | Path, files: Sequence[str]) -> Path:
 
     if COMMIT.fullmatch(revision):
         try:
-            return download(local_only=True)
+            found = download(local_only=True)
+            if all((found / file).is_file() for file in files):
+                return found
         except LocalEntryNotFoundError:
             pass
     if error := connection_error(repository, files[0]):
-        raise ValueError(f"{name} is not here, and the hub cannot be reached ({_first_line(error)}): give a folder")
+        raise ValueError(f"{name} is not here, and the hub cannot be reached ({reason_of(error)}): give a folder")
     try:
         return download(local_only=False)
     except Exception as error:  # the hub client's own errors, and those of its HTTP client
         raise ValueError(
-            f"cannot download {name}: {_first_line(error)}; check the name and the revision, and log in with "
+            f"cannot download {name}: {reason_of(error)}; check the name and the revision, and log in with "
             "`hf auth login` if the repository is private"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def reason_of(error: Exception) -> str:
+    """Return why the hub refused something, in one line: its own message if it sent one."""
+    return str(getattr(error, "server_message", None) or " ".join(str(error).split()) or type(error).__name__)
 
 
 def connection_error(repository: str, file: str, repo_type: str | None = None) -> Exception | None:

@@ -140,11 +140,12 @@ def merged(
         runner_up: Number of the base's most probable tokens remembered after each fed token.
         corpus: File that ``drafters corpus`` wrote, for n-grams of a fixed text.
     """
-    config = checkpoint.read_config(drafter_folder(folder))
+    found = drafter_folder(folder)  # one commit for configuration and weights
+    config = checkpoint.read_config(found)
     check_fit(config, runner.base)
     init_args = config.nested_init_args()
     init_args[DRAFT] = {**init_args.get(DRAFT, {}), "num_nodes": 3 * num_nodes}
-    learned = load_learned(folder, replace(config, init_args=init_args), runner.base)
+    learned = load_learned(str(found), replace(config, init_args=init_args), runner.base)
     table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
     ngrams = drafters.Joint(order=order, history=history, runner_up=runner_up, corpus=table)
     return drafters.Merged(learned, ngrams, num_nodes, min_probability)

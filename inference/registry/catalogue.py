@@ -172,6 +172,7 @@ def _number_for_auto(text: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:
+    folder = folder and str(builders.drafter_folder(folder))  # one commit for configuration and weights
     config = learned_config(name, drafter_class, folder, text, base)
     return builders.load_learned(folder or "", config, base)
 

@@ -12,7 +12,11 @@ from typing import Any
 
 from data.files.checksums import check_files
 from data.files.safe_text import escape_markdown, safe_line, yaml_line
+from data.hub import reason_of
 from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.registry import registered
 from inference.registry import catalogue
 from inference.reporting.tables import COUNTING_RULE
 from inference.results import folders
@@ -54,7 +58,7 @@ def push(
     if source / "model.safetensors" not in files:
         raise ValueError(f"{source} holds no model.safetensors: export the drafter again")
     name = catalogue.name_of(config)
-    card = card_for_hub(source, name, repository, [folders.read(each) for each in results or ()], license)
+    card = card_for_hub(source, config, repository, [folders.read(each) for each in results or ()], license)
     for file in files:
         size = len(card.encode()) if file.name == "README.md" else file.stat().st_size
         print(f"{size:>12,} bytes  {file.name}")
@@ -76,7 +80,6 @@ def _upload(folder: Path, repository: str, public: bool) -> str:
         ValueError: The hub cannot be reached, nobody is logged in, or the repository may not be written.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
 
     if get_token() is None:
         raise ValueError("nobody is logged in to the hub: run `hf auth login`, or set HF_TOKEN")
@@ -90,20 +93,23 @@ def _upload(folder: Path, repository: str, public: bool) -> str:
             commit_message="Upload a drafter",
             allow_patterns=list(checkpoint.FILES),
         )
-    except (HfHubHTTPError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"cannot upload to {repository}: {safe_line(reason)}; nothing else was changed") from error
+    except Exception as error:  # the hub client's own errors, and those of its HTTP client
+        raise ValueError(f"cannot upload to {repository}: {safe_line(reason_of(error))}") from error
     return commit.oid
 
 
 def card_for_hub(
-    folder: Path, name: str, repository: str, measured: Sequence[EvaluationResults], license: str | None
+    folder: Path,
+    config: DrafterConfig,
+    repository: str,
+    measured: Sequence[EvaluationResults] = (),
+    license: str | None = None,
 ) -> str:
     """The model card: the exported README, with the repository's name, a licence, and what was measured.
 
     Args:
         folder: Folder of the drafter.
-        name: Name of the drafter in specs, such as ctc.
+        config: Its configuration.
         repository: OWNER/NAME.
         measured: Evaluations of this drafter.
         license: Licence for the header.
@@ -114,15 +120,22 @@ def card_for_hub(
     path = folder / "README.md"
     if not path.is_file():
         raise ValueError(f"{folder} holds no README.md, the model card: export the drafter again")
-    card = path.read_text(encoding="utf-8").replace("THIS_FOLDER", f"{repository}@REVISION")
+    name, spec = catalogue.name_of(config), f"{repository}@REVISION"
+    card = path.read_text(encoding="utf-8").replace("THIS_FOLDER", spec)
+    if not REPOSITORY.fullmatch(config.base_name):  # a folder, which the hub refuses in the header
+        card = card.replace(f"{yaml_line('base_model', config.base_name)}\n", "", 1)
     if license:
         if not card.startswith("---\n"):
             raise ValueError(f"{path} has no header between lines of ---, where the licence goes: export it again")
         card = f"---\n{yaml_line('license', license)}\n{card[4:]}"
+    drafter_class = registered()[name].learned_class
+    if drafter_class and issubclass(drafter_class, ParallelDrafter):
+        served = f"Serve it with vLLM: `drafters serve-command {spec}` prints the command."
+    else:
+        served = f"Serve it: `drafters serve --base BASE --drafter {name}={spec}`."
     parts = [
         card.rstrip(),
-        f"Serve it with vLLM: `drafters serve-command {repository}@REVISION` prints the command. REVISION is a commit "
-        "of this repository, so that results can be repeated.",
+        f"{served} REVISION is a commit of this repository, so that results can be repeated.",
         *(_measured_section(each, name) for each in measured),
     ]
     return "\n\n".join(parts) + "\n"

@@ -49,8 +49,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# Starlette cuts a host at its first colon, so "[" stands for all IPv6 addresses; as addresses, they are no host names.
-LOCAL_HOSTS = ["127.0.0.1", "localhost", "["]
+# Older versions of Starlette cut a host at its first colon, so "[" stands for all IPv6 addresses.
+LOCAL_HOSTS = ["127.0.0.1", "localhost", "[", "[::1]"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Served:
         timeout: Seconds after which a request is given up, the time in the queue included.
         api_key: The key that requests must carry, or None.
         is_local: Whether only this machine can reach the server.
+        host: Address at which the server listens.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Served:
     timeout: float
     api_key: str | None
     is_local: bool
+    host: str = "127.0.0.1"
 
 
 def make_app(served: Served, thread: DecodingThread) -> FastAPI:
@@ -96,7 +98,7 @@ def make_app(served: Served, thread: DecodingThread) -> FastAPI:
     for path, (file, kind) in PAGE_FILES.items():
         app.add_api_route(path, _page_file(file, kind), response_model=None)
     if served.is_local:  # a page from elsewhere must not reach the server under a host name of its own
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL_HOSTS, www_redirect=False)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS, served.host], www_redirect=False)
 
     @app.exception_handler(ApiError)
     async def refuse(_: Request, error: ApiError) -> Response:

@@ -151,6 +151,7 @@ def serve(
             timeout=requests.timeout,
             api_key=api_key,
             is_local=listen.is_local,
+            host=listen.host,
         )
         host, port = server_socket.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -114,11 +114,13 @@ class DecodingThread:
         """Append a job to the queue.
 
         Raises:
-            ApiError: The queue is full (429), or the server is stopping (503).
+            ApiError: The queue is full (429), or the server is stopping or has failed (503).
         """
         with self._changed:
             if self._is_stopping:
                 raise ApiError(503, "the server is stopping", SERVER)
+            if not self._thread.is_alive():
+                raise ApiError(503, "the decoding thread has ended: the server must be restarted", SERVER)
             if len(self._waiting) >= self.max_waiting:
                 raise ApiError(
                     429,
@@ -176,10 +178,9 @@ class DecodingThread:
             try:
                 self._do(job)
                 outcome: Outcome = None
-            except ValueError as error:
-                outcome = ApiError(400, " ".join(str(error).split()))
-            except Exception as error:
-                print_traceback(type(error), error, error.__traceback__)
+            except Exception as error:  # requests were checked before, so it is a fault of the server
+                with suppress(OSError):
+                    print_traceback(type(error), error, error.__traceback__)
                 outcome = ApiError(500, "decoding failed, and the server's log says why", SERVER)
             self._forget()
             with self._changed:

@@ -154,7 +154,7 @@ def read_request(kind: type[AnyRequest], body: Any) -> AnyRequest:
 
 
 def _without_nulls(message: Any) -> Any:
-    """A message without the fields that clients send as null or empty when they return an answer of ours."""
+    """A message without the fields that clients send as null when they return an answer of ours."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
@@ -163,7 +163,8 @@ def _without_nulls(message: Any) -> Any:
 def _explained(error: ValidationError) -> ApiError:
     """The deepest mistake in one line. A field that may have several types has an entry for each: left out here."""
     first = max(error.errors(include_url=False, include_context=False, include_input=False), key=_depth)
-    place = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part != "str")]
+    field, *inner = first["loc"] or ("the body",)
+    place = [field, *(part for part in inner if isinstance(part, int) or (part.isidentifier() and part != "str"))]
     name = ".".join(map(str, place))
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not supported: leave it out", param=name, code="unsupported_parameter")

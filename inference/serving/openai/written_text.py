@@ -189,6 +189,7 @@ class TextWriter:
         if reason and not self._scanner.is_found:
             text += self._scanner.add(self._detokenizer.finish())
             text += self._scanner.finish()
+            reason = self._finish_reason(emitted)  # the rest may have completed a stop string
         num_accepted = min(cost.accepted, num_tokens)
         return Addition(
             text=text,

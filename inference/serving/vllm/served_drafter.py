@@ -101,7 +101,7 @@ def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, D
     if drafter_class is None or not issubclass(drafter_class, ParallelDrafter):
         raise ValueError(
             f"vLLM cannot serve the drafter {name} through this plugin: it takes CTC, block, and drafters that read "
-            "only tokens; `drafters export --format vllm` writes Medusa for vLLM itself"
+            "only tokens; `drafters export --format vllm` writes Medusa, EAGLE and EAGLE-3 for vLLM itself"
         )
     config = catalogue.learned_config(name, drafter_class, folder, text, base)
     draft = config.init_args.get(recipe.DRAFT, {})

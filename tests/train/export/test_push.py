@@ -65,7 +65,8 @@ def handler_of(hub):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.requests.append((self.command, self.path))
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                return self.reply(401, {"error": "Invalid token"}, X_Error_Message="Invalid token")
+                error = {"X_Error_Message": "Invalid token", "X_Request_Id": "1-2"}  # its client begins with the id
+                return self.reply(401, {"error": "Invalid token"}, **error)
             if self.path == "/api/repos/create":
                 asked = json.loads(body)
                 repository = f"{asked.get('organization') or 'ada'}/{asked['name']}"
@@ -177,7 +178,8 @@ def test_a_dry_run_shows_the_card_and_sends_nothing(server, folder, capsys):
     main(["push", str(folder), "ada/drafter", "--license", "apache-2.0", "--dry_run", "true"])
     out = capsys.readouterr().out
     assert server.requests == [] and "nothing was uploaded" in out
-    assert "license: apache-2.0\nbase_model:" in out and "--drafter ctc=ada/drafter@REVISION" in out
+    assert "license: apache-2.0\nlibrary_name:" in out and "base_model" not in out, "the base is a folder"
+    assert "drafters serve-command ada/drafter@REVISION" in out and "--drafter ctc=ada/drafter@REVISION" in out
     assert all(name in out for name in checkpoint.FILES) and "secret.env" not in out
 
 
@@ -205,7 +207,8 @@ def test_damaged_weights_are_not_pushed(server, folder, capsys):
 
 
 def test_a_refused_token_and_no_token_take_one_line(server, folder, monkeypatch, capsys):
-    for token, said in (("hf_wrong_token", "cannot upload to ada/drafter"), (None, "nobody is logged in to the hub")):
+    wrong = "hf_wrong_token", "cannot upload to ada/drafter: Invalid token"
+    for token, said in (wrong, (None, "nobody is logged in to the hub")):
         monkeypatch.setenv("HF_TOKEN", token) if token else monkeypatch.delenv("HF_TOKEN")
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
         with pytest.raises(SystemExit) as stopped:
@@ -220,8 +223,11 @@ def test_what_the_hub_does_not_have_is_refused_in_one_line(server, base):
         catalogue.make("ctc=ada/none@main", Runner(base))
 
 
-def test_an_unreachable_hub_is_refused_at_once(server, monkeypatch):
+def test_an_unreachable_hub_is_refused_at_once(server, folder, monkeypatch, capsys):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SystemExit) as stopped:
+        main(["push", str(folder), "ada/drafter"])
+    assert stopped.value.code == 2 and "cannot upload to ada/drafter: " in capsys.readouterr().err
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(ValueError, match="is not here, and the hub cannot be reached"):
         hub.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)

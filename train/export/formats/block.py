@@ -138,7 +138,7 @@ def read_block(
     """
     settings: BlockSettings = checkpoint.settings(BlockSettings)
     part = settings.dflash_config
-    described = checkpoint.config.get("transformer_layer_config", checkpoint.config)
+    described = checkpoint.config.get("transformer_layer_config") or checkpoint.config
     layers = read_layers(checkpoint, described, base, "qwen3")
     _check_computation(checkpoint, settings, base)
     num_frames = settings.block_size or part.block_size
@@ -159,6 +159,8 @@ def read_block(
     weights = {"frame_embedding": _mask_row(checkpoint, mask, base_weights)}
     checkpoint.drop_copy("lm_head.weight", base_weights.head, "an LM head")
     markov = {name: checkpoint.weights.pop(f"markov_head.markov_{name}.weight", None) for name in ("w1", "w2")}
+    if (markov["w1"] is None) != (markov["w2"] is None):
+        checkpoint.refuse("it has one half of a Markov head")
     if markov["w1"] is not None and markov["w2"] is not None and (markov["w1"].any() or markov["w2"].any()):
         weights |= {"markov.left": markov["w1"], "markov.right": markov["w2"]}
         init_args["trunk"]["markov_rank"] = markov["w1"].shape[-1]

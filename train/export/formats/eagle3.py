@@ -104,7 +104,7 @@ def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: Bas
     settings: EAGLE3Settings = checkpoint.settings(EAGLE3Settings)
     is_speculators = "speculators_model_type" in checkpoint.config
     _check_computation(checkpoint, settings, base, is_speculators)
-    described = checkpoint.config.get("transformer_layer_config", {}) if is_speculators else checkpoint.config
+    described = (checkpoint.config.get("transformer_layer_config") or {}) if is_speculators else checkpoint.config
     layers = read_layers(checkpoint, described, base, "qwen3" if is_speculators else "llama")
     if layers.num_layers != 1:
         checkpoint.refuse(f"it has {layers.num_layers} layers, and EAGLE-3 here has one")

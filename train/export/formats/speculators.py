@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.tokenizer import load_pretrained, load_tokenizer
+from data.tokenizer import load_pretrained
+from inference.engine.base import load_base_info
 from train.export.formats.public_checkpoint import PublicCheckpoint
 
 
@@ -31,13 +32,13 @@ def read_verifier(name: str) -> Verifier:
     """Read a base's configuration, without its weights."""
     from transformers import AutoConfig
 
-    load_tokenizer(name)  # its errors say what to do if there is no base of this name
+    context_length = load_base_info(name).context_length  # its errors say what to do if there is no such base
     config = load_pretrained(AutoConfig, name)
     stored = str(config.dtype).removeprefix("torch.")
     return Verifier(
         name,
         config.architectures or [],
-        config.max_position_embeddings,
+        context_length,
         stored if stored in ("bfloat16", "float16") else "float32",
     )
 

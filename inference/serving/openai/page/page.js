@@ -2,7 +2,7 @@
 "use strict";
 
 const $ = id => document.getElementById(id);
-const messages = [];
+let messages = [];
 let model = null, key = "", running = null, chosen = null;
 
 function element(tag, className, text) {
@@ -169,7 +169,8 @@ function compare(drafted, alone) {
 }
 
 async function ask(question) {
-  messages.push({ role: "user", content: question });
+  const chat = messages;  // "New chat" begins another list
+  chat.push({ role: "user", content: question });
   const row = element("div", "answers");
   $("chat").append(element("p", "question", question), row);
   const answer = new Answer(row, `with ${model.drafter}`);
@@ -180,8 +181,8 @@ async function ask(question) {
   $("stop").hidden = false;
   const isDone = await write(answer, bodies[0], running.signal);
   if (isDone && alone && await write(alone, bodies[1], running.signal)) compare(answer, alone);
-  if (answer.content) messages.push({ role: "assistant", content: answer.content });
-  else messages.pop();  // so that a question which was refused is not sent again
+  if (answer.content) chat.push({ role: "assistant", content: answer.content });
+  else chat.pop();  // so that a question which was refused is not sent again
   running = null;
   $("send").disabled = false;
   $("stop").hidden = true;
@@ -203,7 +204,7 @@ $("question").onkeydown = event => {
 $("stop").onclick = () => running?.abort();
 $("reset").onclick = () => {
   running?.abort();
-  messages.length = 0;
+  messages = [];
   $("chat").replaceChildren();
   $("step").hidden = true;
 };

@@ -31,7 +31,7 @@ def read_spec_bench(row: Mapping, index: int) -> Question:
 def read_any(row: Mapping, index: int) -> Question:
     """Read a row with turns, and perhaps question_id and category; also Arena-Hard's, with a prompt and a uid.
 
-    Turns are texts or messages with a ``content``; those of the assistant are left out. The id is that of the row if it
+    Turns are texts or messages with a ``content``; only those of the user are kept. The id is that of the row if it
     is an integer, else the index in the file. Rows of SPEED-Bench whose text has to be fetched first are refused.
     """
     rounds = row["turns"] if "turns" in row else [text(row, "prompt")]

@@ -83,6 +83,10 @@ class _StepLayer(DynamicLayer):
         self.values.index_copy_(2, self.slots, value_states)  # type: ignore[union-attr]
         return self.keys, self.values  # type: ignore[return-value]
 
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Number of positions before the step, as a tensor: one graph serves all of them."""
+        return self.slots[0]
+
 
 class StepCache(Cache):
     """What the layers see of a cache inside a compiled step: all C positions, of which R are written.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,7 @@ class _Graph:
         cache = StepCache(runner.cache.views, self._inputs[SLOTS])
         self._arguments = runner.causal_lm, self._inputs, cache, length, runner.spans, runner.dtype, layers
         self._run = compile_fixed(run_step, f"step_of_{num_rows}_rows_behind_{length}", device)
-        self._is_captured, self.was_compared = device.type == "cuda", False
+        self._is_captured = device.type == "cuda"
 
     def __call__(self, pending: Sequence[int], tree: DraftTree, start: int) -> tuple[Tensor, Tensor | None]:
         """Return logits (1 + M, V) and hidden states (P + M, F * D) or None, as `ForwardOutput` has them."""
@@ -102,8 +103,8 @@ class CompiledRunner(Runner):
         expected = super().forward(pending, tree, required_outputs)
         self.rollback()
         name, hint = self.base.name, "leave out --compile or compile=True"
-        graph = _Graph(self, key[0], key[2])
         try:
+            graph = _Graph(self, key[0], key[2])
             got = ForwardOutput(*graph(pending, tree, self.cached))
         except torch.OutOfMemoryError:
             raise
@@ -114,7 +115,7 @@ class CompiledRunner(Runner):
             ) from error
         found = difference(got.logits, expected.logits)
         if got.hidden is not None and expected.hidden is not None:
-            found = max(found, difference(got.hidden, expected.hidden))
+            found = float(np.max([found, difference(got.hidden, expected.hidden)]))  # NaN stays NaN
         if not found <= (limit := rounding_limits(self.base.model, got.logits.dtype)[1]):
             raise ValueError(
                 f"{name} cannot be compiled: the outputs of a compiled step differ from those of the eager one by "

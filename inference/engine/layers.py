@@ -44,14 +44,30 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.training = linear.training
-        typical_rows = 16  # it decides about the size of the blocks; from 1 to 64 all sizes run
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), typical_rows)
+        self._packed: Tensor | None = None
+        self._packed_from: tuple[int, int] | None = None
+        self._packed_weight()
+
+    def _packed_weight(self) -> Tensor:
+        """The packed copy, made anew if other weights were loaded or the layer was moved since."""
+        weight = self.weight.detach()
+        origin = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        if self._packed is None or self._packed_from != origin:
+            typical_rows = 16  # it decides about the size of the blocks; from 1 to 64 all sizes run
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, typical_rows)
+            self._packed_from = origin
+        return self._packed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the packed copy, which can be neither copied nor pickled."""
+        return {**self.__dict__, "_packed": None, "_packed_from": None}
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
-        if input.numel() // self.in_features not in PACKED_ROWS:
+        is_few = input.numel() // self.in_features in PACKED_ROWS
+        if not is_few or (self.weight.device.type, self.weight.dtype) != ("cpu", torch.float32):
             return F.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
 
 def pack_weights(model: nn.Module) -> int:
@@ -74,8 +90,12 @@ def pack_weights(model: nn.Module) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.numel() >= MIN_PACKED_ELEMENTS
     ]
-    for parent, name, child in layers:
-        setattr(parent, name, PackedLinear(child))
+    try:
+        packed = [PackedLinear(child) for _, _, child in layers]
+    except (AttributeError, RuntimeError) as error:
+        raise ValueError(f"this build of torch cannot pack weights ({error}): do not pack them") from error
+    for (parent, name, _), layer in zip(layers, packed, strict=True):
+        setattr(parent, name, layer)
     return len(layers)
 
 

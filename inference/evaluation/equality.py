@@ -12,6 +12,8 @@ import torch
 from scipy import optimize, stats
 
 from inference.engine.base import Base
+from inference.engine.examination import unwrap
+from inference.engine.layers import takes_argument
 from inference.engine.options import SamplingOptions
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
@@ -57,9 +59,10 @@ def next_probabilities(
         texts: Continuations of the prompt, all of one length.
         sampler: Makes the distribution of the logits.
     """
+    keep = {"logits_to_keep": 1} if takes_argument(unwrap(base.model).__class__, "logits_to_keep") else {}
     for start in range(0, len(texts), BATCH_SIZE):
-        ids = [[*prompt, *text] for text in texts[start : start + BATCH_SIZE]]
-        logits = base.model(torch.tensor(ids, device=base.model.device)).logits[:, -1]
+        ids = torch.tensor([[*prompt, *text] for text in texts[start : start + BATCH_SIZE]], device=base.model.device)
+        logits = base.model(ids, use_cache=False, **keep).logits[:, -1]
         yield from sampler.probabilities(logits).cpu().numpy()
 
 

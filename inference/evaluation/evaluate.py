@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from data.files.terminal import SafeConsole
+from data.tokenizer import first_line
 from inference.api.prompts import BenchmarkPrompts
 from inference.engine.base import load_base_info, resolve_device
 from inference.engine.options import ModelOptions, SamplingOptions
@@ -116,13 +117,18 @@ def evaluate(
     if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
         to_text: Any = reader.tokenizer.decode
         page = write_results(folder, answers, summaries, skipped, warnings, to_text, sandbox)
-    if logger:
-        log_evaluation(logger, summaries, describe_run(answers))
     print_results(summaries, skipped, warnings, sandbox)
     if page:
         if not num_decoded:
             print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
         print(f"Report: {page}")
+    if logger:
+        try:
+            log_evaluation(logger, summaries, describe_run(answers))
+        except Exception as error:  # each logger raises errors of its own
+            raise ValueError(
+                f"--logger {options.logger} failed ({first_line(error)}); the results are in {out}"
+            ) from error
 
 
 def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None:

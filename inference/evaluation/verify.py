@@ -213,8 +213,10 @@ def verify(
     is_different = False
     for spec, comparison in comparisons.items():
         name = catalogue.label(spec)
-        if spec in tests and sessions[spec].drafter.samples_drafts:
-            console.print(f"{name} samples its drafts: its texts are others under the same seed.", markup=False)
+        if sampling.temperature > 0 and sessions[spec].drafter.samples_drafts:
+            untested = "" if spec in tests else ", and its distribution was not tested (--texts 0)"
+            said = f"{name} samples its drafts: its texts are others under the same seed{untested}."
+            console.print(said, markup=False)
             continue
         is_different |= bool(comparison.divergences)
         for divergence in comparison.divergences[:MAX_SHOWN_DIVERGENCES]:
@@ -225,8 +227,8 @@ def verify(
         console.print(_describe_test(test, catalogue.label(spec), spec in biased), style=style, markup=False)
     if not is_different and not biased:
         lost = "every answer is the base's own, token for token"
-        if any(spec in tests and session.drafter.samples_drafts for spec, session in sessions.items()):
-            lost = "no difference from the base was found"
+        if sampling.temperature > 0 and any(each.drafter.samples_drafts for each in sessions.values()):
+            lost = "no difference from the base was found" if tests else "where it was compared"
         console.print(f"Nothing is lost: {lost}.", style="green")
     elif biased or model.dtype == "float32":
         sys.exit(1)

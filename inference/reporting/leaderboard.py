@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.files.atomic_write import write_text
+from data.files.bounded_json import read_json
 from data.files.safe_text import safe_text
+from data.files.validation import MALFORMED
 from inference.reporting.tables import number
 from inference.results.folders import EvaluationResults, read
 from inference.results.metrics import Summary
@@ -69,7 +72,11 @@ def leaderboard(folders: list[str], out: str, overwrite: bool = False) -> None:
         overwrite: Replace the page if it is already there.
     """
     path = new_file(out, overwrite)
-    entries = [entry for folder in result_folders(folders) for entry in entries_of(read(folder, with_answers=False))]
+    paths = result_folders(folders)
+    shared = Counter(path.resolve().name for path in paths)
+    names = [path.resolve().name if shared[path.resolve().name] == 1 else str(path) for path in paths]
+    results = [read(path, name, with_answers=False) for path, name in zip(paths, names, strict=True)]
+    entries = [entry for each in results for entry in entries_of(each)]
     if not entries:
         raise ValueError("the folders hold no drafter besides the base alone: evaluate some with drafters eval")
     sets = comparable_sets(entries)
@@ -88,8 +95,17 @@ def result_folders(folders: Sequence[str]) -> list[Path]:
         paths = sorted(Path(folder).rglob("results.json"))
         if not paths:
             raise ValueError(f"{folder} holds no results.json: give a folder that `drafters eval --out` wrote")
-        found |= {path.parent.resolve(): path.parent for path in paths}
+        evaluations = [path for path in paths if path.parent == Path(folder) or _is_evaluation(path)]
+        found |= {path.parent.resolve(): path.parent for path in evaluations}
     return list(found.values())
+
+
+def _is_evaluation(path: Path) -> bool:
+    """Whether a file below a named folder is of `drafters eval`; sweeps and replays write one of the same name."""
+    try:
+        return "base" in read_json(path)["context"]
+    except MALFORMED:
+        return True  # reading it says what is wrong
 
 
 def entries_of(results: EvaluationResults) -> list[Entry]:
@@ -143,7 +159,7 @@ def _remarks(summary: Summary, context: dict[str, Any], conditions: dict[str, st
     elif summary.timing_error is None or summary.timing_error > MAX_TIMING_ERROR:
         known = summary.timing_error is not None
         remarks.append(f"timing ± {100 * (summary.timing_error or 0):.0f} %" if known else "timing error unknown")
-    if summary.drafter in str(context.get("budget", "")):
+    if summary.drafter in str(context.get("budget", "")).partition(": ")[2].split(", "):
         remarks.append("automatic budget: acceptance depends on times")
     if conditions["prompts"].startswith(UNKNOWN):
         remarks.append(NO_FINGERPRINT)

@@ -52,6 +52,8 @@ def log_evaluation(logger: Any, summaries: Summaries, context: Mapping[str, Any]
     logger.log_metrics(metrics(summaries), step=0)
     logger.save()
     logger.finalize("success")
+    if type(logger).__name__ == "WandbLogger":  # else the next evaluation of this process would be logged into this run
+        logger.experiment.finish()
 
 
 def metrics(summaries: Summaries) -> dict[str, float]:

@@ -10,12 +10,16 @@ import numpy as np
 from scipy import stats
 
 RESAMPLES = 2000
+PUBLISHED_LEVEL = 0.95  # of the intervals in results
+MIN_IN_TAIL = 5  # resamples beyond an end of an interval; with fewer, a log-normal distribution gives the end
 TOLERANCE = 1e-12  # relative difference of numbers that are equal except for rounding
 
 Interval = tuple[float, float]
 
 
-def interval(columns: Sequence[Sequence[float]], powers: Sequence[int], level: float = 0.95) -> Interval | None:
+def interval(
+    columns: Sequence[Sequence[float]], powers: Sequence[int], level: float = PUBLISHED_LEVEL
+) -> Interval | None:
     """Confidence interval of a product of powers of sums over questions, such as a ratio of two sums.
 
     It is an expanded percentile bootstrap over the questions (Hesterberg, The American Statistician 69, 2015, section
@@ -41,6 +45,9 @@ def interval(columns: Sequence[Sequence[float]], powers: Sequence[int], level: f
     samples = np.prod(sums[(sums > 0).all(axis=1)] ** exponents, axis=1)
     tail = tail_probability(num_questions, level)
     low, high = np.quantile(samples, [tail, 1 - tail])
+    if level > PUBLISHED_LEVEL and tail * len(samples) < MIN_IN_TAIL:  # further out than the resamples reach
+        middle, width = np.log(samples).mean(), stats.norm.isf(tail) * np.log(samples).std()
+        low, high = np.exp([middle - width, middle + width])
     if high - low <= TOLERANCE * abs(low):
         low = high = float(np.prod(terms.sum(axis=0) ** exponents))
     return float(low), float(high)

@@ -143,16 +143,18 @@ def rehearse(
         embedding, head = (torch.empty(w.shape, dtype=w.dtype) for w in (base_weights.embedding, base_weights.head))
         last_hidden = torch.empty(*size, head.shape[1], dtype=dtype)
         hidden = torch.empty(*size, head.shape[1] * len(drafter.required_outputs.hidden_layers), dtype=dtype)
+    # Buffers, such as a draft vocabulary, have data, and may lie on a GPU.
+    buffers = {f"drafter.{name}": buffer.cpu() for name, buffer in drafter.named_buffers()}
     ids, mask = torch.zeros(size, dtype=torch.long), torch.ones(size, dtype=torch.bool)
     batch = TrainingBatch(hidden, last_hidden, ids, ids, mask)
-    existing = *weights.values(), embedding, head, last_hidden, hidden, ids, mask
+    existing = *weights.values(), *buffers.values(), embedding, head, last_hidden, hidden, ids, mask
     live = LiveBytes(*existing, sums_in_float32=not is_gpu and sums_in_float32())
     step = _Step(without_sharding(drafter), torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None))
     masks = without_masks() if is_gpu else nullcontext()
     chunks = nullcontext() if with_all_chunks else first_chunk_only()
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), masks, chunks, live:
         for _ in range(1 + is_accumulating):
-            forward = functional_call(step, weights, (batch, BaseWeights(embedding, head), live))
+            forward = functional_call(step, weights | buffers, (batch, BaseWeights(embedding, head), live))
             backward = live.restart()
     gradients = sum(w.grad.nbytes for w in weights.values() if w.grad is not None)
     return StepBytes(forward, backward - gradients)

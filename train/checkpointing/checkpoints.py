@@ -51,7 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class _Writer:
     """What `torch.save` writes to: it aborts the process if a write raises, so the first error is kept in ``error``."""
 
-    error: OSError | None = None
+    error: BaseException | None = None
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -67,7 +67,7 @@ class _Writer:
         try:
             if self.error is None:
                 action()
-        except OSError as error:
+        except BaseException as error:  # Ctrl-C too
             self.error = error
 
 

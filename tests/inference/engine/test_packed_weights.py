@@ -41,9 +41,19 @@ def test_a_layer_with_a_bias_and_several_dimensions():
 
 def test_the_packed_copy_is_used_for_a_few_tokens_only():
     layer = PackedLinear(torch.nn.Linear(24, 40, bias=False))
-    layer.weight.data.zero_()  # the copy keeps the old ones
+    layer.weight.data.zero_()  # which no counter of changes sees, so the copy keeps the old ones
     used = [num for num in (1, 2, 16, 256, 257) if layer(torch.ones(1, num, 24)).any()]
     assert used == [2, 16, 256]
+
+
+def test_weights_that_are_loaded_or_moved_later_are_packed_again():
+    layer, other, tokens = PackedLinear(torch.nn.Linear(24, 40)), torch.nn.Linear(24, 40), torch.randn(4, 24)
+    layer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(layer(tokens), other(tokens), rtol=1e-5, atol=1e-5)
+    copied = copy.deepcopy(layer)
+    torch.testing.assert_close(copied(tokens), other(tokens), rtol=1e-5, atol=1e-5)
+    halved = layer.bfloat16()(tokens.bfloat16())
+    torch.testing.assert_close(halved.float(), other(tokens), rtol=0.05, atol=0.05)
 
 
 def test_the_parameters_keep_their_names_and_are_not_copied(packed):

@@ -18,6 +18,7 @@ from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
 from inference.engine.base import Base
 from train.modules.drafter_training import DrafterTraining
+from train.modules.strategies import gathered
 from train.validation.simulate import answer_spans
 from train.validation.tree_text import tree_text, word
 
@@ -127,7 +128,8 @@ class TreeSamples(L.Callback):
         ids, mask = texts["input_ids"][row], texts["loss_mask"][row]
         # Every process draws, because the weights of the drafter may be sharded; the first one shows the trees.
         hidden = pl_module.compute_batch(ids[None], mask[None]).hidden[0]
-        drawings = draw_trees(pl_module.drafter, pl_module.base, hidden, ids, span, self.num_roots)
+        with gathered(pl_module.drafter):
+            drawings = draw_trees(pl_module.drafter, pl_module.base, hidden, ids, span, self.num_roots)
         if drawings and trainer.is_global_zero:
             self._show(trainer, drawings)
 

@@ -56,8 +56,8 @@ def export(
     check_folder(folder, overwrite)
     if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
         raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
-    if (Path(ckpt) / "config.json").is_file():
-        _export_folder(Path(ckpt), folder, base, format, mask_token_id, dtype)
+    if format == "vllm" and (Path(ckpt) / "config.json").is_file():
+        _export_folder(Path(ckpt), folder, base, mask_token_id, dtype)
         return
     saved = read_checkpoint(Path(ckpt))
     arguments = hyper_parameters(saved)
@@ -81,11 +81,9 @@ def export(
 
 
 def _export_folder(
-    source: Path, folder: Path, base: str | None, format: Format, mask_token_id: int | None, dtype: ExportedDtype
+    source: Path, folder: Path, base: str | None, mask_token_id: int | None, dtype: ExportedDtype
 ) -> None:
     """Write the drafter of a folder in vLLM's format."""
-    if format != "vllm":
-        raise ValueError(f"{source} is a drafter's folder already: pass --format vllm to write it for vLLM")
     drafter, config = checkpoint.load(source)
     with new_folder(folder) as new:
         config = replace(config, base_name=base or config.base_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +61,20 @@ def without_sharding(drafter: LearnedDrafter) -> LearnedDrafter:
     }
     plain.__dict__ = {name: value for name, value in vars(drafter).items() if name not in GATHERING} | hooks
     return plain
+
+
+def gathered(drafter: LearnedDrafter) -> AbstractContextManager[object]:
+    """A context in which weights that DeepSpeed's stage 3 shares out are whole, for use outside of a training step.
+
+    All processes must enter it. Only the weights of the drafter itself and those of modules without a forward of their
+    own need it, but one rule for all is simpler.
+    """
+    weights = [weight for weight in drafter.parameters() if hasattr(weight, "ds_id")]
+    if not weights:
+        return nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters(weights)
 
 
 def is_deepspeed(trainer: L.Trainer) -> bool:

@@ -47,20 +47,34 @@ class EAGLE3DraftOptions(AutoregressiveDraftOptions):
     depth: int = 8
 
 
+@dataclass(frozen=True)
+class EAGLE3LayerOptions:
+    """How EAGLE-3's layer computes, as public checkpoints differ in it.
+
+    Args:
+        norm_before_residual: Add the layer's output to the normed state instead of the state itself.
+        has_qk_norm: Norm queries and keys per head, as Qwen3 does.
+    """
+
+    norm_before_residual: bool = False
+    has_qk_norm: bool = False
+
+
 @register("eagle3")
 class EAGLE3(AutoregressiveDrafter):
     """EAGLE-3 (arXiv 2503.01840): trained on distributions alone, not on features, at every depth of a draft.
 
     A low, a middle and a high hidden state of the base are fused into one. One layer, whose attention reads it and the
     embedding of the next token side by side, predicts the next state. The LM head reads the norm of that state, and the
-    next depth continues from the state itself. Training unrolls these steps ("training-time test", section 3.2). The
-    head covers the full vocabulary; there is no reduced draft vocabulary.
+    next depth continues from the state itself. Training unrolls these steps ("training-time test", section 3.2).
 
     Args:
         base: Dimensions of the base; filled in by the trainer.
         hidden_layers: Base layers that are fused. By default layers 2, L / 2 and L - 3 of L; for a base of fewer than
             eight layers L / 4, L / 2 and the last hidden state.
         own_head: Train an LM head of the drafter's own. Otherwise the base's frozen one is used.
+        draft_vocab_size: Number of tokens that the drafter's own head knows; 0 is the whole vocabulary.
+        layer: The layer.
         loss: The loss.
         draft: The draft tree.
     """
@@ -73,17 +87,16 @@ class EAGLE3(AutoregressiveDrafter):
         hidden_layers: Sequence[int] = (),
         own_head: bool = False,
         draft_vocab_size: int = 0,
-        norm_before_residual: bool = False,
-        has_qk_norm: bool = False,
+        layer: EAGLE3LayerOptions = EAGLE3LayerOptions(),
         loss: EAGLE3LossOptions = EAGLE3LossOptions(),
         draft: EAGLE3DraftOptions = EAGLE3DraftOptions(),
     ) -> None:
         _check_draft_vocabulary(draft_vocab_size, base.vocab_size, own_head)
-        layer = DraftLayer(base, num_inputs=2, has_qk_norm=has_qk_norm)
+        draft_layer = DraftLayer(base, num_inputs=2, has_qk_norm=layer.has_qk_norm)
         layers = hidden_layers or low_middle_high(base.num_layers)
-        super().__init__(base, layer, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
+        super().__init__(base, draft_layer, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
         self.loss_options, self.chunk_positions = loss, loss.chunk_positions
-        self.norm_before_residual, self.has_qk_norm = norm_before_residual, has_qk_norm
+        self.norm_before_residual, self.has_qk_norm = layer.norm_before_residual, layer.has_qk_norm
         self.vocab_size, size = base.vocab_size, base.hidden_size
         self.fc = nn.Linear(len(self.required_outputs.hidden_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)

@@ -94,15 +94,14 @@ def test_the_estimate_is_the_peak_of_a_training(fork, make_tiny, write_recipe, t
     def main(arguments):
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: the allocator keeps nothing that is freed
         lightning_command.main(arguments)
-        print("peak", resident_bytes()[1] / 1e6)
+        print("peak", estimate.readable(resident_bytes()[1]))
 
     options = "--model.base", base, "--model.drafter.init_args.loss.num_anchors", num_anchors
     run = fork("fit", "--config", write_recipe(tmp_path, max_steps=2, limit_val_batches=0), *options, main=main)
     assert run.wait() == 0, run.log.read_text()
-    said = run.log.read_text()
-    process, estimated, peak = (
-        float(re.search(rf"{name}\W+([\d.]+)", said)[1]) for name in ("libraries and texts", "worst moment", "peak")
-    )
+    said, units = run.log.read_text(), {"MB": 1.0, "GB": 1000.0}
+    sizes = [re.search(rf"{name}\W+([\d.]+) (.B)", said) for name in ("libraries and texts", "worst moment", "peak")]
+    process, estimated, peak = (float(size[1]) * units[size[2]] for size in sizes)
     assert estimated == pytest.approx(peak, rel=0.05)
     assert estimated - process == pytest.approx(peak - process, rel=0.15)
 
@@ -128,7 +127,7 @@ def test_a_training_prints_its_memory_before_the_first_step_and_its_time_after_s
     done = call(lightning_command.main, "fit", "--config", config)
     assert done.code == 0, done.err
     assert "memory of a device, for a batch of 4 texts of 160 tokens" in done.out
-    assert re.search(r"at the worst moment\W+\d+\.\d\d [kM]B", done.out)
+    assert re.search(r"at the worst moment\W+\d+\.\d\d [kMG]B", done.out)
     assert re.search(r" s a batch: 8 more take about \d+:\d\d:\d\d", done.out)
 
 

@@ -198,7 +198,7 @@ def test_a_large_tree_is_drawn_with_its_first_and_its_accepted_nodes():
 
 
 def test_drawings_show_the_text_the_tree_and_what_is_accepted(tiny_base):
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     drafter = recipe.build(
         CTC, tiny_base.shape, {"num_frames": 4, "num_labels": 3, "num_nodes": 200, "top_k": 40}
     ).eval()

@@ -7,7 +7,6 @@ import torch
 
 from benchmarks import sampled_drafts
 from benchmarks.sampled_drafts import OPTIONS, PROMPT, by_eval, by_generate, chi_squared, text_distribution
-from drafters import Drafter
 from inference import Speculation, generate, stream
 from inference.chat.chat_session import ChatSession
 from inference.engine.base import load_base
@@ -33,22 +32,6 @@ def expected(toy):
     return text_distribution(toy[0], PROMPT, NUM_TOKENS, SAMPLING)
 
 
-class ConstantSeed(Drafter):
-    """Draws the same numbers for every request, as a drafter does that is built with one seed for each of them."""
-
-    def __init__(self, drafter):
-        self.drafter, self.required_outputs = drafter, drafter.required_outputs
-
-    def begin(self, prompt):
-        self.drafter.begin(prompt)
-
-    def propose(self, seq, limits):
-        return self.drafter.propose(seq, replace(limits, draft_seed=0))
-
-    def observe(self, step):
-        self.drafter.observe(step)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_new_drafter_for_every_request_does_not_change_the_distribution(toy, expected, name):
@@ -60,10 +43,10 @@ def test_a_new_drafter_for_every_request_does_not_change_the_distribution(toy, e
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_drafts_from_a_constant_seed_are_detected(toy, expected, name):
+def test_drafts_from_a_constant_seed_are_detected(toy, expected, name, constant_seed):
     base, specs = toy
     runner = Runner(base)
-    drafter = ConstantSeed(catalogue.make(specs[name], runner))
+    drafter = constant_seed(catalogue.make(specs[name], runner))
     sessions = [Session(runner, drafter, replace(SAMPLING, seed=seed).sampler()) for seed in range(NUM_SEEDS)]
     texts = [tuple(session.run(PROMPT, NUM_TOKENS).tokens) for session in sessions]
     assert chi_squared(texts, expected)[2] < IMPROBABLE
@@ -103,13 +86,13 @@ def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(to
 
 
 @pytest.mark.slow
-def test_a_trained_base_that_drafts_for_itself_keeps_its_distribution():
+def test_a_trained_base_that_drafts_for_itself_keeps_its_distribution(constant_seed):
     base = load_base("checkpoints/tiny-chat", "float32", torch.device("cpu"))
     prompt, sampling = base.tokenizer("Name a colour.").input_ids, SamplingOptions(1.0, 3)
     expected = text_distribution(base, prompt, 2, sampling)
     runner = Runner(base)
     drafter = catalogue.make(f"draft_model={base.name}:num_draft=1,temperature=1.5,top_k=3", runner)
-    for each, agrees in ((drafter, True), (ConstantSeed(drafter), False)):
+    for each, agrees in ((drafter, True), (constant_seed(drafter), False)):
         sessions = [Session(runner, each, replace(sampling, seed=seed).sampler()) for seed in range(60)]
         texts = [tuple(session.run(prompt, 2).tokens) for session in sessions]
         assert (chi_squared(texts, expected)[2] > IMPROBABLE) == agrees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -85,9 +86,9 @@ class GenerationFields(_Fields):
     include_steps: bool = False
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many alternatives to each token are reported, or None for no log probabilities."""
-        raise NotImplementedError
 
     @property
     def asked_tokens(self) -> int | None:

@@ -1,7 +1,6 @@
 """The two-sample test of sampled texts keeps its error rate and its stated power, and finds biased drafters."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from benchmarks import sampled_drafts
 from benchmarks.sampled_drafts import PROMPT, chi_squared, text_distribution
-from drafters import Drafter
 from inference.engine.base import load_base
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
@@ -29,22 +27,6 @@ def toy(shared_folder):
     return base, sampled_drafts.save_toy_drafters(base, folder)
 
 
-class ConstantSeed(Drafter):
-    """Draws the same numbers for every request, so that its drafts are not what it says they are."""
-
-    def __init__(self, drafter):
-        self.drafter, self.required_outputs = drafter, drafter.required_outputs
-
-    def begin(self, prompt):
-        self.drafter.begin(prompt)
-
-    def propose(self, seq, limits):
-        return self.drafter.propose(seq, replace(limits, draft_seed=0))
-
-    def observe(self, step):
-        self.drafter.observe(step)
-
-
 def test_the_base_is_sampled_from_its_own_distribution(toy):
     base, _ = toy
     counts = sample_base(base, PROMPT, NUM_TOKENS, SAMPLING, 2000)
@@ -54,12 +36,12 @@ def test_the_base_is_sampled_from_its_own_distribution(toy):
 
 
 @pytest.mark.slow
-def test_a_constant_seed_is_found_and_the_exact_drafter_passes(toy):
+def test_a_constant_seed_is_found_and_the_exact_drafter_passes(toy, constant_seed):
     base, specs = toy
     runner = Runner(base)
     drafter = catalogue.make(specs["eagle"], runner)
     reference = [sample_base(base, PROMPT, NUM_TOKENS, SAMPLING, 4 * NUM_TEXTS)]
-    for each, is_exact in ((drafter, True), (ConstantSeed(drafter), False)):
+    for each, is_exact in ((drafter, True), (constant_seed(drafter), False)):
         drafted = [sample_drafted(Session(runner, each), PROMPT, NUM_TOKENS, SAMPLING, NUM_TEXTS)]
         result = compare_distributions(reference, drafted)
         assert (result.p_value > equality.ERROR_RATE) == is_exact

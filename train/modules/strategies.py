@@ -72,7 +72,7 @@ def gathered(drafter: LearnedDrafter) -> AbstractContextManager[object]:
     weights = [weight for weight in drafter.parameters() if hasattr(weight, "ds_id")]
     if not weights:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters(weights)
 

@@ -103,8 +103,8 @@ def test_the_estimate_is_the_peak_of_a_training(fork, make_tiny, write_recipe, t
     sizes = [re.search(rf"{name}\W+([\d.]+) (.B)", said) for name in ("libraries and texts", "worst moment", "peak")]
     process, estimated, peak = (float(size[1]) * units[size[2]] for size in sizes)
     assert estimated == pytest.approx(peak, rel=0.05)
-    # The process is a fork, and how much of the pages of its parent it touches differs from run to run.
-    assert estimated - process == pytest.approx(peak - process, rel=0.25)
+    # The process is a fork: what its parent has freed it takes without growing, so it may grow by less than estimated.
+    assert 0.85 < (estimated - process) / (peak - process) < 1.6
 
 
 def test_a_drafter_whose_memory_cannot_be_estimated_is_trained_all_the_same(call, write_recipe, tmp_path, monkeypatch):

@@ -48,31 +48,42 @@ def logged(folder, name="train/loss"):
 
 
 @pytest.fixture(scope="module")
-def runs(write_recipe, tmp_path_factory):
+def runs(write_recipe, shared_folder):
     """Folders of one process's run and of two processes' runs, and the output of the processes."""
-    root = tmp_path_factory.mktemp("strategies")
-    checkpoints = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["pytest"])
-        config = write_recipe(root, callbacks=[checkpoints], val_check_interval=3)
-        lightning_command.main(arguments(config, root / "one", "--data.batch_size=8"))
-    two = ["--data.batch_size=4", "--trainer.devices=2"]
-    shards = ["--config", str(ROOT / "configs/strategy/fsdp.yaml"), *two]
-    together = [
-        arguments(config, root / "ddp", "--config", str(ROOT / "configs/strategy/ddp.yaml"), *two),
-        arguments(config, root / "fsdp", *shards, "--trainer.max_steps=3"),
-        arguments(config, root / "fsdp", *shards, "--ckpt_path=last"),
-    ]
-    for stage in STAGES:
-        overlay = ["--config", str(ROOT / f"configs/strategy/deepspeed_{stage}.yaml")]
-        double = ["--trainer.strategy=cpu_deepspeed.CPUDeepSpeed", f"--trainer.strategy.stage={stage}"]
-        parts = [["--trainer.max_steps=3"], ["--ckpt_path=last"]] if stage > 1 else [[]]
-        together += [arguments(config, root / f"deepspeed_{stage}", *overlay, *double, *two, *part) for part in parts]
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", str(HERE / "in_turn.py"), json.dumps(together)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, *launch], cwd=ROOT, env=environment, capture_output=True, text=True)
-    (root / "said.txt").write_text(done.stdout + done.stderr)
-    return root
+
+    def fill(root):
+        checkpoints = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"save_last": True}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["pytest"])
+            config = write_recipe(root, callbacks=[checkpoints], val_check_interval=3)
+            lightning_command.main(arguments(config, root / "one", "--data.batch_size=8"))
+        two = ["--data.batch_size=4", "--trainer.devices=2"]
+        shards = ["--config", str(ROOT / "configs/strategy/fsdp.yaml"), *two]
+        together = [
+            arguments(config, root / "ddp", "--config", str(ROOT / "configs/strategy/ddp.yaml"), *two),
+            arguments(config, root / "fsdp", *shards, "--trainer.max_steps=3"),
+            arguments(config, root / "fsdp", *shards, "--ckpt_path=last"),
+        ]
+        for stage in STAGES:
+            overlay = ["--config", str(ROOT / f"configs/strategy/deepspeed_{stage}.yaml")]
+            double = ["--trainer.strategy=cpu_deepspeed.CPUDeepSpeed", f"--trainer.strategy.stage={stage}"]
+            parts = [["--trainer.max_steps=3"], ["--ckpt_path=last"]] if stage > 1 else [[]]
+            together += [
+                arguments(config, root / f"deepspeed_{stage}", *overlay, *double, *two, *part) for part in parts
+            ]
+        # Any free port: another training may be running on this machine.
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(HERE / "in_turn.py")]
+        done = subprocess.run(
+            [sys.executable, *launch, json.dumps(together)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+            capture_output=True,
+            text=True,
+        )
+        (root / "said.txt").write_text(done.stdout + done.stderr)
+        assert done.returncode == 0, done.stderr[-5000:]
+
+    return shared_folder("strategies", fill)
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def all_drafters(
     max_new_tokens: int = 200,
     budgets: list[int] = [16, 64],  # noqa: B006
     dtypes: list[str] = ["float32", "bfloat16"],  # noqa: B006
+    repeats: str = "auto",
     threads: int = 0,
     table: str | None = None,
 ) -> None:
@@ -70,6 +71,7 @@ def all_drafters(
         max_new_tokens: Maximum number of tokens of an answer.
         budgets: Numbers of draft nodes.
         dtypes: Dtypes to decode in.
+        repeats: How often every question is decoded, as for `drafters eval`.
         threads: Number of torch threads; 0 keeps the default.
         table: Markdown file to write the tables to.
     """
@@ -109,7 +111,8 @@ def all_drafters(
                 run_command(
                     ["eval", "--base", base, "--benchmark", benchmark, "--questions", questions, *chosen]
                     + [f"--drafter={spec}" for spec in specs]
-                    + ["--max-new-tokens", str(max_new_tokens), "--dtype", dtype, "--out", str(evaluated)]
+                    + ["--max-new-tokens", str(max_new_tokens), "--dtype", dtype]
+                    + ["--repeats", repeats, "--out", str(evaluated)]
                 )
             decoded[dtype] = json.loads((evaluated / "results.json").read_text(encoding="utf-8"))["results"][benchmark]
         tables.append(live_table(benchmark, decoded, live_questions))

@@ -53,6 +53,7 @@ def sampled_decoding(
     temperatures: list[float] = [0.6, 1.0],  # noqa: B006
     limit: int | None = None,
     max_new_tokens: int | None = None,
+    repeats: str = "auto",
     threads: int = 0,
     table: str | None = None,
 ) -> None:
@@ -72,6 +73,7 @@ def sampled_decoding(
         temperatures: Sampling temperatures.
         limit: Maximum number of questions, evenly spaced.
         max_new_tokens: Maximum number of tokens of an answer.
+        repeats: How often every question is decoded, as for `drafters eval`.
         threads: Number of torch threads; 0 keeps the default.
         table: Markdown file to write the tables to.
     """
@@ -83,7 +85,7 @@ def sampled_decoding(
     common = SharedSettings(base, files, steps)
     trained = {name: train(ARMS[name], 0, common, folder) for name in arms}
     specs = [*drafter, *trained_specs(base, files, trained, folder)]
-    command = ["eval", "--base", base, "--benchmark", benchmark, "--spaced"]
+    command = ["eval", "--base", base, "--benchmark", benchmark, "--spaced", "--repeats", repeats]
     command += [f"--questions={questions}"] if questions else []
     command += [f"--limit={limit}"] if limit else []
     command += [f"--max-new-tokens={max_new_tokens}"] if max_new_tokens else []

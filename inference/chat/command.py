@@ -240,7 +240,8 @@ class Chat:
                 without_drafter.seconds += sum(cost.seconds)
                 if is_stopped():
                     break
-        self.say(comparison(answer.generation, without_drafter, self._decode), "dim")
+        compiling = "; the first step of each compiled shape includes its compilation" if self._compile else ""
+        self.say(comparison(answer.generation, without_drafter, self._decode) + compiling, "dim")
 
     def _decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         tokenizer: Any = self.base.tokenizer  # whose type also allows batches

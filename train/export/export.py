@@ -17,7 +17,7 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, LearnedDrafter
 from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export import vllm
-from train.export.folders import check_folder, new_folder
+from train.export.folders import check_output_folder, new_folder
 
 Format = Literal["drafters", "vllm"]
 ExportedDtype = Literal["bfloat16", "float16", "float32"]
@@ -53,7 +53,7 @@ def export(
         max_shard_size: For a base, the maximum size of a file of weights, such as 16MB; a single file if not given.
     """
     folder = Path(out)
-    check_folder(folder, overwrite)
+    check_output_folder(folder, overwrite)
     if max_shard_size and not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB)", max_shard_size):
         raise ValueError(f"max_shard_size must be a size such as 16MB or 2GB, not {max_shard_size!r}")
     if format == "vllm" and (Path(ckpt) / "config.json").is_file():

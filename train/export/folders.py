@@ -12,7 +12,7 @@ from data.files.checksums import write_checksums
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 
 
-def check_folder(folder: Path, overwrite: bool) -> None:
+def check_output_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
     if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
         raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")

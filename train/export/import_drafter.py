@@ -15,7 +15,7 @@ from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter
 from inference.engine.base import Base, load_base
-from train.export.folders import check_folder, new_folder
+from train.export.folders import check_output_folder, new_folder
 from train.export.formats.block import read_block
 from train.export.formats.eagle import read_eagle
 from train.export.formats.eagle3 import read_eagle3
@@ -47,7 +47,7 @@ def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bo
         overwrite: Replace a drafter in this folder.
     """
     place = Path(out)
-    check_folder(place, overwrite)
+    check_output_folder(place, overwrite)
     source = read_public_checkpoint(Path(folder))
     kind = kind_of(source)
     name = base or algorithm_of(source).verifier.name_or_path or source.config.get("target_model_name_or_path")

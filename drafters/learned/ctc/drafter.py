@@ -16,7 +16,7 @@ from drafters.learned.ctc.sampled_tree import draw
 from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses import gathered_logits
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
-from drafters.learned.trees.candidates import Candidates, choose
+from drafters.learned.trees.candidates import CandidateBatch, Candidates
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -127,21 +127,19 @@ class CTC(ParallelDrafter):
         blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as in the loss
         return torch.cat([super().logits(frames, head), blank[..., None]], dim=-1)
 
-    def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        logits = self.logits(frames, base_weights.head)
-        drafts = choose(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
-        return [self._tree(candidates, limits) for candidates in drafts]
+    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+        if self.draft_options.tree == "paper":
+            return [self._paper_tree(candidates, limits) for candidates in drafts]
+        found = prefix_search.search_batch(
+            drafts.probs[..., :-1], drafts.probs[..., -1], drafts.tokens, self.search_limits(limits), drafts.bias
+        )
+        return [self.cut_to_budget(*tree) for tree in found]
 
-    def _tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
-        options, tokens = self.draft_options, candidates.tokens
+    def _paper_tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
         probs, blank = candidates.probs[:, :-1], candidates.probs[:, -1]
-        num_nodes, depth = min(options.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
-        if options.tree == "paper":
-            tokens = np.broadcast_to(tokens, probs.shape)  # all frames have the same candidates, as in our own tree
-            return paper_tree.search(probs, blank, tokens, num_nodes, depth, limits.eos)[0]
-        grow = prefix_search.chain if options.tree == "chain" else prefix_search.search
-        tree = grow(probs, blank, tokens, num_nodes, depth, limits.eos, options.min_probability, candidates.bias)
-        return self.cut_to_budget(*tree)
+        tokens = np.broadcast_to(candidates.tokens, probs.shape)  # all frames have the same ones, as in our own tree
+        num_nodes, depth, eos, *_ = self.search_limits(limits)
+        return paper_tree.search(probs, blank, tokens, num_nodes, depth, eos)[0]
 
     def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:

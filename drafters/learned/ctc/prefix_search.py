@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 from numba import njit
 
-from drafters.learned.trees.best_first import Bias, candidates, no_bias
+from drafters.learned.trees.best_first import Bias, SearchLimits, as_trees, candidates, no_bias
 from drafters.tree import DraftTree
 
 
@@ -54,7 +54,7 @@ def search(
         nodes. Among equally probable nodes the one whose parent came first is first, then that of the earlier
         candidate.
     """
-    return _tree(probs, blank, tokens, (num_nodes, max_depth, eos, min_probability), bias, False)
+    return _single(probs, blank, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability), bias)
 
 
 def chain(
@@ -68,24 +68,55 @@ def chain(
     bias: Bias | None = None,
 ) -> tuple[DraftTree, np.ndarray]:
     """As `search`, but a single path: below each prefix only its most probable child."""
-    return _tree(probs, blank, tokens, (num_nodes, max_depth, eos, min_probability), bias, True)
+    return _single(probs, blank, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability, True), bias)
 
 
-def _tree(probs, blank, tokens, limits, bias, is_chain) -> tuple[DraftTree, np.ndarray]:
-    num_nodes, max_depth, eos, min_probability = limits
-    probs = np.ascontiguousarray(probs if probs.ndim == 3 else probs[None])
-    blank = np.ascontiguousarray(blank if blank.ndim == 2 else blank[None], dtype=probs.dtype)
-    num_candidates = probs.shape[2]
-    factors, scales = bias or no_bias(probs, num_candidates + 1)
-    assert len(probs) in (1, num_candidates + 1), (
+def _single(probs, blank, tokens, limits, bias) -> tuple[DraftTree, np.ndarray]:
+    assert probs.ndim - 1 == blank.ndim, "probs and blank belong together"
+    bias = bias and Bias(*(part[None] for part in bias))
+    return search_batch(probs[None], blank[None], tokens[None], limits, bias)[0]
+
+
+def search_batch(
+    probs: np.ndarray, blank: np.ndarray, tokens: np.ndarray, limits: SearchLimits, bias: Bias | None = None
+) -> list[tuple[DraftTree, np.ndarray]]:
+    """What `search`, or `chain`, finds for each of A drafts, in a single call of the compiled search.
+
+    Args:
+        probs: (A, L, T, C), or (A, T, C) for L = 1.
+        blank: (A, L, T), or (A, T).
+        tokens: (A, C) ids of the candidates.
+        limits: What each of the searches may take.
+        bias: Factors of A drafts, if ``probs`` has a single row for each.
+    """
+    probs = np.ascontiguousarray(probs if probs.ndim == 4 else probs[:, None])
+    blank = np.ascontiguousarray(blank if blank.ndim == 3 else blank[:, None], dtype=probs.dtype)
+    num_drafts, num_tables, _, num_candidates = probs.shape
+    assert num_tables in (1, num_candidates + 1), (
         "one distribution for all, or one after each candidate and one after the root"
     )
-    assert blank.shape == probs.shape[:2] and len(tokens) == num_candidates, "probs, blank and tokens belong together"
+    assert blank.shape == probs.shape[:3] and tokens.shape == (num_drafts, num_candidates), (
+        "probs, blank and tokens belong together"
+    )
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
-    usable, ends = candidates(tokens, eos)
-    sizes = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
-    chosen, parents, prefix_probs = _grow(probs, blank, factors, scales, usable, ends, *sizes, is_chain)
-    return DraftTree(tokens[chosen].tolist(), parents.tolist()), prefix_probs
+    usable, ends = (part.reshape(tokens.shape) for part in candidates(tokens.ravel(), limits.eos, num_candidates))
+    factors, scales = bias or no_bias(probs, num_candidates + 1)
+    return as_trees(tokens, *_grow_batch(probs, blank, factors, scales, usable, ends, *limits.sizes()))
+
+
+@njit(cache=True)
+def _grow_batch(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain):
+    """`_grow` for each draft: candidates, parents and probabilities (A, M), and the numbers of nodes (A,)."""
+    num_drafts = len(probs)
+    chosen, parents = np.zeros((num_drafts, num_nodes), np.int64), np.zeros((num_drafts, num_nodes), np.int64)
+    prefix_probs, sizes = np.zeros((num_drafts, num_nodes)), np.zeros(num_drafts, np.int64)
+    for draft in range(num_drafts):
+        given = probs[draft], blank[draft], factors[draft], scales[draft], usable[draft], ends[draft]
+        own_chosen, own_parents, own_probs = _grow(*given, num_nodes, max_depth, min_probability, is_chain)
+        size = len(own_chosen)
+        chosen[draft, :size], parents[draft, :size], prefix_probs[draft, :size] = own_chosen, own_parents, own_probs
+        sizes[draft] = size
+    return chosen, parents, prefix_probs, sizes
 
 
 @njit(cache=True)

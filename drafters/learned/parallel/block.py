@@ -13,7 +13,7 @@ from drafters.learned.losses.cross_entropy import cross_entropy
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import best_first
-from drafters.learned.trees.candidates import Candidates, choose
+from drafters.learned.trees.candidates import CandidateBatch
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -81,15 +81,6 @@ class Block(ParallelDrafter):
         bias = self.bias_factors(anchored, base_weights)
         return cross_entropy(anchored, base_weights.head, bias, self.loss_options, divisor=batch.divisor)
 
-    def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        logits = self.logits(frames, base_weights.head)
-        drafts = choose(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
-        return [self._tree(candidates, limits) for candidates in drafts]
-
-    def _tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
-        options = self.draft_options
-        grow = best_first.chain if options.tree == "chain" else best_first.search
-        num_nodes = min(options.num_nodes, limits.max_nodes)
-        tokens, probs, bias = candidates.tokens, candidates.probs, candidates.bias
-        tree = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos, options.min_probability, bias)
-        return self.cut_to_budget(*tree)
+    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+        found = best_first.search_batch(drafts.probs, drafts.tokens, self.search_limits(limits), drafts.bias)
+        return [self.cut_to_budget(*tree) for tree in found]

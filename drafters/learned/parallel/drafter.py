@@ -21,6 +21,8 @@ from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.trees import budget
+from drafters.learned.trees.best_first import SearchLimits
+from drafters.learned.trees.candidates import CandidateBatch, choose
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -97,7 +99,7 @@ class ParallelDrafter(LearnedDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss`` and turns frame states into trees (`trees`), and sets ``markov``, the bias between neighbouring tokens.
+    ``loss`` and turns candidate tokens into trees (`grow`), and sets ``markov``, the bias between neighbouring tokens.
 
     Args:
         base: Dimensions of the base.
@@ -142,9 +144,18 @@ class ParallelDrafter(LearnedDrafter):
         """Logits (..., V) of frame states (..., D), in float32 at least."""
         return gathered_logits.logits(frames, head)
 
-    @abstractmethod
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from frame states (A, T, D)."""
+        return self.trees_of(self.logits(frames, base_weights.head), roots, base_weights, limits)
+
+    def trees_of(self, logits: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        """The draft trees below root tokens (A,), from logits (A, T, W) and with one copy to the host."""
+        drafts = choose(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
+        return self.grow(drafts, limits)
+
+    @abstractmethod
+    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+        """The draft trees of candidates on the host."""
 
     # ---- the bias between neighbouring tokens
 
@@ -162,6 +173,12 @@ class ParallelDrafter(LearnedDrafter):
     def bias_factors(self, anchored: AnchoredFrames, base_weights: BaseWeights) -> tuple[Tensor, Tensor] | None:
         """The factors of the Markov bias, as the losses take them, or None."""
         return None if self.markov is None else self.markov.factors(anchored.previous, base_weights)
+
+    def search_limits(self, limits: Limits) -> SearchLimits:
+        """What the search of a draft may take."""
+        options = self.draft_options
+        num_nodes, depth = min(options.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
+        return SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
 
     def cut_to_budget(self, tree: DraftTree, probabilities: np.ndarray) -> DraftTree:
         """The first nodes of a tree, most probable first: as many as pay for the time that the base needs for them."""

@@ -31,8 +31,31 @@ class Bias(NamedTuple):
 
 
 def no_bias(probs: np.ndarray, num_columns: int) -> Bias:
-    """The factors of distributions that ``probs`` (L, T, C) gives as they are."""
-    return Bias(np.ones((1, num_columns), probs.dtype), np.ones((1, probs.shape[1]), probs.dtype))
+    """The factors of distributions that ``probs`` (A, L, T, C) gives as they are."""
+    num_drafts, _, num_frames, _ = probs.shape
+    return Bias(np.ones((num_drafts, 1, num_columns), probs.dtype), np.ones((num_drafts, 1, num_frames), probs.dtype))
+
+
+class SearchLimits(NamedTuple):
+    """What a search may take.
+
+    Args:
+        num_nodes: Node budget M.
+        max_depth: Largest depth of a node.
+        eos: End-of-sequence tokens; nothing is drafted below them.
+        min_probability: Nodes whose path is less probable than this are left out.
+        is_chain: Whether to take a single path: below each node only its most probable child.
+    """
+
+    num_nodes: int
+    max_depth: int
+    eos: Collection[int] = ()
+    min_probability: float = 0.0
+    is_chain: bool = False
+
+    def sizes(self) -> tuple[int, int, float, bool]:
+        """The numbers in the types that the searches are compiled for."""
+        return max(self.num_nodes, 0), int(self.max_depth), float(self.min_probability), self.is_chain
 
 
 def search(
@@ -64,7 +87,7 @@ def search(
     Returns:
         The tree, most probable node first and thus parents before children, and the (M,) probabilities of its nodes.
     """
-    return _tree(probs, tokens, (num_nodes, max_depth, eos, min_probability), bias, False)
+    return _single(probs, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability), bias)
 
 
 def chain(
@@ -77,23 +100,57 @@ def chain(
     bias: Bias | None = None,
 ) -> tuple[DraftTree, np.ndarray]:
     """As `search`, but a single path: below each node only its most probable child."""
-    return _tree(probs, tokens, (num_nodes, max_depth, eos, min_probability), bias, True)
+    return _single(probs, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability, is_chain=True), bias)
 
 
-def _tree(probs, tokens, limits, bias, is_chain) -> tuple[DraftTree, np.ndarray]:
-    num_nodes, max_depth, eos, min_probability = limits
-    probs = np.ascontiguousarray(probs if probs.ndim == 3 else probs[None])
-    assert len(probs) in (1, probs.shape[2] + 1), (
+def _single(probs, tokens, limits, bias) -> tuple[DraftTree, np.ndarray]:
+    probs = probs[None] if probs.ndim == 3 else probs[None, None]
+    return search_batch(probs, tokens[None], limits, bias and Bias(*(part[None] for part in bias)))[0]
+
+
+def search_batch(
+    probs: np.ndarray, tokens: np.ndarray, limits: SearchLimits, bias: Bias | None = None
+) -> list[tuple[DraftTree, np.ndarray]]:
+    """What `search`, or `chain`, finds for each of A drafts, in a single call of the compiled search.
+
+    Args:
+        probs: (A, L, K, C), or (A, K, C) for L = 1.
+        tokens: (A, K, C), or (A, C) if all depths of a draft have the same candidates.
+        limits: What each of the searches may take.
+        bias: Factors of A drafts, if ``probs`` has a single row for each.
+    """
+    probs = np.ascontiguousarray(probs if probs.ndim == 4 else probs[:, None])
+    num_drafts, num_tables, num_depths, num_candidates = probs.shape
+    assert num_tables in (1, num_candidates + 1), (
         "one distribution for all, or one below each candidate and one below the root"
     )
-    assert tokens.shape in (probs.shape[1:], probs.shape[2:]), "one row of candidates per depth, or one for all"
-    rows = np.ascontiguousarray(tokens if tokens.ndim == 2 else tokens[None], dtype=np.int64)
-    usable, ends = candidates(rows.ravel(), eos, probs.shape[2])
-    usable = usable.reshape(rows.shape)
-    sizes = max(num_nodes, 0), int(max_depth), float(min_probability)  # other types would be compiled again
-    factors, scales = bias or no_bias(probs, probs.shape[2])
-    places, parents, path_probs = _grow(probs, factors, scales, usable, ends, *sizes, is_chain)
-    return DraftTree(rows.ravel()[places].tolist(), parents.tolist()), path_probs
+    assert tokens.shape in ((num_drafts, num_depths, num_candidates), (num_drafts, num_candidates)), (
+        "one row of candidates per depth, or one for all"
+    )
+    rows = np.ascontiguousarray(tokens if tokens.ndim == 3 else tokens[:, None], dtype=np.int64)
+    usable, ends = candidates(rows.ravel(), limits.eos, num_candidates)
+    factors, scales = bias or no_bias(probs, num_candidates)
+    by_draft = num_drafts, rows.shape[1] * num_candidates
+    found = _grow_batch(probs, factors, scales, usable.reshape(rows.shape), ends.reshape(by_draft), *limits.sizes())
+    return as_trees(rows.reshape(by_draft), *found)
+
+
+def as_trees(
+    tokens: np.ndarray, places: np.ndarray, parents: np.ndarray, probs: np.ndarray, sizes: np.ndarray
+) -> list[tuple[DraftTree, np.ndarray]]:
+    """The trees of A drafts, with the probabilities of their nodes.
+
+    Args:
+        tokens: (A, C) ids of the candidates.
+        places: (A, M) the candidate of each node; those behind the last node are not read.
+        parents: (A, M) index of each node's parent.
+        probs: (A, M) probability of each node.
+        sizes: (A,) numbers of nodes.
+    """
+    if not tokens.shape[1]:
+        return [(DraftTree(), row[:0]) for row in probs]
+    rows = zip(np.take_along_axis(tokens, places, 1).tolist(), parents.tolist(), probs, sizes.tolist(), strict=True)
+    return [(DraftTree(row[:size], above[:size]), own[:size]) for row, above, own, size in rows]
 
 
 def candidates(tokens: np.ndarray, eos: Collection[int] = (), row: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -123,6 +180,21 @@ def _candidates(tokens, eos, row):
         for j in range(len(tokens)):
             ends[j] |= tokens[j] == end
     return usable, ends
+
+
+@njit(cache=True)
+def _grow_batch(probs, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain):
+    """`_grow` for each draft: places, parents and probabilities (A, M), and the numbers of nodes (A,)."""
+    num_drafts = len(probs)
+    places, parents = np.zeros((num_drafts, num_nodes), np.int64), np.zeros((num_drafts, num_nodes), np.int64)
+    path_probs, sizes = np.zeros((num_drafts, num_nodes)), np.zeros(num_drafts, np.int64)
+    for draft in range(num_drafts):
+        given = probs[draft], factors[draft], scales[draft], usable[draft], ends[draft]
+        own_places, own_parents, own_probs = _grow(*given, num_nodes, max_depth, min_probability, is_chain)
+        size = len(own_places)
+        places[draft, :size], parents[draft, :size], path_probs[draft, :size] = own_places, own_parents, own_probs
+        sizes[draft] = size
+    return places, parents, path_probs, sizes
 
 
 @njit(cache=True)

@@ -6,10 +6,12 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from drafters.learned.ctc.alignment import prefix_log_probs
-from drafters.learned.ctc.prefix_search import chain, search
-from drafters.learned.trees.best_first import Bias
+from drafters.learned.ctc.prefix_search import chain, search, search_batch
+from drafters.learned.trees.best_first import Bias, SearchLimits
 
 TOKENS = np.array([11, 12, 13])
 SHAPES = [(1, 1), (3, 3), (4, 3), (5, 2), (6, 2)]  # frames, candidate tokens
@@ -273,3 +275,25 @@ def test_equally_probable_prefixes_come_in_the_order_of_the_candidates():
     tree, _ = search(*even, 3, 2)
     assert tree.tokens == [13, 11, 12] and tree.parents == [-1, -1, -1]
     assert type(tree.tokens) is list and {type(token) for token in [*tree.tokens, *tree.parents]} == {int}
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_batch_finds_for_each_draft_what_its_own_search_finds(data):
+    num_drafts, seed = data.draw(st.integers(1, 33)), data.draw(st.integers(0, 10**6))
+    with_bias, is_chain = data.draw(st.booleans()), data.draw(st.booleans())
+    rng, (num_frames, num_tokens) = np.random.default_rng(seed), (5, 6)
+    frames = np.exp(rng.normal(size=(num_drafts, num_frames, num_tokens + 1)) * rng.uniform(0, 6, (num_drafts, 1, 1)))
+    frames /= frames.sum(-1, keepdims=True)
+    tokens = rng.permuted(np.tile(np.arange(10), (num_drafts, 1)), axis=1)[:, :num_tokens]
+    factors = np.exp(rng.normal(size=(num_drafts, num_tokens + 1, num_tokens + 1)))
+    bias = Bias(factors, 1 / (factors @ frames.mT)) if with_bias else None
+    given_limits = data.draw(st.integers(0, 9)), data.draw(st.integers(0, 6)), {3, 4}, data.draw(st.floats(0, 0.2))
+    limits = SearchLimits(*given_limits, is_chain)
+    found = search_batch(frames[..., :-1], frames[..., -1], tokens, limits, bias)
+    assert len(found) == num_drafts
+    for draft, (tree, probs) in enumerate(found):
+        own_bias = bias and Bias(*(part[draft] for part in bias))
+        one = frames[draft, :, :-1], frames[draft, :, -1], tokens[draft]
+        own_tree, own_probs = (chain if is_chain else search)(*one, *given_limits, own_bias)
+        assert tree == own_tree and np.array_equal(probs, own_probs)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drafters import DraftTree
-from drafters.learned.trees.best_first import Bias, candidates, chain, fill, search, static
+from drafters.learned.trees.best_first import Bias, SearchLimits, candidates, chain, fill, search, search_batch, static
 
 
 def random_distributions(num_distributions, num_depths, num_candidates, seed=0):
@@ -86,6 +86,25 @@ def test_improbable_paths_are_left_out(find):
     for floor in (0.02, 0.2, 1.1):
         expected = {path: p for path, p in every.items() if p >= floor}
         assert_same(by_path(*find(probs, SHARED, 1000, 9, min_probability=floor)), expected)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 8, 33])
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_a_batch_finds_for_each_draft_what_its_own_search_finds(num_drafts, is_chain, own_rows):
+    rng = np.random.default_rng(num_drafts)
+    probs = np.exp(rng.normal(size=(num_drafts, 4, 6)) * rng.uniform(0, 6, (num_drafts, 1, 1)))
+    probs /= probs.sum(-1, keepdims=True)
+    tokens = rng.permuted(np.tile(np.arange(10), (num_drafts, 4, 1)), axis=2)[..., :6]
+    tokens = tokens if own_rows else tokens[:, 0]
+    bias = Bias(rng.random((num_drafts, 7, 6)), rng.random((num_drafts, 7, 4)))
+    for given in (None, bias):
+        found = search_batch(probs, tokens, SearchLimits(9, 3, {3, 4}, 0.01, is_chain), given)
+        assert len(found) == num_drafts
+        for draft, (tree, path_probs) in enumerate(found):
+            own_bias = given and Bias(*(part[draft] for part in given))
+            own = (chain if is_chain else search)(probs[draft], tokens[draft], 9, 3, {3, 4}, 0.01, own_bias)
+            assert tree == own[0] and np.array_equal(path_probs, own[1])
 
 
 def test_a_duplicate_candidate_counts_once():

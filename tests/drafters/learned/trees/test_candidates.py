@@ -2,11 +2,13 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
 from drafters.learned.ctc import prefix_search
 from drafters.learned.layers.markov import Markov
+from drafters.learned.trees import candidates as module
 from drafters.learned.trees.candidates import choose, expected_frames
 
 A, T, V = 3, 4, 9
@@ -75,6 +77,24 @@ def test_distributions_with_a_bias_are_the_same_under_autocast(logits, markov):
         assert (one.tokens == other.tokens).all() and torch.equal(distributions(one), distributions(other))
 
 
+@pytest.mark.parametrize("num_drafts", [1, 2, 8, 33])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(markov, num_drafts, with_bias, monkeypatch):
+    monkeypatch.setattr(module, "NUM_FACTORS", 5 * 5 * (V + 1))  # of five drafts at once
+    generator = torch.Generator().manual_seed(num_drafts)
+    logits = torch.randn(num_drafts, T, V + 1, generator=generator, dtype=torch.float64)
+    roots, bias = torch.randint(V, (num_drafts,), generator=generator), markov if with_bias else None
+    together = list(choose(logits, roots, V, 4, bias))
+    assert len(together) == num_drafts
+    for draft, found in enumerate(together):
+        (alone,) = choose(logits[draft : draft + 1], roots[draft : draft + 1], V, 4, bias)
+        assert (found.tokens == alone.tokens).all()
+        np.testing.assert_allclose(found.probs, alone.probs, rtol=1e-12)
+        if with_bias:
+            for part, own in zip(found.bias, alone.bias, strict=True):
+                np.testing.assert_allclose(part, own, rtol=1e-12)
+
+
 def frames_that_show(logits, root, markov):
     """The expected number of frames that show each token: the sum over all sequences of symbols."""
     expected, num_symbols = torch.zeros(V, dtype=torch.float64), logits.shape[-1]
@@ -92,20 +112,21 @@ def frames_that_show(logits, root, markov):
 
 @pytest.mark.parametrize("num_symbols", [V, V + 1], ids=["block", "ctc"])
 def test_with_all_contexts_the_expected_frames_are_those_of_all_sequences(logits, markov, num_symbols):
-    frames, narrow = logits[0, :3, :num_symbols], Markov(V, 3, num_symbols).double().requires_grad_(False)
+    frames, narrow = logits[:2, :3, :num_symbols], Markov(V, 3, num_symbols).double().requires_grad_(False)
     narrow.left, narrow.right[:] = markov.left, markov.right[:num_symbols]
-    expected = expected_frames(frames, torch.tensor(5), V, narrow, num_contexts=V)
-    torch.testing.assert_close(expected, frames_that_show(frames, 5, markov))
+    expected = expected_frames(frames, torch.tensor([5, 2]), V, narrow, num_contexts=V)
+    for found, own, root in zip(expected, frames, (5, 2), strict=True):
+        torch.testing.assert_close(found, frames_that_show(own, root, markov))
     for num_contexts in (1, 3):
-        fewer = expected_frames(frames, torch.tensor(5), V, narrow, num_contexts)
+        fewer = expected_frames(frames, torch.tensor([5, 2]), V, narrow, num_contexts)
         assert (fewer <= expected + 1e-12).all() and (fewer < expected).any()
 
 
 @pytest.mark.parametrize("num_candidates", [2, 5])
 def test_the_candidates_are_the_tokens_expected_in_most_frames(logits, markov, num_candidates):
     roots = torch.tensor([2, 7, 0])
-    for anchor, candidates in enumerate(choose(logits, roots, V, num_candidates, markov)):
-        expected = expected_frames(logits[anchor], roots[anchor], V, markov)
+    every = expected_frames(logits, roots, V, markov)
+    for expected, candidates in zip(every, choose(logits, roots, V, num_candidates, markov), strict=True):
         assert candidates.tokens.tolist() == expected.argsort(descending=True)[:num_candidates].tolist()
 
 
@@ -116,7 +137,7 @@ def test_no_prefix_is_more_probable_than_its_last_token_is_expected(logits, mark
         tree, probs = prefix_search.search(
             every.probs[:, :-1], every.probs[:, -1], every.tokens, 500, T, bias=every.bias
         )
-        expected = expected_frames(frames, torch.tensor(4), V, markov, num_contexts=V)
+        (expected,) = expected_frames(frames[None], torch.tensor([4]), V, markov, num_contexts=V)
         assert all(expected[token] >= p - 1e-12 for token, p in zip(tree.tokens, probs, strict=True))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafters.checks import check_above_zero, check_at_least
-from drafters.learned.ctc import paper_tree, prefix_search
+from drafters.learned.ctc import biased_chain, paper_tree, prefix_search
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.ctc.sampled_tree import draw
 from drafters.learned.layers.markov import markov_bias
@@ -134,6 +134,8 @@ class CTC(ParallelDrafter):
             drafts.probs[..., :-1], drafts.probs[..., -1], drafts.tokens, self.search_limits(limits), drafts.bias
         )
         return [self.cut_to_budget(*tree) for tree in found]
+
+    biased_chains = staticmethod(biased_chain.chains)
 
     def _paper_tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
         probs, blank = candidates.probs[:, :-1], candidates.probs[:, -1]

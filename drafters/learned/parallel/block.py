@@ -14,6 +14,7 @@ from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import best_first
 from drafters.learned.trees.candidates import CandidateBatch
+from drafters.learned.trees.chains import chains
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -84,3 +85,5 @@ class Block(ParallelDrafter):
     def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
         found = best_first.search_batch(drafts.probs, drafts.tokens, self.search_limits(limits), drafts.bias)
         return [self.cut_to_budget(*tree) for tree in found]
+
+    biased_chains = staticmethod(chains)

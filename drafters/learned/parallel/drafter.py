@@ -22,7 +22,8 @@ from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.trees import budget
 from drafters.learned.trees.best_first import SearchLimits
-from drafters.learned.trees.candidates import CandidateBatch, choose
+from drafters.learned.trees.candidates import CandidateBatch, choose, most_expected
+from drafters.learned.trees.chains import Chains
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -150,8 +151,19 @@ class ParallelDrafter(LearnedDrafter):
 
     def trees_of(self, logits: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from logits (A, T, W) and with one copy to the host."""
-        drafts = choose(logits, roots, self.vocab_size, self.num_candidates, self.bias(base_weights))
-        return self.grow(drafts, limits)
+        bias, search, num_frames = self.bias(base_weights), self.search_limits(limits), logits.shape[1]
+        num_tokens = min(search.num_nodes, search.max_depth, num_frames)
+        if bias is None or not search.is_chain or num_tokens < 1 or len(roots) == 1:  # of one draft, both cost as much
+            return self.grow(choose(logits, roots, self.vocab_size, self.num_candidates, bias), limits)
+        candidates = most_expected(logits, roots, self.vocab_size, self.num_candidates, bias)
+        with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
+            found = self.biased_chains(logits, roots, candidates, bias, num_tokens)
+        return [self.cut_to_budget(*chain) for chain in found.on_host(search)]
+
+    @staticmethod
+    @abstractmethod
+    def biased_chains(logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int) -> Chains:
+        """The most probable chains of candidates (A, C), with a bias; what `grow` would find by a slower way."""
 
     @abstractmethod
     def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:

@@ -17,35 +17,47 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-@dataclass
+@dataclass(eq=False)
 class Follower:
     """A drafter and the text that it has followed so far.
 
     Args:
         drafter: The drafter, which follows one text at a time.
-        text: (S,) tokens; none before the first text.
+        tokens: The text; empty before the first one. It grows in place, as the text of a session does.
+        text: (S,) the same as an array, to compare.
         chain: What it proposed last.
     """
 
     drafter: Drafter
+    tokens: list[int] = field(default_factory=list)
     text: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     chain: DraftTree = field(default_factory=DraftTree)
 
     def fits(self, text: np.ndarray) -> bool:
         """Whether a text continues the one that was followed."""
-        return 0 < len(self.text) < len(text) and np.array_equal(self.text, text[: len(self.text)])
+        length = len(self.tokens)
+        if not 0 < length < len(text) or text[length - 1] != self.tokens[-1]:  # most texts differ there already
+            return False
+        return np.array_equal(self.text, text[:length])
 
-    def propose(self, text: np.ndarray, limits: Limits) -> list[int]:
-        """Observe the tokens that the text gained, or begin a new text, and return a chain."""
-        tokens = text.tolist()
-        if self.fits(text):
-            emitted = tokens[len(self.text) :]
+    def propose(self, text: np.ndarray, limits: Limits, fits: bool) -> list[int]:
+        """Observe the tokens that the text gained, or begin a new text, and return a chain.
+
+        Args:
+            text: (S,) its tokens.
+            limits: Limits of the chain.
+            fits: Whether it continues the text that was followed.
+        """
+        if fits:
+            emitted = text[len(self.tokens) :].tolist()
             path = self.chain.follow(emitted[:-1])
+            self.tokens += emitted
             self.drafter.observe(StepResult(1, self.chain, None, path, emitted))
         else:  # the prompt, and the token that its forward gave
-            self.drafter.begin(tokens[:-1])
-            self.drafter.observe(StepResult(1, DraftTree(), None, [], tokens[-1:]))
-        self.chain = self.drafter.propose(tokens, limits)
+            self.tokens = text.tolist()
+            self.drafter.begin(self.tokens[:-1])
+            self.drafter.observe(StepResult(1, DraftTree(), None, [], self.tokens[-1:]))
+        self.chain = self.drafter.propose(self.tokens, limits)
         self.text = text.copy()  # vLLM reuses the array
         return list(self.chain.tokens)
 
@@ -68,17 +80,26 @@ class Followers:
     def __len__(self) -> int:
         return len(self._followers)
 
+    def forget(self) -> None:
+        """Start every text anew, with new drafters."""
+        self._followers = []
+
     def propose(self, texts: list[np.ndarray], limits: Limits) -> list[list[int]]:
         """Return a chain for each text."""
-        idle, found = self._followers, []
+        longest_first = sorted(self._followers, key=lambda follower: len(follower.tokens), reverse=True)
+        found = []
         for text in texts:
-            fitting = [follower for follower in idle if follower.fits(text)]
-            best = max(fitting, key=lambda follower: len(follower.text), default=None)
-            idle = [follower for follower in idle if follower is not best]
+            best = next((follower for follower in longest_first if follower.fits(text)), None)
+            if best:
+                longest_first.remove(best)
             found.append(best)
+        idle = [follower for follower in self._followers if follower not in found]
         chosen = [best or (idle.pop() if idle else Follower(self._build())) for best in found]
         self._followers = [*idle, *chosen]
-        return [follower.propose(text, limits) for follower, text in zip(chosen, texts, strict=True)]
+        return [
+            follower.propose(text, limits, fits=best is not None)
+            for follower, text, best in zip(chosen, texts, found, strict=True)
+        ]
 
 
 class TextProposer(Proposer):

@@ -73,3 +73,22 @@ def test_a_chain_is_the_first_path_of_the_tree_and_decodes_as_such(pseudo_runner
     assert result.tokens == runner.greedy(prompt, 80)
     assert max(step.fed_candidates for step in result.steps) == 3
     assert len(result.steps) < 60
+
+
+def test_a_text_is_compared_in_full_with_its_own_drafter_only(monkeypatch):
+    followers, compared, array_equal = Followers(Counting), [], np.array_equal
+    texts = [np.array([1, 2, 3, name]) for name in range(8)]
+    followers.propose(texts, LIMITS)
+    monkeypatch.setattr(np, "array_equal", lambda *pair: compared.append(pair) or array_equal(*pair))
+    Counting.begun = 0
+    followers.propose([np.append(text, 9) for text in reversed(texts)], LIMITS)
+    assert len(compared) == len(texts) and Counting.begun == 0
+
+
+def test_after_forgetting_every_text_has_a_new_drafter():
+    followers = Followers(Counting)
+    followers.propose([np.array([1, 2, 3])], LIMITS)
+    followers.forget()
+    Counting.begun = 0
+    followers.propose([np.array([1, 2, 3, 4])], LIMITS)
+    assert (Counting.begun, len(followers)) == (1, 1)

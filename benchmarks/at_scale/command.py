@@ -25,7 +25,7 @@ from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
 from inference.registry import catalogue
 from inference.reporting import plots
-from inference.results import metrics
+from inference.results import metrics, records
 from inference.results.records import Answer
 from inference.runs.progress import progress_bars
 from train.callbacks.estimate import peak_bytes
@@ -155,7 +155,7 @@ def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str,
     """Write a run, and the tables and the plot of all runs in the folder."""
     name = f"{Path(result['base']).name}-{result['shape']}-{result['dtype']}"
     write_text(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
-    typical = {drafter: metrics.median_answers(own) for drafter, own in answers.items()}
+    typical = {drafter: records.median_answers(own) for drafter, own in answers.items()}
     summaries = {drafter: metrics.summarise(own, typical[NONE]) for drafter, own in typical.items()}
     phases = plots.draw("phases", summaries, plots.choose_colours(summaries.values()))
     (folder / f"{name}-phases.png").write_bytes(phases["light"])

@@ -14,7 +14,7 @@ from benchmarks.harness import ResultTable
 from inference.engine.session import PHASES, StepCost
 from inference.evaluation.answering import without_times
 from inference.reporting.plots import FADED, PALETTE
-from inference.results import metrics
+from inference.results import metrics, records
 from inference.results.records import Answer
 
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
@@ -83,7 +83,7 @@ def measure(
         clock: Times of the drafter's search.
         num_parameters: Size of the drafter.
     """
-    answers, baseline = (metrics.median_answers(wide[key]) for key in (name, NONE))
+    answers, baseline = (records.median_answers(wide[key]) for key in (name, NONE))
     summary = metrics.summarise(answers, baseline, list(zip(wide[name], wide[NONE], strict=True)))
     steps, base_steps = (_steps(wide[key]) for key in (name, NONE))
     seconds, base_seconds = (decoding_seconds(each) / _emitted(each) for each in (steps, base_steps))

@@ -29,7 +29,7 @@ from inference.engine.sampling import Greedy, Sampler
 from inference.engine.session import RESERVED_FOR_DRAFTS, Generation, Session, check_prompt
 from inference.registry import catalogue
 from inference.registry.catalogue import Budget
-from inference.reporting.tables import number
+from inference.reporting.rows import number
 from inference.results import metrics
 
 WARM_UP_TOKENS = 4

@@ -13,7 +13,7 @@ from inference.evaluation import processes
 from inference.evaluation.answering import Slot, without_times
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import read_answers
-from inference.results import metrics
+from inference.results import metrics, records
 from inference.results.metrics import Summary
 from inference.results.records import Answer
 from inference.results.step_times import TypicalTimes, timing_error
@@ -81,7 +81,7 @@ class CollectedAnswers:
         """For each question the answer of median time among its repeats, by benchmark and drafter."""
         return {
             benchmark: {
-                drafter: metrics.median_answers(self.repeats(benchmark, drafter)) for drafter in self.plan.drafters
+                drafter: records.median_answers(self.repeats(benchmark, drafter)) for drafter in self.plan.drafters
             }
             for benchmark in self.plan.questions
         }

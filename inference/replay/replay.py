@@ -22,7 +22,7 @@ from inference.engine.session import Session, StepCost
 from inference.registry import catalogue
 from inference.replay import recordings
 from inference.replay.recordings import NoModel, Recorded, RecordedBase, Recording, Recordings, ReplayRunner
-from inference.reporting.tables import Row, markdown_table, number, rich_table
+from inference.reporting.rows import Row, markdown_table, number, rich_table
 from inference.results.metrics import acceptance_length, decode_steps
 from inference.runs.outputs import new_folder
 from inference.runs.progress import progress_bars

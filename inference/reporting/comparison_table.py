@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from data.files.safe_text import escape_markdown
-from inference.reporting.tables import Row, markdown_table, number
+from inference.reporting.rows import Row, markdown_table, number
 from inference.results.comparison import MIN_QUESTIONS, Difference
 
 NOTE = (

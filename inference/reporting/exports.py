@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from data.files.atomic_write import atomic_write, write_text
 from data.files.safe_text import safe_line
-from inference.reporting.tables import Row, Summaries, drafter_rows, footnotes
+from inference.reporting.rows import Row
+from inference.reporting.tables import Summaries, drafter_rows, footnotes
 from inference.results.folders import EvaluationResults
 
 Format = Literal["csv", "parquet", "latex"]

@@ -13,7 +13,7 @@ from data.files.atomic_write import write_text
 from data.files.bounded_json import read_json
 from data.files.safe_text import safe_text
 from data.files.validation import MALFORMED
-from inference.reporting.tables import number
+from inference.reporting.rows import number
 from inference.results.folders import EvaluationResults, read
 from inference.results.metrics import Summary
 from inference.runs.outputs import new_file

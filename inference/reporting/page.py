@@ -13,6 +13,8 @@ from data.files.safe_text import safe_text
 from inference.reporting import plots
 from inference.reporting.answer_viewer import Answers, Decode, choose_answers, cut_note, ended_turns
 from inference.reporting.headline import headline
+from inference.reporting.lengths import LENGTH_LEGEND, length_tables
+from inference.reporting.rows import number
 from inference.reporting.tables import (
     COUNTING_RULE,
     DRAFT_LEGEND,
@@ -23,7 +25,6 @@ from inference.reporting.tables import (
     drafter_rows,
     footnotes,
     legend,
-    number,
     overview_rows,
     quality_rows,
     with_counting_rule,
@@ -89,6 +90,7 @@ def write_page(folder: str | Path, evaluations: Sequence[tuple[EvaluationResults
         overview_title=OVERVIEW,
         drafts_title=DRAFT_TOKENS,
         drafts_legend=DRAFT_LEGEND,
+        length_legend=LENGTH_LEGEND,
     )
     path = folder / "report.html"
     write_text(path, page)
@@ -116,6 +118,7 @@ def _describe(
                 "table": (rows := drafter_rows(by_drafter, {name: ended_turns(of) for name, of in answers.items()})),
                 "legend": legend(*rows),
                 "drafts": draft_rows(by_drafter),
+                "lengths": length_tables(by_drafter),
                 "quality": quality_rows(by_drafter),
                 "cut": cut_note(by_drafter, answers, results.conditions.get("decoding", "")),
                 "footnotes": footnotes(by_drafter),

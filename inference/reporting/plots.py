@@ -7,6 +7,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -16,6 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from inference.reporting.headline import speed_fields
+from inference.reporting.length_plot import plot_lengths
+from inference.reporting.lengths import length_ranges
+from inference.reporting.plot_legend import legend_below
 from inference.results.metrics import Summary
 
 Summaries = dict[str, Summary]  # of one benchmark, by drafter
@@ -81,7 +85,7 @@ def plot_categories(summaries: Summaries, colours: Colours) -> Figure:
     axes.margins(x=0.08, y=0.01)
     axes.set_xlabel("tokens per base forward; dashed: without a drafter")
     _as_rows(axes, categories)
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -101,7 +105,7 @@ def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
     axes.set_ylim(0, 10 * math.ceil(highest / 10))
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="both")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -118,7 +122,7 @@ def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
     axes.set_xlim(0, 1.12 * max(ends.values()) or 1)
     axes.set_xlabel("ms per token")
     _as_rows(axes, summaries)
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -144,7 +148,7 @@ def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
     lower.set_xlabel("fed tokens per step; dashed: the baseline")
     for axes in (upper, lower):
         axes.grid(axis="both")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -168,6 +172,8 @@ PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
     "phases": plot_phases,
     "categories": plot_categories,
     "budget": plot_budget,
+    "positions": partial(plot_lengths, kind="by_position", of="position in the context"),
+    "prompts": partial(plot_lengths, kind="by_prompt", of="length of the prompt"),
 }
 
 
@@ -176,6 +182,8 @@ def applicable(summaries: Summaries) -> list[str]:
     conditions = {
         "categories": max(len(s.by_category) for s in summaries.values()) > 1,
         "budget": bool(budgets(summaries)),
+        "positions": any(len(length_ranges(summary, "by_position")) > 1 for summary in summaries.values()),
+        "prompts": any(len(length_ranges(summary, "by_prompt")) > 1 for summary in summaries.values()),
     }
     return [plot for plot in PLOTS if conditions.get(plot, True)]
 
@@ -289,15 +297,3 @@ def _as_rows(axes: Axes, names: Iterable[str]) -> None:
 def _mark_one(axes: Axes) -> None:
     """Draw a dashed line at decoding without a drafter."""
     axes.axvline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
-
-
-def _legend_below(figure: Figure) -> None:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    if handles:
-        labels = [label if len(label) <= 40 else f"{label[:39]}…" for label in labels]
-        ncols = min(4, max(1, 70 // (6 + max(map(len, labels)))))
-        width, height = figure.get_size_inches()
-        figure.set_size_inches(width, height + 0.17 * max(0, -(-len(labels) // ncols) - 2))
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=ncols, handlelength=1.1, columnspacing=1.4, fontsize=9
-        )

@@ -19,7 +19,8 @@ from inference.reporting import comparison_table, conventions
 from inference.reporting.answer_viewer import Decode
 from inference.reporting.exports import Format, export, latex_table, latex_tables, summary_records
 from inference.reporting.page import context_lines, write_page, write_report
-from inference.reporting.tables import COUNTING_RULE, Summaries, markdown, rich_table, table, with_counting_rule
+from inference.reporting.rows import rich_table
+from inference.reporting.tables import COUNTING_RULE, Summaries, markdown, table, with_counting_rule
 from inference.results import answer_files, comparison
 from inference.results.folders import EvaluationResults, read, read_all
 from inference.runs.outputs import folder_above

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from data.files.safe_text import escape_markdown
 from inference.reporting.headline import Summaries as Summaries
 from inference.reporting.headline import headline, name_of
+from inference.reporting.lengths import LENGTH_LEGEND, length_tables
+from inference.reporting.rows import Row, markdown_table, number, rich_table
 from inference.results.metrics import CategorySummary, Summary
 from inference.runs.timing import MIN_CORE_SHARE
 
@@ -75,23 +74,6 @@ MAX_POSITIONS = 8  # of the table of draft tokens
 MAX_TERMINAL_DRAFTERS = 6  # side by side in one table
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of a table.
-
-    Args:
-        cells: The text of each column.
-        best: Indices of the columns to print in bold.
-        is_identical: Whether the drafter wrote the same tokens as the baseline.
-        small: Small text below a cell, by column: its 95 % interval, or the number of turns that it is computed from.
-    """
-
-    cells: list[str]
-    best: set[int] = field(default_factory=set)
-    is_identical: bool = True
-    small: dict[int, str] = field(default_factory=dict)
-
-
 def table(summaries: Summaries) -> list[RenderableType]:
     """The tables of all benchmarks with titles and footnotes, for a rich console to print one after the other."""
     parts: list[RenderableType] = []
@@ -108,7 +90,15 @@ def table(summaries: Summaries) -> list[RenderableType]:
             parts += [Text(f"{benchmark}, task quality, %"), rich_table(*quality), Text()]
         if len(rows) > 1:
             parts += [Text(f"{benchmark}, {BY_CATEGORY.lower()}"), *_side_by_side(headings, rows)]
+        for title, headings, rows in length_tables(by_drafter):
+            parts += [Text(f"{benchmark}, {title.lower()}, and median time of a step")]
+            parts += _side_by_side(headings, [_with_small(row) for row in rows])
     return parts
+
+
+def _with_small(row: Row) -> Row:
+    """The row with its small text inside the cells, for a terminal."""
+    return Row([f"{cell} {row.small[at]}" if at in row.small else cell for at, cell in enumerate(row.cells)])
 
 
 def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[RenderableType]:
@@ -136,6 +126,8 @@ def markdown(summaries: Summaries, context: Mapping[str, Any]) -> str:
         headings, rows = category_rows(by_drafter)
         if len(rows) > 1:
             lines += [f"{BY_CATEGORY}:", "", *markdown_table(headings, rows)]
+        for title, headings, rows in length_tables(by_drafter):
+            lines += [f"{title}:", "", *markdown_table(headings, rows), LENGTH_LEGEND, ""]
     lines += ["## What was run", ""]
     lines += [
         f"- {escape_markdown(key)}: {escape_markdown(value)}" for key, value in with_counting_rule(context).items()
@@ -258,11 +250,6 @@ def with_counting_rule(context: Mapping[str, Any]) -> dict[str, Any]:
     return {**context, "counting": context.get("counting", COUNTING_RULE)}
 
 
-def number(value: float | None, places: int = 2, unit: str = "") -> str:
-    """Format a number; a dash if nothing was measured."""
-    return "–" if value is None else f"{value:.{places}f}{unit}"
-
-
 def _small(summary: Summary, heading: str, ended: Mapping[str, str]) -> str:
     if heading == "ended by EOS":
         return ended.get(summary.drafter, "")
@@ -294,30 +281,3 @@ def _identical(summary: Summary) -> str:
 def _best(values: Sequence[float | None]) -> int | None:
     measured = {index: value for index, value in enumerate(values) if value is not None}
     return max(measured, key=measured.__getitem__) if measured else None
-
-
-def rich_table(headings: Sequence[str], rows: Sequence[Row], shown: Sequence[int] | None = None) -> Table:
-    """A table for the terminal, with all columns or those whose indices are in ``shown``."""
-    result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    shown = range(len(headings)) if shown is None else shown
-    for index in shown:
-        heading = Text(headings[index].replace(" ", "\n", 1))
-        width = max(len(row.cells[index]) for row in rows)  # on a narrow terminal headings and long names break
-        min_width = min(width, 16)
-        result.add_column(
-            heading, justify="right" if index else "left", vertical="bottom", min_width=min_width, overflow="fold"
-        )
-    for row in rows:
-        cells = [Text(row.cells[index], style="bold" if index in row.best else "") for index in shown]
-        result.add_row(*cells, style="" if row.is_identical else "red")
-    return result
-
-
-def markdown_table(headings: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """The lines of a table in Markdown, followed by an empty line."""
-    lines = [list(map(escape_markdown, headings)), ["---", *["---:"] * (len(headings) - 1)]]
-    for row in rows:
-        cells = [f"**{cell}**" if at in row.best else cell for at, cell in enumerate(map(escape_markdown, row.cells))]
-        small = [f" ({text})" if (text := row.small.get(at)) else "" for at in range(len(cells))]
-        lines.append([cell + text for cell, text in zip(cells, small, strict=True)])
-    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]

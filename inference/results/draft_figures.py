@@ -159,6 +159,12 @@ def acceptance_rates(questions: Sequence[Sequence[StepCost]]) -> list[PositionRa
     return rates
 
 
+def acceptance_by_depth(steps: Sequence[StepCost]) -> list[float]:
+    """Share of the steps that accept at least d draft tokens, for d = 1, 2, ... up to the most accepted."""
+    deepest = max((step.accepted for step in steps), default=0)
+    return [sum(step.accepted >= depth for step in steps) / len(steps) for depth in range(1, deepest + 1)]
+
+
 def acceptance_length_of_rates(rates: Sequence[float]) -> float:
     """The acceptance length of steps with these unconditional rates by position: 1 + their sum.
 

@@ -12,6 +12,7 @@ from data.files.bounded_json import read_json
 from data.files.validation import MALFORMED, validated
 from inference.registry import catalogue
 from inference.results import records
+from inference.results.length_figures import length_figures
 from inference.results.metrics import CategorySummary, Summary
 from inference.results.records import Answer
 
@@ -109,6 +110,10 @@ def read(folder: str | Path, name: str | None = None, with_answers: bool = True)
         files = sorted((Path(folder) / "answers" / benchmark).glob("*.jsonl")) if with_answers else []
         recorded = {own[0].drafter: own for own in map(records.read, files) if own}
         answers[benchmark] = {drafter: recorded[drafter] for drafter in by_drafter if drafter in recorded}
+        for drafter, own in answers[benchmark].items():
+            if by_drafter[drafter].lengths is None:  # an older version wrote the results
+                lengths, seconds = length_figures(own)
+                by_drafter[drafter] = replace(by_drafter[drafter], lengths=lengths, length_seconds=seconds)
     name = name or Path(folder).resolve().name
     return EvaluationResults(name, {name: context}, summaries, answers, benchmarks)
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from inference.engine.session import PHASES, StepCost
 from inference.results import intervals
-from inference.results.draft_figures import DraftFigures, draft_figures
+from inference.results.draft_figures import DraftFigures, acceptance_by_depth, draft_figures
+from inference.results.length_figures import LengthFigures, LengthSeconds, length_figures
 from inference.results.records import Answer, Turn
 from inference.results.step_times import TypicalTimes, timing_error
 
@@ -19,7 +20,7 @@ from inference.results.step_times import TypicalTimes, timing_error
 MEASURED = {
     *("seconds", "tokens_per_second", "speedup", "speedup_interval", "timing_error"),
     *("wall_speedup", "wall_speedup_interval", "speedup_median", "noise"),
-    *("phase_seconds", "typical_seconds", "cpu_seconds", "core_share", "peak_bytes"),
+    *("phase_seconds", "typical_seconds", "cpu_seconds", "core_share", "peak_bytes", "length_seconds"),
 }
 
 Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
@@ -101,6 +102,9 @@ class Summary:
         by_category: The most important metrics for each category.
         quality: Task quality in percent, as `quality.score` measures it.
         draft_tokens: What became of the draft tokens; None in results of older versions.
+        lengths: Acceptance length by position in the context and by length of the prompt; None in results of older
+            versions.
+        length_seconds: Median times of the same steps.
     """
 
     drafter: str
@@ -137,6 +141,8 @@ class Summary:
     by_category: dict[str, CategorySummary]
     quality: dict[str, float] = field(default_factory=dict)
     draft_tokens: DraftFigures | None = None
+    lengths: LengthFigures | None = None
+    length_seconds: LengthSeconds | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -148,7 +154,7 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     """Compare one drafter's answers with the baseline's answers to the same questions.
 
     Args:
-        answers: One answer to each question; of several repeats, the `median_answers`.
+        answers: One answer to each question; of several repeats, the `records.median_answers`.
         baseline: The baseline's answers.
         repeats: The answers of both in each repeat, if there was more than one.
 
@@ -171,6 +177,7 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     walls = [TimedPair(answer, base, answer.seconds, base.seconds) for answer, base in pairs]
     shares = [(answer.core_share * answer.seconds, answer.seconds) for answer in answers if answer.core_share]
     peaks = [answer.peak_bytes for answer in answers if answer.peak_bytes is not None]
+    by_length, length_seconds = length_figures(answers)
     return Summary(
         drafter=answers[0].drafter,
         baseline=baseline[0].drafter,
@@ -208,6 +215,8 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
             for category in dict.fromkeys(answer.category for answer in answers)
         },
         draft_tokens=draft_figures([[turn.steps for turn in answer.turns] for answer in answers]),
+        lengths=by_length,
+        length_seconds=length_seconds,
     )
 
 
@@ -220,12 +229,6 @@ def acceptance_length(turns: Iterable[Decoded]) -> float | None:
     """Emitted tokens / base forwards, prefill excluded from both."""
     steps = decode_steps(turns)
     return _ratio(sum(step.emitted for step in steps), len(steps))
-
-
-def acceptance_by_depth(steps: Sequence[StepCost]) -> list[float]:
-    """Share of the steps that accept at least d draft tokens, for d = 1, 2, ... up to the most accepted."""
-    deepest = max((step.accepted for step in steps), default=0)
-    return [sum(step.accepted >= depth for step in steps) / len(steps) for depth in range(1, deepest + 1)]
 
 
 def speedup(pairs: Sequence[TimedPair]) -> float | None:
@@ -283,14 +286,6 @@ def noise(repeats: Sequence[Repeat]) -> float | None:
         for answer, base in _pair(*repeats[0])
     ]
     return intervals.standard_error([own / base for own, base in pairs if own and base])
-
-
-def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
-    """The answer of median time to each question, or the faster one of two; all repeats have the same order."""
-    return [
-        sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
-        for answers in zip(*repeats, strict=True)
-    ]
 
 
 def seconds_per_step(turns: Sequence[Turn]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,14 @@ class Answer:
     def seconds(self) -> float:
         """Wall time of all turns."""
         return sum(turn.seconds for turn in self.turns)
+
+
+def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
+    """The answer of median time to each question, or the faster one of two; all repeats have the same order."""
+    return [
+        sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
+        for answers in zip(*repeats, strict=True)
+    ]
 
 
 def to_json(answer: Answer) -> dict[str, Any]:

@@ -30,9 +30,9 @@ class TypicalTimes:
     def __init__(self, repeats: Sequence[Sequence[Answer]]) -> None:
         answers = [answer for repeat in repeats for answer in repeat]
         turns = [turn for answer in answers for turn in answer.turns]
-        self._costs = median_costs((_kind(step), seconds) for turn in turns for step, seconds in _times(turn)[1:])
+        self._costs = median_costs((_kind(step), seconds) for turn in turns for step, seconds in own_times(turn)[1:])
         self._prefills = median_costs(
-            (step.fed_pending, seconds) for turn in turns for step, seconds in _times(turn)[:1]
+            (step.fed_pending, seconds) for turn in turns for step, seconds in own_times(turn)[:1]
         )
         self._rest = median(map(_rest, turns)) if turns else 0.0
         self.rounds: dict[int, list[Answer]] = {}  # the answers of all repeats, by question
@@ -46,7 +46,7 @@ class TypicalTimes:
             seconds / cost
             for answer in answers
             for turn in answer.turns
-            for step, seconds in _times(turn)[1:]
+            for step, seconds in own_times(turn)[1:]
             if (cost := self._costs[_kind(step)])
         ]
         return median(ratios) if len(ratios) >= MIN_STEPS else None
@@ -107,7 +107,7 @@ def _kind(step: StepCost) -> tuple[int, int]:
     return step.fed, step.draft_forwards
 
 
-def _times(turn: Turn) -> list[tuple[StepCost, float]]:
+def own_times(turn: Turn) -> list[tuple[StepCost, float]]:
     """Each step with the time it would have taken if it had had a core throughout."""
     walls = [sum(step.seconds) for step in turn.steps]
     own = map(min, walls, turn.cpu_seconds) if turn.cpu_seconds else walls
@@ -119,4 +119,4 @@ def _rest(turn: Turn) -> float:
     wall = turn.seconds - sum(sum(step.seconds) for step in turn.steps)
     if not turn.cpu_seconds:
         return wall
-    return min(wall, sum(turn.cpu_seconds) - sum(seconds for _, seconds in _times(turn)))
+    return min(wall, sum(turn.cpu_seconds) - sum(seconds for _, seconds in own_times(turn)))

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from data.files.atomic_write import write_text
 from data.files.safe_text import escape_markdown, safe_line
-from inference.reporting.tables import number
+from inference.reporting.rows import number
 from inference.tuning.grid import Axis, Cell
 from inference.tuning.sweep_plots import short
 

@@ -12,11 +12,10 @@ from inference.results.metrics import (
     CategorySummary,
     Summary,
     first_difference,
-    median_answers,
     noise,
     summarise,
 )
-from inference.results.records import Answer, Turn
+from inference.results.records import Answer, Turn, median_answers
 
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
 

@@ -72,6 +72,8 @@ def write(
 
 def _served(drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype) -> Served:
     shape = config.base
+    if isinstance(drafter, EAGLE | EAGLE3 | Block) and (window := drafter.draft_options.window):
+        raise ValueError(f"the vllm format has no window ({window}): train the drafter with window: 0")
     if type(drafter) is Medusa:
         values = medusa_config(drafter, shape)
         return Served(values, drafter.state_dict(), "medusa", drafter.num_heads, MEDUSA_NOTES)

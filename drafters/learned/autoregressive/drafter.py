@@ -33,6 +33,9 @@ class AutoregressiveDraftOptions:
         tree: ``dynamic``, the most probable nodes found (EAGLE-2), or ``chain``, the most probable token at each level.
         draws: Children sampled at each link of a chain, for exact rejection sampling; 0 takes the most probable token.
         temperature: Temperature of the sampled children.
+        window: Number of positions that the layer attends to, the node's own and those before it, in training and in
+            decoding; 0 for all. The time and the cache of a draft then do not grow with the text. Must exceed
+            ``depth``.
     """
 
     depth: int = 6
@@ -43,13 +46,16 @@ class AutoregressiveDraftOptions:
     tree: Literal["dynamic", "chain"] = "dynamic"
     draws: int = 0
     temperature: float = 1.0
+    window: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self)
         if self.draws and self.tree != "chain":
             raise ValueError(f"draws ({self.draws}) needs tree: chain; a dynamic tree takes the most probable tokens")
         check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
-        check_at_least(0, num_nodes=self.num_nodes, draws=self.draws)
+        check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
+        if 0 < self.window <= self.depth:
+            raise ValueError(f"window ({self.window}) must exceed depth ({self.depth}), or be 0 for the whole text")
         check_above_zero(temperature=self.temperature)
 
 
@@ -80,7 +86,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         check_hidden_layers(hidden_layers, base)
         self.required_outputs = RequiredOutputs(tuple(hidden_layers))
         self.draft_options, self.chunk_anchors = draft, chunk_anchors
-        self.samples_drafts = draft.draws > 0
+        self.samples_drafts, self.window = draft.draws > 0, draft.window
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer = layer
         self._cache: DraftCache | None = None
@@ -129,13 +135,15 @@ class AutoregressiveDrafter(LearnedDrafter):
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         residual, x = self.pair(states, self.embed(tokens, base_weights))
-        attended = F.scaled_dot_product_attention(*self.layer.queries_keys_values(x, positions), is_causal=True)
+        inputs = self.layer.queries_keys_values(x, positions)
+        mask = window_mask(tokens.shape[1], self.window, tokens.device) if self.window else None
+        attended = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None)
         return self.layer(residual, attended)
 
     # ---- drafting
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._cache, self._waiting = DraftCache(2), []
+        self._cache, self._waiting = DraftCache(2, self.window), []
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
@@ -145,11 +153,11 @@ class AutoregressiveDrafter(LearnedDrafter):
             return DraftTree()
         self._cache_pairs(seq, self._cache, self.base_weights)
         num_pairs = self._cache.length
-        if num_pairs == 0:
+        if self._cache.num_held == 0:
             return DraftTree()
         (keys, values), (residuals, inputs) = self._cache.read()
         anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
-        paths = Paths(self, self.base_weights, (keys, values), anchor)
+        paths = Paths(self, self.base_weights, (keys, values), anchor, window=self.window)
         logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
         for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
             logits = paths.step(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
@@ -168,7 +176,7 @@ class AutoregressiveDrafter(LearnedDrafter):
         hidden, self._waiting = torch.cat(self._waiting)[None].to(self.dtype), []
         if hidden.shape[1] == 0:
             return
-        states = self.enter(hidden)
+        states = self.enter(hidden[:, cache.skip(hidden.shape[1]) :])
         start, device = cache.length, states.device
         tokens = torch.tensor([seq[start + 1 : start + 1 + states.shape[1]]], device=device)
         positions = torch.arange(start, start + states.shape[1], device=device)[None]
@@ -229,11 +237,18 @@ class AutoregressiveDrafter(LearnedDrafter):
         trees: list[DraftTree] = []
         generator = _draft_generator(limits, hidden.device)
         for part in after_first.split(self.chunk_anchors):
-            paths = Paths(self, base_weights, context, part, visible=positions < part[:, None])
+            paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
             logits = paths.start(residual[0, part - 1][:, None], x[0, part - 1][:, None])
             trees += self._trees(logits, paths, limits, generator, with_distributions=False)
         drafted = iter(trees)
         return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
+
+
+def window_mask(num_positions: int, window: int, device: torch.device | None = None) -> Tensor:
+    """Which pairs each pair may attend to: itself and those before it in the window; (S, S) bool."""
+    at = torch.arange(num_positions, device=device)
+    distance = at[:, None] - at[None]
+    return (distance >= 0) & (distance < window)
 
 
 def _draft_generator(limits: Limits, device: torch.device) -> torch.Generator:

@@ -92,6 +92,8 @@ class EAGLE3(AutoregressiveDrafter):
         draft: EAGLE3DraftOptions = EAGLE3DraftOptions(),
     ) -> None:
         _check_draft_vocabulary(draft_vocab_size, base.vocab_size, own_head)
+        if 0 < draft.window < loss.num_unroll:
+            raise ValueError(f"window ({draft.window}) must be at least num_unroll ({loss.num_unroll}), or 0")
         draft_layer = DraftLayer(base, num_inputs=2, has_qk_norm=layer.has_qk_norm)
         layers = hidden_layers or low_middle_high(base.num_layers)
         super().__init__(base, draft_layer, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
@@ -152,7 +154,7 @@ class EAGLE3(AutoregressiveDrafter):
             queries, keys, values = self.layer.queries_keys_values(x, positions)
             all_keys.append(keys)
             all_values.append(values)
-            mask = unroll_mask(num_positions, depth, tokens.device)
+            mask = unroll_mask(num_positions, depth, tokens.device, self.window)
             attended = F.scaled_dot_product_attention(
                 queries, torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2), attn_mask=mask
             )
@@ -203,12 +205,19 @@ def low_middle_high(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def unroll_mask(num_positions: int, depth: int, device: torch.device | None = None) -> Tensor:
+def unroll_mask(num_positions: int, depth: int, device: torch.device | None = None, window: int = 0) -> Tensor:
     """Which pairs of this depth and of those before it each pair may attend to.
+
+    Args:
+        num_positions: S.
+        depth: The depth.
+        device: Device of the mask.
+        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
 
     Returns:
         (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
     """
     at = torch.arange(num_positions, device=device)
     offset = at[None] - at[:, None]  # key position - query position
-    return torch.cat([offset <= -depth, *(offset == i - depth for i in range(1, depth + 1))], dim=-1)
+    base = (offset <= -depth) & (offset > -window) if window else offset <= -depth
+    return torch.cat([base, *(offset == i - depth for i in range(1, depth + 1))], dim=-1)

@@ -27,15 +27,17 @@ class DraftModule(Protocol):
 class Paths:
     """Beams of nodes below A roots of one text, extended level by level.
 
-    A node attends to the pairs before its root, which all roots share, to its ancestors and to itself. W is the size of
-    the latest beam, N the number of nodes in all beams.
+    A node attends to the pairs before its root, which all roots share, to its ancestors and to itself, or to those of
+    them that are in its window. W is the size of the latest beam, N the number of nodes in all beams.
 
     Args:
         module: The draft module, whose layer runs once per level.
         base_weights: The base's embedding and LM head.
-        context: Keys and values of the text's pairs, two of (1, h, S, d).
+        context: Keys and values of the text's pairs, two of (1, h, S, d); those of the last pairs suffice if they fill
+            the window and there is a single root.
         anchors: (A,) positions of the roots.
         visible: (A, S) bool, which pairs come before each root; all of them by default.
+        window: Number of pairs that a node attends to, its own included; 0 for all.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Paths:
         context: tuple[Tensor, Tensor],
         anchors: Tensor,
         visible: Tensor | None = None,
+        window: int = 0,
     ) -> None:
         self.module, self.base_weights, self.anchors, self.visible = module, base_weights, anchors, visible
+        self.window = window
         self.context_keys, self.context_values = context[0][0], context[1][0]  # (h, S, d)
         num_heads, _, head_dim = self.context_keys.shape
         self.keys = self.values = self.context_keys.new_empty(len(anchors), num_heads, 0, head_dim)  # (A, h, N, d)
@@ -82,13 +86,28 @@ class Paths:
 
         The pairs are shared by all roots, so all queries are multiplied with them at once and nothing is copied.
         """
-        shape, num_pairs = queries.shape, self.context_keys.shape[1]
+        context_keys, context_values, visible = self._context_in_window()
+        shape, num_pairs = queries.shape, context_keys.shape[1]
         together = queries.transpose(0, 1).flatten(1, 2)  # (h, A * W, d)
-        shared = (together @ self.context_keys.mT).unflatten(1, (shape[0], shape[2])).transpose(0, 1)  # (A, h, W, S)
-        if self.visible is not None:
-            shared = shared.masked_fill(~self.visible[:, None, None], -torch.inf)
+        shared = (together @ context_keys.mT).unflatten(1, (shape[0], shape[2])).transpose(0, 1)  # (A, h, W, S)
+        if visible is not None:
+            shared = shared.masked_fill(~visible[:, None, None], -torch.inf)
         own = (queries @ self.keys.mT).masked_fill(~self.ancestor_mask[:, None], -torch.inf)  # (A, h, W, N)
         scores = torch.cat([shared, own], dim=-1) * shape[-1] ** -0.5
         weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(queries.dtype)
-        context = weights[..., :num_pairs].transpose(0, 1).flatten(1, 2) @ self.context_values  # (h, A * W, d)
+        context = weights[..., :num_pairs].transpose(0, 1).flatten(1, 2) @ context_values  # (h, A * W, d)
         return context.unflatten(1, (shape[0], shape[2])).transpose(0, 1) + weights[..., num_pairs:] @ self.values
+
+    def _context_in_window(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values (h, S, d) of the text's pairs, and which of them (A, S) each root's nodes may attend to.
+
+        The query of pass n is n positions behind the last pair of the text, and its path has n pairs of its own.
+        """
+        keys, values, visible = self.context_keys, self.context_values, self.visible
+        if not self.window:
+            return keys, values, visible
+        if visible is None:
+            first = max(0, keys.shape[1] + self.num_passes - self.window)
+            return keys[:, first:], values[:, first:], None
+        first_visible = self.anchors + self.num_passes - self.window
+        return keys, values, visible & (torch.arange(keys.shape[1], device=keys.device) >= first_visible[:, None])

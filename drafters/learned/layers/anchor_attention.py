@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,24 +32,30 @@ def without_masks() -> Iterator[None]:
 class AnchorMask:
     """Lets a frame attend to the context strictly before its anchor and to the frames of its own block.
 
-    The anchor itself is excluded because during decoding the base has not processed it yet.
+    The anchor itself is excluded because during decoding the base has not processed it yet. With a window, all frames
+    of a block attend to the same context positions, the last ones before the anchor.
 
     Args:
         anchors: (B, A) positions.
         num_frames: T, frames of each anchor.
         num_context: S, context positions; they come before the frames among the keys.
         causal: Whether a frame attends only to itself and to earlier frames of its block.
+        window: Number of context positions that a frame attends to; 0 for all of them.
     """
 
     anchors: Tensor
     num_frames: int
     num_context: int
     causal: bool = False
+    window: int = 0
 
     def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether frame ``query`` (of A * T) may attend to key ``key`` (of S + A * T); the three broadcast."""
         own, frames = key - self.num_context, self.num_frames
-        before = (key < self.num_context) & (key < self.anchors[batch, query // frames])
+        anchor = self.anchors[batch, query // frames]
+        before = (key < self.num_context) & (key < anchor)
+        if self.window:
+            before = before & (key >= anchor - self.window)
         block = (own >= 0) & (torch.div(own, frames, rounding_mode="floor") == query // frames)
         return before | (block & (own <= query) if self.causal else block)
 
@@ -69,8 +75,10 @@ class AnchorMask:
         """
         parts = []
         for anchors in self.anchors.split(num_anchors, dim=1):
-            length = min(int(anchors.max()), self.num_context)
-            parts.append((length, AnchorMask(anchors, self.num_frames, length, self.causal).dense()))
+            end = min(int(anchors.max()), self.num_context)
+            start = min(max(0, int(anchors.min()) - self.window), end) if self.window else 0
+            mask = replace(self, anchors=anchors - start, num_context=end - start)
+            parts.append((slice(start, end), mask.dense()))
         return Pieces(tuple(parts), self.num_context)
 
     def sparse(self) -> BlockMask:
@@ -97,12 +105,12 @@ class Pieces:
     """An `AnchorMask` in pieces: the frames of a few neighbouring anchors with only the keys they may attend to.
 
     Args:
-        parts: For each piece the number s of context positions before its last anchor, and its mask (B, 1, Q, s + Q)
-            over those positions and its own frames.
+        parts: For each piece the s context positions from the first window, or the start, to its last anchor, and its
+            mask (B, 1, Q, s + Q) over those positions and its own frames.
         num_context: S.
     """
 
-    parts: tuple[tuple[int, Tensor], ...]
+    parts: tuple[tuple[slice, Tensor], ...]
     num_context: int
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -114,11 +122,11 @@ class Pieces:
         attended = [
             F.scaled_dot_product_attention(
                 query,
-                torch.cat([context_keys[..., :length, :], key], -2),
-                torch.cat([context_values[..., :length, :], value], -2),
+                torch.cat([context_keys[..., context, :], key], -2),
+                torch.cat([context_values[..., context, :], value], -2),
                 attn_mask=mask,
             )
-            for (length, mask), (query, key, value) in zip(self.parts, own, strict=True)
+            for (context, mask), (query, key, value) in zip(self.parts, own, strict=True)
         ]
         return torch.cat(attended, -2)
 

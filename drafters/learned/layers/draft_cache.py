@@ -4,39 +4,80 @@ from __future__ import annotations
 
 from torch import Tensor
 
+SLACK = 64  # positions kept beyond a window, so that it is still full after the rewinds of a few rejected drafts
+
 
 class DraftCache:
     """Keys and values per draft layer, in buffers that double when full, so that appending copies only what is new.
 
+    With a window, only the last positions are kept, in buffers of at most twice ``window + SLACK`` positions. After a
+    rewind behind the first position that is kept, the window fills up again.
+
     Args:
         num_layers: Layers of the draft module.
+        window: Number of last positions that are read; 0 for all of them.
+
+    Attributes:
+        length: Number of committed positions of the text.
+        num_held: Number of them that are kept, the last ones.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self.length = 0
+    def __init__(self, num_layers: int, window: int = 0) -> None:
+        self.window = window
+        self.length = self.num_held = 0
         self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffers in self._buffers for buffer in buffers)
+
+    def skip(self, num_new: int) -> int:
+        """Advance over those of the next positions that no window will contain; return how many there were."""
+        num_skipped = max(0, num_new - self.window - SLACK) if self.window else 0
+        if num_skipped:
+            self.length += num_skipped
+            self.num_held = 0
+        return num_skipped
 
     def append(self, context: list[tuple[Tensor, Tensor]]) -> None:
         """Add the keys and values of new positions: for each layer two tensors of (1, h, S, d)."""
-        length = self.length + context[0][0].shape[-2]
+        num_new = context[0][0].shape[-2]
+        if self.window and self.num_held + num_new > 2 * (self.window + SLACK):
+            self._keep_last(max(0, self.window + SLACK - num_new))
+        num_held = self.num_held + num_new
         for layer, new in enumerate(context):
             buffers = self._buffers[layer]
-            if not buffers or buffers[0].shape[-2] < length:
-                buffers = self._buffers[layer] = self._enlarged(buffers, new, length)
+            if not buffers or buffers[0].shape[-2] < num_held:
+                buffers = self._buffers[layer] = self._enlarged(buffers, new, num_held)
             for buffer, states in zip(buffers, new, strict=True):
-                buffer[..., self.length : length, :] = states
-        self.length = length
+                buffer[..., self.num_held : num_held, :] = states
+        self.num_held = num_held
+        self.length += num_new
 
-    def _enlarged(self, buffers: list[Tensor], new: tuple[Tensor, Tensor], length: int) -> list[Tensor]:
-        enlarged = [x.new_empty(*x.shape[:-2], max(256, 2 * length), x.shape[-1]) for x in new]
+    def _keep_last(self, num_kept: int) -> None:
+        """Move the last positions to the front of the buffers and drop the others."""
+        for buffers in self._buffers:
+            for buffer in buffers:
+                buffer[..., :num_kept, :] = buffer[..., self.num_held - num_kept : self.num_held, :].clone()
+        self.num_held = num_kept
+
+    def _enlarged(self, buffers: list[Tensor], new: tuple[Tensor, Tensor], num_held: int) -> list[Tensor]:
+        size = max(256, 2 * num_held)
+        if self.window:
+            size = max(num_held, min(size, 2 * (self.window + SLACK)))
+        enlarged = [x.new_empty(*x.shape[:-2], size, x.shape[-1]) for x in new]
         for buffer, larger in zip(buffers, enlarged, strict=False):
-            larger[..., : self.length, :] = buffer[..., : self.length, :]
+            larger[..., : self.num_held, :] = buffer[..., : self.num_held, :]
         return enlarged
 
     def truncate(self, length: int) -> None:
-        """Keep at most the first ``length`` positions."""
-        self.length = min(self.length, length)
+        """Keep at most the first ``length`` positions of the text."""
+        num_dropped = max(0, self.length - length)
+        self.length -= num_dropped
+        self.num_held = max(0, self.num_held - num_dropped)
 
     def read(self) -> list[tuple[Tensor, Tensor]]:
-        """Views of the keys and values, for each layer two tensors of (1, h, length, d)."""
-        return [(keys[..., : self.length, :], values[..., : self.length, :]) for keys, values in self._buffers]
+        """Views of the keys and values in the window, for each layer two tensors of (1, h, n, d)."""
+        shown = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
+        return [(keys[..., shown, :], values[..., shown, :]) for keys, values in self._buffers]

@@ -81,6 +81,8 @@ class ParallelDraftOptions:
         min_probability: Nodes whose path is less probable than this are not fed to the base.
         step_costs: File written by ``drafters step-cost``. A tree then stops growing where a further node costs more
             time than it gains. Empty for trees of ``num_nodes``.
+        window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
+            time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did.
     """
 
     tree: str
@@ -88,10 +90,11 @@ class ParallelDraftOptions:
     top_k: int = 8
     min_probability: float = 0.0
     step_costs: str = ""
+    window: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(0, num_nodes=self.num_nodes, min_probability=self.min_probability)
+        check_at_least(0, num_nodes=self.num_nodes, min_probability=self.min_probability, window=self.window)
         check_at_least(1, top_k=self.top_k)
 
 
@@ -237,7 +240,8 @@ class ParallelDrafter(LearnedDrafter):
         self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
     ) -> Tensor:
         frames, positions = self._block(roots, anchors, embedding)
-        mask = AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal).best()
+        num_context, window = context[0][0].shape[-2], self.draft_options.window
+        mask = AnchorMask(anchors, self.num_frames, num_context, self.causal, window).best()
         states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
         return states[:, :, self.first_frame :]
 
@@ -259,7 +263,7 @@ class ParallelDrafter(LearnedDrafter):
     # ---- drafting
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._cache, self._waiting = DraftCache(len(self.trunk.layers)), []
+        self._cache, self._waiting = DraftCache(len(self.trunk.layers), self.draft_options.window), []
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
@@ -268,9 +272,10 @@ class ParallelDrafter(LearnedDrafter):
         if min(limits.max_depth, limits.max_nodes) < 1:
             return DraftTree()
         if self._waiting:
-            self._cache.append(self._context(torch.cat(self._waiting)[None], self._cache.length))
-            self._waiting = []
-        if self._cache.length == 0:
+            hidden, self._waiting = torch.cat(self._waiting), []
+            hidden = hidden[self._cache.skip(len(hidden)) :]
+            self._cache.append(self._context(hidden[None], self._cache.length))
+        if self._cache.num_held == 0:
             return DraftTree()
         device = self.frame_embedding.device
         # Filled on the device: copying a number there would wait for all kernels that are queued.
@@ -301,17 +306,16 @@ class ParallelDrafter(LearnedDrafter):
             limits: Limits of every proposal.
         """
         self.draft_forwards += 1
-        return self.trees(
-            self._frames_after(context, anchors, roots, base_weights.embedding), roots, base_weights, limits
-        )
+        frames = self._frames_after(context, anchors, roots, base_weights.embedding, self.draft_options.window)
+        return self.trees(frames, roots, base_weights, limits)
 
     def _frames_after(
-        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
+        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor, window: int = 0
     ) -> Tensor:
         """States (B, T, D) of the predicting frames of B texts, each with a single anchor (B,)."""
         frames, positions = self._block(roots[:, None], anchors[:, None], embedding)
-        mask = AnchorMask(anchors[:, None], self.num_frames, context[0][0].shape[-2], self.causal)
-        is_needed = self.causal or len(anchors) > 1  # a single text attends to all of its context
+        mask = AnchorMask(anchors[:, None], self.num_frames, context[0][0].shape[-2], self.causal, window)
+        is_needed = self.causal or window or len(anchors) > 1  # a single text attends to all of the given context
         return self.trunk(frames, positions, context, mask.dense() if is_needed else None)[:, self.first_frame :]
 
     def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:

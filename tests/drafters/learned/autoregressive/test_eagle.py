@@ -7,7 +7,9 @@ import torch
 
 from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
+from drafters.learned.autoregressive.drafter import window_mask
 from drafters.learned.autoregressive.eagle3 import low_middle_high, unroll_mask
+from drafters.learned.layers import draft_cache
 from drafters.learned.losses.distillation import soft_cross_entropy
 from drafters.protocol import UNLIMITED
 
@@ -95,14 +97,17 @@ OF_OTHERS = {  # options that public checkpoints have
 }
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [(EAGLE, {}), (EAGLE3, {}), *OF_OTHERS.values()])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [(EAGLE, {}), (EAGLE3, {}), (EAGLE, {"window": 7}), (EAGLE3, {"window": 7}), *OF_OTHERS.values()],
+)
 def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kind, arguments):
     drafter = make(kind, depth=6, tree="chain", **arguments)
     hidden, ids = text_for(drafter)
-    tree = ready(drafter, base_weights, hidden, ids, 5).propose(ids[:6].tolist(), UNLIMITED)
+    tree = ready(drafter, base_weights, hidden, ids, 9).propose(ids[:10].tolist(), UNLIMITED)
     path = []
     for _ in range(6):
-        path.append(distribution_after(drafter, base_weights, hidden, ids, 5, path).argmax().item())
+        path.append(distribution_after(drafter, base_weights, hidden, ids, 9, path).argmax().item())
     assert tree == DraftTree(path, list(range(-1, 5)))
     assert drafter.draft_forwards == 6
 
@@ -254,8 +259,9 @@ def test_sampled_drafts_depend_on_the_seed_of_the_proposal_alone(make, base_weig
 # ---- training
 
 
-def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_weights):
-    drafter = make(EAGLE)
+@pytest.mark.parametrize("window", [0, 5])
+def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_weights, window):
+    drafter = make(EAGLE, window=window)
     hidden, ids = text_for(drafter)
     trained = drafter.read(drafter(hidden[None, :-1], ids[None, 1:], base_weights), base_weights)[0].log_softmax(-1)
     for anchor in range(1, S):
@@ -264,8 +270,9 @@ def test_eagle_trains_on_the_same_outputs_as_its_first_draft_depth(make, base_we
 
 
 @pytest.mark.slow
-def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_weights):
-    drafter = make(EAGLE3, hidden_layers=(0, 1, -1))
+@pytest.mark.parametrize("window", [0, 8])
+def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_weights, window):
+    drafter = make(EAGLE3, hidden_layers=(0, 1, -1), window=window)
     hidden, ids = text_for(drafter)
     unrolled = drafter.unroll(hidden[None, :-1], ids[None, 1:], base_weights, num_steps=5)
     for depth, states in enumerate(unrolled):
@@ -289,6 +296,36 @@ def test_the_unrolled_mask_equals_one_drawn_by_hand():
     """
     expected = [[letter == "#" for letter in line.replace(" ", "")] for line in drawn.split("\n") if line.strip()]
     assert unroll_mask(4, 2).tolist() == expected
+    expected[3][0] = False
+    assert unroll_mask(4, 2, window=3).tolist() == expected, "three back is too far"
+    first = [[query - 3 < key <= query for key in range(5)] for query in range(5)]
+    assert window_mask(5, 3).tolist() == unroll_mask(5, 0, window=3).tolist() == first
+
+
+@both
+@pytest.mark.parametrize("gap", [1, 30])
+def test_with_a_window_decoding_drafts_the_trees_of_training_from_a_bounded_cache(
+    make, base_weights, kind, gap, monkeypatch
+):
+    """Of a text of 60 positions, positions observed one by one or many at once."""
+    monkeypatch.setattr(draft_cache, "SLACK", 0)
+    drafter, whole = make(kind, window=8), make(kind)
+    hidden, ids = text_for(drafter, length=60)
+    anchors = list(range(1, 60, gap))
+    ready(drafter, base_weights, hidden, ids, 0)
+    live, done = [], 0
+    for anchor in anchors:
+        drafter.observe(committed(hidden[done:anchor]))
+        done = anchor
+        live.append(drafter.propose(ids[: anchor + 1].tolist(), UNLIMITED))
+    at = torch.tensor(anchors)
+    assert live == drafter.draft_at(hidden, ids, at, base_weights) != whole.draft_at(hidden, ids, at, base_weights)
+    assert drafter._cache.length == done and max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 16
+    path = []
+    for token in live[-1].path_tokens(len(live[-1]) - 1):
+        expected = distribution_after(drafter, base_weights, hidden, ids, done, path)
+        path.append(token)
+        assert token in expected.topk(3).indices, "which has no cache"
 
 
 @both
@@ -479,6 +516,7 @@ def test_fused_layers_are_chosen_for_bases_of_several_depths():
         ({"draws": 2}, "needs tree: chain"),
         ({"depth": 0}, "depth"),
         ({"temperature": 0.0, "tree": "chain", "draws": 1}, "temperature"),
+        ({"depth": 4, "window": 4}, r"window \(4\) must exceed depth \(4\)"),
     ],
 )
 def test_invalid_arguments_are_refused(make, kind, arguments, said):
@@ -490,6 +528,7 @@ def test_invalid_arguments_are_refused(make, kind, arguments, said):
     ("arguments", "said"),
     [
         ({"num_unroll": 0}, "num_unroll must be at least 1, not 0"),
+        ({"num_unroll": 7, "window": 6}, r"window \(6\) must be at least num_unroll \(7\)"),
         ({"hidden_layers": [2, 16, 29]}, "but the base has 3 layers"),
         ({"hidden_layers": [-2]}, "but the base has 3 layers"),
         ({"draft_vocab_size": 9}, "needs a head of the drafter's own: own_head: true"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drafters import DraftTree, Limits, StepResult, TrainingBatch
+from drafters.learned.layers import draft_cache
 from drafters.learned.layers.draft_cache import DraftCache
 
 S = 20
@@ -47,6 +48,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"num_layers": 3},
         {"causal": True, "num_layers": 2},
         {"hidden_layers": [0, -1], "num_layers": 2},
+        {"window": 4, "causal": True, "num_layers": 2},
     ],
 )
 def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
@@ -59,6 +61,46 @@ def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weigh
     torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
     assert all(0 < len(tree) <= 12 for tree in trees)
     assert trees == drafter.draft_at(hidden, ids, at[0], base_weights)
+
+
+@pytest.mark.parametrize("gap", [1, 30])
+def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
+    make_ctc, base_weights, monkeypatch, gap
+):
+    """Training and decoding both equal a drafter without a window that is given no other positions."""
+    monkeypatch.setattr(draft_cache, "SLACK", 1)
+    drafter, whole, anchors = make_ctc(window=5, num_layers=2), make_ctc(num_layers=2), list(range(1, 60, gap))
+    hidden, ids = torch.randn(60, 16), torch.randint(0, 23, (60,))
+    at = torch.tensor([anchors])
+    trained = drafter(hidden[None], at, ids[at], base_weights.embedding)[0]
+    decoded, _ = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
+    for index, anchor in enumerate(anchors):
+        first = max(0, anchor - 5)
+        given, root = whole._context(hidden[None, first:anchor], first), at[:, index]
+        (expected,) = whole._frames_after(given, root, ids[root], base_weights.embedding)
+        torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
+    assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
+
+
+def test_a_rewound_window_fills_up_again(make_ctc, base_weights):
+    """After a long rewind nothing is left to draft from; as soon as the window is full again, drafts are the same."""
+    hidden, ids = torch.randn(300, 16), torch.randint(0, 23, (300,))
+    drafter = make_ctc(window=5)
+    drafter.attach_base_weights(base_weights)
+    drafter.begin([])
+    drafter.observe(committed(hidden[:250]))
+    drafter.propose(ids[:251].tolist(), Limits(9))
+    drafter.rewind(251 - draft_cache.SLACK)
+    at = torch.tensor([250 - draft_cache.SLACK, 199, 206])
+    expected = drafter.draft_at(hidden, ids, at, base_weights)
+    assert drafter.propose(ids[: at[0] + 1].tolist(), Limits(9)) == expected[0], "few positions are kept for that"
+    drafter.rewind(100)
+    assert len(drafter.propose(ids[:100].tolist(), Limits(9))) == 0
+    drafter.observe(committed(hidden[99:199]))
+    assert drafter.propose(ids[:200].tolist(), Limits(9)) == expected[1]
+    drafter.observe(committed(hidden[199:206]))
+    assert drafter.propose(ids[:207].tolist(), Limits(9)) == expected[2]
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 64])

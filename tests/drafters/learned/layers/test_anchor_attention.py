@@ -33,6 +33,20 @@ def test_the_causal_mask_of_two_anchors_equals_one_drawn_by_hand():
     assert AnchorMask(torch.tensor([[1, 3]]), 2, 4, causal=True).dense()[0, 0].tolist() == drawn(expected)
 
 
+def test_the_mask_with_a_window_equals_one_drawn_by_hand():
+    """Of anchors 1 and 3, each attends to at most two positions before it; in pieces the first position is left out."""
+    expected = """
+        #... ##..
+        #... ##..
+        .##. ..##
+        .##. ..##
+    """
+    mask = AnchorMask(torch.tensor([[1, 3]]), 2, 4, window=2)
+    assert mask.dense()[0, 0].tolist() == drawn(expected)
+    (first, _), (second, part) = mask.pieces(1).parts
+    assert (first, second) == (slice(0, 1), slice(1, 3)) and part.shape[-1] == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 @pytest.mark.parametrize("causal", [False, True])
@@ -53,11 +67,11 @@ def test_flex_attention_equals_attention_with_the_dense_mask(device, causal, num
         torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (False, 5)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_attention_in_pieces_equals_attention_with_the_dense_mask(causal, size):
+def test_attention_in_pieces_equals_attention_with_the_dense_mask(causal, window, size):
     """Its gradient too; the last piece may be smaller, anchors may come early, and one may lie after the context."""
-    mask = AnchorMask(torch.tensor([[4, 9, 9, 17, 20], [1, 2, 3, 4, 19]]), 3, 20, causal)
+    mask = AnchorMask(torch.tensor([[4, 9, 9, 17, 20], [1, 2, 3, 4, 19]]), 3, 20, causal, window)
     inputs = [torch.randn(2, 2, length, 16, dtype=torch.float64, requires_grad=True) for length in (15, 35, 35)]
     results = []
     for kind in (mask.dense(), mask.pieces(size)):

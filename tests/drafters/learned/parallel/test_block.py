@@ -70,9 +70,9 @@ def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(mak
     assert max(tree.depths) <= 3 and len(tree) == 12
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, causal):
-    drafter, (hidden, ids), anchors = make(causal=causal, markov_rank=3).double(), text, [1, 5, 19]
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}])
+def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, arguments):
+    drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]
     base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
     context = drafter.trunk.context(hidden.double().expand(3, -1, -1), torch.arange(S).expand(3, -1))
     at = torch.tensor(anchors)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
 QUANTIZED_DTYPES = "int8", "nf4"
+PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
 class BaseInfo(Protocol):
@@ -79,12 +80,14 @@ class Base:
         model: The model in evaluation mode; its weights require no gradients.
         tokenizer: Its tokenizer.
         check: Whether a runner of the base compares its logits with the model's own; see `examination`.
+        prefill_chunk: Maximum number of tokens of a prompt that one forward of a runner reads; 0 for no maximum.
     """
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     check: bool = True
+    prefill_chunk: int = PREFILL_CHUNK
 
     @property
     def shape(self) -> BaseShape:
@@ -203,7 +206,12 @@ def base_hash(base: Base) -> str:
 
 
 def load_base(
-    name: str, dtype: Dtype = "float32", device: str | torch.device = "cpu", check: bool = True, packed: bool = False
+    name: str,
+    dtype: Dtype = "float32",
+    device: str | torch.device = "cpu",
+    check: bool = True,
+    packed: bool = False,
+    prefill_chunk: int = PREFILL_CHUNK,
 ) -> Base:
     """Load a frozen base from a local folder or a hub id.
 
@@ -214,6 +222,7 @@ def load_base(
         device: Device to load the base to.
         check: Whether a runner of the base compares its logits with the model's own, and refuses it if they differ.
         packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
+        prefill_chunk: See `Base`.
 
     Raises:
         ValueError: The base cannot be loaded; the message says what to do.
@@ -223,6 +232,8 @@ def load_base(
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    if prefill_chunk < 0:
+        raise ValueError(f"prefill_chunk must be at least 0, not {prefill_chunk}")
     if dtype not in get_args(Dtype):
         raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
     check_base_folder(find_base(name))
@@ -246,7 +257,7 @@ def load_base(
     model = model.to(device).eval().requires_grad_(False)
     if packed:
         pack_weights(model)
-    return Base(name, model, tokenizer, check)
+    return Base(name, model, tokenizer, check, prefill_chunk)
 
 
 def load_base_info(name: str) -> BareBase:

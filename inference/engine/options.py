@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from inference.engine.base import Base, Dtype, load_base, resolve_device
+from inference.engine.base import PREFILL_CHUNK, Base, Dtype, load_base, resolve_device
 from inference.engine.sampling import Greedy, KeyedSampler, make_sampler
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class ModelOptions:
         packed: Keep a second copy of the weights in the layout in which a CPU multiplies few tokens: for a base of a
             billion parameters, a forward of 16 tokens takes half the time and the base twice the memory. float32 on a
             CPU only.
+        prefill_chunk: Maximum number of prompt tokens that one forward reads; 0 for no maximum. Longer prompts are read
+            in several forwards, whose masks and activations need less memory. The text is the same.
     """
 
     base: str
@@ -33,10 +35,12 @@ class ModelOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     check: bool = True
     packed: bool = False
+    prefill_chunk: int = PREFILL_CHUNK
 
     def load(self) -> Base:
         """Load the base; raises ValueError if it cannot be loaded or the device does not exist."""
-        return load_base(self.base, self.dtype, resolve_device(self.device), self.check, self.packed)
+        device = resolve_device(self.device)
+        return load_base(self.base, self.dtype, device, self.check, self.packed, self.prefill_chunk)
 
 
 @dataclass(frozen=True)

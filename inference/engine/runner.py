@@ -131,12 +131,31 @@ class Runner:
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
         """Run the base once over the pending tokens and the draft tree.
 
+        More pending tokens than the base's ``prefill_chunk`` are read, and committed, in several forwards, of which the
+        last one reads the root and the tree.
+
         Args:
             pending: Decided tokens that are not cached yet, P of them; the last is the root.
             tree: M nodes below the root.
             required_outputs: What the drafter requires of the base.
         """
-        self._num_pending, layers = len(pending), required_outputs.hidden_layers
+        layers, earlier = required_outputs.hidden_layers, []
+        for chunk in self._leading_chunks(pending):
+            earlier.append(self._forward(chunk, DraftTree(), layers).hidden)
+            self.commit([])
+        output = self._forward(pending[len(earlier) * self.base.prefill_chunk :], tree, layers)
+        states = [hidden for hidden in (*earlier, output.hidden) if hidden is not None]
+        return replace(output, hidden=torch.cat(states)) if earlier and states else output
+
+    def _leading_chunks(self, pending: Sequence[int]) -> list[Sequence[int]]:
+        """The parts of the pending tokens that are read before the last one; empty if they are read at once."""
+        size = self.base.prefill_chunk or len(pending)
+        if self._longrope_border is not None and self.cached + len(pending) > self._longrope_border:
+            return []  # the angles of all these positions depend on where their forward ends
+        return [pending[start : start + size] for start in range(0, len(pending) - size, size)]
+
+    def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
+        self._num_pending = len(pending)
         ids, positions, masks = self._inputs(pending, tree, self.cached)
         logits, states = run_base(self._causal_lm, ids, positions, masks, self._cache, 1 + len(tree), layers)
         hidden = torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None  # (P + M, F * D)

@@ -189,6 +189,7 @@ def make_plan(
         repeats=options.repeats,
         check=model.check,
         packed=model.packed,
+        prefill_chunk=model.prefill_chunk,
         max_repeats=options.max_repeats,
         compile=options.compile,
     )

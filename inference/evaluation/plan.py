@@ -12,7 +12,7 @@ import torch
 
 from data.benchmarks import Question
 from data.tokenizer import short_hash
-from inference.engine.base import Dtype
+from inference.engine.base import PREFILL_CHUNK, Dtype
 from inference.engine.options import SamplingOptions
 from inference.registry import builders, catalogue
 from inference.registry.catalogue import Budget
@@ -41,6 +41,7 @@ class EvaluationPlan:
         repeats: How often every question is decoded; ``auto`` decodes a benchmark until its speed-ups are precise.
         check: Whether the base is examined; see `load_base`.
         packed: Whether the base's weights are packed; see `load_base`.
+        prefill_chunk: Maximum number of prompt tokens of one forward; see `load_base`.
         max_repeats: Maximum number of repeats with ``auto``.
         compile: Whether decoding steps are compiled.
     """
@@ -58,6 +59,7 @@ class EvaluationPlan:
     repeats: int | Literal["auto"]
     check: bool = True
     packed: bool = False
+    prefill_chunk: int = PREFILL_CHUNK
     max_repeats: int = 1
     budget: Budget = "fixed"
     compile: bool = False
@@ -86,7 +88,7 @@ class EvaluationPlan:
             "base": self.base,
             "drafters": self.drafters,
             "questions": {
-                name: short_hash(json.dumps([asdict(question) for question in questions]))
+                name: short_hash(json.dumps([question.as_dict() for question in questions]))
                 for name, questions in self.questions.items()
             },
             "caps": self.caps,
@@ -102,6 +104,7 @@ class EvaluationPlan:
             # Left out where they are what they were before they could be chosen: older journals are still read.
             **({} if self.budget == "fixed" else {"budget": self.budget}),
             **({"packed": True} if self.packed else {}),
+            **({} if self.prefill_chunk == PREFILL_CHUNK else {"prefill_chunk": self.prefill_chunk}),
             **({"compile": True} if self.compile else {}),
         }
 

@@ -38,7 +38,7 @@ class Worker:
         device = torch.device(plan.devices[number])
         self.gpu_use = timing.gpu_use(device)
         self._has_started = False
-        self.base = load_base(plan.base, plan.dtype, device, plan.check, plan.packed)
+        self.base = load_base(plan.base, plan.dtype, device, plan.check, plan.packed, plan.prefill_chunk)
         runner = make_runner(self.base, plan.compile)
         options = plan.sampling
         exact = options.sampler()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from data.reasoning import with_thinking
 from data.time_limit import time_limit
 from data.tokenizer import short_hash, tokenizer_hash
 
@@ -21,8 +21,6 @@ ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(["gpt", "chatgpt", "assistant", "model", "bard", "bing", "claude"], "assistant")
 
 TEMPLATE_SECONDS = 5.0  # for one conversation; the sandbox of transformers bounds one loop, not loops in loops
-# By which templates of reasoning models are told whether to begin an answer with its reasoning.
-THINKING_SWITCH = re.compile(r"\{[%{][^{}]*?(?<!['\"])\b(enable_thinking|thinking)\b")
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -204,7 +202,7 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """
     name, _, option = name.partition(":")
     if option:
-        return _with_thinking(resolve_template(name, tokenizer), name, option)
+        return with_thinking(resolve_template(name, tokenizer), name, option)
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name != "tokenizer":
@@ -212,20 +210,6 @@ def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
     return tokenizer.get_chat_template()
-
-
-def _with_thinking(text: str, name: str, option: str) -> str:
-    """A template that begins by setting its switch, which callers otherwise pass as an argument."""
-    values = {"thinking=on": "true", "thinking=off": "false"}
-    if option not in values:
-        raise ValueError(
-            f"unknown option {option!r} of the chat template: write {name}:thinking=on or {name}:thinking=off"
-        )
-    switch = THINKING_SWITCH.search(text)
-    if switch is None:
-        raise ValueError(f"the chat template has no thinking switch (enable_thinking): write {name} without {option}")
-    # transformers drops a line break after a block, so this one keeps a line break with which the template may begin.
-    return f"{{% set {switch[1]} = {values[option]} %}}\n{text}"
 
 
 def encode(
@@ -270,16 +254,22 @@ def _encode_recorded(
     return recorded.input_ids[:max_length].tolist(), recorded.loss_mask[:max_length].tolist()
 
 
-def encode_prompt(messages: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> list[int]:
+def encode_prompt(
+    messages: Sequence[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Return the token ids of a prompt: the messages and the start of the assistant's next turn.
 
     Args:
         messages: (role, text) pairs that end with a user message.
         tokenizer: Tokenizer of the base.
         template: Name of the chat template, see `resolve_template`.
+        tools: Definitions of the tools that the template offers, each a JSON object.
     """
-    dicts = Conversation("prompt", tuple(messages)).as_dicts()
-    return _render(dicts, tokenizer, resolve_template(template, tokenizer), add_generation_prompt=True)[0]
+    dicts, options = Conversation("prompt", tuple(messages)).as_dicts(), {"tools": list(tools)} if tools else {}
+    return _render(dicts, tokenizer, resolve_template(template, tokenizer), add_generation_prompt=True, **options)[0]
 
 
 def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:

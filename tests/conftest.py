@@ -260,6 +260,27 @@ def make_base():
 
 
 @pytest.fixture(scope="session")
+def thinking_tokenizer():
+    """The toy tokenizer with a template that knows a thinking switch, tools and system prompts; two words are marks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": EOS, "<think>": 5, "</think>": 8}
+    vocab = words | {f"w{index}": index for index in range(3, VOCAB) if index not in words.values()}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{%- for tool in tools or [] %}{{- tool['name'] + ' ' }}{%- endfor %}"
+        "{%- for message in messages %}{{- 'w30 ' if message['role'] == 'system' else '' }}"
+        "{{- message['content'] + ' ' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'w31' }}"
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- ' <think> </think>' }}{%- endif %}{%- endif %}"
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
 def base(make_base):
     """The default toy base: a LLaMA of two layers in float64, vocabulary 40, context 64."""
     return make_base()

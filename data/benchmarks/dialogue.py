@@ -29,7 +29,7 @@ def read_spec_bench(row: Mapping, index: int) -> Question:
 
 
 def read_any(row: Mapping, index: int) -> Question:
-    """Read a row with turns, and perhaps question_id and category; also Arena-Hard's, with a prompt and a uid.
+    """Read a row with turns, and perhaps question_id, category, system and tools; also Arena-Hard's, with a prompt.
 
     Turns are texts or messages with a ``content``; only those of the user are kept. The id is that of the row if it
     is an integer, else the index in the file. Rows of SPEED-Bench whose text has to be fetched first are refused.
@@ -45,7 +45,12 @@ def read_any(row: Mapping, index: int) -> Question:
         raise ValueError("its text has to be fetched first by SPEED-Bench's own script, prepare_data.py")
     number = row.get("question_id")
     own_id = number if isinstance(number, int) and not isinstance(number, bool) else index
-    return Question(own_id, str(row.get("category", "all")), turns)
+    system, tools = row.get("system") or "", row.get("tools") or []
+    if not isinstance(system, str):
+        raise ValueError("system is not a text")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools is not a list of objects")
+    return Question(own_id, str(row.get("category", "all")), turns, system=system, tools=tuple(tools))
 
 
 def read_instruction(row: Mapping, index: int) -> Question:

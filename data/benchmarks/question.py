@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Question:
         is_raw: Whether the only turn is a complete prompt that must not be rendered with a chat template.
         stops: Texts that end the answer when it is judged. Decoding does not stop at them, only at the end of sequence
             or the length limit.
+        system: System prompt; empty for none.
+        tools: Definitions of the tools that the chat template offers, each a JSON object.
     """
 
     question_id: int
@@ -43,6 +46,13 @@ class Question:
     checks: Checks | None = None
     is_raw: bool = False
     stops: tuple[str, ...] = ()
+    system: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, without ``system`` and ``tools`` if they are empty: older fingerprints stay what they were."""
+        fields = asdict(self)
+        return {name: value for name, value in fields.items() if value or name not in ("system", "tools")}
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from data.benchmarks import Question
-from data.conversation import encode_prompt
+from data.conversation import encode_prompt, resolve_template
+from data.reasoning import ReasoningMarks, find_marks
 from inference.engine.base import BaseInfo
 from inference.engine.session import check_prompt
 
@@ -43,7 +45,9 @@ class BenchmarkPrompts:
         ]
 
 
-def encode_messages(base: BaseInfo, messages: Sequence[tuple[str, str]], template: str) -> list[int]:
+def encode_messages(
+    base: BaseInfo, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """Return the token ids of a chat that waits for the assistant's next turn.
 
     If the tokenizer's own template is asked for and it has none, the base was not trained to chat: it gets the messages
@@ -53,17 +57,50 @@ def encode_messages(base: BaseInfo, messages: Sequence[tuple[str, str]], templat
         base: The base that reads the prompt.
         messages: (role, text) pairs; the last one is the user's.
         template: Name in `data.conversation.TEMPLATES`, or ``tokenizer`` for the tokenizer's own.
+        tools: Definitions of tools for the template.
     """
     if template == "tokenizer" and not base.tokenizer.chat_template:
         return list(base.tokenizer("\n".join(text for _, text in messages)).input_ids)
-    return encode_prompt(messages, base.tokenizer, template)
+    return encode_prompt(messages, base.tokenizer, template, tools)
 
 
 def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
-    """Return the token ids of a question: the chat so far, or for a raw question its text without a template."""
+    """Return the token ids of a question: the chat so far, or for a raw question its text without a template.
+
+    Args:
+        base: The base that reads the prompt.
+        question: The question, whose system prompt and tools come before the chat.
+        messages: (role, text) pairs of the chat so far; the last one is the user's.
+        template: Chat template, as in `encode_messages`.
+    """
     if question.is_raw:
         return list(base.tokenizer(messages[-1][1]).input_ids)
-    return encode_messages(base, messages, template)
+    system = [("system", question.system)] if question.system else []
+    return encode_messages(base, [*system, *messages], template, question.tools)
+
+
+def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> list[int]:
+    """Return the token ids of a question's first prompt.
+
+    Raises:
+        ValueError: The template leaves out the question's system prompt or its tools.
+    """
+    messages = [("user", question.turns[0])]
+    prompt = encode_question(base, question, messages, template)
+    without = {"system prompt": replace(question, system=""), "list of tools": replace(question, tools=())}
+    for name, other in without.items():
+        if other != question and encode_question(base, other, messages, template) == prompt:
+            reason = "a raw prompt passes through no template" if question.is_raw else "the chat template ignores it"
+            raise ValueError(f"it has a {name}, but {reason}: leave it out, or choose another --template")
+    return prompt
+
+
+def find_reasoning_marks(base: BaseInfo, template: str) -> ReasoningMarks | None:
+    """Return the marks by which a chat template delimits the reasoning in an answer; None if it knows none."""
+    if template == "tokenizer" and not base.tokenizer.chat_template:
+        return None
+    text = resolve_template(template, base.tokenizer)
+    return find_marks(text, base.tokenizer, encode_messages(base, [("user", "Why?")], template))
 
 
 def select_questions(
@@ -88,18 +125,19 @@ def select_questions(
             default the first ones that fit are selected.
 
     Raises:
-        ValueError: A prompt is empty, ``max_new_tokens`` is below 1, or no question fits.
+        ValueError: A prompt is empty, the template refuses a question or leaves out its system prompt or tools,
+            ``max_new_tokens`` is below 1, or no question fits.
     """
     selected, num_wanted = BenchmarkPrompts(benchmark, base.context_length), limit or len(questions)
     part_length = max(1, len(questions) // num_wanted)
     for index, question in enumerate(questions):
         if len(selected.questions) >= min(num_wanted, index // part_length + 1 if spaced else num_wanted):
             continue
-        prompt = encode_question(base, question, [("user", question.turns[0])], template)
-        if len(prompt) >= base.context_length:
-            selected.left_out.append(question.question_id)
-            continue
         try:
+            prompt = encode_first_prompt(base, question, template)
+            if len(prompt) >= base.context_length:
+                selected.left_out.append(question.question_id)
+                continue
             check_prompt(base, prompt, max_new_tokens)
         except ValueError as error:
             raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error

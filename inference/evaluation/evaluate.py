@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 
 from data.files.terminal import SafeConsole
+from data.reasoning import ReasoningMarks
 from data.tokenizer import first_line
-from inference.api.prompts import BenchmarkPrompts
+from inference.api.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.engine.base import load_base_info, resolve_device
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation import processes
@@ -28,6 +29,7 @@ from inference.registry.catalogue import Budget
 from inference.reporting import report
 from inference.reporting.loggers import LoggerName, log_evaluation, make_logger
 from inference.reporting.tables import COUNTING_RULE, Summaries
+from inference.results.reasoning_figures import reasoning_figures
 from inference.runs import timing
 from inference.runs.progress import progress_bars
 from inference.sandbox.sandbox import WEAK, Isolation, choose_isolation, held_locks
@@ -107,7 +109,7 @@ def evaluate(
     plan = make_plan(model, selection, selected, sampling, options)
     folder = results_folder(out, overwrite, plan)
     answers, num_decoded = decode(plan, folder, overwrite)
-    summaries = score(answers, isolation)
+    summaries = score(answers, isolation, find_reasoning_marks(reader, plan.template))
     skipped = [line for asked in selected.values() for line in asked.notes()] + answers.missing_turns()
     warnings = [*answers.machine.warnings(), *answers.imprecise_speedups(), *answers.repeat_differences()]
     sandbox = ", ".join(held_locks(isolation)) if isolation else None
@@ -118,6 +120,8 @@ def evaluate(
         to_text: Any = reader.tokenizer.decode
         page = write_results(folder, answers, summaries, skipped, warnings, to_text, sandbox)
     print_results(summaries, skipped, warnings, sandbox)
+    if ":" in plan.template:  # with a switch, without which the figures cannot be reproduced
+        print(f"Template: {plan.template}")
     if page:
         if not num_decoded:
             print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
@@ -246,14 +250,15 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool) -> tuple[
         return collect(journals, plan), num_decoded
 
 
-def score(answers: CollectedAnswers, isolation: Isolation | None) -> Summaries:
-    """Summarise the answers of each drafter, and measure their task quality."""
+def score(answers: CollectedAnswers, isolation: Isolation | None, marks: ReasoningMarks | None) -> Summaries:
+    """Summarise the answers of each drafter, with their task quality and, by its marks, the reasoning in them."""
     given = answers.median_answers()
     return {
         benchmark: {
             drafter: replace(
                 summary,
                 quality=quality_of(benchmark, answers.plan.questions[benchmark], given[benchmark][drafter], isolation),
+                reasoning=reasoning_figures(given[benchmark][drafter], marks),
             )
             for drafter, summary in by_drafter.items()
         }

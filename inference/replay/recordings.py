@@ -14,7 +14,7 @@ from torch import Tensor
 from data.benchmarks import Question
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.api.prompts import encode_messages
+from inference.api.prompts import encode_question
 from inference.engine.acceptance import accept
 from inference.engine.runner import ForwardOutput
 from inference.results import answer_files
@@ -208,7 +208,7 @@ def read(
         messages: list[tuple[str, str]] = []
         for turn, recorded in enumerate(answer.turns):
             messages.append(("user", question.turns[turn]))
-            prompt = encode_messages(base, messages, template)
+            prompt = encode_question(base, question, messages, template)
             messages.append(("assistant", recorded.text))
             if recorded.prompt_tokens not in (None, len(prompt)):
                 raise ValueError(

@@ -107,6 +107,8 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {name: value[name] for name in ("fed_per_token", "wasted_per_token")} | value["conventions"]
             for position, rate in enumerate(value["rates"], 1):
                 flat |= {f"acceptance_rate_{position}": rate["rate"]}
+        elif key == "reasoning" and value:
+            flat |= {f"acceptance_length_{part}": value[part]["acceptance_length"] for part in ("reasoning", "answer")}
         elif value is None or isinstance(value, (int, float, str)):
             flat[key] = value
     return flat

@@ -26,6 +26,8 @@ COLUMNS = (
     ("acceptance length", lambda s: number(s.acceptance_length)),
     ("mean per question", lambda s: number(s.acceptance_length_mean)),
     ("ended by EOS", lambda s: number(s.acceptance_length_ended)),
+    ("in reasoning", lambda s: number(s.reasoning and s.reasoning.reasoning.acceptance_length)),
+    ("in the answer", lambda s: number(s.reasoning and s.reasoning.answer.acceptance_length)),
     ("with prefill", lambda s: number(s.acceptance_length_with_prefill)),
     ("speed-up", lambda s: number(s.speedup, unit="×")),
     ("timing error", lambda s: _percent(None if s.is_baseline else s.timing_error)),
@@ -56,6 +58,7 @@ RANKED = {
 }
 MEANINGS = {
     "speed-up": "Speed-up: by typical step times, which other work on the machine hardly changes.",
+    "in reasoning": "In reasoning, in the answer: acceptance length inside and outside of the template's marks.",
     "timing error": "Timing error: half of the 95 % interval that timing leaves the speed-up on these questions.",
     "wall speed-up": "Wall speed-up: by the clock.",
     "noise": "Noise: standard deviation of the wall speed-up between runs, where the timing error is unknown.",

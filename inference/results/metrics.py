@@ -13,6 +13,7 @@ from inference.engine.session import PHASES, StepCost
 from inference.results import intervals
 from inference.results.draft_figures import DraftFigures, acceptance_by_depth, draft_figures
 from inference.results.length_figures import LengthFigures, LengthSeconds, length_figures
+from inference.results.reasoning_figures import ReasoningFigures
 from inference.results.records import Answer, Turn
 from inference.results.step_times import TypicalTimes, timing_error
 
@@ -105,6 +106,7 @@ class Summary:
         lengths: Acceptance length by position in the context and by length of the prompt; None in results of older
             versions.
         length_seconds: Median times of the same steps.
+        reasoning: What was accepted in reasoning and in the rest of the answers, where the template's marks occur.
     """
 
     drafter: str
@@ -143,6 +145,7 @@ class Summary:
     draft_tokens: DraftFigures | None = None
     lengths: LengthFigures | None = None
     length_seconds: LengthSeconds | None = None
+    reasoning: ReasoningFigures | None = None
 
     @property
     def is_baseline(self) -> bool:

@@ -1,0 +1,87 @@
+"""Questions with a system prompt and tools, and reasoning in answers, from the file of questions to the results."""
+
+import json
+
+import pytest
+import torch
+
+from data.benchmarks import load_questions
+from inference.api.prompts import encode_question, select_questions
+from inference.engine.base import load_base_info
+from inference.evaluation.evaluate import evaluate
+from inference.results.folders import read
+from train.cli.commands import grouped
+
+TOOLS = [{"name": "w20"}, {"name": "w21"}]
+ROWS = [
+    {"turns": ["w9 w10", "w11"], "system": "w12 w13", "tools": TOOLS},
+    {"turns": ["w9 w10"], "system": "w12 w13"},
+    {"turns": ["w9 w10"], "tools": TOOLS},
+    {"turns": ["w9 w10"], "system": None, "tools": None},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, thinking_tokenizer, tmp_path_factory):
+    """A folder with a base whose texts contain the marks, and a file of questions."""
+    folder = tmp_path_factory.mktemp("thinking")
+    make_base(dtype=torch.float32, predictable=True).model.save_pretrained(folder / "base")
+    thinking_tokenizer.save_pretrained(folder / "base")
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def test_system_prompts_and_tools_are_rendered_by_the_template_in_every_turn(folder, thinking_tokenizer):
+    base, questions = load_base_info(str(folder / "base")), load_questions("file", str(folder / "questions.jsonl"))
+    prompts = select_questions(base, "file", questions, "tokenizer", 8).prompts
+    for row, prompt in zip(ROWS, prompts, strict=True):
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        messages, tools = [*system, {"role": "user", "content": row["turns"][0]}], row.get("tools")
+        options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+        assert prompt == thinking_tokenizer.apply_chat_template(messages, **options)
+    assert len(set(map(tuple, prompts))) == 4 and prompts[3] == thinking_tokenizer("w9 w10 w31").input_ids
+    chat = [("user", "w9 w10"), ("assistant", "w14"), ("user", "w11")]
+    later = encode_question(base, questions[0], chat, "tokenizer")
+    assert later == thinking_tokenizer("w20 w21 w30 w12 w13 w9 w10 w14 w11 w31").input_ids
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (2, "vicuna_v1.1", "file, question 2: it has a list of tools, but the chat template ignores it: leave it out"),
+        (0, "llama2_chat", "file, question 0: it has a list of tools, but the chat template ignores it: leave it out"),
+        (1, "no system", "file, question 1: it has a system prompt, but the chat template ignores it: leave it out"),
+    ],
+)
+def test_what_the_template_ignores_is_refused(folder, monkeypatch, row, template, said):
+    base, questions = load_base_info(str(folder / "base")), load_questions("file", str(folder / "questions.jsonl"))
+    if template == "no system":
+        monkeypatch.setattr(base.tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
+        template = "tokenizer"
+    with pytest.raises(ValueError, match=said):
+        select_questions(base, "file", questions[row : row + 1], template, 8)
+
+
+@pytest.mark.parametrize(("field", "value"), [("system", ["w3"]), ("tools", {"name": "w3"}), ("tools", ["w3"])])
+def test_malformed_fields_are_refused(tmp_path, field, value):
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"turns": ["w3"], field: value}))
+    with pytest.raises(ValueError, match=f"bad.jsonl line 1: not a question of file.*{field} is not a"):
+        load_questions("file", str(tmp_path / "bad.jsonl"))
+
+
+def test_an_evaluation_tells_reasoning_from_the_rest_and_names_the_switch(folder, capsys):
+    values = {"base": str(folder / "base"), "benchmark": ["file"], "questions": [str(folder / "questions.jsonl")]}
+    values |= {"drafter": ["prompt_lookup"], "max_new_tokens": 24, "device": "cpu", "repeats": 1}
+    evaluate(**grouped(evaluate, values | {"template": "tokenizer:thinking=on", "out": str(folder / "out")}))
+    results = read(folder / "out")
+    (by_drafter,) = results.summaries.values()
+    for drafter, summary in by_drafter.items():
+        turns = [turn for answer in results.answers["file"][drafter] for turn in answer.turns]
+        marked = [turn for turn in turns if {5, 8} & set(turn.token_ids)]
+        assert 0 < summary.reasoning.turns == len(marked)
+        steps = sum(len(turn.steps) - 1 for turn in marked)
+        assert summary.reasoning.reasoning.steps + summary.reasoning.answer.steps == steps
+    assert by_drafter["prompt_lookup"].reasoning.answer.acceptance_length > 1
+    assert results.conditions["template"] == "tokenizer:thinking=on"
+    assert "Template: tokenizer:thinking=on" in capsys.readouterr().out
+    assert "in reasoning" in (folder / "out" / "results.md").read_text()

@@ -12,6 +12,7 @@ Each module feeds a page:
 - docs/results/sampled_drafts.md: `sampled_drafts` (chi-squared of sampled texts with drafters that sample)
 - docs/results/sampling.md: `sampled_decoding` (sampled decoding with every drafter)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base)
+- docs/results/long_context.md: `long_context` (drafters on a base whose context is stretched)
 - docs/results/training.md: `training_speed` (phases of a training step), `training_memory` (estimated and measured
   memory)
 

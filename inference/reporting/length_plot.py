@@ -17,7 +17,7 @@ def plot_lengths(summaries: Mapping[str, Summary], colours: Mapping[str, str], k
     figure = Figure(figsize=(5.6, 4.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.set_title(f"Acceptance length and step time by {of}")
-    ticks = {}
+    ticks: dict[int, str] = {}
     for drafter, summary in summaries.items():
         points = [(own, own.acceptance_length, seconds) for own, seconds in length_ranges(summary, kind)]
         known = [

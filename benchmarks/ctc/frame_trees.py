@@ -52,8 +52,9 @@ def frames_at(
     for part in anchors.split(drafter.chunk_anchors):
         roots = input_ids[part]
         states = drafter(hidden[None], part[None], roots[None], base_weights.embedding)[0]  # (A, T, D)
-        logits = drafter.logits(states, base_weights.head)
-        for candidates in choose(logits, roots, drafter.vocab_size, drafter.num_candidates):
+        weights, _, vocabulary = drafter.output(base_weights)
+        logits, num_drafted = drafter.logits(states, weights.head), len(weights.head)
+        for candidates in choose(logits, roots, num_drafted, drafter.num_candidates, vocabulary=vocabulary):
             probs, tokens = candidates.probs, candidates.tokens
             if isinstance(drafter, CTC):
                 frames.append(Frames(probs[:, :-1], tokens, probs[:, -1], drafter.vocab_size))

@@ -40,6 +40,9 @@ DRAWN = {  # drafters with weights that sample their drafts
     "ctc, drawn": (drafters.CTC, lossless.CTC | {"markov_rank": 3}, {"draws": 3}),
     "eagle, drawn": (drafters.EAGLE, lossless.EAGLE, {"tree": "chain", "draws": 2}),
 }
+PART_OF_THE_VOCABULARY = {
+    "ctc, draft vocabulary": (drafters.CTC, lossless.CTC | {"markov_rank": 3, "draft_vocab_size": 20}, {}),
+}
 DRAFTING_MODELS = {  # by drafter: its copies to the host for each forward of its model
     "draft_model": 1,
     "draft_model, the base itself": 2,  # it stops below a threshold, and reads the probabilities for it
@@ -55,7 +58,7 @@ def copies_of(name):
         return 1, 2
     if name.startswith("eagle"):
         return 2, 5
-    return (2, 4) if name in lossless.LEARNED or name == "merged" else (1, 3)
+    return (2, 4) if name in lossless.LEARNED | PART_OF_THE_VOCABULARY or name == "merged" else (1, 3)
 
 
 QUICK = "none", "ctc", "eagle", "draft_model"  # the other drafters are left out by `make test-fast`
@@ -71,7 +74,7 @@ OF_TOKENS = "anpd", "prompt_lookup", "corpus", "rest", "joint", "token_recycling
 def make_session(name, sampler, base, make_base, cache="static"):
     """A session of a drafter: one of `test_lossless`, untrained if it has weights, or one that draws its drafts."""
     runner = Runner(base, cache)
-    learned = lossless.LEARNED | DRAWN
+    learned = lossless.LEARNED | DRAWN | PART_OF_THE_VOCABULARY
     if name in learned:
         drafter = make_drafter(base, *learned[name])
     elif name == "merged":
@@ -132,7 +135,7 @@ def most(copies):
     return tuple(max(map(len, places)) for places in zip(*copies, strict=True))
 
 
-@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED, "merged"]))
+@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED, *PART_OF_THE_VOCABULARY, "merged"]))
 def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode_on_both, name):
     costs, copies = decode_on_both(name, "takes drafts")
     to_host, to_device = most(copies)

@@ -145,7 +145,8 @@ def rehearse(
         hidden = torch.empty(*size, head.shape[1] * len(drafter.required_outputs.hidden_layers), dtype=dtype)
     # Buffers, such as a draft vocabulary, have data, and may lie on a GPU.
     buffers = {f"drafter.{name}": buffer.cpu() for name, buffer in drafter.named_buffers()}
-    ids, mask = torch.zeros(size, dtype=torch.long), torch.ones(size, dtype=torch.bool)
+    draftable = buffers.get("drafter.draft_tokens", torch.zeros(1, dtype=torch.long))[0]  # so that every label counts
+    ids, mask = draftable.repeat(size), torch.ones(size, dtype=torch.bool)
     batch = TrainingBatch(hidden, last_hidden, ids, ids, mask)
     existing = *weights.values(), *buffers.values(), embedding, head, last_hidden, hidden, ids, mask
     live = LiveBytes(*existing, sums_in_float32=not is_gpu and sums_in_float32())

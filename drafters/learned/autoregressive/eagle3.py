@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least, check_at_most
+from drafters.checks import check_at_least
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.learned.autoregressive.layer import DraftLayer
+from drafters.learned.layers.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.learned.layers.transformer import RMSNorm
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.distillation import soft_cross_entropy
@@ -73,7 +74,8 @@ class EAGLE3(AutoregressiveDrafter):
         hidden_layers: Base layers that are fused. By default layers 2, L / 2 and L - 3 of L; for a base of fewer than
             eight layers L / 4, L / 2 and the last hidden state.
         own_head: Train an LM head of the drafter's own. Otherwise the base's frozen one is used.
-        draft_vocab_size: Number of tokens that the drafter's own head knows; 0 is the whole vocabulary.
+        draft_vocab_size: Number of tokens that the drafter's own head knows; null for the whole vocabulary. Training
+            chooses the tokens that are most frequent in the assistant's text.
         layer: The layer.
         loss: The loss.
         draft: The draft tree.
@@ -86,12 +88,11 @@ class EAGLE3(AutoregressiveDrafter):
         base: BaseShape,
         hidden_layers: Sequence[int] = (),
         own_head: bool = False,
-        draft_vocab_size: int = 0,
+        draft_vocab_size: int | None = None,
         layer: EAGLE3LayerOptions = EAGLE3LayerOptions(),
         loss: EAGLE3LossOptions = EAGLE3LossOptions(),
         draft: EAGLE3DraftOptions = EAGLE3DraftOptions(),
     ) -> None:
-        _check_draft_vocabulary(draft_vocab_size, base.vocab_size, own_head)
         if 0 < draft.window < loss.num_unroll:
             raise ValueError(f"window ({draft.window}) must be at least num_unroll ({loss.num_unroll}), or 0")
         draft_layer = DraftLayer(base, num_inputs=2, has_qk_norm=layer.has_qk_norm)
@@ -100,13 +101,14 @@ class EAGLE3(AutoregressiveDrafter):
         self.loss_options, self.chunk_positions = loss, loss.chunk_positions
         self.norm_before_residual, self.has_qk_norm = layer.norm_before_residual, layer.has_qk_norm
         self.vocab_size, size = base.vocab_size, base.hidden_size
+        add_draft_tokens(self, draft_vocab_size, base.vocab_size)
+        if draft_vocab_size and not own_head:
+            raise ValueError(f"draft_vocab_size ({draft_vocab_size}) needs a head of the drafter's own: own_head: true")
         self.fc = nn.Linear(len(self.required_outputs.hidden_layers) * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
         self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
         self.norm = RMSNorm(size, eps=base.norm_eps)
         self.lm_head = nn.Linear(size, draft_vocab_size or base.vocab_size, bias=False) if own_head else None
-        # The token that each row of the head stands for.
-        self.register_buffer("draft_tokens", torch.arange(draft_vocab_size) if draft_vocab_size else None)
 
     def enter(self, hidden: Tensor) -> Tensor:
         return self.fc(hidden)
@@ -120,8 +122,7 @@ class EAGLE3(AutoregressiveDrafter):
         logits = self.draft_logits(states, base_weights)
         if self.draft_tokens is None:
             return logits
-        whole = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
-        return whole.index_copy_(-1, self.draft_tokens, logits)
+        return DraftVocabulary(self.draft_tokens, self.vocab_size).spread(logits, -torch.inf)
 
     def draft_logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits of states (..., D) over the draft vocabulary, or over the whole one if there is none."""
@@ -165,11 +166,15 @@ class EAGLE3(AutoregressiveDrafter):
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted mean over depths of the soft cross-entropy, for paths within the assistant's text.
 
-        With a draft vocabulary the base's distribution is that over its tokens.
+        With a draft vocabulary the base's distribution is that over its tokens, and a path ends before a position at
+        which the base's most probable token is none of them.
         """
         options = self.loss_options
-        head = base_weights.head if self.draft_tokens is None else base_weights.head[self.draft_tokens]
-        counts = is_assistant = batch.loss_mask[:, 2:]  # pair p predicts the token of p + 2
+        drafted, vocabulary = restricted(base_weights, self.draft_tokens)
+        is_assistant = batch.loss_mask[:, 2:]  # pair p predicts the token of p + 2
+        if vocabulary is not None:
+            is_assistant = is_assistant & vocabulary.can_draft(batch.labels[:, 1:-1])
+        counts = is_assistant
         last_hidden = batch.required_last_hidden()[:, 1:-1]
         total, weights = torch.zeros((), device=counts.device), 0.0
         losses: list[Tensor] = []
@@ -182,20 +187,13 @@ class EAGLE3(AutoregressiveDrafter):
                 states[counted],
                 lambda x: self.draft_logits(x, base_weights),
                 last_hidden[counted],
-                head,
+                drafted.head,
                 self.chunk_positions,
             )
             losses.append(cross_entropies.sum() / batch.divisor(counts.sum()))
             weight = options.decay**depth
             total, weights = total + weight * losses[-1], weights + weight
         return total / weights, {"first_loss": losses[0].detach(), "deepest_loss": losses[-1].detach()}
-
-
-def _check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, own_head: bool) -> None:
-    check_at_least(0, draft_vocab_size=draft_vocab_size)
-    check_at_most(vocab_size, draft_vocab_size=draft_vocab_size)
-    if draft_vocab_size and not own_head:
-        raise ValueError(f"draft_vocab_size ({draft_vocab_size}) needs a head of the drafter's own: own_head: true")
 
 
 def low_middle_high(num_layers: int) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefix
 
     Args:
         frames: Distributions of the frames; with biases, the biases of these prefixes.
-        tokens: (G,) last tokens. Prefix 0 is the empty one, and its token is the root.
+        tokens: (G,) last tokens. Prefix 0 is the empty one, and its token is the root, or V if that cannot be drafted.
         parents: (G,) index of each prefix without its last token; that of prefix 0 is ignored.
     """
     own = torch.arange(len(tokens), device=tokens.device)
@@ -112,11 +112,11 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefix
 def next_token_distribution(frames: FrameDistributions, prefixes: Prefixes) -> Tensor:
     """q(c | g) = P(text begins with g.c) / P(text begins with g) for every token c: (G, V), summing to 1 - stop(g)."""
     blank_end, label_end = prefixes.blank_end[:, :-1], prefixes.label_end[:, :-1]
-    begins = frames.mixed(blank_end + label_end)[:, :-1]
+    begins = frames.mixed(blank_end + label_end)
     own = torch.arange(len(begins), device=begins.device)
     # A token is repeated only after a blank.
     begins[own, prefixes.tokens] = (frames.at(own, prefixes.tokens) * blank_end).sum(-1)
-    return begins / prefixes.probs[:, None]
+    return begins[:, :-1] / prefixes.probs[:, None]
 
 
 def stop_probability(prefixes: Prefixes) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from drafters.checks import check_above_zero, check_at_least
 from drafters.learned.ctc import biased_chain, paper_tree, prefix_search
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
-from drafters.learned.ctc.sampled_tree import draw
+from drafters.learned.ctc.sampled_tree import Bias, draw
 from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses import gathered_logits
-from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
+from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.learned.parallel.options import ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees.candidates import CandidateBatch, Candidates
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
@@ -96,17 +98,19 @@ class CTC(ParallelDrafter):
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
         self.register_load_state_dict_pre_hook(_read_scalar_blank_bias)
-        self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, has_blank=True)
+        rank, factors = trunk.markov_rank, trunk.markov_factors
+        self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=trunk.draft_vocab_size)
 
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        anchored = self.sample_anchors(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
+        with_teacher = bool(self.loss_options.distillation)
+        anchored, head, bias_factors = self.loss_inputs(batch, base_weights, with_teacher)
         return ctc_loss(
             anchored,
-            base_weights.head,
+            head,
             BlankOutput(self.blank_row, self.blank_bias[0]),
-            self.bias_factors(anchored, base_weights),
+            bias_factors,
             self.loss_options,
             warm_up=self._warm_up(batch.step),
             divisor=batch.divisor,
@@ -122,7 +126,7 @@ class CTC(ParallelDrafter):
     # ---- drafting
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
-        """Logits (..., V + 1) of frame states (..., D), the blank last."""
+        """Logits (..., V' + 1) of frame states (..., D), the blank last."""
         wide = gathered_logits.at_least_float32
         blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as in the loss
         return torch.cat([super().logits(frames, head), blank[..., None]], dim=-1)
@@ -146,17 +150,24 @@ class CTC(ParallelDrafter):
     def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:
             return super().draft(frames, root, base_weights, limits)
-        return draw(
-            self.logits(frames, base_weights.head)[0],
-            self.bias(base_weights),
+        weights, markov, vocabulary = self.output(base_weights)
+        bias: Bias | None = markov
+        eos: Collection[int] = limits.eos
+        if vocabulary is not None:  # then columns are drawn, and the root gets one behind them
+            bias = None if bias is None else vocabulary.bias_after_columns(bias, root)
+            root, eos = len(vocabulary), vocabulary.columns_of(eos)
+        tree = draw(
+            self.logits(frames, weights.head)[0],
+            bias,
             root,
             self.draws,
             min(self.draft_options.num_nodes, limits.max_nodes),
             limits.max_depth,
-            limits.eos,
+            eos,
             np.random.default_rng((limits.draft_seed, self.draw_seed)),
             self.draw_temperature,
         )
+        return tree if vocabulary is None else vocabulary.tree_of_tokens(tree)
 
 
 def _read_scalar_blank_bias(drafter: CTC, weights: dict[str, Tensor], prefix: str, *_) -> None:

@@ -43,7 +43,7 @@ def draw(
     Args:
         logits: (T, V + 1) logits of the frames, the blank last.
         bias: Bias on each frame's logits given the last emitted token, which is the root at first; None for none.
-        root: Token of the root.
+        root: Token of the root. The number of the blank stands for a root that cannot be drafted.
         num_texts: Number of texts N.
         max_nodes: Largest number of nodes.
         max_depth: Largest depth of a node.

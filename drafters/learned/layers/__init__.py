@@ -1,4 +1,4 @@
 """Neural building blocks that several drafters share: decoder layers, attention between anchors, caches.
 
-Imports torch and `drafters.protocol` only.
+May import the modules outside the rooms.
 """

@@ -22,7 +22,7 @@ class Markov(nn.Module):
         num_tokens: V, number of tokens that may come before.
         rank: Rank of B.
         num_columns: Number of symbols that are biased: V for cross-entropy, V + 1 for CTC, where the last column is the
-            blank's.
+            blank's. With a draft vocabulary, its V' takes the place of V.
     """
 
     def __init__(self, num_tokens: int, rank: int, num_columns: int) -> None:
@@ -98,14 +98,17 @@ class BaseMarkov(nn.Module):
 
 
 def markov_bias(
-    base: BaseShape, rank: int, factors: Literal["own", "base"], has_blank: bool
+    base: BaseShape, rank: int, factors: Literal["own", "base"], has_blank: bool, num_drafted: int | None = None
 ) -> Markov | BaseMarkov | None:
-    """The bias that a recipe asks for; None for rank 0."""
+    """The bias that a recipe asks for; None for rank 0.
+
+    Any token may come before. Those that follow are the ``num_drafted`` of a draft vocabulary, or all if there is none.
+    """
     if not rank:
         return None
     if factors == "base":
         return BaseMarkov(base, rank, has_blank)
-    return Markov(base.vocab_size, rank, base.vocab_size + has_blank)
+    return Markov(base.vocab_size, rank, (num_drafted or base.vocab_size) + has_blank)
 
 
 def _tables(left: Tensor, right: Tensor) -> Markov:

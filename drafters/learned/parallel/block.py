@@ -11,7 +11,8 @@ from drafters.checks import check_at_least
 from drafters.learned.layers.markov import markov_bias
 from drafters.learned.losses.cross_entropy import cross_entropy
 from drafters.learned.losses.label_weights import LabelLossOptions
-from drafters.learned.parallel.drafter import ParallelDrafter, ParallelDraftOptions, TrunkOptions
+from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.learned.parallel.options import ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import best_first
 from drafters.learned.trees.candidates import CandidateBatch
 from drafters.learned.trees.chains import chains
@@ -75,12 +76,12 @@ class Block(ParallelDrafter):
         super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ)
         self.first_frame = first_frame
         self.loss_options = loss
-        self.markov = markov_bias(base, trunk.markov_rank, trunk.markov_factors, has_blank=False)
+        rank, factors = trunk.markov_rank, trunk.markov_factors
+        self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=trunk.draft_vocab_size)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        anchored = self.sample_anchors(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
-        bias = self.bias_factors(anchored, base_weights)
-        return cross_entropy(anchored, base_weights.head, bias, self.loss_options, divisor=batch.divisor)
+        inputs = self.loss_inputs(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
+        return cross_entropy(*inputs, self.loss_options, divisor=batch.divisor)
 
     def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
         found = best_first.search_batch(drafts.probs, drafts.tokens, self.search_limits(limits), drafts.bias)

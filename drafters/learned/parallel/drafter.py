@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
+from drafters.checks import check_at_least, check_hidden_layers
 from drafters.learned.layers.anchor_attention import AnchorMask
 from drafters.learned.layers.draft_cache import DraftCache
+from drafters.learned.layers.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.learned.layers.markov import BaseMarkov, Markov
 from drafters.learned.layers.transformer import Trunk
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.label_weights import LabelLossOptions
+from drafters.learned.parallel.options import ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import budget
 from drafters.learned.trees.best_first import SearchLimits
 from drafters.learned.trees.candidates import CandidateBatch, choose, most_expected
@@ -37,65 +39,18 @@ from drafters.protocol import (
 from drafters.tree import DraftTree
 
 
-@dataclass(frozen=True)
-class TrunkOptions:
-    """The network that turns hidden states into frames.
+class Output(NamedTuple):
+    """What turns frame states into distributions over the tokens that can be drafted.
 
     Args:
-        num_frames: T, number of frames in one draft.
-        num_layers: Number of decoder layers in the trunk.
-        hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
-            hidden state.
-        root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
-            earlier occurrences of the root. Otherwise only frame 0 gets it.
-        causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.
-        markov_rank: Rank of a bias on each frame's logits given the previous token; 0 for no bias.
-        markov_factors: What the two factors of that bias are made of: ``own``, tables over the vocabulary, or ``base``,
-            linear maps of the base's embedding and of its LM head, which have fewer weights and learn faster.
+        base_weights: The base's embedding, and the rows of its LM head for these tokens, (V', D).
+        bias: The Markov bias as two tables, or None.
+        vocabulary: The draft vocabulary, or None for the whole one.
     """
 
-    num_frames: int = 8
-    num_layers: int = 1
-    hidden_layers: Sequence[int] = (-1,)
-    root_everywhere: bool = False
-    causal: bool = False
-    markov_rank: int = 0
-    markov_factors: Literal["own", "base"] = "own"
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
-        check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
-        check_at_least(0, markov_rank=self.markov_rank)
-
-
-@dataclass(frozen=True)
-class ParallelDraftOptions:
-    """How frames become a draft tree; decoding may change these options.
-
-    Args:
-        tree: Kind of tree.
-        num_nodes: M, largest number of nodes in a draft tree.
-        top_k: T * top_k tokens may enter the tree: those that are most probable in any frame or, with a bias between
-            neighbouring tokens, those that the draft is expected to show most often.
-        min_probability: Nodes whose path is less probable than this are not fed to the base.
-        step_costs: File written by ``drafters step-cost``. A tree then stops growing where a further node costs more
-            time than it gains. Empty for trees of ``num_nodes``.
-        window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
-            time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did.
-    """
-
-    tree: str
-    num_nodes: int = 32
-    top_k: int = 8
-    min_probability: float = 0.0
-    step_costs: str = ""
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_at_least(0, num_nodes=self.num_nodes, min_probability=self.min_probability, window=self.window)
-        check_at_least(1, top_k=self.top_k)
+    base_weights: BaseWeights
+    bias: Markov | None
+    vocabulary: DraftVocabulary | None
 
 
 class ParallelDrafter(LearnedDrafter):
@@ -116,8 +71,10 @@ class ParallelDrafter(LearnedDrafter):
     """
 
     markov: Markov | BaseMarkov | None
+    draft_tokens: Tensor | None
     first_frame = 0  # frames before this one predict nothing
-    _folded: tuple[Markov, ...]
+    # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
+    _output: Output | None = None
 
     def __init__(
         self,
@@ -143,22 +100,40 @@ class ParallelDrafter(LearnedDrafter):
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         self._cache: DraftCache | None = None
         self._waiting: list[Tensor] = []  # observed hidden states that no draft has needed yet
+        add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
+
+    # ---- from frames to trees
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        super().attach_base_weights(base_weights)
+        self._output = None
+        self._output = self.output(base_weights)
+
+    def output(self, base_weights: BaseWeights) -> Output:
+        """The output layer; for the attached base its tables are made only once."""
+        if base_weights is self.base_weights and self._output is not None:
+            return self._output
+        weights, vocabulary = restricted(base_weights, self.draft_tokens)
+        return Output(weights, None if self.markov is None else self.markov.folded(weights), vocabulary)
 
     def logits(self, frames: Tensor, head: Tensor) -> Tensor:
-        """Logits (..., V) of frame states (..., D), in float32 at least."""
+        """Logits (..., V') of frame states (..., D), in float32 at least."""
         return gathered_logits.logits(frames, head)
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from frame states (A, T, D)."""
-        return self.trees_of(self.logits(frames, base_weights.head), roots, base_weights, limits)
+        output = self.output(base_weights)
+        return self.trees_of(self.logits(frames, output.base_weights.head), roots, output, limits)
 
-    def trees_of(self, logits: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+    def trees_of(self, logits: Tensor, roots: Tensor, output: Output, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from logits (A, T, W) and with one copy to the host."""
-        bias, search, num_frames = self.bias(base_weights), self.search_limits(limits), logits.shape[1]
+        weights, bias, vocabulary = output
+        search, num_frames, vocab_size = self.search_limits(limits), logits.shape[1], len(weights.head)
         num_tokens = min(search.num_nodes, search.max_depth, num_frames)
-        if bias is None or not search.is_chain or num_tokens < 1 or len(roots) == 1:  # of one draft, both cost as much
-            return self.grow(choose(logits, roots, self.vocab_size, self.num_candidates, bias), limits)
-        candidates = most_expected(logits, roots, self.vocab_size, self.num_candidates, bias)
+        is_alone = len(roots) == 1  # of one draft, both cost as much
+        if bias is None or vocabulary is not None or not search.is_chain or num_tokens < 1 or is_alone:
+            return self.grow(choose(logits, roots, vocab_size, self.num_candidates, bias, vocabulary), limits)
+        candidates = most_expected(logits, roots, vocab_size, self.num_candidates, bias)
         with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
             found = self.biased_chains(logits, roots, candidates, bias, num_tokens)
         return [self.cut_to_budget(*chain) for chain in found.on_host(search)]
@@ -171,23 +146,6 @@ class ParallelDrafter(LearnedDrafter):
     @abstractmethod
     def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
         """The draft trees of candidates on the host."""
-
-    # ---- the bias between neighbouring tokens
-
-    def attach_base_weights(self, base_weights: BaseWeights) -> None:
-        super().attach_base_weights(base_weights)
-        # In a tuple, as a module among the attributes would become a part of the state dict.
-        self._folded = () if self.markov is None else (self.markov.folded(base_weights),)
-
-    def bias(self, base_weights: BaseWeights) -> Markov | None:
-        """The Markov bias as two tables, or None; for the attached base it is folded only once."""
-        if self.markov is None:
-            return None
-        return self._folded[0] if base_weights is self.base_weights else self.markov.folded(base_weights)
-
-    def bias_factors(self, anchored: AnchoredFrames, base_weights: BaseWeights) -> tuple[Tensor, Tensor] | None:
-        """The factors of the Markov bias, as the losses take them, or None."""
-        return None if self.markov is None else self.markov.factors(anchored.previous, base_weights)
 
     def search_limits(self, limits: Limits) -> SearchLimits:
         """What the search of a draft may take."""
@@ -245,20 +203,30 @@ class ParallelDrafter(LearnedDrafter):
         states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
         return states[:, :, self.first_frame :]
 
-    def sample_anchors(self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool) -> AnchoredFrames:
-        """Frames at sampled anchors with their labels, and with the states that distillation needs."""
+    def loss_inputs(
+        self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool
+    ) -> tuple[AnchoredFrames, Tensor, tuple[Tensor, Tensor] | None]:
+        """What the losses take: frames at sampled anchors, the LM head (V', D), and the bias's factors or None.
+
+        With a draft vocabulary the labels are its columns, and end before the first token that cannot be drafted.
+        """
         anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
         labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
         roots = batch.input_ids.gather(1, anchors)
         frames = self(batch.hidden, anchors, roots, base_weights.embedding)
         valid = (valid & is_valid[..., None]).flatten(0, 1)
         anchored = AnchoredFrames(frames.flatten(0, 1), labels.flatten(0, 1), valid, roots.flatten())
-        if not with_teacher:
-            return anchored
-        states, teacher_valid = anchor_positions.deciding(
-            batch.required_last_hidden(), batch.input_ids, batch.labels, anchors, self.num_labels
-        )
-        return replace(anchored, teacher=states.flatten(0, 1), teacher_valid=teacher_valid.flatten(0, 1))
+        if with_teacher:
+            states, teacher_valid = anchor_positions.deciding(
+                batch.required_last_hidden(), batch.input_ids, batch.labels, anchors, self.num_labels
+            )
+            anchored = replace(anchored, teacher=states.flatten(0, 1), teacher_valid=teacher_valid.flatten(0, 1))
+        weights, vocabulary = restricted(base_weights, self.draft_tokens)
+        factors = None if self.markov is None else self.markov.factors(anchored.previous, weights)
+        if vocabulary is not None:
+            labels, valid = vocabulary.cut(anchored.labels, valid)
+            anchored = replace(anchored, labels=labels, valid=valid)
+        return anchored, weights.head, factors
 
     # ---- drafting
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from drafters.learned.layers.draft_vocabulary import DraftVocabulary
 from drafters.learned.layers.markov import Markov
 from drafters.learned.trees.best_first import Bias
 
@@ -48,7 +49,12 @@ class CandidateBatch:
 
 
 def choose(
-    logits: Tensor, roots: Tensor, vocab_size: int, num_candidates: int, markov: Markov | None = None
+    logits: Tensor,
+    roots: Tensor,
+    vocab_size: int,
+    num_candidates: int,
+    markov: Markov | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> CandidateBatch:
     """The candidates of each draft with their probabilities.
 
@@ -59,30 +65,44 @@ def choose(
     Args:
         logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.
         roots: (A,) root tokens.
-        vocab_size: V.
+        vocab_size: V, or the size V' of the draft vocabulary.
         num_candidates: C.
         markov: Bias on the W logits given the previous token; none by default.
+        vocabulary: The tokens that the columns of the logits stand for; all by default.
     """
     probs, num_frames = logits.softmax(-1), logits.shape[1]
     if markov is None:
         best = probs[..., :vocab_size].amax(1).topk(min(num_candidates, vocab_size)).indices  # (A, C), distinct
     else:
-        best = most_expected(logits, roots, vocab_size, num_candidates, markov)
+        best = most_expected(logits, roots, vocab_size, num_candidates, markov, vocabulary)
+    tokens = best if vocabulary is None else vocabulary.tokens[best]
     symbols = pad(best, (0, logits.shape[-1] - vocab_size), value=vocab_size)  # and the blank, if there is one
-    parts = [best, probs.gather(-1, symbols[:, None].expand(-1, num_frames, -1))]
+    parts = [tokens, probs.gather(-1, symbols[:, None].expand(-1, num_frames, -1))]
     if markov is not None:
-        parts += _biases(probs, torch.cat([best, roots[:, None]], 1), symbols, markov)
+        parts += _biases(probs, torch.cat([tokens, roots[:, None]], 1), symbols, markov)
     return _on_host(parts)
 
 
-def most_expected(logits: Tensor, roots: Tensor, vocab_size: int, num_candidates: int, markov: Markov) -> Tensor:
+def most_expected(
+    logits: Tensor,
+    roots: Tensor,
+    vocab_size: int,
+    num_candidates: int,
+    markov: Markov,
+    vocabulary: DraftVocabulary | None = None,
+) -> Tensor:
     """The candidates (A, C) of `choose` with a bias, distinct and the best first; they stay on the device."""
-    expected = expected_frames(logits, roots, vocab_size, markov)
+    expected = expected_frames(logits, roots, vocab_size, markov, vocabulary=vocabulary)
     return expected.topk(min(num_candidates, vocab_size)).indices
 
 
 def expected_frames(
-    logits: Tensor, roots: Tensor, vocab_size: int, markov: Markov, num_contexts: int = NUM_CONTEXTS
+    logits: Tensor,
+    roots: Tensor,
+    vocab_size: int,
+    markov: Markov,
+    num_contexts: int = NUM_CONTEXTS,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Tensor:
     """The expected number of each draft's frames that show each token: (A, V).
 
@@ -93,22 +113,27 @@ def expected_frames(
     Args:
         logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.
         roots: (A,) root tokens.
-        vocab_size: V.
+        vocab_size: V, or the size V' of the draft vocabulary.
         markov: Bias on the W logits given the previous token.
         num_contexts: K, last tokens that each frame is conditioned on.
+        vocabulary: The tokens that the columns of the logits stand for; all by default.
     """
     num_frames, num_symbols = logits.shape[1:]
     contexts, weights = roots[:, None], logits.new_ones(len(roots), 1)  # (A, K)
+    if vocabulary is not None:  # contexts are columns, and V' is a root that cannot be drafted
+        contexts = vocabulary.columns[contexts]
     expected = logits.new_zeros(len(roots), vocab_size)
     with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
         for t in range(num_frames):
-            shown = (logits[:, t, None] + markov(contexts)).softmax(-1)  # (A, K, W)
+            tokens = contexts if vocabulary is None else vocabulary.tokens_at(contexts, roots[:, None])
+            shown = (logits[:, t, None] + markov(tokens)).softmax(-1)  # (A, K, W)
             last = (weights[:, None] @ shown)[:, 0, :vocab_size]
             expected += last
             if t + 1 < num_frames:
+                last = last if vocabulary is None else pad(last, (0, 1))
                 if num_symbols > vocab_size:  # after a blank, the last token is the one before it
                     last.scatter_add_(1, contexts, weights * shown[..., vocab_size])
-                weights, contexts = last.topk(min(num_contexts, vocab_size))
+                weights, contexts = last.topk(min(num_contexts, last.shape[1]))
     return expected
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters import Drafter
+from drafters import CTC, Drafter, recipe
 from drafters.learned.ctc.alignment import collapse
 from drafters.learned.ctc.sampled_tree import draw
 from drafters.tree import ROOT
@@ -21,6 +21,7 @@ from inference.engine.rejection import multi_round_rejection
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
+from tests.inference.engine import test_eagle_sampling as after_the_prefill
 
 START, UNLIMITED = 1, 99
 ALMOST_ONE = 1 - 1e-15
@@ -379,3 +380,20 @@ def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, bi
 @pytest.mark.slow
 def test_the_chi_square_detects_a_wrong_distribution(base):
     assert chi_square(base, DrawnTexts(False, 3, 64, wrong=True)) > ONE_IN_A_THOUSAND
+
+
+@pytest.mark.slow
+def test_texts_drawn_from_a_part_of_the_vocabulary_do_not_change_the_joint_distribution(make_base, monkeypatch):
+    """A drafter for four of six tokens; a root may be one of the other two."""
+    monkeypatch.setattr(after_the_prefill, "RUNS", 250)
+    base = make_base(vocab=6, layers=1, hidden=16)
+    options = {"num_frames": 4, "num_labels": 3, "draws": 2, "markov_rank": 2, "draft_vocab_size": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drafter = recipe.build(CTC, base.shape, options | {"draw_temperature": 1.5})
+        torch.nn.init.normal_(drafter.markov.right)
+    drafter.draft_tokens.copy_(torch.tensor([0, 2, 3, 4]))
+    drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
+    statistic, accepted = after_the_prefill.chi_square(base, drafter)
+    assert statistic < after_the_prefill.ONE_IN_A_THOUSAND
+    assert accepted > 0.3, "the test proves little if hardly anything is accepted"

@@ -24,6 +24,8 @@ def check_block(drafter: Block, config: DrafterConfig) -> None:
     for argument, is_true in claims.items():
         if is_true:
             raise ValueError(f"the vllm format has no {argument}: train the block drafter with {argument}: false")
+    if drafter.draft_tokens is not None:
+        raise ValueError("a block drafter's vllm format is written with draft_vocab_size: null; train it with that")
     num_layers = config.base.num_layers
     if not all(0 < layer < num_layers for layer in drafter.required_outputs.hidden_layers):
         raise ValueError(
@@ -175,7 +177,7 @@ def read_block(
 def _check_computation(checkpoint: PublicCheckpoint, settings: BlockSettings, base: BaseShape) -> None:
     part = settings.dflash_config
     if settings.draft_vocab_size not in (None, base.vocab_size) or {"d2t", "t2d"} & checkpoint.weights.keys():
-        checkpoint.refuse("block drafters here draft from the whole vocabulary (draft_vocab_size)")
+        checkpoint.refuse("block drafters are read only with the whole vocabulary (draft_vocab_size)")
     if settings.target_hidden_size not in (None, base.hidden_size):
         checkpoint.refuse(f"its target_hidden_size is {settings.target_hidden_size}, but the base's {base.hidden_size}")
     has_bias = "markov_head.markov_w1.weight" in checkpoint.weights

@@ -45,9 +45,9 @@ def test_each_draft_of_a_batch_has_the_chain_of_the_search_on_the_host(kind, dat
     logits[:, :, 5] += 3.0
     roots = torch.randint(V, (num_drafts,), generator=generator)
     limits = Limits(depth, eos=frozenset({3, 8}))
-    candidates = choose(logits, roots, V, drafter.num_candidates, drafter.bias(WEIGHTS))
+    candidates = choose(logits, roots, V, drafter.num_candidates, drafter.output(WEIGHTS).bias)
     expected = drafter.grow(candidates, limits)
-    found = drafter.trees_of(logits, roots, WEIGHTS, limits)
+    found = drafter.trees_of(logits, roots, drafter.output(WEIGHTS), limits)
     assert found == expected and len(found) == num_drafts
     for chain, other in zip(found, expected, strict=True):
         torch.testing.assert_close(chain.probabilities, other.probabilities, rtol=1e-9, atol=0)
@@ -58,7 +58,7 @@ def test_a_token_may_be_repeated_after_a_blank():
     drafter.markov.right.zero_()
     logits[:, [0, 1, 2], [7, V, 7]] = 0.0
     logits[1, 1, [V, 7]] = logits[1, 1, [7, V]]
-    twice, once = drafter.trees_of(logits, torch.tensor([7, 7]), WEIGHTS, Limits(9))
+    twice, once = drafter.trees_of(logits, torch.tensor([7, 7]), drafter.output(WEIGHTS), Limits(9))
     assert twice.tokens == [7, 7] and twice.probabilities == [1.0, 1.0]
     assert once.tokens == [7] and once.probabilities == [1.0]
 
@@ -69,6 +69,6 @@ def test_distributions_that_exclude_each_other_give_no_chain_and_no_error(kind):
     logits[..., 3] = 0.0
     drafter.markov.left.fill_(1.0)
     drafter.markov.right.zero_()[3] = -2000.0
-    trees = drafter.trees_of(logits, torch.tensor([0, 1]), WEIGHTS, Limits(9))
+    trees = drafter.trees_of(logits, torch.tensor([0, 1]), drafter.output(WEIGHTS), Limits(9))
     assert all(torch.tensor(tree.probabilities).isfinite().all() for tree in trees)
     assert trees[0] == trees[1]

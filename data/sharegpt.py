@@ -17,6 +17,7 @@ from data.sources import read_records
 from data.time_limit import TooSlow
 
 if TYPE_CHECKING:
+    import numpy as np
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
@@ -93,6 +94,18 @@ def lengths(rows: Dataset) -> list[int]:
     import pyarrow.compute as pc
 
     return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
+
+
+def assistant_token_counts(rows: Dataset, vocab_size: int) -> np.ndarray:
+    """Count how often the assistant writes each token: (vocab_size,) int64."""
+    import numpy as np
+    import pyarrow.compute as pc
+
+    counts = np.zeros(vocab_size, np.int64)
+    for part in rows.with_format("arrow").iter(batch_size=1000):
+        ids, mask = (pc.list_flatten(part[name]).to_numpy() for name in ("input_ids", "loss_mask"))
+        counts += np.bincount(ids[mask.astype(bool)], minlength=vocab_size)
+    return counts
 
 
 def load_conversations(

@@ -16,6 +16,7 @@ from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.engine.base import Base, Dtype, base_hash, load_base, shape_of, tokenizer_hash
 from train.feature_store.base_features import choose_layers, compute_features, read_features
 from train.modules.divisor import SharedDivisor
+from train.modules.draft_vocabulary import choose_draft_tokens
 from train.modules.metrics import AcceptanceLength, DepthAcceptance, conditional
 from train.modules.optimizer import Schedule, adamw, is_accumulating
 from train.modules.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed
@@ -110,6 +111,8 @@ class DrafterTraining(L.LightningModule):
             )
         if store := getattr(data, "store", None):
             choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
+        if stage == "fit" and not self.trainer.ckpt_path:  # a checkpoint holds its own
+            choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
 
     def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
         """Run the base over texts (B, S)."""

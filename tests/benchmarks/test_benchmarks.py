@@ -13,7 +13,7 @@ from benchmarks import (
     training_memory,
     training_speed,
 )
-from benchmarks.ctc import loss_memory, tree_building
+from benchmarks.ctc import draft_vocabulary, loss_memory, tree_building
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from drafters.learned.ctc import prefix_search
 from inference.compiled import step
@@ -226,6 +226,15 @@ def test_the_plain_beam_search_finds_our_tree_if_nothing_is_pruned():
         assert tree_building.gain(frames, tree_building.BUILDS[tree_building.OURS](frames, 9)) == pytest.approx(
             found, rel=1e-5
         )
+
+
+def test_draft_vocabulary_in_small(tmp_path):
+    out = tmp_path / "out.md"
+    draft_vocabulary.draft_vocabulary(60, 20, hidden_size=16, num_frames=8, context=5, repeats=2, out=str(out))
+    table = [row for row in rows(out.read_text()) if row[0] in draft_vocabulary.KINDS]
+    assert [row[0] for row in table] == [*draft_vocabulary.KINDS] and all(float(row[3]) > 0 for row in table)
+    with pytest.raises(ValueError, match="from 1 to vocab_size"):
+        draft_vocabulary.draft_vocabulary(60, 61)
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ class OneLineParser(LightningArgumentParser):
 
     def _with_group(self, arg: str) -> str:
         key, equals, value = arg.removeprefix("--").partition("=")
+        value = "null" if value == "None" else value  # jsonargparse has read null, and hands on Python's None
         (path,) = recipe.flattened(recipe.nested({key.removesuffix("+"): value}, self._drafter_options))
         return f"--{path}{'+' if key.endswith('+') else ''}{equals}{value}"
 

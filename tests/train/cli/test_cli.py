@@ -102,9 +102,17 @@ def test_every_overlay_overrides_the_config_of_the_paper(call, name):
 def test_later_configs_and_arguments_override_earlier_ones(call, tmp_path):
     overlay = tmp_path / "mine.yaml"
     overlay.write_text("model: {learning_rate: 0.5, warmup_steps: 7}", encoding="utf-8")
-    values = yaml.safe_load(printed(call, "--config", "ctc.yaml", f"--config={overlay}", "--model.warmup_steps", "9"))
+    trunk = (
+        "--model.drafter.init_args.trunk.draft_vocab_size",
+        "8",
+        "--model.drafter.init_args.draft_vocab_size",
+        "null",
+    )
+    arguments = "--config", "ctc.yaml", f"--config={overlay}", "--model.warmup_steps", "9", *trunk
+    values = yaml.safe_load(printed(call, *arguments))
     assert (values["model"]["learning_rate"], values["model"]["warmup_steps"]) == (0.5, 9)
-    assert values["model"]["drafter"]["init_args"]["trunk"]["num_frames"] == 12
+    trunk = values["model"]["drafter"]["init_args"]["trunk"]
+    assert trunk["num_frames"] == 12 and trunk["draft_vocab_size"] is None
     swapped = yaml.safe_load(printed(call, "--config", overlay, "--config", "ctc.yaml"))
     assert (swapped["model"]["learning_rate"], swapped["model"]["warmup_steps"]) == (3e-5, 500)
 

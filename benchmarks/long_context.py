@@ -119,7 +119,9 @@ def stretch(base: str, folder: Path, scaling: str, factor: float) -> Path:
         raise ValueError(f"{base} already has {rope['rope_type']} scaling: give a base without")
     rope |= {"rope_type": scaling, "factor": factor, "original_max_position_embeddings": length}
     config["max_position_embeddings"] = int(length * factor)
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    tokenizer = read_json(folder / "tokenizer_config.json") | {"model_max_length": config["max_position_embeddings"]}
+    for name, values in (("config.json", config), ("tokenizer_config.json", tokenizer)):
+        write_text(folder / name, json.dumps(values, indent=2) + "\n")
     return folder
 
 

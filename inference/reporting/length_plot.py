@@ -18,6 +18,7 @@ def plot_lengths(summaries: Mapping[str, Summary], colours: Mapping[str, str], k
     upper, lower = figure.subplots(2, 1, sharex=True)
     upper.set_title(f"Acceptance length and step time by {of}")
     ticks: dict[int, str] = {}
+    has_intervals = False
     for drafter, summary in summaries.items():
         points = [(own, own.acceptance_length, seconds) for own, seconds in length_ranges(summary, kind)]
         known = [
@@ -26,6 +27,7 @@ def plot_lengths(summaries: Mapping[str, Summary], colours: Mapping[str, str], k
         starts = [max(own.start, SHORTEST // 2) for own, _, _ in known]
         upper.plot(starts, [length for _, length, _ in known], color=colours[drafter], label=drafter, marker="o")
         bounds = [own.acceptance_interval or (length, length) for own, length, _ in known]
+        has_intervals |= any(low < high for low, high in bounds)
         if bounds:
             upper.fill_between(starts, *zip(*bounds, strict=True), color=colours[drafter], alpha=0.15, linewidth=0)
         lower.plot(starts, [1000 * seconds for _, _, seconds in known], color=colours[drafter], marker="o")
@@ -33,7 +35,7 @@ def plot_lengths(summaries: Mapping[str, Summary], colours: Mapping[str, str], k
     lower.set_xscale("log", base=2)
     lower.set_xticks(list(ticks), ticks.values())
     lower.minorticks_off()
-    lower.set_xlabel(f"{of}, tokens; shaded: 95 %")
+    lower.set_xlabel(f"{of}, tokens{'; shaded: 95 %' * has_intervals}")
     lower.set_ylabel("ms, median")
     upper.set_ylabel("acceptance length")
     for axes in (upper, lower):

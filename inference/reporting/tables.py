@@ -95,7 +95,7 @@ def table(summaries: Summaries) -> list[RenderableType]:
             parts += [Text(f"{benchmark}, {BY_CATEGORY.lower()}"), *_side_by_side(headings, rows)]
         for title, headings, rows in length_tables(by_drafter):
             parts += [Text(f"{benchmark}, {title.lower()}, and median time of a step")]
-            parts += _side_by_side(headings, [_with_small(row) for row in rows])
+            parts += _side_by_side(headings, [_with_small(row) for row in rows], MAX_TERMINAL_DRAFTERS - 2)
     return parts
 
 
@@ -104,11 +104,13 @@ def _with_small(row: Row) -> Row:
     return Row([f"{cell} {row.small[at]}" if at in row.small else cell for at, cell in enumerate(row.cells)])
 
 
-def _side_by_side(headings: Sequence[str], rows: Sequence[Row]) -> list[RenderableType]:
+def _side_by_side(
+    headings: Sequence[str], rows: Sequence[Row], max_drafters: int = MAX_TERMINAL_DRAFTERS
+) -> list[RenderableType]:
     """A table with a column for each drafter, split into parts that fit into a terminal."""
     parts: list[RenderableType] = []
-    for first in range(1, len(headings), MAX_TERMINAL_DRAFTERS):
-        columns = range(first, min(first + MAX_TERMINAL_DRAFTERS, len(headings)))
+    for first in range(1, len(headings), max_drafters):
+        columns = range(first, min(first + max_drafters, len(headings)))
         parts += [rich_table(headings, rows, [0, *columns]), Text()]
     return parts
 

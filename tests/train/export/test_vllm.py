@@ -447,6 +447,7 @@ def test_a_medusa_that_uses_the_bases_head_is_refused(base, tmp_path):
         ({"frames_differ": True}, "no frames_differ"),
         ({"causal": True}, "no causal"),
         ({"draft_vocab_size": 50}, "draft_vocab_size: null"),
+        ({"window": 64}, "no window"),
         ({"hidden_layers": [1, -1]}, r"layers 1 to 3 of this base, not hidden_layers \[1, -1\]"),
         ({"hidden_layers": [0]}, "layers 1 to 3"),
         ({"hidden_layers": [4]}, "layers 1 to 3"),

@@ -161,6 +161,8 @@ def make_drafter(make_random_ctc, make_random_eagle):
                 return make_random_ctc(base, tree="chain", causal=True)
             case "ctc, bias between tokens":
                 return make_random_ctc(base, markov_rank=3)
+            case "ctc, window":
+                return make_random_ctc(base, window=6)
             case "block":
                 return make_random_ctc(base, drafters.Block, num_frames=4, markov_rank=2)
             case "ctc_deep":

@@ -51,7 +51,7 @@ def test_a_prompt_in_chunks_gives_the_outputs_of_one_forward(make_model, toy_tok
         torch.testing.assert_close(runner.forward([9], TREE, layers).logits, after.logits)
 
 
-@pytest.mark.parametrize("name", ["none", "prompt_lookup", "ctc", "eagle", "oracle"])
+@pytest.mark.parametrize("name", ["none", "prompt_lookup", "ctc, window", "eagle", "oracle"])
 def test_texts_and_steps_are_those_of_an_unchunked_prompt(make_base, make_drafter, name):
     base = make_base(predictable=True)
     truth = base.greedy(torch.tensor([PROMPT]), torch.ones(1, 30, dtype=torch.long), 20)[0].tolist()

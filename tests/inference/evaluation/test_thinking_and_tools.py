@@ -9,6 +9,7 @@ from data.benchmarks import load_questions
 from inference.api.prompts import encode_question, select_questions
 from inference.engine.base import load_base_info
 from inference.evaluation.evaluate import evaluate
+from inference.reporting import plots
 from inference.results.folders import read
 from train.cli.commands import grouped
 
@@ -69,7 +70,8 @@ def test_malformed_fields_are_refused(tmp_path, field, value):
         load_questions("file", str(tmp_path / "bad.jsonl"))
 
 
-def test_an_evaluation_tells_reasoning_from_the_rest_and_names_the_switch(folder, capsys):
+def test_an_evaluation_tells_reasoning_from_the_rest_and_names_the_switch(folder, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "applicable", lambda summaries: [])  # to draw them takes longest
     values = {"base": str(folder / "base"), "benchmark": ["file"], "questions": [str(folder / "questions.jsonl")]}
     values |= {"drafter": ["prompt_lookup"], "max_new_tokens": 24, "device": "cpu", "repeats": 1}
     evaluate(**grouped(evaluate, values | {"template": "tokenizer:thinking=on", "out": str(folder / "out")}))

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -140,6 +141,18 @@ def test_the_drafts_of_bushes_and_n_grams_are_accepted_sometimes(pseudo_runner):
     for drafter in (Bushes(), drafters.ANPD(), drafters.PromptLookup(), drafters.PromptLookup(3, 3, partial=False)):
         result = Session(pseudo_runner(seed=3), drafter).run([1, 2], 200)
         assert len(result.steps) < 190
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "prompt"),
+    [({"system": "w12"}, "tokenizer", [12, 30, 31, 30]), ({"is_raw": True}, "vicuna_v1.1", [30, 31, 30])],
+)
+def test_a_recorded_prompt_has_the_system_prompt_and_a_raw_one_no_template(runner, tmp_path, changes, template, prompt):
+    choice = {"turns": ["w3"], "token_ids": [[3]], "new_tokens": [1], "prompt_tokens": [len(prompt)]}
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"question_id": 9, "choices": [choice]}))
+    asked = [replace(QUESTIONS[2], **changes)]
+    recorded = recordings.read(tmp_path / "answers.jsonl", asked, runner.base, template)
+    assert [turn.prompt for turn in recorded.turns] == [prompt]
 
 
 @pytest.mark.slow

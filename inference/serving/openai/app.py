@@ -206,7 +206,8 @@ class _Api:
             texts = await asyncio.to_thread(texts_of, asked, self._served.limits)
         lengths = [len(text.prompt) for text in texts]
         is_chat = isinstance(asked, ChatRequest)
-        reply = Reply(asked.model, is_chat, lengths, asked.n, asked.num_logprobs is not None)
+        has_logprobs = asked.num_logprobs is not None
+        reply = Reply(asked.model, is_chat, lengths, asked.n, has_logprobs, asked.return_token_ids)
         pending = _PendingReply(request, self._thread, self._served.timeout)
         pending.submit(texts)
         progress = pending.progress()

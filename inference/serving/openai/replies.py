@@ -20,7 +20,7 @@ class Choice:
         finish_reason: Why it has ended; None while it goes on.
         logprobs: Log probabilities of its tokens.
         steps: Its steps, if they were asked for.
-        num_tokens: Number of its tokens.
+        tokens: Its tokens.
         num_accepted: Draft tokens among them.
         num_rejected: Draft tokens that were rejected.
     """
@@ -29,7 +29,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     steps: list[ShownStep] = field(default_factory=list)
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     num_accepted: int = 0
     num_rejected: int = 0
 
@@ -39,7 +39,7 @@ class Choice:
         self.finish_reason = addition.finish_reason
         self.logprobs += addition.logprobs
         self.steps += [addition.step] if addition.step else []
-        self.num_tokens += addition.num_tokens
+        self.tokens += addition.tokens
         self.num_accepted += addition.num_accepted
         self.num_rejected += addition.num_rejected
 
@@ -53,12 +53,19 @@ class Reply:
         prompt_lengths: Number of tokens of the prompt of each choice.
         num_per_prompt: Number of choices for each prompt, whose prompt is counted once.
         has_logprobs: Whether log probabilities were asked for.
+        has_token_ids: Whether token ids were asked for.
     """
 
     def __init__(
-        self, model: str, is_chat: bool, prompt_lengths: Sequence[int], num_per_prompt: int, has_logprobs: bool
+        self,
+        model: str,
+        is_chat: bool,
+        prompt_lengths: Sequence[int],
+        num_per_prompt: int,
+        has_logprobs: bool,
+        has_token_ids: bool = False,
     ) -> None:
-        self._is_chat, self._has_logprobs = is_chat, has_logprobs
+        self._is_chat, self._has_logprobs, self._has_token_ids = is_chat, has_logprobs, has_token_ids
         self._num_prompt_tokens = sum(prompt_lengths[::num_per_prompt])
         self.choices = [Choice() for _ in prompt_lengths]
         self._kind = "chat.completion" if is_chat else "text_completion"
@@ -68,15 +75,16 @@ class Reply:
     def add(self, index: int, addition: Addition) -> list[dict[str, Any]]:
         """Add what a step wrote to a choice, and return it as chunks of a stream."""
         choice = self.choices[index]
-        is_first, offset = not choice.num_tokens, sum(len(each.token) for each in choice.logprobs)
+        is_first, offset = not choice.tokens, sum(len(each.token) for each in choice.logprobs)
         choice.add(addition)
-        step = {"steps": [asdict(addition.step)]} if addition.step else {}
+        extra: dict[str, Any] = {"steps": [asdict(addition.step)]} if addition.step else {}
+        extra |= self._token_ids(addition.tokens)
         logprobs = {"logprobs": self._logprobs(addition.logprobs, offset)}
         if not self._is_chat:
             end = {"finish_reason": addition.finish_reason}
-            return [self._chunk([{"index": index, "text": addition.text, **logprobs, **end, **step}])]
+            return [self._chunk([{"index": index, "text": addition.text, **logprobs, **end, **extra}])]
         delta = ({"role": "assistant"} if is_first else {}) | {"content": addition.text}
-        chunks = [self._chunk([{"index": index, "delta": delta, **logprobs, "finish_reason": None, **step}])]
+        chunks = [self._chunk([{"index": index, "delta": delta, **logprobs, "finish_reason": None, **extra}])]
         if addition.finish_reason:
             end = {"finish_reason": addition.finish_reason}
             chunks.append(self._chunk([{"index": index, "delta": {}, "logprobs": None, **end}]))
@@ -95,7 +103,8 @@ class Reply:
                 text = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
             steps = {"steps": [asdict(step) for step in choice.steps]} if choice.steps else {}
             logprobs, reason = self._logprobs(choice.logprobs, 0), choice.finish_reason
-            choices.append({"index": index, **text, "logprobs": logprobs, "finish_reason": reason, **steps})
+            ids = self._token_ids(choice.tokens)
+            choices.append({"index": index, **text, "logprobs": logprobs, "finish_reason": reason, **steps, **ids})
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -103,7 +112,7 @@ class Reply:
         return {**self._head, "object": kind, "choices": choices}
 
     def _usage(self) -> dict[str, Any]:
-        num_tokens = sum(choice.num_tokens for choice in self.choices)
+        num_tokens = sum(len(choice.tokens) for choice in self.choices)
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "completion_tokens": num_tokens,
@@ -113,6 +122,9 @@ class Reply:
                 "rejected_prediction_tokens": sum(choice.num_rejected for choice in self.choices),
             },
         }
+
+    def _token_ids(self, tokens: list[int]) -> dict[str, list[int]]:
+        return {"token_ids": list(tokens)} if self._has_token_ids else {}
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> dict[str, Any] | None:
         """Log probabilities as the two routes write them.

@@ -70,7 +70,10 @@ class Message(_Fields):
 
 
 class GenerationFields(_Fields):
-    """Fields that both kinds of requests share; ``top_k``, ``use_drafter`` and ``include_steps`` are our own."""
+    """Fields that both kinds of requests share.
+
+    ``top_k`` and ``return_token_ids`` are vLLM's, ``use_drafter`` and ``include_steps`` our own.
+    """
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -82,6 +85,7 @@ class GenerationFields(_Fields):
     stop: StopString | Annotated[list[StopString], Field(max_length=4)] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
     use_drafter: bool = True
     include_steps: bool = False
 

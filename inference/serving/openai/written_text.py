@@ -64,7 +64,7 @@ class Addition:
 
     Args:
         text: Text that has become final. The end of a step's text may come with a later step.
-        num_tokens: Tokens that the step emitted, up to the one that completes a stop string.
+        tokens: Tokens that the step emitted, up to the one that completes a stop string.
         num_accepted: Draft tokens among them.
         num_rejected: Other draft tokens that were fed and could have been accepted.
         logprobs: An entry for each emitted token except an end-of-sequence token; empty if they were not asked for.
@@ -74,12 +74,17 @@ class Addition:
     """
 
     text: str
-    num_tokens: int
+    tokens: list[int]
     num_accepted: int
     num_rejected: int
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
     step: ShownStep | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of these tokens."""
+        return len(self.tokens)
 
 
 class StopScanner:
@@ -193,7 +198,7 @@ class TextWriter:
         num_accepted = min(cost.accepted, num_tokens)
         return Addition(
             text=text,
-            num_tokens=num_tokens,
+            tokens=emitted[:num_tokens],
             num_accepted=num_accepted,
             num_rejected=cost.fed_candidates - num_accepted,
             logprobs=[] if self._num_logprobs is None else self._logprobs(emitted[:num_tokens], self._num_logprobs),

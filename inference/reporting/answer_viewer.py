@@ -99,7 +99,7 @@ def _shown(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, A
         "answer": answer,
         "acceptance_length": acceptance_length(answer.turns),
         "turns": [
-            {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode else None}
+            {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode and turn.steps else None}
             for turn, is_ended in zip(answer.turns, answer.ended, strict=True)
         ],
     }

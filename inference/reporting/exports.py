@@ -109,6 +109,10 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
                 flat |= {f"acceptance_rate_{position}": rate["rate"]}
         elif key == "reasoning" and value:
             flat |= {f"acceptance_length_{part}": value[part]["acceptance_length"] for part in ("reasoning", "answer")}
+        elif key == "served" and value:
+            flat |= {name: value[name] for name in ("engine", "concurrency", "tokens_per_cpu_second", "cpu_speedup")}
+            for name in ("first_token", "inter_token"):
+                flat[f"{name}_p50"], flat[f"{name}_p95"] = value[name] or (None, None)
         elif value is None or isinstance(value, (int, float, str)):
             flat[key] = value
     return flat

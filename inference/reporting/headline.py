@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from inference.results.metrics import Summary
+from inference.results.served_figures import ServedFigures
 
 Summaries = Mapping[str, Mapping[str, Summary]]  # by benchmark and drafter
 
@@ -28,6 +29,8 @@ def headline(summaries: Summaries) -> str:
 
     It names one drafter only if the interval of its speed-up is apart from those of the others.
     """
+    if any(summary.served for by_drafter in summaries.values() for summary in by_drafter.values()):
+        return _served_headline(summaries)
     speeds = measured_speeds(summaries)
     if not speeds:
         only = next(iter(next(iter(summaries.values())).values()))
@@ -52,6 +55,31 @@ def headline(summaries: Summaries) -> str:
     return (
         f"{_listed(rivals)} are not apart: they write {what}, at {_listed([str(speeds[name]) for name in rivals])} its "
         f"speed, {_listed(lengths)} tokens per base forward, {over}."
+    )
+
+
+def _served_headline(summaries: Summaries) -> str:
+    """An evaluation in a server in one sentence: the fastest drafter, by each number of requests at once."""
+    every = [(s, s.served) for by_drafter in summaries.values() for s in by_drafter.values() if s.served]
+    engine, levels = every[0][1].engine, sorted({served.concurrency for _, served in every})
+    own: dict[str, list[tuple[Summary, ServedFigures]]] = {}
+    for summary, served in every:
+        if not summary.is_baseline:
+            own.setdefault(served.drafter, []).append((summary, served))
+    at_once = f"{_listed([str(level) for level in levels])} request{'' if levels == [1] else 's'} at once"
+    if not own:
+        speeds = [_geometric_mean([s.tokens_per_second for s, at in every if at.concurrency == n]) for n in levels]
+        written = _listed([f"{speed:.1f}" for speed in speeds])
+        return f"Only {every[0][1].drafter} was run in {engine}: {written} tokens per second with {at_once}."
+    best = max(own, key=lambda name: _geometric_mean([s.wall_speedup for s, _ in own[name]]))
+    times = [_geometric_mean([s.wall_speedup for s, at in own[best] if at.concurrency == level]) for level in levels]
+    identical, answers = sum(s.identical for s, _ in own[best]), sum(s.questions for s, _ in own[best])
+    what = "the same text as" if identical == answers else f"in {identical} of {answers} answers the same text as"
+    lengths = [s.acceptance_length for s, _ in own[best]]
+    accepted = f", {_geometric_mean(lengths):.1f} tokens per base forward" if all(lengths) else ""
+    return (
+        f"In {engine}, {best} writes {what} {name_of(own[best][0][0].baseline)}, at "
+        f"{_listed([f'{each:.2f}x' for each in times])} its tokens per second with {at_once}{accepted}."
     )
 
 
@@ -105,7 +133,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def name_of(baseline: str) -> str:
     """How sentences name a baseline."""
-    return "the base" if baseline == "none" else baseline
+    return "the base" if baseline.partition(" @ ")[0] == "none" else baseline
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float:

@@ -61,7 +61,8 @@ def metrics(summaries: Summaries) -> dict[str, float]:
     found: dict[str, float] = {}
     for benchmark, by_drafter in summaries.items():
         for drafter, summary in by_drafter.items():
-            numbers = {key: value for key, value in vars(summary).items() if isinstance(value, (int, float))}
+            values = vars(summary) | (vars(summary.served) if summary.served else {})
+            numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
             for key, value in {**numbers, **{f"quality {name}": of for name, of in summary.quality.items()}}.items():
                 parts = (NAME.sub("_", part).replace("/", "_") for part in (benchmark, drafter, key))
                 found["/".join(parts)] = float(value)

@@ -129,6 +129,7 @@ def _describe(
         ],
         "shown": choose_answers(results.summaries, results.answers, decode),
         "is_coloured": decode is not None,
+        "is_served": any(s.served for by_drafter in results.summaries.values() for s in by_drafter.values()),
     }
 
 

@@ -45,11 +45,12 @@ THEMES = {
 
 
 def choose_colours(summaries: Iterable[Summary]) -> Colours:
-    """Choose one colour for each drafter in all plots; the baseline is grey."""
-    baselines = {summary.drafter: summary.is_baseline for summary in summaries}
-    others = [drafter for drafter, is_baseline in baselines.items() if not is_baseline]
-    colours = {drafter: (PALETTE + FADED)[index % (2 * len(PALETTE))] for index, drafter in enumerate(others)}
-    return {drafter: colours.get(drafter, VANILLA_GREY) for drafter in baselines}
+    """Choose one colour for each drafter in all plots, whatever the number of requests; the baseline is grey."""
+    every = list(summaries)
+    families = {summary.drafter: summary.served.drafter if summary.served else summary.drafter for summary in every}
+    others = dict.fromkeys(families[summary.drafter] for summary in every if not summary.is_baseline)
+    colours = {family: (PALETTE + FADED)[index % (2 * len(PALETTE))] for index, family in enumerate(others)}
+    return {drafter: colours.get(family, VANILLA_GREY) for drafter, family in families.items()}
 
 
 def plot_speedup(summaries: Summaries, colours: Colours) -> Figure:
@@ -152,6 +153,39 @@ def plot_budget(summaries: Summaries, colours: Colours) -> Figure:
     return figure
 
 
+def plot_concurrency(summaries: Summaries, colours: Colours) -> Figure:
+    """A line for each drafter: its tokens per second / the baseline's, by the number of requests at once.
+
+    Where the CPU time of the server is known, a second panel compares tokens per CPU second.
+    """
+    lines: dict[str, list[Summary]] = {}
+    for summary in summaries.values():
+        if summary.served and not summary.is_baseline:
+            lines.setdefault(summary.served.drafter, []).append(summary)
+    has_cpu = any(s.served.cpu_speedup for own in lines.values() for s in own if s.served)
+    figure = Figure(figsize=(5.6, 4.6 if has_cpu else 3.2), layout="constrained")
+    panels = list(figure.subplots(1 + has_cpu, 1, sharex=True, squeeze=False)[:, 0])
+    panels[0].set_title("Speed-up by requests at once")
+    levels = sorted({s.served.concurrency for s in summaries.values() if s.served})
+    for drafter, own in lines.items():
+        own = sorted(own, key=lambda s: s.served.concurrency if s.served else 0)
+        places, colour = [s.served.concurrency for s in own if s.served], colours[own[0].drafter]
+        measured = [[s.wall_speedup for s in own], [s.served.cpu_speedup for s in own if s.served]]
+        for axes, values in zip(panels, measured, strict=False):
+            axes.plot(places, [math.nan if v is None else v for v in values], color=colour, label=drafter, marker="o")
+    for axes, label in zip(panels, ("tokens/s", "tokens per CPU second"), strict=False):
+        axes.axhline(1, color=matplotlib.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_ylabel(f"{label},\n× the baseline's")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="both")
+    panels[-1].set_xscale("log", base=2)
+    panels[-1].set_xticks(levels, list(map(str, levels)))
+    panels[-1].minorticks_off()
+    panels[-1].set_xlabel("requests at once; dashed: the baseline")
+    legend_below(figure)
+    return figure
+
+
 def budgets(summaries: Summaries) -> dict[str, list[str]]:
     """Drafters whose specs differ only in `BUDGET_ARGUMENTS`, by their common spec; at least two of each."""
     families: dict[str, list[str]] = {}
@@ -174,12 +208,19 @@ PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
     "budget": plot_budget,
     "positions": partial(plot_lengths, kind="by_position", of="position in the context"),
     "prompts": partial(plot_lengths, kind="by_prompt", of="length of the prompt"),
+    "concurrency": plot_concurrency,
 }
 
 
 def applicable(summaries: Summaries) -> list[str]:
     """The names of the plots that have something to show."""
+    is_served = any(s.served for s in summaries.values())
     conditions = {
+        "speedup": not is_served,
+        "phases": not is_served,
+        "depths": not is_served or any(s.acceptance_by_depth for s in summaries.values()),
+        "acceptance": not is_served or any(s.acceptance_length for s in summaries.values()),
+        "concurrency": is_served and not all(s.is_baseline for s in summaries.values()),
         "categories": max(len(s.by_category) for s in summaries.values()) > 1,
         "budget": bool(budgets(summaries)),
         "positions": any(len(length_ranges(summary, "by_position")) > 1 for summary in summaries.values()),

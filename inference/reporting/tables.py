@@ -34,10 +34,14 @@ COLUMNS = (
     ("wall speed-up", lambda s: number(s.wall_speedup, unit="×")),
     ("noise", lambda s: _percent(s.noise if s.timing_error is None else None)),
     ("tokens/s", lambda s: number(s.tokens_per_second, places=1)),
+    ("tokens/CPU s", lambda s: number(s.served and s.served.tokens_per_cpu_second, places=1)),
+    ("CPU speed-up", lambda s: number(s.served and s.served.cpu_speedup, unit="×")),
+    ("first token, ms", lambda s: _milliseconds(s.served and s.served.first_token)),
+    ("inter-token, ms", lambda s: _milliseconds(s.served and s.served.inter_token)),
     ("fed tokens/step", lambda s: number(s.fed_per_step, places=1)),
     ("of them scratch", lambda s: number(s.scratch_per_step, places=1)),
     ("draft forwards/step", lambda s: number(s.draft_forwards_per_step, places=1)),
-    ("CPU ms/token", lambda s: number(s.cpu_seconds and s.tokens and 1000 * s.cpu_seconds / s.tokens)),
+    ("CPU ms/token", lambda s: number(_cpu_milliseconds(s))),
     ("peak MiB", lambda s: number(None if s.peak_bytes is None else s.peak_bytes / 2**20, places=0)),
     ("identical answers", lambda s: _identical(s)),
 )
@@ -61,12 +65,15 @@ MEANINGS = {
     "in reasoning": "In reasoning, in the answer: acceptance length inside and outside of the template's marks.",
     "timing error": "Timing error: half of the 95 % interval that timing leaves the speed-up on these questions.",
     "wall speed-up": "Wall speed-up: by the clock.",
+    "tokens/CPU s": "Tokens/CPU s: by the CPU time of all processes of the server.",
+    "first token, ms": "First token: from a request to the first token of its answer, median / 95th percentile.",
+    "inter-token, ms": "Inter-token: between two tokens; those that arrive together divide the time before equally.",
     "noise": "Noise: standard deviation of the wall speed-up between runs, where the timing error is unknown.",
     "CPU ms/token": "CPU: of all threads; small, wall time / CPU time of the decoding thread if it waited for a core.",
 }
 TERMINAL_COLUMNS = (
     *("drafter", "acceptance length", "speed-up", "wall speed-up", "tokens/s", "fed tokens/step"),
-    "identical answers",
+    *("tokens/CPU s", "inter-token, ms", "identical answers"),
 )
 DRAFT_TOKENS = "Draft tokens, and the share of steps that accept the draft token at position 1, 2, ..."
 DRAFT_LEGEND = (
@@ -233,8 +240,14 @@ def overview_rows(summaries: Summaries) -> tuple[list[str], list[Row]]:
 def _length_and_speedup(name: str, measured: Sequence[Summary | CategorySummary | None]) -> Row:
     """A row with acceptance length and speed-up of each drafter; the longest acceptance length is bold."""
     best = _best([summary.acceptance_length if summary else None for summary in measured])
-    cells = [f"{number(m.acceptance_length)} {number(m.speedup, unit='×')}" if m else "–" for m in measured]
+    cells = [f"{number(m.acceptance_length)} {number(_speedup(m), unit='×')}" if m else "–" for m in measured]
     return Row([name, *cells], set() if best is None else {best + 1})
+
+
+def _speedup(summary: Summary | CategorySummary) -> float | None:
+    """The speed-up, which a server has by wall time only."""
+    is_served = isinstance(summary, Summary) and summary.served is not None
+    return summary.wall_speedup if is_served else summary.speedup
 
 
 def footnotes(by_drafter: Mapping[str, Summary]) -> list[str]:
@@ -266,6 +279,18 @@ def _small(summary: Summary, heading: str, ended: Mapping[str, str]) -> str:
 def _waiting(core_share: float | None) -> str:
     """Wall time / CPU time of the decoding thread, if it waited for a core."""
     return f"wall/CPU {1 / core_share:.2f}" if core_share and core_share < MIN_CORE_SHARE else ""
+
+
+def _milliseconds(bounds: Sequence[float] | None) -> str:
+    """Format the median and the 95th percentile of some seconds."""
+    return " / ".join(number(1000 * seconds, places=int(seconds < 0.01)) for seconds in bounds) if bounds else "–"
+
+
+def _cpu_milliseconds(summary: Summary) -> float | None:
+    """CPU time per token; of a server, its inverse has a column of its own."""
+    if not summary.cpu_seconds or not summary.tokens or summary.served:
+        return None
+    return 1000 * summary.cpu_seconds / summary.tokens
 
 
 def _percent(share: float | None) -> str:

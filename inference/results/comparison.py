@@ -102,6 +102,12 @@ def differing_conditions(before: EvaluationResults, after: EvaluationResults) ->
 
 def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pairing]:
     found = []
+    for results in (before, after):
+        if any(summary.served for by_drafter in results.summaries.values() for summary in by_drafter.values()):
+            raise ValueError(
+                f"{results.name} was measured in a server, which tells no steps: compare the tables of both, "
+                "drafters report FOLDER OTHER --out PAGE"
+            )
     for benchmark in before.summaries:
         if benchmark not in after.summaries:
             continue

@@ -15,13 +15,14 @@ from inference.results.draft_figures import DraftFigures, acceptance_by_depth, d
 from inference.results.length_figures import LengthFigures, LengthSeconds, length_figures
 from inference.results.reasoning_figures import ReasoningFigures
 from inference.results.records import Answer, Turn
+from inference.results.served_figures import ServedFigures
 from inference.results.step_times import TypicalTimes, timing_error
 
 # Fields of `Summary` and `CategorySummary` that contain times or memory; all others are the same in every run.
 MEASURED = {
     *("seconds", "tokens_per_second", "speedup", "speedup_interval", "timing_error"),
     *("wall_speedup", "wall_speedup_interval", "speedup_median", "noise"),
-    *("phase_seconds", "typical_seconds", "cpu_seconds", "core_share", "peak_bytes", "length_seconds"),
+    *("phase_seconds", "typical_seconds", "cpu_seconds", "core_share", "peak_bytes", "length_seconds", "served"),
 }
 
 Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
@@ -60,8 +61,7 @@ class CategorySummary:
 class Summary:
     """One drafter compared with the baseline on the same questions with the same length cap.
 
-    A ratio whose denominator is zero is None. Intervals are 95 % confidence intervals of `intervals.interval`, obtained
-    by resampling the questions.
+    A ratio whose denominator is zero is None. Intervals are 95 % confidence intervals over questions, see `intervals`.
 
     Args:
         drafter: Name of the drafter.
@@ -73,9 +73,8 @@ class Summary:
         seconds: Wall time of all answers.
         acceptance_length: Emitted tokens / base forwards, prefill excluded, over all questions (micro average).
         acceptance_interval: Interval of the acceptance length.
-        acceptance_length_with_prefill: Emitted tokens / base forwards, counting the prefill and the token it emits. The
-            Self-Draft paper calls it decoding efficiency; Ouroboros (Definition C.1) calls it block efficiency, the
-            speed-up if drafting took no time.
+        acceptance_length_with_prefill: Emitted tokens / base forwards, counting the prefill and the token it emits: the
+            block efficiency of Ouroboros (Definition C.1), and what Self-Draft calls decoding efficiency.
         acceptance_length_mean: Mean over questions of the acceptance length of each, prefill excluded.
         acceptance_mean_interval: Interval of that mean.
         acceptance_length_ended: Acceptance length over the turns that ended with an end-of-sequence token.
@@ -107,6 +106,7 @@ class Summary:
             versions.
         length_seconds: Median times of the same steps.
         reasoning: What was accepted in reasoning and in the rest of the answers, where the template's marks occur.
+        served: What only a server has; None for answers of our own decoding loop.
     """
 
     drafter: str
@@ -146,6 +146,7 @@ class Summary:
     lengths: LengthFigures | None = None
     length_seconds: LengthSeconds | None = None
     reasoning: ReasoningFigures | None = None
+    served: ServedFigures | None = None
 
     @property
     def is_baseline(self) -> bool:
@@ -166,7 +167,7 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     """
     if not answers:
         raise ValueError("no answers to summarise: did the run decode any question?")
-    pairs = _pair(answers, baseline)
+    pairs = pair_answers(answers, baseline)
     turns, base_turns = _turns(answers), _turns(base for _, base in pairs)
     steps = decode_steps(turns)
     lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
@@ -286,7 +287,7 @@ def noise(repeats: Sequence[Repeat]) -> float | None:
         return intervals.relative_deviation(known) if len(known) == len(speeds) else None
     pairs = [
         (seconds_per_step(answer.turns), 1.0 if is_baseline else seconds_per_step(base.turns))
-        for answer, base in _pair(*repeats[0])
+        for answer, base in pair_answers(*repeats[0])
     ]
     return intervals.standard_error([own / base for own, base in pairs if own and base])
 
@@ -295,6 +296,15 @@ def seconds_per_step(turns: Sequence[Turn]) -> float | None:
     """Mean time of a step, prefill excluded."""
     steps = decode_steps(turns)
     return _ratio(sum(sum(step.seconds) for step in steps), len(steps))
+
+
+def pair_answers(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Pair each answer with the baseline's to the same question; raises ValueError if one is missing."""
+    by_id = {base.question_id: base for base in baseline}
+    missing = [answer.question_id for answer in answers if answer.question_id not in by_id]
+    if missing:
+        raise ValueError(f"the baseline has no answer to question {missing[0]}: decode the same questions with both")
+    return [(answer, by_id[answer.question_id]) for answer in answers]
 
 
 def _summarise_category(pairs: Sequence[TimedPair]) -> CategorySummary:
@@ -320,14 +330,6 @@ def _speedup_interval(pairs: Sequence[TimedPair]) -> tuple[float, float] | None:
 
 def _interval(rows: Sequence[Sequence[float]], powers: Sequence[int]) -> tuple[float, float] | None:
     return intervals.interval(list(zip(*rows, strict=True)), powers) if rows else None
-
-
-def _pair(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
-    by_id = {base.question_id: base for base in baseline}
-    missing = [answer.question_id for answer in answers if answer.question_id not in by_id]
-    if missing:
-        raise ValueError(f"the baseline has no answer to question {missing[0]}: decode the same questions with both")
-    return [(answer, by_id[answer.question_id]) for answer in answers]
 
 
 def _turns(answers: Iterable[Answer]) -> list[Turn]:

@@ -29,6 +29,8 @@ class Turn:
         seconds: Wall time of the turn.
         cpu_seconds: CPU time of the decoding thread up to the end of each step, from that of the one before or from the
             start of the turn; empty if it was not measured, as on a GPU.
+        arrivals: If a server wrote the turn, the seconds from the request to each of its events, and the number of
+            tokens that came with it (0 if the server does not say). The turn then has no steps.
     """
 
     text: str
@@ -37,6 +39,7 @@ class Turn:
     steps: list[StepCost]
     seconds: float
     cpu_seconds: list[float] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "index": 0,
         "turns": [turn.text for turn in turns],
         "token_ids": [list(turn.token_ids) for turn in turns],
-        "idxs": [len(turn.steps) - 1 for turn in turns],
+        "idxs": [len(turn.steps) - 1 if turn.steps else None for turn in turns],
         "new_tokens": [len(turn.token_ids) for turn in turns],
         "wall_time": [round(turn.seconds, 7) for turn in turns],
         "accept_lengths": [step.emitted for turn in turns for step in turn.steps[1:]],
@@ -104,6 +107,8 @@ def to_json(answer: Answer) -> dict[str, Any]:
         "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
         "decodings": answer.decodings,
     }
+    if any(turn.arrivals for turn in turns):
+        choice["arrivals"] = [[(round(seconds, 7), count) for seconds, count in turn.arrivals] for turn in turns]
     return {
         "question_id": answer.question_id,
         "answer_id": f"{answer.drafter}-{answer.question_id}",
@@ -123,7 +128,7 @@ def from_json(record: dict[str, Any]) -> Answer:
     try:
         choice = record["choices"][0]
         columns = [choice[key] for key in ("turns", "token_ids", "prompt_tokens", "steps", "wall_time")]
-        columns.append(choice.get("step_cpu_times", [[]] * len(columns[0])))
+        columns += [choice.get(key, [[]] * len(columns[0])) for key in ("step_cpu_times", "arrivals")]
         turns = [
             {
                 "text": text,
@@ -132,8 +137,9 @@ def from_json(record: dict[str, Any]) -> Answer:
                 "steps": [_step_from_json(row) for row in steps],
                 "seconds": seconds,
                 "cpu_seconds": cpu_seconds,
+                "arrivals": arrivals,
             }
-            for text, token_ids, prompt_tokens, steps, seconds, cpu_seconds in zip(*columns, strict=True)
+            for text, token_ids, prompt_tokens, steps, seconds, cpu_seconds, arrivals in zip(*columns, strict=True)
         ]
         # Answers of older runs have none of these.
         measured = {name: choice.get(name) for name in ("peak_bytes", "core_share")}

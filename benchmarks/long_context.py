@@ -25,9 +25,10 @@ from drafters import DraftTree, LearnedDrafter, Limits, RequiredOutputs, StepRes
 from inference.engine.base import BaseInfo, load_base, load_base_info
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
-from inference.evaluation.evaluate import decode
+from inference.evaluation.conclusion import write_results
+from inference.evaluation.evaluate import decode, outcome_of
 from inference.evaluation.plan import EvaluationPlan
-from inference.evaluation.results_folder import results_folder, write_results
+from inference.evaluation.results_folder import results_folder
 from inference.registry import catalogue
 from inference.reporting import report
 from inference.reporting.answer_viewer import Decode
@@ -87,12 +88,11 @@ def long_context(
         threads=threads,
         repeats=1,
     )
-    results = results_folder(str(folder / "results"), False, plan)
+    results = results_folder(str(folder / "results"), False, plan.settings)
     assert results is not None
-    answers, _ = decode(plan, results, overwrite=False)
-    summaries, to_text = answers.summaries(), cast("Decode", reader.tokenizer.decode)
-    page = write_results(results, answers, summaries, [], answers.machine.warnings(), to_text)
-    for part in report.table(summaries):
+    outcome = outcome_of(*decode(plan, results, overwrite=False))
+    page = write_results(results, outcome, cast("Decode", reader.tokenizer.decode))
+    for part in report.table(outcome.summaries):
         SafeConsole().print(part)
     longest = list(reader.tokenizer(questions[-1].turns[0]).input_ids)
     tables = [_draft_table(plan, lengths), _prefill_table(str(stretched), longest, prefill_chunks)]

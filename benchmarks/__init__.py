@@ -10,6 +10,8 @@ Each module feeds a page:
 - docs/results/ctc.md: `learned_drafters`, `ctc.paper_table2` (Table 2 of the CTC paper), `ctc.loss_memory` (memory and
   time of the losses), `ctc.tree_building` (time to build a draft tree), `ctc.draft_vocabulary` (CPU time of a draft
   with a part of a large vocabulary)
+- docs/results/serving.md: `serving.vllm_drafters` (drafters in vLLM beside vLLM alone; needs its
+  environment), `serving.batched_drafts` (CPU time of the drafts of a batch)
 - docs/results/sampled_drafts.md: `sampled_drafts` (chi-squared of sampled texts with drafters that sample)
 - docs/results/sampling.md: `sampled_decoding` (sampled decoding with every drafter)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base)

@@ -14,6 +14,7 @@ from benchmarks import (
     training_speed,
 )
 from benchmarks.ctc import draft_vocabulary, loss_memory, tree_building
+from benchmarks.serving import batched_drafts
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from drafters.learned.ctc import prefix_search
 from inference.compiled import step
@@ -103,6 +104,14 @@ def test_a_different_text_stops_the_comparison(make_base):
     with pytest.raises(ValueError, match="another text"):
         against_transformers._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 9]}, "vanilla", "float32")
     assert against_transformers._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 8]}, "vanilla", "float32") == []
+
+
+def test_batched_drafts_in_small(tmp_path):
+    out, sizes = tmp_path / "out.md", {"vocab_size": 90, "num_frames": 4, "top_k": 3, "markov_rank": 2}
+    batched_drafts.batched_drafts([1, 3], **sizes, num_tokens=3, base="", repeats=2, out=str(out))
+    found = [row for row in rows(out.read_text()) if row[0] in batched_drafts.SEARCHES]
+    assert [row[:2] for row in found] == [[name, size] for name in batched_drafts.SEARCHES for size in ("1", "3")]
+    assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
 
 
 @pytest.mark.slow

@@ -1,0 +1,286 @@
+"""Drafters inside vLLM: texts, steps of the base, and tokens per CPU second beside vLLM without a drafter.
+
+It needs vLLM's environment, and the variables that `make test-engines` sets.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import process_time as clock
+from typing import Any, cast
+
+import torch
+
+from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, run_command, show
+from data import benchmarks
+from drafters import checkpoint
+from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.protocol import Drafter, LearnedDrafter
+from drafters.registry import registered
+from inference.api.prompts import encode_messages
+from inference.engine.base import Base, load_base
+from inference.engine.runner import Runner
+from inference.engine.session import Session
+from inference.registry import catalogue
+from inference.serving.vllm.served_drafter import ServedBase, chain_builder, read_parallel, spec_of
+
+ROOM = "inference.serving.vllm"
+NONE = "none"
+BLOCK_SIZE = 32
+HEADINGS = ["drafter", "batch", "= vLLM", "= generate", "base steps", "own chain", "acceptance", "tok / CPU s", "ratio"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter in vLLM and in this project's engine.
+
+    Args:
+        engine_options: What vLLM gets to run it.
+        build: Builds the same chain drafter for this project's engine.
+    """
+
+    engine_options: dict[str, Any]
+    build: Callable[[], Drafter]
+
+
+@dataclass
+class Run:
+    """What one engine did with all prompts.
+
+    Args:
+        texts: Token ids of the answers.
+        num_steps: Forwards of the base after the prefills, summed over the requests.
+        seconds: CPU seconds of each repeat.
+    """
+
+    texts: list[list[int]]
+    num_steps: int
+    seconds: list[float]
+
+
+def vllm_drafters(
+    drafter: list[str],
+    base: str = "checkpoints/tiny-chat",
+    prompts: int = 24,
+    max_new_tokens: int = 128,
+    num_tokens: int = 6,
+    batches: list[int] = [1, 8],  # noqa: B006
+    repeats: int = 1,
+    out: str | None = None,
+) -> None:
+    """Decode greedily in vLLM in float32, with each drafter and without one, all in one process and in turns.
+
+    Args:
+        drafter: Drafters, as "[ctc=FOLDER,'joint:runner_up=0']": CTC, block, drafters that read only tokens, and
+            Medusa, EAGLE and EAGLE-3, which are exported for vLLM's own methods.
+        base: Folder of the base.
+        prompts: Number of prompts, from the project's own benchmark.
+        max_new_tokens: Largest number of tokens of an answer.
+        num_tokens: Largest number of draft tokens per step; Medusa drafts at most one per head.
+        batches: Numbers of requests that run at the same time. All prompts are queued at once for the largest, and for
+            the others as many as run together.
+        repeats: Runs of every drafter, which take turns.
+        out: Markdown file to write the tables to.
+    """
+    if min(prompts, max_new_tokens, num_tokens, repeats, *batches) < 1:
+        raise ValueError("prompts, max_new_tokens, num_tokens, batches and repeats must be at least 1")
+    loaded = load_base(base, "float32", torch.device("cpu"))
+    questions = benchmarks.load_questions("embedded", limit=prompts)
+    asked = [encode_messages(loaded, [("user", question.turns[0])], "tokenizer") for question in questions]
+    expected = _generate(loaded, asked, max_new_tokens)
+    with TemporaryDirectory() as scratch:
+        specs = {name: spec_of(spec) for name, spec in catalogue.labels(drafter).items()}
+        arms = {name: _arm(spec, loaded, num_tokens, Path(scratch) / name) for name, spec in specs.items()}
+        options = {NONE: {}, **{name: arm.engine_options for name, arm in arms.items()}}
+        of_vllm = [name for name, own in options.items() if own and "additional_config" not in own]
+        if of_vllm[1:] or (of_vllm and of_vllm[0] != list(options)[-1]):
+            raise ValueError(
+                f"{of_vllm[0]} runs by a method of vLLM's own, which counts for the last engine: pass it last"
+            )
+        sizes = max_new_tokens, max(batches), repeats
+        runs = call_in_new_process(_serve, loaded.name, options, asked, batches, sizes)
+    own_steps = {NONE: sum(map(len, expected)) - prompts}
+    own_steps |= {
+        name: _count_own_steps(loaded, arm.build, asked, expected, max_new_tokens) for name, arm in arms.items()
+    }
+    table = ResultTable(f"{loaded.name} in vLLM, float32, greedy", HEADINGS)
+    for batch in batches:
+        alone = runs[batch, NONE]
+        for name in options:
+            run = runs[batch, name]
+            equal = [f"{_num_equal(run.texts, texts)}/{prompts}" for texts in (alone.texts, expected)]
+            acceptance = (sum(map(len, run.texts)) - prompts) / run.num_steps
+            speed = sum(map(len, run.texts)) / median(run.seconds)
+            ratio = median(before / after for before, after in zip(alone.seconds, run.seconds, strict=True))
+            cells = [name, str(batch), *equal, str(run.num_steps), str(own_steps[name])]
+            table.rows.append([*cells, f"{acceptance:.3f}", f"{speed:.0f}", f"{ratio:.2f}×"])
+    table.notes += [
+        f"{prompts} prompts, at most {max_new_tokens} tokens each, chains of up to {num_tokens} tokens; = vLLM and "
+        "= generate: answers that equal those of vLLM without a drafter and of transformers' generate token for token; "
+        "base steps = forwards after the prefill, summed over the requests; own chain = the same of this project's "
+        "engine with the same chain drafter, new for every text; acceptance = tokens per base step.",
+        f"tok / CPU s = tokens per CPU second of the process, prefills included: the median of {repeats} runs, in "
+        "which all drafters and vLLM alone take turns in one process; ratio = to vLLM alone in the same turn.",
+    ]
+    show([table], torch.device("cpu"), out)
+
+
+def _num_equal(texts: list[list[int]], others: list[list[int]]) -> int:
+    return sum(text == other for text, other in zip(texts, others, strict=True))
+
+
+# ---- this project's engine, and transformers
+
+
+def _generate(base: Base, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """What transformers' own `generate` writes after each prompt, the end-of-sequence token included."""
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        (text,) = base.greedy(ids, torch.ones_like(ids), num_tokens).tolist()
+        end = next((place for place, token in enumerate(text) if token in base.eos), len(text))
+        texts.append(text[: end + 1])
+    return texts
+
+
+def _count_own_steps(
+    base: Base, build: Callable[[], Drafter], prompts: list[list[int]], expected: list[list[int]], num_tokens: int
+) -> int:
+    """Steps after the prefills that this project's engine needs for the same texts."""
+    runner, num_steps = Runner(base), 0
+    for prompt, text in zip(prompts, expected, strict=True):
+        session = Session(runner, build())
+        session.begin(prompt)
+        steps = list(session.steps(len(prompt) + num_tokens, base.eos, drafts_at_once=False))
+        assert [token for emitted, _ in steps for token in emitted] == text
+        num_steps += len(steps) - 1
+    return num_steps
+
+
+def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
+    """How vLLM and this project's engine run a drafter; Medusa, EAGLE and EAGLE-3 are exported first."""
+    name, folder, text = catalogue.split(spec)
+    served = ServedBase(base.name, base.tokenizer, base.shape)
+    learned = registered()[name].learned_class
+    if learned is None:
+        build = chain_builder(spec, served, num_tokens)
+        return Arm(_custom("text_proposer.TextProposer", spec, num_tokens), build)
+    if issubclass(learned, ParallelDrafter):
+        path, config = read_parallel(spec, served, num_tokens)
+        options = _custom("parallel_proposer.ParallelProposer", spec, num_tokens)
+    else:
+        config = catalogue.learned_config(name, learned, folder, text, base)
+        path, draft = Path(folder or ""), config.init_args["draft"]
+        draft["tree"] = "chain"
+        if "depth" in draft:
+            draft["depth"] = num_tokens
+        else:
+            num_tokens = min(num_tokens, config.init_args["heads"]["num_heads"])
+        run_command(["export", str(path), str(exported), "--format", "vllm", "--dtype", "float32"])
+        speculative = {"method": name, "model": str(exported), "num_speculative_tokens": num_tokens}
+        options = {"speculative_config": speculative}
+    drafter = cast(LearnedDrafter, checkpoint.load(path, config=config)[0])
+    drafter.attach_base_weights(base.base_weights)
+    return Arm(options, lambda: drafter)
+
+
+def _custom(proposer: str, spec: str, num_tokens: int) -> dict[str, Any]:
+    method = {"method": "custom_class", "model": f"{ROOM}.{proposer}", "num_speculative_tokens": num_tokens}
+    return {"speculative_config": method, "additional_config": {"drafter": spec, "greedy_only": True}}
+
+
+# ---- vLLM, in a process of its own
+
+
+def _serve(
+    base: str,
+    options_of: dict[str, dict[str, Any]],
+    prompts: list[list[int]],
+    batches: Sequence[int],
+    sizes: tuple[int, int, int],
+) -> dict[tuple[int, str], Run]:
+    """Decode the prompts with each engine, in turns, for each batch size."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, whose CPU time is measured
+    num_tokens, largest_batch, repeats = sizes
+    length = max(map(len, prompts)) + num_tokens + BLOCK_SIZE  # and room for drafts
+    common = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": largest_batch,
+        "max_model_len": length,
+        "num_gpu_blocks_override": (largest_batch + 1) * (length // BLOCK_SIZE + 2),
+        "enable_prefix_caching": False,  # each repeat reads the prompts again
+        "disable_log_stats": False,
+    }
+    with _llvmlite_unseen():
+        from vllm import LLM, SamplingParams
+
+        engines = {name: LLM(base, **common, **options) for name, options in options_of.items()}
+    params = SamplingParams(temperature=0, max_tokens=num_tokens)
+
+    def decode(name: str, batch: int) -> tuple[list[list[int]], float]:
+        groups = (
+            [prompts] if batch == largest_batch else [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
+        )
+        texts: list[list[int]] = []
+        started = clock()
+        for group in groups:
+            _forget(engines[name])
+            given = [{"prompt_token_ids": prompt} for prompt in group]
+            answers = engines[name].generate(given, params, use_tqdm=False)
+            texts += [list(answer.outputs[0].token_ids) for answer in answers]
+        return texts, clock() - started
+
+    for llm in engines.values():  # the first tokens are slow
+        llm.generate([{"prompt_token_ids": prompts[0]}], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    runs: dict[tuple[int, str], Run] = {}
+    for _, item, name in alternate(list(engines), len(batches), repeats, "vLLM"):
+        batch, before = batches[item], _count_steps(engines[name])
+        texts, seconds = decode(name, batch)
+        num_steps = _count_steps(engines[name]) - before
+        if hasattr(_proposer(engines[name]), "num_drafts"):
+            num_steps -= len(prompts)  # it is also asked after each prefill
+        run = runs.setdefault((batch, name), Run(texts, num_steps or sum(map(len, texts)) - len(texts), []))
+        assert texts == run.texts, "greedy decoding repeats itself"
+        run.seconds.append(seconds)
+    return runs
+
+
+def _proposer(llm: Any) -> Any:
+    return getattr(llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+
+
+def _count_steps(llm: Any) -> int:
+    """Chains asked for so far; vLLM's own methods are counted by vLLM. 0 without a drafter."""
+    if hasattr(_proposer(llm), "num_drafts"):
+        return _proposer(llm).num_drafts
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_drafts")
+
+
+def _forget(llm: Any) -> None:
+    """Drop what drafters that read only tokens remember, so that their steps do not depend on the prompts before."""
+    followers = getattr(_proposer(llm), "followers", None)
+    if followers is not None:
+        followers.forget()
+
+
+@contextmanager
+def _llvmlite_unseen() -> Iterator[None]:
+    """Hide a module of numba's from vLLM 0.32, which looks at the attributes of every module and fails at one of it."""
+    hidden = sys.modules.pop("llvmlite.binding.ffi")
+    try:
+        yield
+    finally:
+        sys.modules["llvmlite.binding.ffi"] = hidden
+
+
+if __name__ == "__main__":
+    main(vllm_drafters)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time as clock
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from benchmarks.harness import ResultTable, alternate, call_in_new_process, main
 from data import benchmarks
 from drafters import checkpoint
 from drafters.learned.parallel.drafter import ParallelDrafter
-from drafters.protocol import Drafter, LearnedDrafter
+from drafters.protocol import Drafter
 from drafters.registry import registered
 from inference.api.prompts import encode_messages
 from inference.engine.base import Base, load_base
@@ -186,7 +186,7 @@ def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
         run_command(["export", str(path), str(exported), "--format", "vllm", "--dtype", "float32"])
         speculative = {"method": name, "model": str(exported), "num_speculative_tokens": num_tokens}
         options = {"speculative_config": speculative}
-    drafter = cast(LearnedDrafter, checkpoint.load(path, config=config)[0])
+    drafter = checkpoint.load(path, config=config)[0]
     drafter.attach_base_weights(base.base_weights)
     return Arm(options, lambda: drafter)
 

@@ -68,10 +68,13 @@ def batched_drafts(
             logits, roots = _frames(drafter, size)
             arms[name, size, ALONE] = (
                 lambda d=drafter, z=logits, r=roots: [  # type: ignore[misc]
-                    d.trees_of(z[row : row + 1], r[row : row + 1], weights, limits)[0] for row in range(len(r))
+                    d.trees_of(z[row : row + 1], r[row : row + 1], d.output(weights), limits)[0]
+                    for row in range(len(r))
                 ]
             )
-            arms[name, size, TOGETHER] = lambda d=drafter, z=logits, r=roots: d.trees_of(z, r, weights, limits)  # type: ignore[misc]
+            arms[name, size, TOGETHER] = lambda d=drafter, z=logits, r=roots: d.trees_of(
+                z, r, d.output(weights), limits
+            )  # type: ignore[misc]
     with torch.inference_mode():
         steps = {size: _step_seconds(base, vocab_size, size * (num_tokens + 1)) for size in batches} if base else {}
         seconds: dict[tuple[str, int, str], list[float]] = {arm: [] for arm in arms}

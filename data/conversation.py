@@ -1,26 +1,26 @@
-"""Parses conversations, renders them with a chat template and marks the assistant's tokens in a loss mask."""
+"""Parses conversations, and encodes them with a chat template into tokens and their loss mask."""
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
+from data.files.bounded_json import MalformedJSON, parse_json
+from data.loss_mask import REASONING, mask_without_marks, render
 from data.reasoning import with_thinking
-from data.time_limit import time_limit
 from data.tokenizer import short_hash, tokenizer_hash
 
 if TYPE_CHECKING:
-    from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-ROLES = {"human": "user", "user": "user", "system": "system"}
+ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool"}
 ROLES |= dict.fromkeys(["gpt", "chatgpt", "assistant", "model", "bard", "bing", "claude"], "assistant")
-
-TEMPLATE_SECONDS = 5.0  # for one conversation; the sandbox of transformers bounds one loop, not loops in loops
+# The roles that may come after a message; an assistant's message is a call of tools or an answer.
+FOLLOWING = {"": "user", "user": "assistant", "call": "tool", "tool": "tool assistant", "answer": "user"}
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
@@ -74,19 +74,28 @@ class RecordedTokens:
 class Conversation:
     """The messages of a conversation: an optional system message, then user and assistant turns in alternation.
 
+    Between a user's turn and the answer, the assistant may call tools, whose results are messages of their own.
+
     Args:
         id: Name of the conversation in its file.
-        messages: (role, text) pairs; a role is "system", "user" or "assistant".
+        messages: (role, text) pairs; a role is "system", "user", "assistant" or "tool".
         recorded: The tokens of the conversation, if the record holds them. They are used instead of the messages.
+        details: What messages have besides their text, by index: reasoning, ``tool_calls``, ``tool_call_id``, ``name``.
+        tools: Descriptions of the tools that the assistant may call.
     """
 
     id: str
     messages: tuple[tuple[str, str], ...]
     recorded: RecordedTokens | None = None
+    details: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
 
-    def as_dicts(self) -> list[dict[str, str]]:
+    def as_dicts(self) -> list[dict[str, Any]]:
         """Return the messages as the dicts that chat templates read."""
-        return [{"role": role, "content": text} for role, text in self.messages]
+        return [
+            {"role": role, "content": text} | self.details.get(index, {})
+            for index, (role, text) in enumerate(self.messages)
+        ]
 
 
 def parse(record: object, index: int, requires_answers: bool = True) -> Conversation:
@@ -95,6 +104,9 @@ def parse(record: object, index: int, requires_answers: bool = True) -> Conversa
     A single exchange may also be given as `question` and `answer` (GSM8K) or as `instruction`, `input` and `output`
     (Alpaca; `response` is read like `output`), and several as a `history` of `user` and `bot` (MT-Bench-101). Records
     written by `drafters regenerate` also hold their tokens: `input_ids`, `loss_mask`, `tokenizer` and `template`.
+
+    In OpenAI form, an assistant's message may hold its reasoning (`reasoning_content`, `reasoning` or `thinking`) and
+    `tool_calls`, whose results are messages with the role `tool`; the record's `tools` describe the tools.
 
     Assistant turns before the first user turn are dropped, as in FastChat. A key whose value is null counts as missing,
     because parquet fills missing columns with null.
@@ -119,17 +131,33 @@ def parse(record: object, index: int, requires_answers: bool = True) -> Conversa
     messages = messages[len(system) :]
     while messages and messages[0][0] == "assistant":
         messages.pop(0)
-    if "assistant" not in dict(messages) and (requires_answers or not messages):
+    if not any(role == "assistant" for role, _, _ in messages) and (requires_answers or not messages):
         raise ValueError(f"no {'assistant turn after a ' if requires_answers else ''}user turn")
-    if any(role != ("user", "assistant")[n % 2] for n, (role, _) in enumerate(messages)):
-        raise ValueError("user and assistant do not alternate")
-    if requires_answers and any(role == "assistant" and not text.strip() for role, text in messages):
+    _check_order(messages)
+    if requires_answers and any(
+        role == "assistant" and not (text.strip() or "tool_calls" in details) for role, text, details in messages
+    ):
         raise ValueError("an assistant turn is empty")
-    recorded = _recorded_tokens(record) if requires_answers and "input_ids" in record else None
+    if not requires_answers and any(role == "tool" for role, _, _ in messages):
+        raise ValueError("it holds results of tools, which new answers may not ask for")
+    messages = [*system, *messages]
     name = record.get("id")
     return Conversation(
-        _valid(str(name), "its id") if isinstance(name, str | int) else str(index), (*system, *messages), recorded
+        _valid(str(name), "its id") if isinstance(name, str | int) else str(index),
+        tuple((role, text) for role, text, _ in messages),
+        _recorded_tokens(record) if requires_answers and "input_ids" in record else None,
+        {index: details for index, (_, _, details) in enumerate(messages) if details} if requires_answers else {},
+        _tools(record.get("tools") or []) if requires_answers else (),
     )
+
+
+def _check_order(messages: Sequence[tuple[str, str, dict]]) -> None:
+    """Raise ValueError unless user and assistant alternate, with the results of tools after the assistant's calls."""
+    last = ""
+    for role, _, details in messages:
+        if role not in FOLLOWING[last].split():
+            raise ValueError("user and assistant do not alternate, or a call of a tool and its result")
+        last = role if role != "assistant" else "call" if "tool_calls" in details else "answer"
 
 
 def _object(value: object, problem: str) -> dict:
@@ -179,14 +207,55 @@ def _exchange(record: dict) -> list[dict] | None:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _message(turn: object) -> tuple[str, str]:
+def _message(turn: object) -> tuple[str, str, dict[str, Any]]:
+    """Return role, text and details of a message."""
     turn = _object(turn, "a turn is not a JSON object")
     speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise ValueError(f"unknown speaker {shortened(speaker)}")
+    role = ROLES[speaker]
+    details: dict[str, Any] = {}
+    if role == "assistant":
+        if reasoning := next((turn[name] for name in (*REASONING, "reasoning") if turn.get(name)), None):
+            if not isinstance(reasoning, str):
+                raise ValueError("the reasoning of a turn is not a text")
+            details = dict.fromkeys(REASONING, _valid(reasoning, "a turn"))
+        if turn.get("tool_calls"):
+            details["tool_calls"] = _tool_calls(turn["tool_calls"])
+            text = "" if text is None else text
+    elif role == "tool":
+        details = {name: turn[name] for name in ("tool_call_id", "name") if isinstance(turn.get(name), str)}
     if not isinstance(text, str):
         raise ValueError("a turn has no text")
-    return ROLES[speaker], _valid(text, "a turn")
+    return role, _valid(text, "a turn"), details
+
+
+def _tool_calls(calls: object) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, as templates read them; the OpenAI form holds them as JSON texts."""
+    checked: list[dict[str, Any]] = []
+    listed: list[Any] = calls if isinstance(calls, list) else [None]
+    for call in listed:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("tool_calls is not a list of objects like {function: {name, arguments}}")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments)
+            except MalformedJSON as error:
+                raise ValueError("the arguments of a tool call are not JSON") from error
+        checked.append(call | {"function": function | {"arguments": arguments}})
+    _valid(json.dumps(checked, ensure_ascii=False), "a tool call")
+    return checked
+
+
+def _tools(tools: object) -> tuple[dict[str, Any], ...]:
+    if isinstance(tools, str):  # as tables hold them
+        tools = parse_json(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools is not a list of objects")
+    _valid(json.dumps(tools, ensure_ascii=False), "a tool")
+    return tuple(tools)
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -217,7 +286,7 @@ def encode(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation and its loss mask, both (S,).
 
-    The mask is 1 on the assistant's tokens and on the EOS after each answer.
+    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer.
 
     Args:
         conversation: The conversation to encode.
@@ -231,10 +300,11 @@ def encode(
     text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
     if conversation.recorded:
         return _encode_recorded(conversation.recorded, tokenizer, text, max_length)
+    tools = list(conversation.tools) or None
     if "{% generation" in text or "{%- generation" in text:
-        ids, mask = _render(messages, tokenizer, text, return_assistant_tokens_mask=True)
+        ids, mask = render(messages, tokenizer, text, tools=tools, return_assistant_tokens_mask=True)
     else:
-        ids, mask = _mask_by_prefixes(messages, tokenizer, text)
+        ids, mask = mask_without_marks(messages, tokenizer, text, tools)
     return ids[:max_length], mask[:max_length]
 
 
@@ -269,71 +339,4 @@ def encode_prompt(
         tools: Definitions of the tools that the template offers, each a JSON object.
     """
     dicts, options = Conversation("prompt", tuple(messages)).as_dicts(), {"tools": list(tools)} if tools else {}
-    return _render(dicts, tokenizer, resolve_template(template, tokenizer), add_generation_prompt=True, **options)[0]
-
-
-def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Decode tokens into a text that shows those inside the loss mask in bold green and the others dimmed."""
-    from rich.text import Text
-
-    text, decoded, end = Text(), "", 0
-    for is_masked_in, run in groupby(mask):
-        end += len(list(run))
-        # Decoding from the start keeps the space that SentencePiece drops at the start of a text.
-        longer = str(tokenizer.decode(list(ids[:end]), clean_up_tokenization_spaces=False))
-        text.append(longer[len(decoded) :], style="bold green" if is_masked_in else "dim")
-        decoded = longer
-    return text
-
-
-def _render(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str, **options) -> tuple[list[int], list]:
-    """Apply a template. The template writes BOS itself, so `apply_chat_template` must add no special tokens."""
-    encoded = _apply(
-        messages,
-        tokenizer,
-        text,
-        return_dict=True,
-        tokenizer_kwargs={
-            "verbose": False
-        },  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
-        **options,
-    )
-    return list(encoded["input_ids"]), list(encoded.get("assistant_masks", []))
-
-
-def _mask_by_prefixes(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list]:
-    """Find each answer by rendering the conversation up to the answer, and again with the answer added.
-
-    The rendered texts are compared rather than the ids, because an answer that starts with a line break may share its
-    first token with the prompt.
-    """
-    whole = _apply(messages, tokenizer, text, tokenize=False)
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
-    ends = [end for _, end in encoded["offset_mapping"]]
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _apply(messages[:turn], tokenizer, text, tokenize=False, add_generation_prompt=True)
-        after = _apply(messages[: turn + 1], tokenizer, text, tokenize=False)
-        if not (whole.startswith(after) and after.startswith(before)):
-            raise ValueError(
-                "the chat template does not extend its own prompt, so the answers cannot be found in it; "
-                "add {% generation %} marks to it, or choose another template"
-            )
-        answer = [place for place, end in enumerate(ends) if len(before) < end <= len(after)]
-        eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
-        for place in answer:
-            # Anything the template writes after the last EOS, such as a line break, is not part of the answer.
-            mask[place] = int(not eos or place <= eos[-1])
-    return ids, mask
-
-
-def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, text: str, **options):
-    from jinja2 import TemplateError
-
-    try:
-        with time_limit(TEMPLATE_SECONDS, "the chat template"):
-            return tokenizer.apply_chat_template(messages, chat_template=text, **options)
-    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+    return render(dicts, tokenizer, resolve_template(template, tokenizer), add_generation_prompt=True, **options)[0]

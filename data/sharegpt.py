@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1  # part of the cache key: raise it when `encode` or the columns change
+FORMAT_VERSION = 2  # part of the cache key: raise it when `encode` or the columns change
 NUM_EXAMPLES = 3
 NUM_REASONS = 12
 
@@ -186,6 +186,9 @@ def _key(
         digest.update(json.dumps(part).encode() + b"\n")
     for conversation in conversations:
         digest.update(json.dumps([conversation.id, conversation.messages]).encode() + b"\n")
+        if conversation.details or conversation.tools:
+            parts = sorted(conversation.details.items()), conversation.tools
+            digest.update(json.dumps(parts).encode() + b"\n")
         if recorded := conversation.recorded:
             digest.update(recorded.input_ids.tobytes() + recorded.loss_mask.tobytes())
             digest.update(f"{recorded.tokenizer} {recorded.template}\n".encode())

@@ -1,6 +1,7 @@
 import pytest
 
-from data.conversation import TEMPLATES, Conversation, encode, encode_prompt, masked_text, parse, resolve_template
+from data.conversation import TEMPLATES, Conversation, encode, encode_prompt, parse, resolve_template
+from data.loss_mask import masked_text
 
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -120,8 +121,14 @@ def test_an_answer_that_shares_a_token_with_the_prompt_is_found(tokenizer, monke
         assert tokenizer.decode(run).strip("\n ") == "Eight</s>"
 
 
-def test_a_template_that_rewrites_its_prompt_is_refused(tokenizer, monkeypatch):
+def test_the_answers_of_a_template_that_rewrites_its_prompt_are_found(tokenizer, monkeypatch):
     monkeypatch.setitem(TEMPLATES, "counting", "{{- messages | length -}}" + CHATML)
+    ids, mask = encode(CHAT, tokenizer, "counting", None)
+    assert [tokenizer.decode(run) for run in spans(ids, mask)] == ["Eight.\n\nInsects have 6.</s>", " 16 in total</s>"]
+
+
+def test_a_template_that_rewrites_its_prompt_with_the_answers_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "counting", "{{- messages | map(attribute='content') | join | length -}}" + CHATML)
     with pytest.raises(ValueError, match="does not extend its own prompt"):
         encode(CHAT, tokenizer, "counting", None)
 

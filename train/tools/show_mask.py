@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from data.conversation import encode, masked_text
+from data.conversation import encode
+from data.loss_mask import masked_text
 from data.sharegpt import load_conversations
 from data.tokenizer import load_tokenizer
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from data import conversation
+from data import loss_mask
 from train.cli import commands, lightning_command
 
 DEEP = "[" * 5000 + "]" * 5000
@@ -90,7 +90,7 @@ def place(tiny, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch):
-    monkeypatch.setattr(conversation, "TEMPLATE_SECONDS", 0.5, raising=False)
+    monkeypatch.setattr(loss_mask, "TEMPLATE_SECONDS", 0.5)
 
 
 TEXT = "datastore @store --tokenizer @tiny --files "

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.conversation import encode, encode_prompt, masked_text
+from data.conversation import encode, encode_prompt
+from data.loss_mask import masked_text
 from data.module import ShareGPTData
 from data.sharegpt import load_conversations, tokenise
 from inference.engine.base import load_base

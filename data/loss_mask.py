@@ -1,0 +1,168 @@
+"""Applies chat templates, and finds in what they write the text of the assistant, which the loss is taken on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from data.time_limit import time_limit
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+TEMPLATE_SECONDS = 5.0  # for one conversation; the sandbox of transformers bounds one loop, not loops in loops
+STAND_IN = "\ue000"  # takes the place of an answer; a private-use character, which texts do not contain
+REASONING = "reasoning_content", "thinking"  # names by which templates read the reasoning of a message
+
+
+def render(
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, **options: Any
+) -> tuple[list[int], list]:
+    """Return the token ids of messages, and the mask of the ``{% generation %}`` marks if it is asked for.
+
+    The template writes BOS itself, so `apply_chat_template` must add no special tokens.
+
+    Args:
+        messages: Dicts as chat templates read them.
+        tokenizer: Tokenizer of the base.
+        template: Text of the template.
+        options: Further options of `apply_chat_template`.
+
+    Raises:
+        ValueError: The template refuses the messages, or takes too long.
+    """
+    encoded = _apply(
+        messages,
+        tokenizer,
+        template,
+        return_dict=True,
+        tokenizer_kwargs={
+            "verbose": False
+        },  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
+        **options,
+    )
+    return list(encoded["input_ids"]), list(encoded.get("assistant_masks", []))
+
+
+def mask_without_marks(
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids and the loss mask (S,) of a conversation whose template has no ``{% generation %}`` marks.
+
+    What the template writes for an answer after its prompt is in the mask, up to the last EOS token: reasoning, tool
+    calls and the names of channels too, if the template shows them. The rendered texts are compared rather than the
+    ids, because an answer that starts with a line break may share its first token with the prompt.
+
+    Args:
+        messages: Dicts as chat templates read them.
+        tokenizer: Tokenizer of the base.
+        template: Text of the template.
+        tools: Descriptions of the tools that the assistant may call.
+
+    Raises:
+        ValueError: The template refuses the conversation, or an answer cannot be found in what it writes.
+    """
+    texts = _Texts(messages, tokenizer, template, tools)
+    encoded = tokenizer(texts.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
+    ends = [end for _, end in encoded["offset_mapping"]]
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start, end = texts.answer(turn)
+        answer = [place for place, token_end in enumerate(ends) if start < token_end <= end]
+        eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
+        for place in answer:
+            # Anything the template writes after the last EOS, such as a line break, is not part of the answer.
+            mask[place] = int(not eos or place <= eos[-1])
+    return ids, mask
+
+
+def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Decode tokens into a text that shows those inside the loss mask in bold green and the others dimmed."""
+    from rich.text import Text
+
+    text, decoded, end = Text(), "", 0
+    for is_masked_in, run in groupby(mask):
+        end += len(list(run))
+        # Decoding from the start keeps the space that SentencePiece drops at the start of a text.
+        longer = str(tokenizer.decode(list(ids[:end]), clean_up_tokenization_spaces=False))
+        text.append(longer[len(decoded) :], style="bold green" if is_masked_in else "dim")
+        decoded = longer
+    return text
+
+
+class _Texts:
+    """What a template writes for a conversation and for parts of it."""
+
+    def __init__(
+        self, messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None
+    ) -> None:
+        self.messages, self.tokenizer, self.template, self.tools = messages, tokenizer, template, tools
+        self.whole = self._text(messages)
+
+    def _text(self, messages: Sequence[dict], is_prompt: bool = False) -> str:
+        options = {"tools": self.tools, "tokenize": False, "add_generation_prompt": is_prompt}
+        return _apply(list(messages), self.tokenizer, self.template, **options)
+
+    def answer(self, turn: int) -> tuple[int, int]:
+        """Return the half-open range of an answer in the text of the whole conversation."""
+        prompt = self._text(self.messages[:turn], is_prompt=True)
+        answered = self._text(self.messages[: turn + 1])
+        if self.whole.startswith(answered) and answered.startswith(prompt):
+            return len(prompt), len(answered)
+        # Many templates write the answers of earlier turns in another way than the last one: without the reasoning
+        # (Qwen3), with another end (gpt-oss), or without the system message (Mistral).
+        found = self._where_stand_in_is(turn) or self._where_tool_call_is(turn, prompt)
+        if found is None:
+            raise ValueError(
+                "the chat template does not extend its own prompt, so the answers cannot be found in it; "
+                "add {% generation %} marks to it, or choose another template"
+            )
+        start, end = found
+        if self.whole.startswith(prompt) and len(prompt) < start:
+            start = len(prompt)
+        eos = str(self.tokenizer.eos_token or "")
+        return start, end + len(eos) * self.whole.startswith(eos, end)
+
+    def _where_stand_in_is(self, turn: int) -> tuple[int, int] | None:
+        """The range that changes if the answer is another one, unless anything else changes with it."""
+        message = {"role": "assistant", "content": STAND_IN}
+        try:
+            changed = self._text([*self.messages[:turn], message, *self.messages[turn + 1 :]])
+        except ValueError:  # the results of tools may have to follow calls
+            return None
+        before, _, behind = changed.partition(STAND_IN)
+        is_only_change = self.whole.startswith(before) and self.whole.endswith(behind)
+        if STAND_IN in self.whole or changed.count(STAND_IN) != 1 or not is_only_change:
+            return None
+        end = len(self.whole) - len(behind)
+        return (len(before), end) if len(before) <= end else None
+
+    def _where_tool_call_is(self, turn: int, prompt: str) -> tuple[int, int] | None:
+        """The range of a tool call, written as after its own prompt, if that text is there once."""
+        message = self.messages[turn]
+        if "tool_calls" not in message:
+            return None
+        without_reasoning = {name: value for name, value in message.items() if name not in REASONING}
+        for written in (message, without_reasoning):
+            answered = self._text([*self.messages[:turn], written])
+            call = answered.removeprefix(prompt)
+            if call and call != answered and self.whole.count(call) == 1:
+                start = self.whole.index(call)
+                return start, start + len(call)
+        return None
+
+
+def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, **options) -> Any:
+    from jinja2 import TemplateError
+
+    if "tool_calls" not in template and any("tool_calls" in message for message in messages):
+        raise ValueError("the chat template has no place for tool calls")
+    try:
+        with time_limit(TEMPLATE_SECONDS, "the chat template"):
+            return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error

@@ -15,6 +15,12 @@ PINNED = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split ``OWNER/NAME@REVISION`` of the hub; a folder, or a name without a revision, stays as it is."""
+    match = PINNED.fullmatch(name)
+    return (name, None) if match is None or Path(name).exists() else (match["repository"], match["revision"])
+
+
 def find_folder(name: str | Path, files: Sequence[str]) -> Path:
     """Return a local folder, or the local copy of ``OWNER/NAME@REVISION`` of the hub.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.files.regular import check_folder
-from data.hub import connection_error
+from data.hub import connection_error, split_revision
 from data.shipped import find_base
 
 if TYPE_CHECKING:
@@ -24,15 +24,18 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
     Args:
         auto_class: A class of transformers, such as `AutoConfig`.
-        name: Folder or hub id; ``checkpoints/tiny-chat`` is also found where the package is installed.
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch); ``checkpoints/tiny-chat`` is also
+            found where the package is installed.
         options: Further arguments of `from_pretrained`.
 
     Raises:
         ValueError: It cannot be used without code of its own.
         Exception: transformers, the hub client and safetensors raise errors of many types for what they cannot load.
     """
+    source, revision = split_revision(find_base(name))
+    options |= {"revision": revision} if revision else {}
     try:
-        return auto_class.from_pretrained(find_base(name), trust_remote_code=False, **options)
+        return auto_class.from_pretrained(source, trust_remote_code=False, **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -82,7 +85,8 @@ def _require_folder_or_hub_id(name: str) -> None:
     elif os.environ.get("HF_HUB_OFFLINE") == "1":
         from huggingface_hub import try_to_load_from_cache
 
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        repository, revision = split_revision(name)
+        if not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
             raise ValueError(
                 f"{name} is not in the local hub cache and HF_HUB_OFFLINE=1: pass a folder, or go online once"
             )
@@ -94,10 +98,11 @@ def _require_reachable(name: str) -> None:
     """Raise ValueError if a hub id is neither in the local cache nor the hub can be reached."""
     from huggingface_hub import try_to_load_from_cache
 
+    repository, revision = split_revision(name)
     files = "config.json", "tokenizer_config.json"
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+    if any(isinstance(try_to_load_from_cache(repository, file, revision=revision), str) for file in files):
         return
-    if error := connection_error(name, files[0]):
+    if error := connection_error(repository, files[0]):
         raise ValueError(
             f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
         ) from error

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.files.checksums import check_files
+from data.hub import split_revision
 from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
@@ -216,7 +217,7 @@ def load_base(
     """Load a frozen base from a local folder or a hub id.
 
     Args:
-        name: Folder or hub id.
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep.
         dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
             (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
         device: Device to load the base to.
@@ -257,7 +258,7 @@ def load_base(
     model = model.to(device).eval().requires_grad_(False)
     if packed:
         pack_weights(model)
-    return Base(name, model, tokenizer, check, prefill_chunk)
+    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk)
 
 
 def load_base_info(name: str) -> BareBase:

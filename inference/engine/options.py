@@ -18,7 +18,7 @@ class ModelOptions:
     """The base that a command loads.
 
     Args:
-        base: Folder or hub id of the base.
+        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub.
         dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
         device: Device to run on; auto uses the GPU if there is one.
         check: Compare the logits of draft trees with those of the base's own forward on a few tokens, and refuse a base

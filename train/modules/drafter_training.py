@@ -34,7 +34,7 @@ class DrafterTraining(L.LightningModule):
     length.
 
     Args:
-        base: Folder or hub id of the frozen base.
+        base: Folder or hub id of the frozen base, also with ``@REVISION``, a commit, tag or branch of the hub.
         drafter: The drafter to train: class_path and init_args.
         base_dtype: Dtype that the base runs in.
         learning_rate: Peak learning rate of AdamW; the CTC-drafter paper uses 3e-5.

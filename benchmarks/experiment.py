@@ -22,7 +22,7 @@ from drafters import checkpoint
 from drafters.protocol import LearnedDrafter
 from inference.engine.base import Base, base_hash
 from inference.evaluation.answering import encode_question
-from inference.regeneration.batched import greedy_batch
+from inference.regeneration.batched import decode_batch
 from train.callbacks.preemption import EXIT_CODES
 from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.cli import lightning_cli
@@ -171,7 +171,7 @@ def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: in
         answers: dict[int, list[int]] = {}
         for first in range(0, len(order), 32):
             indices = order[first : first + 32]
-            written = greedy_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
+            written = decode_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
             answers |= zip(indices, written, strict=True)
         known = {"key": key, "answers": [answers[index] for index in range(len(prompts))]}
         write_text(cache, json.dumps(known))

@@ -218,8 +218,11 @@ class ChatHandler(BaseHTTPRequestHandler):
             return self.reply(200, b'{"choices": []}')
         words = asked.split()[::-1]
         kept = words[: body["max_tokens"]]
+        message = {"role": "assistant", "content": " ".join(kept)}
+        if body.get("chat_template_kwargs", {}).get("enable_thinking"):
+            message["reasoning_content"] = "the other way round"
         choice = {
-            "message": {"role": "assistant", "content": " ".join(kept)},
+            "message": message,
             "finish_reason": "stop" if kept == words else "length",
         }
         usage = {"prompt_tokens": len(words), "completion_tokens": len(kept)}

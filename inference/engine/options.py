@@ -62,3 +62,6 @@ class SamplingOptions:
     def sampler(self, processors: Sequence[LogitsProcessor] = ()) -> Greedy | KeyedSampler:
         """The sampler with these options, behind logits processors; raises ValueError if a value is out of range."""
         return make_sampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+
+
+GREEDY = SamplingOptions()

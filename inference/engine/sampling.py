@@ -93,6 +93,14 @@ def most_probable(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.numpy().argmax(-1))
 
 
+def draw_tokens(distributions: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Draw one token (N,) from each of the distributions (N, V) by inverse CDF, with N random numbers in [0, 1)."""
+    draws = torch.tensor(numbers, dtype=torch.float64)[:, None]
+    cumulative = distributions.cumsum(-1)
+    index = torch.searchsorted(cumulative, draws.to(distributions.device) * cumulative[:, -1:], right=True)
+    return index.clamp(max=distributions.shape[-1] - 1)[:, 0]
+
+
 class _PickPerNode:
     """A sampler with one decision per row: the token picked there. The accepted path follows the picks.
 
@@ -248,10 +256,7 @@ class KeyedSampler(_PickPerNode):
 
     def _draws(self, distributions: Tensor, positions: Sequence[int]) -> Tensor:
         numbers = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # one per depth
-        draws = torch.tensor([[numbers[position]] for position in positions], dtype=torch.float64)
-        cumulative = distributions.cumsum(-1)
-        index = torch.searchsorted(cumulative, draws.to(distributions.device) * cumulative[:, -1:], right=True)
-        return index.clamp(max=distributions.shape[-1] - 1)[:, 0]
+        return draw_tokens(distributions, [numbers[position] for position in positions])
 
     def uniform(self, position: int, stream: int = 0) -> float:
         """Return a random number in [0, 1).

@@ -1,4 +1,4 @@
-"""Greedy decoding of many prompts in one batch."""
+"""Decoding of many prompts in one batch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,29 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from inference.engine.base import Base
 from inference.engine.layers import attention_kinds
+from inference.engine.sampling import KeyedSampler, draw_tokens
 
 SHRINK = 0.75  # finished rows leave the batch once at most this share of its rows is unfinished
 
 
 @torch.inference_mode()
-def greedy_batch(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> list[list[int]]:
-    """Continue B prompts greedily, each to its own length.
+def decode_batch(
+    base: Base,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+    samplers: Sequence[KeyedSampler] = (),
+) -> list[list[int]]:
+    """Continue B prompts, each to its own length.
 
-    Every row is what `Base.greedy` writes for its prompt by itself. In float32 and float64 the other rows can change
-    it only where two logits are equal up to rounding.
+    Every row is what its prompt is continued by alone: greedily as by `Base.greedy`, sampled as by a session with the
+    row's sampler. In float32 and float64 the other rows can change it only where two logits, or a sum of probabilities
+    and the number drawn, are equal up to rounding.
 
     Args:
         base: A causal language model whose layers all use full attention.
         prompts: B lists of token ids, none empty.
         max_new_tokens: B limits: a row ends with its first EOS token, or is cut off at this many new tokens.
+        samplers: B samplers that differ in their seeds only; none to decode greedily.
 
     Raises:
         ValueError: A layer of the base does not use full attention.
@@ -50,7 +58,11 @@ def greedy_batch(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: S
             use_cache=True,
             logits_to_keep=1,
         ).logits
-        picks = logits[:, -1].argmax(-1)  # (B,)
+        if samplers:
+            numbers = [samplers[row].uniform(len(prompts[row]) + len(answers[row])) for row in rows]
+            picks = draw_tokens(samplers[0].probabilities(logits[:, -1]), numbers)  # (B,)
+        else:
+            picks = logits[:, -1].argmax(-1)
         for row, token in zip(rows, picks.tolist(), strict=True):
             if is_unfinished[row]:
                 answers[row].append(token)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from data.conversation import Conversation, encode, encode_prompt, resolve_template
+from data.loss_mask import REASONING
 from data.sharegpt import Dropped
 from data.tokenizer import short_hash, tokenizer_hash
 
@@ -51,16 +52,24 @@ class Dialogue:
         tokenizer: Tokenizer of the base.
         template: Name of the chat template.
         num_turns: Number of turns to answer, from the first; None answers all.
+        number: Which of several answers to the same conversation this is, from 0.
     """
 
     def __init__(
-        self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template: str, num_turns: int | None
+        self,
+        conversation: Conversation,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        num_turns: int | None,
+        number: int = 0,
     ) -> None:
-        self.id, self.tokenizer, self.template = conversation.id, tokenizer, template
+        self.id = f"{conversation.id} answer {number + 1}" if number else conversation.id
+        self.tokenizer, self.template = tokenizer, template
         self.messages = [message for message in conversation.messages if message[0] == "system"]
         self.user_turns = [text for role, text in conversation.messages if role == "user"][:num_turns]
         self.ids, self.mask = array("i"), array("b")
         self.is_cut: list[bool] = []
+        self.reasoning: dict[int, str] = {}  # of answers that a server gave, by the index of the message
         self.is_open = True
 
     @property
@@ -103,13 +112,15 @@ class Dialogue:
         counts.num_round_trip += same is not None
         self._extend(prompt, answer, decoded.strip() if same is None else same, is_cut, counts)
 
-    def add_text(self, text: str, is_cut: bool, num_written: int | None, counts: AnswerCounts) -> None:
-        """Add the text that a server answered, as the tokens that the text encodes to.
+    def add_text(
+        self, text: str, is_cut: bool, num_written: int | None, counts: AnswerCounts, reasoning: str = ""
+    ) -> None:
+        """Add the text that a server answered, and its reasoning, as the tokens that the template makes of them.
 
         If the answer was cut off, the EOS token that the template appends is removed, and the token before it, which
         may be half of a word's token.
         """
-        row, mask = self._encoded(text) if text.strip() else ([], [])
+        row, mask = self._encoded(text, reasoning) if text.strip() else ([], [])
         if 1 not in mask:
             return self.stop("the answer is empty" if not text.strip() else "the template shows no answer", counts)
         end = len(mask) - mask[::-1].index(1)
@@ -120,10 +131,14 @@ class Dialogue:
         counts.num_round_trip += num_written in (num_without_eos, num_without_eos + 1)
         if is_cut:
             answer = answer[: num_without_eos - 1]
-        return self._extend(row[:start], answer, text, is_cut, counts)
+        self._extend(row[:start], answer, text, is_cut, counts)
+        if reasoning:
+            self.reasoning[len(self.messages) - 1] = reasoning
 
-    def _encoded(self, answer: str) -> tuple[list[int], list[int]]:
-        answered = Conversation(self.id, (*self.pending_messages, ("assistant", answer)))
+    def _encoded(self, answer: str, reasoning: str = "") -> tuple[list[int], list[int]]:
+        messages = (*self.pending_messages, ("assistant", answer))
+        details = {len(messages) - 1: dict.fromkeys(REASONING, reasoning)} if reasoning else {}
+        answered = Conversation(self.id, messages, details=details)
         try:
             return encode(answered, self.tokenizer, self.template)
         except ValueError:  # the template accepts prompts only
@@ -147,7 +162,11 @@ class Dialogue:
         """Return the conversation in OpenAI form, together with the tokens and the loss mask of its row."""
         return {
             "id": self.id,
-            "messages": [{"role": role, "content": text} for role, text in self.messages],
+            "messages": [
+                {"role": role, "content": text}
+                | ({"reasoning_content": self.reasoning[index]} if index in self.reasoning else {})
+                for index, (role, text) in enumerate(self.messages)
+            ],
             "cut": self.is_cut,
             "tokenizer": tokenizer_hash(self.tokenizer),
             "template": short_hash(resolve_template(self.template, self.tokenizer)),

@@ -1,4 +1,4 @@
-"""Greedy chat answers from an OpenAI-compatible server, through the ``openai`` client."""
+"""Chat answers from an OpenAI-compatible server, through the ``openai`` client."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import openai
 
 from data.files.bounded_json import parse_json
 from data.files.validation import validated
+from inference.engine.options import GREEDY, SamplingOptions
 
 KEY = "OPENAI_API_KEY"
 MAX_RETRIES = 5
@@ -61,12 +62,14 @@ class ChatAnswer:
         is_cut: Whether the answer was cut off at the token limit.
         num_read: Number of prompt tokens that the server reports, or None.
         num_written: Number of answer tokens that the server reports, or None.
+        reasoning: Reasoning before the answer, if the server reports it apart from the text.
     """
 
     text: str
     is_cut: bool
     num_read: int | None
     num_written: int | None
+    reasoning: str = ""
 
 
 class Endpoint:
@@ -77,6 +80,7 @@ class Endpoint:
     Args:
         url: Address of the server, with or without ``/v1``.
         model: Name under which the server offers the base.
+        template_arguments: What the server's chat template is told besides the messages, such as enable_thinking.
         max_retries: How often a request is repeated after a lost connection, a timeout or HTTP 408, 409, 429 or 5xx;
             the client waits longer before each retry, or as long as the server asks for.
 
@@ -84,9 +88,16 @@ class Endpoint:
         ValueError: `url` is not the address of a server, or contains a password.
     """
 
-    def __init__(self, url: str, model: str, max_retries: int = MAX_RETRIES) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template_arguments: Mapping[str, bool] | None = None,
+        max_retries: int = MAX_RETRIES,
+    ) -> None:
         stem = server_root(url)
         self.url, self.model = f"{stem}/v1/chat/completions", model
+        self.template_arguments = dict(template_arguments or {})
         self._client = openai.OpenAI(
             base_url=f"{stem}/v1",
             api_key="unused",  # each request carries the key from the environment, or none
@@ -97,8 +108,10 @@ class Endpoint:
             default_headers={"Accept-Encoding": "identity"},
         )
 
-    def chat(self, messages: Sequence[tuple[str, str]], max_new_tokens: int) -> ChatAnswer:
-        """Return the greedy answer to (role, text) messages.
+    def chat(
+        self, messages: Sequence[tuple[str, str]], max_new_tokens: int, sampling: SamplingOptions = GREEDY
+    ) -> ChatAnswer:
+        """Return the answer to (role, text) messages.
 
         Raises:
             RequestRefused: The server cannot answer this request; `RequestFailed` if the fault is the server's own.
@@ -109,9 +122,10 @@ class Endpoint:
             response = self._client.chat.completions.with_raw_response.create(
                 model=self.model,
                 messages=[{"role": role, "content": text} for role, text in messages],  # type: ignore[misc]
-                temperature=0,
+                temperature=sampling.temperature,
                 max_tokens=max_new_tokens,
                 extra_headers=_authorization(),
+                extra_body=self._extra_body(sampling),
             )
         except openai.APIStatusError as error:
             raise self._explained(error.status_code, num_attempts(error)) from error
@@ -127,6 +141,15 @@ class Endpoint:
             return _parsed(response.content)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{self.url} answers, but not as an OpenAI-compatible server does ({error!r})") from error
+
+    def _extra_body(self, sampling: SamplingOptions) -> dict[str, Any]:
+        """The rest of the body; top_k and the arguments of the template are extensions of vLLM and others."""
+        body: dict[str, Any] = {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
+        if sampling.top_k:
+            body["top_k"] = sampling.top_k
+        if self.template_arguments:
+            body["chat_template_kwargs"] = self.template_arguments
+        return body
 
     def _explained(self, code: int, attempts: int) -> Exception:
         """The exception for an HTTP status that is not a success."""
@@ -200,14 +223,14 @@ def read_key(variable: str) -> str | None:
 def _parsed(body: bytes) -> ChatAnswer:
     completion = parse_json(body, strict=False)
     (choice, *_), usage = completion["choices"], completion.get("usage") or {}
-    text = choice["message"]["content"] or ""
-    if not isinstance(text, str):
-        raise TypeError("the content is not a string")
+    message = choice["message"]
+    text, reasoning = message["content"] or "", message.get("reasoning_content") or message.get("reasoning") or ""
+    if not isinstance(text, str) or not isinstance(reasoning, str):
+        raise TypeError("the content or the reasoning is not a string")
     try:
-        text.encode()
+        (text + reasoning).encode()
     except UnicodeEncodeError as error:
         raise RequestRefused("the answer holds half of a surrogate pair, which no file can hold") from error
     is_cut = choice.get("finish_reason") == "length"
-    return ChatAnswer(
-        text, is_cut, *(validated(int | None, usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
-    )
+    num_read, num_written = (validated(int | None, usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
+    return ChatAnswer(text, is_cut, num_read, num_written, reasoning)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,11 +12,13 @@ from data.conversation import Conversation, resolve_template
 from data.files.atomic_write import atomic_write
 from data.files.safe_text import safe_text
 from data.files.validation import validated
+from data.reasoning import THINKING_SWITCH
 from data.sharegpt import load_conversations
 from data.time_limit import TooSlow
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from inference.engine.base import base_hash
-from inference.engine.options import ModelOptions
+from inference.engine.options import GREEDY, ModelOptions, SamplingOptions
+from inference.engine.sampling import derived_seed
 from inference.regeneration.dialogue import AnswerCounts, Dialogue
 from inference.regeneration.endpoint import Endpoint
 from inference.regeneration.responders import LocalResponder, Request, Responder, ServerResponder
@@ -26,6 +28,8 @@ from inference.runs.progress import throughput_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class AnswerOptions:
         limit: Maximum number of conversations; by default all.
         max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
         max_length: Maximum number of tokens of a conversation; by default the context length of the base.
+        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then, so
+            that no prompt is both trained on and held out.
         batch_size: Prompts decoded together, fewer if the GPU's memory does not suffice. An interrupted run loses at
             most this many answers.
     """
@@ -47,12 +53,16 @@ class AnswerOptions:
     limit: int | None = None
     max_new_tokens: int = 512
     max_length: int | None = None
+    num_answers: int = 1
     batch_size: int = 64
 
-    def check(self) -> None:
-        """Raise ValueError if a number is not positive."""
-        for name in ("limit", "max_new_tokens", "max_length", "batch_size"):
+    def check(self, sampling: SamplingOptions) -> None:
+        """Raise ValueError if a number is not positive, or several answers would all be the greedy one."""
+        for name in ("limit", "max_new_tokens", "max_length", "num_answers", "batch_size"):
             _check_positive(name, getattr(self, name))
+        sampling.sampler()  # raises ValueError if a value is out of range
+        if self.num_answers > 1 and not sampling.temperature:
+            raise ValueError(f"{self.num_answers} greedy answers would be equal: give a temperature above 0")
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,13 @@ class Answerer:
 def regenerate(
     base_model: ModelOptions,
     answers: AnswerOptions,
+    sampling: SamplingOptions,
     server: ServerOptions,
     files: list[str],
     out: str,
     overwrite: bool = False,
 ) -> None:
-    """Let the base answer the prompts of conversations greedily; drafters learn best from the base's own text.
+    """Let the base answer the prompts of conversations; drafters learn best from the base's own text.
 
     Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
     repeat it to continue. With --endpoint, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
@@ -108,25 +119,33 @@ def regenerate(
     Args:
         base_model: The base.
         answers: Which turns are answered.
+        sampling: How tokens are chosen. Every answer has a seed of its own, made of the seed given, the place of its
+            conversation in the files, the number of the answer and the turn.
         server: Server that answers instead of the base.
         files: ShareGPT files, or embedded; their own answers are ignored. May be repeated.
         out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far.
         overwrite: Replace an existing file, and the partial file of another command.
     """
-    answers.check()
+    answers.check(sampling)
     server.check()
     path = new_file(out, overwrite)
     conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
     tokenizer = load_tokenizer(base_model.base)
     resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
-    answerer = load_answerer(base_model, server, tokenizer, answers.max_length)
+    answerer = load_answerer(base_model, server, tokenizer, answers)
     num_turns = 1 if answers.turns == "first" else None
-    dialogues = [Dialogue(each, tokenizer, answers.template, num_turns) for each in conversations]
+    dialogues = [
+        Dialogue(each, tokenizer, answers.template, num_turns, number)
+        for each in conversations
+        for number in range(answers.num_answers)
+    ]
     settings = recorded_settings(conversations, tokenizer, answers, answerer)
+    if sampling.temperature:
+        settings |= asdict(sampling) | {"num_answers": answers.num_answers}
     partial_path = path.with_name(f"{path.name}.partial")
     with Journal(partial_path, settings, existing="replace_if_different" if overwrite else "continue") as journal:
         with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
-            counts = answer_all(dialogues, answerer, journal, answers, advance)
+            counts = answer_all(dialogues, answerer, journal, answers, advance, sampling)
         if not counts.num_answers:
             journal.delete()  # so that the next run tries all prompts again
             raise ValueError(f"no prompt was answered: {counts.dropped}")
@@ -140,7 +159,7 @@ def regenerate(
 
 
 def load_answerer(
-    base_model: ModelOptions, server: ServerOptions, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+    base_model: ModelOptions, server: ServerOptions, tokenizer: PreTrainedTokenizerBase, answers: AnswerOptions
 ) -> Answerer:
     """Connect to the server if one is named, otherwise load the base.
 
@@ -148,8 +167,10 @@ def load_answerer(
         ValueError: The address of the server is malformed, the base cannot be loaded, or its context is shorter than
             ``max_length``.
     """
+    max_length = answers.max_length
     if server.endpoint is not None and server.model is not None:
-        responder = ServerResponder(Endpoint(server.endpoint, server.model), server.concurrency)
+        endpoint = Endpoint(server.endpoint, server.model, template_arguments(answers.template, tokenizer))
+        responder = ServerResponder(endpoint, server.concurrency)
         return Answerer(responder, f"{server.model} on a server", max_length or tokenizer.model_max_length)
     base = base_model.load()
     if max_length is not None and max_length > base.context_length:
@@ -157,6 +178,13 @@ def load_answerer(
             f"max_length is {max_length}, but the context of {base_model.base} ends at {base.context_length}"
         )
     return Answerer(LocalResponder(base), base_hash(base), max_length or base.context_length)
+
+
+def template_arguments(template: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """What a server has to tell its own chat template, so that it writes what the template of this name does."""
+    name, _, option = template.partition(":")
+    switch = THINKING_SWITCH.search(resolve_template(name, tokenizer)) if option else None
+    return {switch[1]: option == "thinking=on"} if switch else {}
 
 
 def recorded_settings(
@@ -184,6 +212,7 @@ def answer_all(
     journal: Journal,
     options: AnswerOptions,
     advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
+    sampling: SamplingOptions = GREEDY,
 ) -> AnswerCounts:
     """Answer every conversation, turn by turn, in batches of prompts of similar length.
 
@@ -196,6 +225,7 @@ def answer_all(
         journal: Holds a line [turn, [[index of the conversation, reply], ...]] for each batch.
         options: Length limits and batch size.
         advance: Called with the number of finished answers, the number of those that are new, and their tokens.
+        sampling: How tokens are chosen.
     """
     known = {
         (turn, place): reply
@@ -210,7 +240,8 @@ def answer_all(
                 continue
             num_remaining = dialogue.num_remaining
             if request := _request(dialogue, options.max_new_tokens, answerer.max_length, counts):
-                requests[place] = request
+                seed = derived_seed(sampling.seed, *divmod(place, options.num_answers), turn) % NUM_SEEDS
+                requests[place] = replace(request, sampling=replace(sampling, seed=seed))
             else:
                 advance(num_remaining, 0, 0)
         # The longest prompts come first, so that a lack of memory shows at once.

@@ -12,7 +12,9 @@ import torch
 from data.files.safe_text import redacted, well_formed
 from data.files.validation import validated
 from inference.engine.base import Base
-from inference.regeneration.batched import greedy_batch
+from inference.engine.options import GREEDY, SamplingOptions
+from inference.engine.sampling import KeyedSampler
+from inference.regeneration.batched import decode_batch
 from inference.regeneration.dialogue import AnswerCounts, Dialogue
 from inference.regeneration.endpoint import ChatAnswer, Endpoint, RequestFailed, RequestRefused
 
@@ -25,11 +27,13 @@ class Request:
         messages: (role, text) pairs, the last one from the user.
         prompt: Token ids of these messages.
         max_new_tokens: Maximum number of tokens of the answer.
+        sampling: How the answer is sampled, with a seed of its own.
     """
 
     messages: list[tuple[str, str]]
     prompt: list[int]
     max_new_tokens: int
+    sampling: SamplingOptions = GREEDY
 
 
 class Responder(Protocol):
@@ -54,8 +58,10 @@ class LocalResponder:
     def answer(self, requests: Sequence[Request]) -> list[list[int]]:
         """Decode all requests in one batch, or in two halves if the memory does not suffice."""
         limits = [request.max_new_tokens for request in requests]
+        samplers = [request.sampling.sampler() for request in requests]
+        keyed = [sampler for sampler in samplers if isinstance(sampler, KeyedSampler)]
         try:
-            return greedy_batch(self.base, [request.prompt for request in requests], limits)
+            return decode_batch(self.base, [request.prompt for request in requests], limits, keyed)
         except torch.OutOfMemoryError as error:
             if len(requests) == 1:
                 raise ValueError(
@@ -117,8 +123,9 @@ class ServerResponder:
 
     def _reply(self, request: Request) -> dict[str, Any]:
         try:
-            answer = self.endpoint.chat(request.messages, request.max_new_tokens)
-            return vars(replace(answer, text=redacted(answer.text)))  # a server may echo the key
+            answer = self.endpoint.chat(request.messages, request.max_new_tokens, request.sampling)
+            # A server may echo the key.
+            return vars(replace(answer, text=redacted(answer.text), reasoning=redacted(answer.reasoning)))
         except RequestRefused as refused:
             return {"refused": str(refused), "is_failing": isinstance(refused, RequestFailed)}
 
@@ -127,4 +134,5 @@ class ServerResponder:
         if "refused" in reply:
             return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
         counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
-        return dialogue.add_text(well_formed(reply["text"]), reply["is_cut"], reply["num_written"], counts)
+        text, reasoning = (well_formed(reply[part]) for part in ("text", "reasoning"))
+        return dialogue.add_text(text, reply["is_cut"], reply["num_written"], counts, reasoning)

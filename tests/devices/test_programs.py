@@ -10,7 +10,7 @@ from drafters.checkpoint import DrafterConfig
 from inference import Speculation, generate
 from inference.engine.base import base_hash
 from inference.engine.runner import Runner
-from inference.regeneration.batched import greedy_batch
+from inference.regeneration.batched import decode_batch
 from inference.registry.catalogue import make
 from tests.inference.engine import test_lossless as lossless
 
@@ -63,5 +63,5 @@ def test_speculation_inside_transformers_generate_returns_tensors_on_the_device(
 
 
 def test_a_batch_of_regenerated_answers_is_that_of_the_host(make_base, make_pretend_base, accelerator):
-    answers = [greedy_batch(base, PROMPTS, [3, 7]) for base in (make_base(), make_pretend_base())]
+    answers = [decode_batch(base, PROMPTS, [3, 7]) for base in (make_base(), make_pretend_base())]
     assert answers[0] == answers[1]

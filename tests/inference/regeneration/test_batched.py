@@ -1,12 +1,15 @@
-"""Batched greedy decoding."""
+"""Batched decoding."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from inference.regeneration.batched import greedy_batch
+from inference.api.generation import generate
+from inference.engine.options import SamplingOptions
+from inference.regeneration.batched import decode_batch
 
 RNG = random.Random(1)
 PROMPTS = [[RNG.randrange(3, 40) for _ in range(RNG.randrange(1, 20))] for _ in range(14)]
@@ -34,7 +37,7 @@ def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, 
     written = [
         answer
         for first in range(0, 14, size)
-        for answer in greedy_batch(base, PROMPTS[first : first + size], LIMITS[first : first + size])
+        for answer in decode_batch(base, PROMPTS[first : first + size], LIMITS[first : first + size])
     ]
     assert written == expected
 
@@ -55,4 +58,15 @@ def test_a_base_with_a_sliding_window_is_refused_in_one_line():
     )
     base = Base("windowed", MistralForCausalLM(config).eval(), None)
     with pytest.raises(ValueError, match=r"^windowed has layers without full attention \(.*\)$"):
-        greedy_batch(base, [[1, 2]], [3])
+        decode_batch(base, [[1, 2]], [3])
+
+
+def test_every_sampled_row_is_what_generate_writes_under_its_seed_in_any_batch(make_base):
+    base, options = make_base(), SamplingOptions(temperature=1.3, top_k=20, top_p=0.9, seed=100)
+    samplers = [replace(options, seed=options.seed + row).sampler() for row in range(len(PROMPTS))]
+    whole = generate(base, PROMPTS, max_new_tokens=max(LIMITS), **vars(options))
+    expected = [text.token_ids[:limit] for text, limit in zip(whole, LIMITS, strict=True)]
+    for order in (list(range(len(PROMPTS))), [5, 0, 13, 7]):
+        prompts, limits, drawn, right = ([each[row] for row in order] for each in (PROMPTS, LIMITS, samplers, expected))
+        assert decode_batch(base, prompts, limits, drawn) == right
+    assert decode_batch(base, prompts, limits) != right, "the draws are no argmax"

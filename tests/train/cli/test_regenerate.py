@@ -133,12 +133,12 @@ def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, ask
 def test_a_batch_that_does_not_fit_into_memory_is_halved(exact, asked, tmp_path, monkeypatch):
     whole = [d.record() for d in answered(exact, asked, tmp_path / "a", 8)[0] if d.is_cut]
 
-    def in_little_memory(base, prompts, limits, greedy_batch=responders.greedy_batch):
+    def in_little_memory(base, prompts, *given, decode_batch=responders.decode_batch):
         if len(prompts) > 3:
             raise torch.OutOfMemoryError("too many")
-        return greedy_batch(base, prompts, limits)
+        return decode_batch(base, prompts, *given)
 
-    monkeypatch.setattr(responders, "greedy_batch", in_little_memory)
+    monkeypatch.setattr(responders, "decode_batch", in_little_memory)
     assert [d.record() for d in answered(exact, asked, tmp_path / "b", 8)[0] if d.is_cut] == whole
 
 
@@ -292,8 +292,8 @@ def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked,
     num_forwards = []
     monkeypatch.setattr(
         responders,
-        "greedy_batch",
-        lambda *given, greedy_batch=responders.greedy_batch: num_forwards.append(1) or greedy_batch(*given),
+        "decode_batch",
+        lambda *given, decode_batch=responders.decode_batch: num_forwards.append(1) or decode_batch(*given),
     )
     for num_lines in range(1, len(lines) + 1):
         out.unlink(missing_ok=True)

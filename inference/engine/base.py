@@ -142,6 +142,8 @@ class Base:
         Returns:
             (B, N) new tokens; texts that end early are padded on the right.
         """
+        from torch.distributed.fsdp import FSDPModule
+
         pad = self.tokenizer.pad_token_id
         model: Any = self.model
         return model.generate(
@@ -154,6 +156,8 @@ class Base:
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
+            # Layers that are sharded over processes run in all of them, until the last one has finished.
+            synced_gpus=isinstance(model.base_model, FSDPModule),
         )[:, input_ids.shape[1] :]
 
     @property

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from drafters.protocol import LearnedDrafter
 from inference.engine.base import Base
 from train.callbacks.rehearsal import BatchSize, rehearse, sums_in_float32
 from train.modules.drafter_training import DrafterTraining
-from train.modules.strategies import FSDP2, is_deepspeed
+from train.modules.strategies import FSDP2
 
 HIDDEN = "hidden states of the base"
 FORWARD, LOSS, BACKWARD = "the base's forward", "the drafter's activations", "its backward pass"
@@ -37,11 +40,34 @@ def largest_batch(row_lengths: Iterable[int], settings: Any) -> tuple[int, int]:
     return min(settings.batch_size, fitting), longest
 
 
-def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, num_positions: int) -> dict[str, float]:
-    """Return the bytes needed on one device, by purpose, under the autocast that is active.
+@dataclass(frozen=True)
+class Setting:
+    """What the memory of a training depends on besides the base, the drafter and the batch.
 
-    The base's forward, the drafter's loss, its backward pass and the optimizer step follow each other, see
-    `peak_memory`.
+    Args:
+        device: Type of the devices, such as cuda.
+        num_devices: Number of processes, each with a device of its own.
+        strategy: Strategy of the trainer.
+        autocast_dtype: Dtype that autocast computes in, if it is on.
+        is_accumulating: Whether a step has several batches.
+        has_sharded_base: Whether the layers of the base are sharded over the devices.
+    """
+
+    device: str
+    num_devices: int
+    strategy: Strategy
+    autocast_dtype: torch.dtype | None = None
+    is_accumulating: bool = False
+    has_sharded_base: bool = False
+
+    @property
+    def share(self) -> float:
+        """The part of the drafter's optimizer states that one device holds."""
+        return 1 / self.num_devices if isinstance(self.strategy, FSDP2 | DeepSpeedStrategy) else 1
+
+
+def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, num_positions: int) -> dict[str, float]:
+    """Return the bytes needed on one device, by purpose, under the autocast that is active; see `memory_parts`.
 
     Args:
         module: The training module, on its device.
@@ -49,19 +75,38 @@ def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, 
         num_rows: B.
         num_positions: S.
     """
-    base, drafter, size = module.base, module.drafter, BatchSize(num_rows, num_positions)
+    base, drafter = module.base, module.drafter
     device = base.base_weights.head.device.type
-    parts = {"weights of the base": float(num_bytes(base.model))}
-    parts |= _optimized_bytes(drafter, trainer)
-    parts |= _base_output_bytes(base, drafter.required_outputs.hidden_layers, size, device)
-    if not is_deepspeed(trainer):  # DeepSpeed has taken the drafter's weights away
-        autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        is_accumulating = trainer.accumulate_grad_batches > 1
-        step = rehearse(drafter, base.base_weights, size, autocast_dtype, device == "cuda", is_accumulating)
-        parts |= {LOSS: step.forward, BACKWARD: step.backward}
-        parts[OPTIMIZER] = adamw_temporaries(drafter.parameters(), device == "cuda") * _share(trainer)
+    setting = Setting(
+        device,
+        trainer.world_size,
+        trainer.strategy,
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        trainer.accumulate_grad_batches > 1,
+        isinstance(base.model.base_model, FSDPModule),
+    )
+    parts = memory_parts(base, drafter, BatchSize(num_rows, num_positions), setting)
     if device == "cpu":
-        parts["Python, libraries and texts"] = resident_bytes_besides([*base.model.parameters(), *drafter.parameters()])
+        weights = [*base.model.parameters(), *drafter.parameters()]
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        parts["Python, libraries and texts"] = resident_bytes_besides(local)
+    return parts
+
+
+def memory_parts(base: Base, drafter: LearnedDrafter, size: BatchSize, setting: Setting) -> dict[str, float]:
+    """Return the bytes of weights and tensors on one device, by purpose; neither base nor drafter needs data.
+
+    The base's forward, the drafter's loss, its backward pass and the optimizer step follow each other, see
+    `peak_memory`.
+    """
+    is_gpu = setting.device == "cuda"
+    parts = _base_bytes(base, setting) | _optimized_bytes(drafter, setting)
+    parts |= _base_output_bytes(base, drafter.required_outputs.hidden_layers, size, setting.device)
+    if not isinstance(setting.strategy, DeepSpeedStrategy):  # DeepSpeed has taken the drafter's weights away
+        dtype, is_accumulating = setting.autocast_dtype, setting.is_accumulating
+        step = rehearse(drafter, base.base_weights, size, dtype, is_gpu, is_accumulating)
+        parts |= {LOSS: step.forward, BACKWARD: step.backward}
+        parts[OPTIMIZER] = adamw_temporaries(drafter.parameters(), is_gpu) * setting.share
     return parts
 
 
@@ -114,17 +159,25 @@ def adamw_temporaries(weights: Iterable[Tensor], is_gpu: bool) -> int:
     return sum(sizes) if is_gpu else max(before + 2 * size for before, size in pairwise([0, *sizes]))
 
 
-def _share(trainer: L.Trainer) -> float:
-    """The part of the drafter's optimizer states that one device holds."""
-    return 1 / trainer.world_size if isinstance(trainer.strategy, FSDP2) or is_deepspeed(trainer) else 1
-
-
-def _optimized_bytes(drafter: LearnedDrafter, trainer: L.Trainer) -> dict[str, float]:
-    """Weights, gradients and optimizer states of the drafter, which strategies shard over the devices."""
-    strategy, weights, share = trainer.strategy, num_bytes(drafter), _share(trainer)
-    has_buckets = isinstance(strategy, DDPStrategy) and trainer.world_size > 1  # DDP keeps a copy of all gradients
+def _base_bytes(base: Base, setting: Setting) -> dict[str, float]:
+    """Weights of the base; of sharded layers the own part, and two whole ones: one runs while the next is gathered."""
+    everything = num_bytes(base.model)
+    if not setting.has_sharded_base:
+        return {"weights of the base": everything}
+    decoder: Any = base.model.base_model
+    layers = [num_bytes(layer) for layer in decoder.layers]
     return {
-        "weights of the drafter": weights * (1 + share if isinstance(strategy, FSDP2) else 1),
+        "weights of the base": everything - sum(layers) * (1 - 1 / setting.num_devices),
+        "its gathered layers": 2 * max(layers),
+    }
+
+
+def _optimized_bytes(drafter: LearnedDrafter, setting: Setting) -> dict[str, float]:
+    """Weights, gradients and optimizer states of the drafter, which strategies shard over the devices."""
+    weights, share = num_bytes(drafter), setting.share
+    has_buckets = isinstance(setting.strategy, DDPStrategy) and setting.num_devices > 1  # DDP copies all gradients
+    return {
+        "weights of the drafter": weights * (1 + share if isinstance(setting.strategy, FSDP2) else 1),
         "their gradients": weights * (share + has_buckets),
         "their AdamW states": 2 * weights * share,
     }

@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.engine.base import Base, Dtype, base_hash, load_base, shape_of, tokenizer_hash
+from inference.engine.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, shape_of, tokenizer_hash
 from train.feature_store.base_features import choose_layers, compute_features, read_features
 from train.modules.divisor import SharedDivisor
 from train.modules.draft_vocabulary import choose_draft_tokens
 from train.modules.metrics import AcceptanceLength, DepthAcceptance, conditional
 from train.modules.optimizer import Schedule, adamw, is_accumulating
-from train.modules.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed
+from train.modules.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
 from train.validation.base_answers import Answers, with_own_answers
 from train.validation.simulate import simulate_answers
 
@@ -46,6 +46,8 @@ class DrafterTraining(L.LightningModule):
         max_val_tokens: Maximum number of tokens of an answer that the base generates for validation.
         activation_checkpointing: Keep only the inputs of the drafter's trunk layers and compute the rest again in the
             backward pass, which takes less memory and more time.
+        shard_base: Shard the weights of the base's layers over the devices, for a base that does not fit on one; see
+            ``strategy/sharded_base.yaml``.
     """
 
     base: Base
@@ -68,15 +70,18 @@ class DrafterTraining(L.LightningModule):
         val_answers: Answers = "greedy",
         max_val_tokens: int = 128,
         activation_checkpointing: bool = False,
+        shard_base: bool = False,
     ) -> None:
         super().__init__()
+        if shard_base and base_dtype in QUANTIZED_DTYPES:
+            raise ValueError(f"a base in {base_dtype} cannot be sharded: take bfloat16, or leave shard_base off")
         rates = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
         if wrong := [f"{name} must be at least 0, not {value}" for name, value in rates.items() if not value >= 0]:
             raise ValueError(wrong[0])
         self.save_hyperparameters()
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
-        self.val_answers, self.max_val_tokens = val_answers, max_val_tokens
+        self.val_answers, self.max_val_tokens, self.shard_base = val_answers, max_val_tokens, shard_base
         # Loading the weights must not move the random generator that shuffles and samples.
         with torch.random.fork_rng(devices=[]):
             # An ordinary attribute would put the base into the module's parameters and checkpoints.
@@ -87,15 +92,13 @@ class DrafterTraining(L.LightningModule):
             enable_activation_checkpointing(self.drafter)
         self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(MAX_DEPTH)
         self._generated_batches: dict[int, dict[str, Tensor]] = {}
-        self._base_hash = ""  # computed for the first checkpoint
+        self._base_hash = ""
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, FSDP2):
             self.trainer.strategy.shard(self.drafter)
 
     def setup(self, stage: str) -> None:
-        # The strategy moves this module only after setup. (transformers' `to` is wrapped in a way that hides its type.)
-        self.base.model.to(self.trainer.strategy.root_device)  # type: ignore[arg-type]
         data: Any = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(data, "tokenizer_object", None)
         if tokenizer is not None and tokenizer_hash(tokenizer) != tokenizer_hash(self.base.tokenizer):
@@ -113,6 +116,16 @@ class DrafterTraining(L.LightningModule):
             choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
         if stage == "fit" and not self.trainer.ckpt_path:  # a checkpoint holds its own
             choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
+        if self.shard_base and self.trainer.world_size > 1:
+            self.base_hash()  # needs whole weights
+            shard_layers(self.base, self.trainer.strategy.root_device)
+        # The strategy moves this module only after setup. (transformers' `to` is wrapped in a way that hides its type.)
+        self.base.model.to(self.trainer.strategy.root_device)  # type: ignore[arg-type]
+
+    def base_hash(self) -> str:
+        """Return `base_hash` of the base, which is computed once."""
+        self._base_hash = self._base_hash or base_hash(self.base)
+        return self._base_hash
 
     def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
         """Run the base over texts (B, S)."""
@@ -184,12 +197,11 @@ class DrafterTraining(L.LightningModule):
         self.on_validation_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._base_hash = self._base_hash or base_hash(self.base)
         checkpoint["base"] = {
             "shape": vars(shape_of(self.base.model.config)),
             "name": self.base.name,
             "tokenizer_hash": tokenizer_hash(self.base.tokenizer),
-            "weights_hash": self._base_hash,
+            "weights_hash": self.base_hash(),
         }
         checkpoint["measured"] = self.measured
         checkpoint["command"] = self.command
@@ -199,7 +211,7 @@ class DrafterTraining(L.LightningModule):
         if checkpoint["base"]["tokenizer_hash"] != tokenizer_hash(self.base.tokenizer):
             raise ValueError(f"the checkpoint was trained for {checkpoint['base']['name']}, not for {self.base.name}")
         is_fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and checkpoint["base"].get("weights_hash", base_hash(self.base)) != base_hash(self.base):
+        if is_fitting and checkpoint["base"].get("weights_hash", self.base_hash()) != self.base_hash():
             raise ValueError(
                 f"the checkpoint was trained on other weights than those of {self.base.name}: give model.base and "
                 "model.base_dtype as they were"

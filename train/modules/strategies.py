@@ -1,4 +1,4 @@
-"""Sharding of the drafter over processes, and activation checkpointing. Every process has the complete base."""
+"""Sharding of the drafter and of the base's layers over processes, and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
+import torch
+import torch.distributed
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from drafters.learned.layers.transformer import Trunk
 from drafters.protocol import LearnedDrafter
+from inference.engine.base import Base
 
 GATHERING = "loss", "draft_at"
 """Methods of a drafter, besides ``forward``, that gather the weights which `FSDP2` shards."""
@@ -49,6 +53,31 @@ class FSDP2(ModelParallelStrategy):
             fully_shard(drafter, mesh=self.device_mesh["data_parallel"], reshard_after_forward=False)
             for method in GATHERING:
                 register_fsdp_forward_method(drafter, method)
+
+
+def shard_layers(base: Base, device: torch.device) -> None:
+    """Shard the weights of a base's decoder layers over all processes, which then must run the base equally often.
+
+    Each layer gathers its weights when it runs, and frees them afterwards. The embedding, the norms and the LM head,
+    which drafters read, stay whole. The base computes the same as before, bit for bit.
+
+    Args:
+        base: The frozen base; changed in place, unless an earlier ``fit`` or ``validate`` has done it already.
+        device: Device of this process, which the sharded weights are moved to.
+
+    Raises:
+        ValueError: The base's decoder has no list of layers.
+    """
+    decoder: Any = base.model.base_model
+    if isinstance(decoder, FSDPModule):
+        return
+    if not hasattr(decoder, "layers"):
+        raise ValueError(f"the layers of a {base.model.config.model_type} base cannot be sharded: leave shard_base off")
+    whole = set(decoder.parameters()) - set(decoder.layers.parameters())
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that a layer is gathered while the one before it runs
 
 
 def without_sharding(drafter: LearnedDrafter) -> LearnedDrafter:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent / "processes"
 STEPS = 6
 STAGES = (1, 2, 3)
+SHARDED_BASE = {"sharded_base": [], "sharded_both": ["--config", str(ROOT / "configs/strategy/fsdp.yaml")]}
 
 
 def arguments(config, folder, *more):
@@ -64,6 +65,9 @@ def runs(write_recipe, shared_folder):
             arguments(config, root / "fsdp", *shards, "--trainer.max_steps=3"),
             arguments(config, root / "fsdp", *shards, "--ckpt_path=last"),
         ]
+        for name, drafter in SHARDED_BASE.items():
+            overlays = ["--config", str(ROOT / "configs/strategy/sharded_base.yaml"), *drafter]
+            together.append(arguments(config, root / name, *overlays, *two))
         for stage in STAGES:
             overlay = ["--config", str(ROOT / f"configs/strategy/deepspeed_{stage}.yaml")]
             double = ["--trainer.strategy=cpu_deepspeed.CPUDeepSpeed", f"--trainer.strategy.stage={stage}"]
@@ -87,7 +91,7 @@ def runs(write_recipe, shared_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *(f"deepspeed_{stage}" for stage in STAGES)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *SHARDED_BASE, *(f"deepspeed_{stage}" for stage in STAGES)])
 def test_two_processes_have_the_losses_of_one_with_the_doubled_batch(runs, strategy):
     expected, said = logged(runs / "one"), (runs / "said.txt").read_text()[-3000:]
     assert sorted(expected) == list(range(STEPS))
@@ -104,6 +108,19 @@ def test_a_resumed_sharded_training_saves_the_checkpoint_of_a_single_process(run
     torch.testing.assert_close(saved["state_dict"], expected["state_dict"], atol=1e-5, rtol=1e-4)
     assert call(commands.main, "export", ours, tmp_path / "drafter").code == 0
     assert (tmp_path / "drafter" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_a_sharded_base_changes_no_bit_of_the_losses_and_of_the_trained_weights(runs):
+    losses, lengths = ("train/loss", "val/acceptance_length")
+    for name in (losses, lengths):
+        whole, sharded = (logged(runs / folder, name) for folder in ("ddp", "sharded_base"))
+        assert whole and whole == sharded
+    paths = (runs / folder / "checkpoints" / "last.ckpt" for folder in ("ddp", "sharded_base", "one"))
+    whole, sharded, one = (torch.load(path, weights_only=True) for path in paths)
+    torch.testing.assert_close(sharded["state_dict"], whole["state_dict"], atol=0, rtol=0)
+    torch.testing.assert_close(sharded["state_dict"], one["state_dict"], atol=1e-5, rtol=1e-4)
+    assert sharded["base"] == whole["base"], "the hash is that of the whole weights"
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from drafters.learned.ctc.distributions import FrameDistributions, next_token_di
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
 from drafters.learned.losses.anchors import AnchoredFrames
+from drafters.learned.losses.divergences import divergence
 from drafters.tree import ROOT
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -343,6 +344,14 @@ def test_the_expected_number_of_accepted_labels_is_the_sum_of_the_prefixes():
     _, begin = prefix_log_probs(*columns([0, 1], NO_BIAS))
     assert "`0.515 + 0.35 = 0.865`" in PAGE
     check(expected_acceptance(begin).item(), "0.865")
+
+
+def test_total_variation_from_the_base_of_the_example_is_the_probability_to_stop():
+    rows = {row[0]: row for row in TABLES["g", "P(begins g)", "P(is g)", "q(very)", "q(good)", "stop"]}
+    assert "`0.023 + 0.68 = 0.703`" in PAGE and "probability 0.2" in PAGE
+    draft = torch.tensor([[float(cell) for cell in rows["very"][3:5]]], dtype=torch.float64)
+    total_variation = divergence("tv", torch.tensor([[0.2, 0.8]], dtype=torch.float64), draft)
+    check(total_variation.item(), rows["very"][5])
 
 
 def test_sampled_children_have_the_next_token_distribution_without_the_stop():

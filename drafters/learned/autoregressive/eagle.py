@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least
+from drafters.checks import check_at_least, check_choices
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.learned.autoregressive.layer import DraftLayer
 from drafters.learned.losses import gathered_logits
-from drafters.learned.losses.distillation import soft_cross_entropy
+from drafters.learned.losses.distillation import distillation_loss
+from drafters.learned.losses.divergences import Divergence
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
 
@@ -23,7 +24,10 @@ class EAGLELossOptions:
 
     Args:
         feature_weight: Weight of the smooth L1 distance between predicted and actual features.
-        token_weight: Weight of the soft cross-entropy between the base's next-token distribution and the drafter's.
+        token_weight: Weight of the divergence between the base's next-token distribution and the drafter's.
+        divergence: That divergence: ``kl``, as soft cross-entropy, or a loss of the acceptance in rejection sampling:
+            ``tv``, the total variation distance; ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first and total
+            variation where the draft is good (LK losses).
         noise: Width of the uniform noise added to features in training, times 512 / S.
         chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
         chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
@@ -31,11 +35,13 @@ class EAGLELossOptions:
 
     feature_weight: float = 1.0
     token_weight: float = 0.1
+    divergence: Divergence = "kl"
     noise: float = 0.2
     chunk_positions: int = 512
     chunk_anchors: int = 16
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
 
 
@@ -91,9 +97,14 @@ class EAGLE(AutoregressiveDrafter):
         num_terms = batch.divisor(counts.sum())
         distances = F.smooth_l1_loss(predicted, features.to(predicted.dtype), reduction="none").mean(-1)
         feature_loss = distances.sum() / num_terms
-        cross_entropies = soft_cross_entropy(
-            predicted, lambda states: self.read(states, base_weights), features, base_weights.head, self.chunk_positions
+        divergences = distillation_loss(
+            options.divergence,
+            predicted,
+            lambda states: self.read(states, base_weights),
+            features,
+            base_weights.head,
+            self.chunk_positions,
         )
-        token_loss = cross_entropies.sum() / num_terms
+        token_loss = divergences.sum() / num_terms
         loss = options.feature_weight * feature_loss + options.token_weight * token_loss
         return loss, {"feature_loss": feature_loss.detach(), "token_loss": token_loss.detach()}

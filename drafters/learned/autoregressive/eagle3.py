@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least
+from drafters.checks import check_at_least, check_choices
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.learned.autoregressive.layer import DraftLayer
 from drafters.learned.layers.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.learned.layers.transformer import RMSNorm
 from drafters.learned.losses import gathered_logits
-from drafters.learned.losses.distillation import soft_cross_entropy
+from drafters.learned.losses.distillation import distillation_loss
+from drafters.learned.losses.divergences import Divergence
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
 
@@ -27,16 +28,22 @@ class EAGLE3LossOptions:
     Args:
         num_unroll: Number of draft depths that training runs through.
         decay: Weight of a depth's loss relative to the depth before.
+        divergence: The divergence between the base's next-token distribution and the drafter's: ``kl``, as soft
+            cross-entropy, or a loss of the acceptance in rejection sampling: ``tv``, the total variation distance;
+            ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first and total variation where the draft is good (LK
+            losses).
         chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
         chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
     """
 
     num_unroll: int = 7
     decay: float = 0.8
+    divergence: Divergence = "kl"
     chunk_positions: int = 512
     chunk_anchors: int = 16
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_at_least(1, num_unroll=self.num_unroll)
         check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
 
@@ -164,7 +171,7 @@ class EAGLE3(AutoregressiveDrafter):
             states = F.pad(states, (0, 0, 1, 0))[:, :-1]
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted mean over depths of the soft cross-entropy, for paths within the assistant's text.
+        """The weighted mean over depths of the divergence, for paths within the assistant's text.
 
         With a draft vocabulary the base's distribution is that over its tokens, and a path ends before a position at
         which the base's most probable token is none of them.
@@ -183,14 +190,15 @@ class EAGLE3(AutoregressiveDrafter):
             if depth:
                 counts = is_assistant & F.pad(counts, (1, 0))[:, :-1]
             counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
-            cross_entropies = soft_cross_entropy(
+            divergences = distillation_loss(
+                options.divergence,
                 states[counted],
                 lambda x: self.draft_logits(x, base_weights),
                 last_hidden[counted],
                 drafted.head,
                 self.chunk_positions,
             )
-            losses.append(cross_entropies.sum() / batch.divisor(counts.sum()))
+            losses.append(divergences.sum() / batch.divisor(counts.sum()))
             weight = options.decay**depth
             total, weights = total + weight * losses[-1], weights + weight
         return total / weights, {"first_loss": losses[0].detach(), "deepest_loss": losses[-1].detach()}

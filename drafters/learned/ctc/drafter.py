@@ -104,14 +104,14 @@ class CTC(ParallelDrafter):
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        with_teacher = bool(self.loss_options.distillation)
-        anchored, head, bias_factors = self.loss_inputs(batch, base_weights, with_teacher)
+        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
+        anchored, head, bias_factors = self.loss_inputs(batch, base_weights, bool(options.distillation))
         return ctc_loss(
             anchored,
             head,
             BlankOutput(self.blank_row, self.blank_bias[0]),
             bias_factors,
-            self.loss_options,
+            options,
             warm_up=self._warm_up(batch.step),
             divisor=batch.divisor,
         )

@@ -11,9 +11,6 @@ from torch.nn import functional as F
 from drafters.learned.ctc.alignment import is_possible
 from drafters.learned.losses import gathered_logits
 
-MIN_LOG_PROB = -60.0
-"""Distillation counts tokens that the draft cannot produce as this improbable, so that one of them cannot dominate."""
-
 
 class Emissions(NamedTuple):
     """Frame distributions of A anchors. C is U + 1 (root and y_1..y_U) with a Markov bias, else 1.
@@ -22,23 +19,17 @@ class Emissions(NamedTuple):
         enter: (A, T, U) log-probabilities, as `alignment.states` takes them.
         stay: (A, T, U) likewise.
         blank: (A, T, C) likewise.
-        exponentials: (A, T, V) exp(z - largest), where z are the logits without the bias.
-        largest: (A, T, 1) largest logit of each frame.
-        log_sum: (A, T, C) log of the sum of exp(z + B) over tokens and blank.
-        largest_bias: (A, 1, C) largest B of a token after each of the C tokens; zero without a bias.
-        left: (A, C, R) left factor of B, or None.
-        right: (V + 1, R) right factor of B, or None.
+        exponentials: (A, T, V) exp(z - largest z of the frame), where z are the logits without the bias.
+        factors: (A, C, V) exp(B - largest B of a token after that label), or None.
+        log_scale: (A, T, C) log of what the product of exponentials and factors lacks to be a probability.
     """
 
     enter: Tensor
     stay: Tensor
     blank: Tensor
     exponentials: Tensor
-    largest: Tensor
-    log_sum: Tensor
-    largest_bias: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
+    factors: Tensor | None
+    log_scale: Tensor
 
 
 def emit(
@@ -70,8 +61,7 @@ def emit(
     if left is None or right is None:
         log_sum = torch.logaddexp(gathered_logits.log_sum(exponentials, largest), blank)
         enter = picked - log_sum
-        largest_bias = torch.zeros_like(largest[:, :1])
-        return Emissions(enter, enter, blank - log_sum, exponentials, largest, log_sum, largest_bias)
+        return Emissions(enter, enter, blank - log_sum, exponentials, None, largest - log_sum)
     left, right = left.to(dtype), right.to(dtype)
     biases = left @ right[:-1].T  # (A, U + 1, V)
     factors, largest_bias, _ = gathered_logits.exponentials(biases, labels.new_empty(*biases.shape[:2], 0))
@@ -82,27 +72,24 @@ def emit(
     label_columns = F.embedding(labels, right)
     enter_bias, stay_bias = ((part * label_columns).sum(-1)[:, None] for part in (left[:, :-1], left[:, 1:]))
     enter, stay = picked + enter_bias - log_sum[..., :-1], picked + stay_bias - log_sum[..., 1:]  # (A, T, U)
-    return Emissions(enter, stay, blank - log_sum, exponentials, largest, log_sum, largest_bias, left, right)
+    return Emissions(enter, stay, blank - log_sum, exponentials, factors, largest + largest_bias - log_sum)
 
 
-def divergence(
-    emissions: Emissions, states: tuple[Tensor, ...], labels: Tensor, teacher: Tensor, head: Tensor
-) -> Tensor:
-    """KL(base's distribution || q(. | y_<u)) for u = 1..U, where q sums the draft's alignments exactly:
+def next_token_probs(emissions: Emissions, states: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """q(v | y_<u) for u = 1..U, the draft's exact distribution of the token after the labels before:
 
         q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
 
-    The probability that the draft stops counts as lost. Where no alignment reaches y_<u the result is meaningless.
+    It sums to one minus the probability that the draft stops at g. Where no alignment reaches y_<u the result is finite
+    but meaningless.
 
     Args:
         emissions: Frame distributions of A anchors.
         states: The result of `alignment.states` for them.
         labels: (A, U) labels y_1..y_U.
-        teacher: (A, U, D) last hidden states of the base at the positions that decide y_1..y_U.
-        head: (V, D) the base's frozen LM head.
 
     Returns:
-        (A, U) nats.
+        (A, U, V)
     """
     num_labels = labels.shape[1]
     entered, blank_end, label_end = (state.transpose(0, 1) for state in states)
@@ -110,19 +97,10 @@ def divergence(
     prefix = torch.where(is_possible(prefix), prefix, 0.0)
     at_blank = blank_end[:, :-1, :num_labels] - prefix  # (A, T, U)
     anywhere = torch.logaddexp(at_blank, label_end[:, :-1, :num_labels] - prefix)
-    offsets = (emissions.largest_bias - emissions.log_sum)[..., :num_labels]
-    shares = (anywhere + emissions.largest + offsets).exp()
-    q = shares.mT @ emissions.exponentials  # (A, U, V), without the factor exp(bias)
-    probs, negative_entropy = gathered_logits.teacher_distribution(teacher, head)
-    log_q = q.clamp(min=torch.finfo(q.dtype).tiny).log().clamp(min=MIN_LOG_PROB)
-    cross = -torch.einsum("auv,auv->au", probs, log_q)
-    if emissions.left is not None and emissions.right is not None:  # add the bias that q left out, less its maximum
-        mean = ((probs @ emissions.right[:-1]) * emissions.left[:, :num_labels]).sum(-1)
-        cross = cross - mean + emissions.largest_bias[:, 0, :num_labels]
-    # A repetition of the last label needs a blank before it: correct q at that one token.
-    correct, wrong = (
-        (source[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).clamp(min=MIN_LOG_PROB)
-        for source in (at_blank, anywhere)
-    )
-    repeat_probs = probs[:, 1:].gather(-1, labels[:, :-1, None])[..., 0]  # (A, U - 1)
-    return negative_entropy + cross - F.pad(repeat_probs * (correct - wrong), (1, 0))
+    q = (anywhere + emissions.log_scale[..., :num_labels]).exp().mT @ emissions.exponentials  # (A, U, V)
+    if emissions.factors is not None:
+        q = q * emissions.factors[:, :num_labels]
+    # A repetition of the last label needs a blank before it.
+    repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
+    q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
+    return q

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from drafters.checks import check_at_least
 from drafters.learned.ctc import alignment
 from drafters.learned.ctc.alignment import is_possible
-from drafters.learned.ctc.emissions import divergence, emit
-from drafters.learned.losses import label_weights
+from drafters.learned.ctc.emissions import emit, next_token_probs
+from drafters.learned.losses import gathered_logits, label_weights
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.learned.losses.divergences import divergence
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.protocol import at_least_one
 
@@ -71,8 +72,9 @@ def ctc_loss(
     The objective ``ctc`` is the paper's equation 6, -log P(the text is y_1..y_n) / n for the n valid labels. The
     objective ``prefix`` is sum_u w_u * -log P(the text begins with y_1..y_u), which is what a verifier rewards. The
     weights of an anchor sum to one: ``decay`` takes w_u proportional to decay^(u-1), ``survival`` the w_u that make the
-    gradient that of -log of the expected acceptance (`label_weights.by_survival`). Distillation adds sum_u w_u
-    KL(base's distribution || q(. | y_<u)), where q is the exact distribution of the draft's next token. Labels that no
+    gradient that of -log of the expected acceptance (`label_weights.by_survival`). ``label_weight`` multiplies the
+    objective. Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's
+    distribution and q the exact distribution of the draft's next token over the whole vocabulary. Labels that no
     alignment can reach, because there are too few frames, contribute nothing.
 
     Args:
@@ -128,9 +130,11 @@ def ctc_loss(
             own = emissions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
             plain = -(label_weights.by_depth(valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
             loss = (1 - warm_up) * loss + warm_up * plain
+        loss = options.label_weight * loss
         if options.distillation:
             is_reached = teacher_counts & F.pad(counts[:, :-1], (1, 0), value=True)
-            divergences = divergence(emissions, states, labels, teacher, head)
+            base = gathered_logits.teacher_probs(teacher, head, options.teacher_temperature)
+            divergences = divergence(options.divergence, base, next_token_probs(emissions, states, labels))
             loss = loss + options.distillation * torch.where(is_reached, weight * divergences, 0.0).sum()
         blank_share = (emissions.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
         return loss, torch.stack([blank_share, alignment.expected_acceptance(prefix, counts).sum()])

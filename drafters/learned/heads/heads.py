@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafters.checks import MAX_LAYERS, check_at_least, check_at_most
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.chunks import chunks
+from drafters.learned.losses.distillation import distilled
+from drafters.learned.losses.divergences import Divergence
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -54,15 +56,22 @@ class HeadLossOptions:
 
     Args:
         decay: Head k is weighted by decay^k; 0.8 is Medusa's, 1 that of Hydra's code.
+        distillation: Train the heads on the base's full distribution instead of its argmax (Hydra++).
+        divergence: What distillation minimises: ``kl``, as soft cross-entropy, or a loss of the acceptance in rejection
+            sampling: ``tv``, the total variation distance; ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first
+            and total variation where the draft is good (LK losses).
         num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
         chunk_anchors: Rows whose logits are computed at once; lower it to save memory.
     """
 
     decay: float = 0.8
+    distillation: bool = False
+    divergence: Divergence = "kl"
     num_anchors: int = 64
     chunk_anchors: int = 512
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_at_least(1, chunk_anchors=self.chunk_anchors)
         check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
 
@@ -109,7 +118,6 @@ class HeadDrafter(LearnedDrafter):
         blocks: One per head.
         heads: Options of the heads.
         loss: Options of the loss.
-        distillation: Train on the base's full distribution instead of its argmax.
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together
@@ -120,12 +128,11 @@ class HeadDrafter(LearnedDrafter):
         blocks: Sequence[ResidualBlock],
         heads: HeadOptions,
         loss: HeadLossOptions,
-        distillation: bool = False,
     ) -> None:
         super().__init__()
         self.required_outputs = RequiredOutputs((-1,))
         self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, heads.num_heads, heads.own_heads
-        self.decay, self.distillation = loss.decay, distillation
+        self.decay, self.distillation, self.divergence = loss.decay, loss.distillation, loss.divergence
         self.num_anchors, self.chunk_anchors = loss.num_anchors, loss.chunk_anchors
         self.blocks = nn.ModuleList(blocks)
         num_outputs = heads.num_heads if heads.own_heads else 0
@@ -172,7 +179,10 @@ class HeadDrafter(LearnedDrafter):
     # ---- training
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum over heads of decay^k times the mean cross-entropy of head k (Medusa, equation 1).
+        """The sum over heads of decay^k times the mean loss of head k.
+
+        That is the cross-entropy (Medusa, equation 1) or, with distillation, the divergence from the base's
+        distribution.
 
         A head that reads draft tokens reads those of the text, and its label is the base's own token after them,
         whether or not the base would have written the text itself.
@@ -206,13 +216,12 @@ class HeadDrafter(LearnedDrafter):
     def _chunk(
         self, head: int, x: Tensor, targets: Tensor, valid: Tensor, teacher: Tensor | None, base_weights: BaseWeights
     ) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropy of one head on some anchors, and how often its most probable token is the label."""
+        """Summed loss of one head on some anchors, and how often its most probable token is the label."""
         logits = self.logits(head, x, base_weights)  # (n, V)
         if teacher is None:
             losses = F.cross_entropy(logits, targets, reduction="none")
         else:
-            probs = gathered_logits.logits(teacher, base_weights.head).softmax(-1)
-            losses = F.cross_entropy(logits, probs.to(logits.dtype), reduction="none")
+            losses = distilled(self.divergence, logits, teacher, base_weights.head)
         is_right = (logits.detach().argmax(-1) == targets) & valid
         return torch.where(valid, losses, 0.0).sum(), is_right.sum()
 

@@ -33,14 +33,9 @@ class HydraHeadOptions(HeadOptions):
 
 @dataclass(frozen=True)
 class HydraLossOptions(HeadLossOptions):
-    """Hydra's loss.
-
-    Args:
-        distillation: Train the heads on the base's full distribution instead of its argmax (Hydra++).
-    """
+    """Hydra's loss."""
 
     decay: float = 1.0
-    distillation: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,7 @@ class Hydra(HeadDrafter):
         draft: HydraDraftOptions = HydraDraftOptions(),
     ) -> None:
         blocks = [ResidualBlock(base.hidden_size, heads.num_layers, 1 + head) for head in range(heads.num_heads)]
-        super().__init__(base, blocks, heads, loss, loss.distillation)
+        super().__init__(base, blocks, heads, loss)
         self.draft_options, self.rows_per_anchor = draft, draft.width
         self.prefix = PrefixAttention(base) if heads.prefix_attention else None
         self._cache = DraftCache(1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from drafters.learned.losses import gathered_logits, label_weights
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.learned.losses.divergences import divergence
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.protocol import at_least_one
 
@@ -26,7 +27,8 @@ def cross_entropy(
 
     p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens. With the weights ``decay``, w_u is proportional to
     decay^(u-1) and sums to one; with ``survival`` the gradient is that of -log of the expected acceptance
-    (`label_weights.by_token_survival`). Distillation adds sum_u w_u KL(base's distribution || p_u(. | y_{u-1})).
+    (`label_weights.by_token_survival`). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
+    d(p, p_u(. | y_{u-1})) with the chosen `divergence` d from the base's distribution p.
 
     Args:
         anchored: Frames and labels. Frames beyond the number of labels are not trained.
@@ -67,17 +69,16 @@ def cross_entropy(
             weight = label_weights.by_depth(valid, options.decay, log_probs.dtype)
         else:
             weight = label_weights.by_token_survival(log_probs, valid)
-        loss = -(weight * log_probs).sum()
+        loss = -options.label_weight * (weight * log_probs).sum()
         if options.distillation:
-            probs, negative_entropy = gathered_logits.teacher_distribution(teacher, head)
-            scores = exponentials.clamp(min=torch.finfo(exponentials.dtype).tiny).log()  # z - largest
-            divergence = negative_entropy - torch.einsum("auv,auv->au", probs, scores) + (log_sum - largest)[..., 0]
-            loss = loss + options.distillation * (weight * teacher_counts * divergence).sum()
+            base = gathered_logits.teacher_probs(teacher, head, options.teacher_temperature)
+            divergences = divergence(options.divergence, base, exponentials * (largest - log_sum).exp())
+            loss = loss + options.distillation * (weight * teacher_counts * divergences).sum()
         prefix_probs = torch.where(valid, log_probs, -torch.inf).cumsum(-1).exp()
         return loss, prefix_probs.sum()
 
     # Vectors over the vocabulary alive per anchor and label; the half is the head's bfloat16.
-    planes = num_labels * (6 if options.distillation else 2.5 if bias is not None else 1.5)
+    planes = num_labels * (7 if options.distillation else 2.5 if bias is not None else 1.5)
     size = anchors_per_chunk(round(planes * len(head)), max_bytes)
     loss, acceptance = chunked(sums, per_anchor, shared, size)
     num_anchors = divisor(valid[:, 0].sum())

@@ -84,12 +84,12 @@ def log_sum(exponentials: Tensor, largest: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def teacher_distribution(last_hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """The base's next-token distribution at its last hidden states (A, U, D), and its negative entropy in nats.
+def teacher_probs(last_hidden: Tensor, head: Tensor, temperature: float = 1.0) -> Tensor:
+    """The base's next-token distribution (..., V) at its last hidden states (..., D).
 
-    Returns:
-        (A, U, V) and (A, U).
+    At temperature 0 all of it is on the most probable token.
     """
     scores = logits(last_hidden, head)
-    probs = scores.softmax(-1)
-    return probs, torch.einsum("auv,auv->au", probs, scores) - scores.logsumexp(-1)
+    if not temperature:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return (scores / temperature).softmax(-1)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from drafters.checks import check_at_least, check_choices
+from drafters.learned.losses.divergences import Divergence
 
 Weights = Literal["decay", "survival"]
+Options = TypeVar("Options", bound="LabelLossOptions")
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,43 @@ class LabelLossOptions:
         weights: Weight of each label: ``decay`` falls with its depth; ``survival`` is the draft's own probability of
             the labels before it.
         decay: Weight of label u relative to label u - 1.
-        distillation: Weight of the KL divergence between the base's next-token distribution and the draft's; 0 turns
+        distillation: Weight of the divergence between the base's next-token distribution and the draft's; 0 turns
             distillation off.
+        divergence: What distillation minimises: ``kl``, the KL divergence, or a loss of the acceptance in rejection
+            sampling: ``tv``, the total variation distance; ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first
+            and total variation where the draft is good (LK losses).
+        teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
+            in greedy decoding.
+        label_weight: Weight of the loss of the labels beside distillation.
+        distillation_steps: Optimizer steps over which ``distillation`` rises from 0, and the weight of the labels goes
+            from 1 to ``label_weight``.
         num_anchors: Anchors sampled from each training sequence.
     """
 
     weights: Weights = "decay"
     decay: float = 0.9
     distillation: float = 0.0
+    divergence: Divergence = "kl"
+    teacher_temperature: float = 1.0
+    label_weight: float = 1.0
+    distillation_steps: int = 0
     num_anchors: int = 64
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(0, decay=self.decay, distillation=self.distillation)
+        check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
+        check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
         check_at_least(1, num_anchors=self.num_anchors)
+        if not (self.distillation or self.label_weight):
+            raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
+
+    def at_step(self: Options, step: int) -> Options:
+        """The options whose ``distillation`` and ``label_weight`` are those of an optimizer step."""
+        if not self.distillation_steps:
+            return self
+        share = min(1.0, (step + 1) / self.distillation_steps)
+        label_weight = 1 - share * (1 - self.label_weight)
+        return replace(self, distillation=share * self.distillation, label_weight=label_weight)
 
 
 def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -> Tensor:

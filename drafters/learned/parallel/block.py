@@ -80,8 +80,9 @@ class Block(ParallelDrafter):
         self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=trunk.draft_vocab_size)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs = self.loss_inputs(batch, base_weights, with_teacher=bool(self.loss_options.distillation))
-        return cross_entropy(*inputs, self.loss_options, divisor=batch.divisor)
+        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
+        inputs = self.loss_inputs(batch, base_weights, with_teacher=bool(options.distillation))
+        return cross_entropy(*inputs, options, divisor=batch.divisor)
 
     def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
         found = best_first.search_batch(drafts.probs, drafts.tokens, self.search_limits(limits), drafts.bias)

@@ -10,7 +10,7 @@ from drafters.checkpoint import DrafterConfig
 from drafters.learned.autoregressive.drafter import window_mask
 from drafters.learned.autoregressive.eagle3 import low_middle_high, unroll_mask
 from drafters.learned.layers import draft_cache
-from drafters.learned.losses.distillation import soft_cross_entropy
+from drafters.learned.losses.distillation import distillation_loss
 from drafters.protocol import UNLIMITED
 
 S, D, V = 20, 16, 23
@@ -358,8 +358,14 @@ def batch_for(drafter, rows=2, length=S, mask=None, seed=0):
     return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
 
 
-def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights):
-    drafter = make(EAGLE, chunk_positions=3)
+def literal_divergence(kind, base, log_draft):
+    return -(base * log_draft).sum() if kind == "kl" else (base - log_draft.exp()).abs().sum() / 2
+
+
+@pytest.mark.parametrize("divergence", ["kl", "tv"])
+def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights, divergence):
+    """With total variation as an option."""
+    drafter = make(EAGLE, chunk_positions=3, divergence=divergence)
     batch = batch_for(drafter)
     distances, crossed = [], []
     for row in range(2):
@@ -369,21 +375,22 @@ def test_the_eagle_loss_equals_a_literal_version_of_the_paper(make, base_weights
                 feature = batch.hidden[row, pair + 1]
                 distances.append(torch.nn.functional.smooth_l1_loss(foreseen[pair], feature))
                 distribution = (base_weights.head @ feature).softmax(-1)
-                crossed.append(-(distribution * (base_weights.head @ foreseen[pair]).log_softmax(-1)).sum())
+                log_draft = (base_weights.head @ foreseen[pair]).log_softmax(-1)
+                crossed.append(literal_divergence(divergence, distribution, log_draft))
     loss, seen = drafter.loss(batch, base_weights)
     torch.testing.assert_close(loss, torch.stack(distances).mean() + 0.1 * torch.stack(crossed).mean())
     torch.testing.assert_close(seen["token_loss"], torch.stack(crossed).mean())
 
 
-@pytest.mark.parametrize("num_tokens", [0, 18])
-def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights, num_tokens):
+@pytest.mark.parametrize(("num_tokens", "divergence"), [(0, "kl"), (18, "kl"), (18, "tv")])
+def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weights, num_tokens, divergence):
     """The reference uses uncached forward passes, one anchor and one depth at a time.
 
     With a draft vocabulary the base's distribution and the drafter's are those over its tokens, and no path passes a
     label that is none of them.
     """
     own = {"own_head": True, "draft_vocab_size": num_tokens} if num_tokens else {}
-    drafter, covered = make(EAGLE3, num_unroll=3, chunk_positions=3, **own), torch.arange(V)
+    drafter, covered = make(EAGLE3, num_unroll=3, chunk_positions=3, divergence=divergence, **own), torch.arange(V)
     if num_tokens:
         covered = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:num_tokens]
         drafter.draft_tokens.copy_(covered)
@@ -401,7 +408,7 @@ def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weight
                     distribution = (base_weights.head[covered] @ batch.last_hidden[row, target - 1]).softmax(-1)
                     drafted = distribution_after(drafter, base_weights, batch.hidden[row], ids, anchor, path)
                     assert drafted.isfinite().sum() == len(covered)
-                    crossed.append(-(distribution * drafted[covered]).sum())
+                    crossed.append(literal_divergence(divergence, distribution, drafted[covered]))
         total, weights = total + 0.8**depth * torch.stack(crossed).mean(), weights + 0.8**depth
     torch.testing.assert_close(drafter.loss(batch, base_weights)[0], total / weights)
 
@@ -409,7 +416,7 @@ def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weight
 def test_soft_cross_entropy_and_its_gradient_equal_those_over_the_full_vocabulary(base_weights):
     states, last = (torch.randn(11, D, dtype=torch.float64) for _ in range(2))
     chunked, whole = states.clone().requires_grad_(), states.clone().requires_grad_()
-    got = soft_cross_entropy(chunked, lambda x: x @ base_weights.head.T, last, base_weights.head, 4)
+    got = distillation_loss("kl", chunked, lambda x: x @ base_weights.head.T, last, base_weights.head, 4)
     expected = torch.nn.functional.cross_entropy(
         whole @ base_weights.head.T, (last @ base_weights.head.T).softmax(-1), reduction="none"
     )

@@ -345,6 +345,21 @@ def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(mak
     torch.testing.assert_close(drafter.loss(TrainingBatch(*texts), base_weights)[0], plain)
 
 
+def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_in_validation(
+    make_ctc, base_weights, text
+):
+    hidden, ids = text
+    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
+    settings = {"num_anchors": S, "label_weight": 0.0, "distillation": 1.0, "divergence": "tv"}
+    plain, _ = make_ctc(num_anchors=S).loss(TrainingBatch(*texts), base_weights)
+    distilled, _ = make_ctc(**settings).loss(TrainingBatch(*texts), base_weights)
+    drafter = make_ctc(distillation_steps=4, **settings)
+    losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(5)]
+    shares = [(loss - plain) / (distilled - plain) for loss in losses]
+    torch.testing.assert_close(torch.stack(shares), torch.tensor([0.25, 0.5, 0.75, 1.0, 1.0]))
+    torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first"), ("markov_factors", "head")]
 )

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from drafters import TrainingBatch
-from drafters.learned.ctc.alignment import collapse
+from drafters.learned.ctc.alignment import collapse, states
+from drafters.learned.ctc.emissions import emit, next_token_probs
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.layers.markov import Markov
 from drafters.learned.losses.anchors import AnchoredFrames
 from drafters.learned.losses.chunks import MAX_BYTES
+from train.callbacks.rehearsal import LiveBytes
 
 T, V, U, D, R, BLANK = 5, 3, 3, 4, 2, 3
 ALIGNMENTS = torch.tensor(list(product(range(V + 1), repeat=T)))
@@ -84,7 +86,24 @@ class Case:
 
         return probability
 
-    def written_out(self, objective="prefix", weights="decay", decay=0.9, warm_up=0.0, distillation=0.0):
+    def base_probs(self, anchor, temperature):
+        """(U, V) the base's distribution of each label."""
+        scores = self.teacher[anchor] @ self.head.T
+        if temperature == 0:
+            return torch.nn.functional.one_hot(scores.argmax(-1), V).double()
+        return (scores / temperature).softmax(-1)
+
+    def written_out(
+        self,
+        objective="prefix",
+        weights="decay",
+        decay=0.9,
+        warm_up=0.0,
+        label_weight=1.0,
+        distillation=0.0,
+        divergence="kl",
+        teacher_temperature=1.0,
+    ):
         total = 0.0
         for anchor in range(A):
             label, probability = LABELS[anchor, : LENGTHS[anchor]].tolist(), self.texts(anchor)
@@ -104,16 +123,28 @@ class Case:
                 share = torch.tensor([decay**u for u in range(len(label))], dtype=torch.float64)
                 plain = -sum(w * distributions[u, before[u], label[u]] for u, w in enumerate(share / share.sum()))
                 loss = (1 - warm_up) * loss + warm_up * plain
+            loss = label_weight * loss
             if distillation:
-                base = (self.teacher[anchor] @ self.head.T).softmax(-1)
+                base = self.base_probs(anchor, teacher_temperature)
                 for u, w in enumerate(factor):
                     begins = [tuple(label[:u])] + [(*label[:u], v) for v in range(V)]
                     reach, *nexts = (probability(g) for g in begins)
-                    least = torch.full((), -60.0, dtype=torch.float64)
-                    q = torch.stack([(p / reach).log() if p > 0 else least for p in nexts])
-                    loss = loss + distillation * w * (base[u] * (base[u].log() - q)).sum()
+                    q = torch.stack(nexts) / reach
+                    loss = loss + distillation * w * literal_divergence(divergence, base[u], q)
             total = total + loss
         return total / (LENGTHS > 0).sum()
+
+
+def literal_divergence(kind, base, draft):
+    kl = sum(p * (p.log() - (q.log() if q > 0 else -60)) for p, q in zip(base, draft, strict=True) if p > 0)
+    accepted = sum(min(p, q) for p, q in zip(base, draft, strict=True))
+    share = torch.exp(-3 * accepted.detach())
+    return {
+        "kl": kl,
+        "tv": 1 - accepted,
+        "lk": -accepted.log(),
+        "lk_hybrid": share * kl + (1 - share) * (1 - accepted),
+    }[kind]
 
 
 has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["frame distributions", "Markov bias"])
@@ -135,6 +166,24 @@ has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["frame distri
     ids=str,
 )
 def test_loss_and_gradients_equal_those_of_the_literal_sum(has_bias, settings, max_bytes):
+    assert_literal(has_bias, settings, max_bytes)
+
+
+@has_bias
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distillation": 0.5, "divergence": "tv", "teacher_temperature": 0.5, "label_weight": 0.3},
+        {"distillation": 1.0, "divergence": "lk", "label_weight": 0.0, "weights": "survival"},
+        {"distillation": 1.5, "divergence": "lk_hybrid", "teacher_temperature": 0.0, "label_weight": 0.2},
+    ],
+    ids=str,
+)
+def test_losses_of_the_acceptance_and_their_gradients_equal_those_of_the_literal_sum(has_bias, settings):
+    assert_literal(has_bias, settings, max_bytes=4 * 60 * V)
+
+
+def assert_literal(has_bias, settings, max_bytes):
     case = Case(has_bias)
     teacher = {"teacher": case.teacher} if "distillation" in settings else {}
     ours, expected = case.loss(max_bytes=max_bytes, **teacher, **settings)[0], case.written_out(**settings)
@@ -172,6 +221,63 @@ def test_the_metrics_are_the_mean_blank_share_and_the_mean_expected_acceptance(h
         assert not any(number.requires_grad for number in numbers.values())
         torch.testing.assert_close(numbers["blank_share"], torch.stack(blank).mean())
         torch.testing.assert_close(numbers["expected_acceptance"], torch.stack(acceptance).mean())
+
+
+@has_bias
+@pytest.mark.parametrize("divergence", ["kl", "tv", "lk"])
+def test_the_gradient_of_distillation_equals_finite_differences(has_bias, divergence):
+    case = Case(has_bias)
+    settings = {"teacher": case.teacher, "label_weight": 0.0, "distillation": 1.0, "divergence": divergence}
+    assert torch.autograd.gradcheck(lambda *_: case.loss(**settings)[0], case.leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("divergence", ["kl", "lk_hybrid"])
+def test_a_distilled_loss_keeps_to_the_memory_of_a_chunk(divergence):
+    """Eight anchors of 2,000 tokens: all at once take twice the memory that a chunk of three may take."""
+    num_tokens, generator = 2000, torch.Generator().manual_seed(0)
+    frames, teacher, head, row = (
+        torch.randn(*shape, D, generator=generator).requires_grad_() for shape in ((8, T), (8, U), (num_tokens,), ())
+    )
+    labels, markov = torch.randint(num_tokens, (8, U), generator=generator), Markov(num_tokens, R, num_tokens + 1)
+    anchored = AnchoredFrames(frames, labels, torch.ones(8, U, dtype=torch.bool), labels[:, 0], teacher.detach())
+    blank, bias = BlankOutput(row, torch.zeros((), requires_grad=True)), markov.factors(anchored.previous)
+    options = CTCLossOptions(distillation=1.0, divergence=divergence)
+    peaks = []
+    for max_bytes in (2**20, 2**30):
+        with LiveBytes(frames, teacher, head, row, *bias) as live:
+            ctc_loss(anchored, head, blank, bias, options, max_bytes=max_bytes)
+        peaks.append(live.peak)
+    assert peaks[0] < 2**20 < peaks[1] / 1.5
+
+
+@has_bias
+def test_the_next_token_distribution_is_that_of_all_alignments(has_bias):
+    """And what it lacks to one is the probability that the draft stops."""
+    case = Case(has_bias)
+    previous = torch.cat([ROOTS[:, None], LABELS], 1)
+    left, right = (None, None) if case.markov is None else case.markov.factors(previous)
+    with torch.no_grad():
+        emissions = emit(case.frames.clone(), LABELS, case.head, case.blank_row, case.blank_bias, left, right)
+        reached = states(emissions.enter, emissions.stay, emissions.blank, LABELS)
+        q = next_token_probs(emissions, reached, LABELS)
+        for anchor in range(A):
+            probability, label = case.texts(anchor), LABELS[anchor].tolist()
+            for u in range(U):
+                reach, stop = probability(label[:u]), probability(label[:u], whole=True)
+                expected = torch.stack([probability([*label[:u], token]) for token in range(V)]) / reach
+                torch.testing.assert_close(q[anchor, u], expected, rtol=0, atol=1e-13)
+                torch.testing.assert_close(q[anchor, u].sum(), 1 - stop / reach, rtol=0, atol=1e-13)
+
+
+def test_total_variation_is_zero_where_the_draft_is_the_base_and_never_above_one():
+    """Frames with the base's own states, without a blank: the first frame says what the base says."""
+    case = Case(False)
+    case.frames.data[:, 0], case.blank_row.data[:], case.blank_bias.data[()] = case.teacher[:, 0], 0.0, -1e9
+    first = torch.arange(U) < 1
+    settings = {"teacher": case.teacher, "label_weight": 0.0, "distillation": 1.0, "divergence": "tv"}
+    assert case.loss(teacher_valid=first & VALID, **settings)[0].item() == pytest.approx(0, abs=1e-12)
+    case.frames.data *= 1000  # certain of one token, which the base's distribution is not
+    assert 0.1 < case.loss(**settings)[0].item() < 1
 
 
 @has_bias
@@ -270,6 +376,8 @@ def test_half_precision_affects_products_but_not_sums(has_bias, head_dtype):
         ({"weights": "even"}, "weights"),
         ({"warm_up": 1.5}, "warm_up"),
         ({"distillation": 0.1}, "teacher"),
+        ({"divergence": "js"}, "divergence"),
+        ({"label_weight": 0.0}, "label_weight"),
         ({"max_bytes": 0}, "max_bytes"),
     ],
     ids=str,

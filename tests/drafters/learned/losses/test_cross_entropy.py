@@ -53,13 +53,20 @@ has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "M
 @has_bias
 @pytest.mark.parametrize("max_bytes", [1, 4 * 40 * V, 2**20], ids=["one", "some", "all"])
 @pytest.mark.parametrize("distillation", [0.0, 0.7])
-def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, distillation):
+@pytest.mark.parametrize("kind", ["kl", "tv", "lk"])
+def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, distillation, kind):
     case = Case(has_bias)
-    ours, _ = case.loss(decay=0.6, distillation=distillation, teacher=case.teacher, max_bytes=max_bytes)
+    settings = {"decay": 0.6, "distillation": distillation, "divergence": kind, "label_weight": 0.4}
+    ours, _ = case.loss(teacher=case.teacher, teacher_temperature=0.5, max_bytes=max_bytes, **settings)
     log_distributions = case.log_distributions()
     cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
-    base = (case.teacher @ case.head.T).log_softmax(-1)
-    cost = cost + distillation * F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
+    base = (2 * case.teacher @ case.head.T).log_softmax(-1)
+    distance = (base.exp() - log_distributions.exp()).abs().sum(-1) / 2
+    if kind == "kl":
+        distance = F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
+    elif kind == "lk":
+        distance = -(1 - distance).log()
+    cost = 0.4 * cost + distillation * distance
     weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
     expected = (weights * cost).sum() / 4

@@ -158,6 +158,8 @@ def test_wrong_arguments_are_refused(make):
         {"markov_rank": -1},
         {"decay": -0.5},
         {"distillation": -1.0},
+        {"teacher_temperature": -0.5},
+        {"distillation_steps": -1},
         {"min_probability": -0.1},
         {"hidden_layers": [4]},
     ],

@@ -3,20 +3,23 @@
 A training starts in `cli`, which builds the LightningModule of `modules` with the `callbacks`; `validation` simulates
 decoding, `checkpointing` writes and reads checkpoints, `export` turns one into a drafter folder. `feature_store`
 computes hidden states ahead of training, and `tools` holds small commands. The classes that configs name can be
-written without their module: ``train.DrafterTraining``, ``train.BaseTraining``, ``train.FSDP2``.
+written without their module: ``train.DrafterTraining``, ``train.BaseTraining``, ``train.FSDP2``,
+``train.AveragedWeights``.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from train.callbacks.averaged_weights import AveragedWeights
     from train.modules.base_training import BaseTraining
     from train.modules.drafter_training import DrafterTraining
     from train.modules.strategies import FSDP2
 
-__all__ = ["FSDP2", "BaseTraining", "DrafterTraining"]
+__all__ = ["FSDP2", "AveragedWeights", "BaseTraining", "DrafterTraining"]
 
 _MODULES = {
+    "AveragedWeights": "train.callbacks.averaged_weights",
     "BaseTraining": "train.modules.base_training",
     "DrafterTraining": "train.modules.drafter_training",
     "FSDP2": "train.modules.strategies",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from drafters.protocol import LearnedDrafter
 from inference.engine.base import Base
+from train.callbacks.averaged_weights import AveragedWeights
 from train.callbacks.rehearsal import BatchSize, rehearse, sums_in_float32
 from train.modules.drafter_training import DrafterTraining
 from train.modules.strategies import FSDP2
@@ -51,6 +52,7 @@ class Setting:
         autocast_dtype: Dtype that autocast computes in, if it is on.
         is_accumulating: Whether a step has several batches.
         has_sharded_base: Whether the layers of the base are sharded over the devices.
+        has_averages: Whether averages of the drafter's weights are kept beside them.
     """
 
     device: str
@@ -59,6 +61,7 @@ class Setting:
     autocast_dtype: torch.dtype | None = None
     is_accumulating: bool = False
     has_sharded_base: bool = False
+    has_averages: bool = False
 
     @property
     def share(self) -> float:
@@ -84,6 +87,7 @@ def estimate_memory(module: DrafterTraining, trainer: L.Trainer, num_rows: int, 
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         trainer.accumulate_grad_batches > 1,
         isinstance(base.model.base_model, FSDPModule),
+        any(isinstance(callback, AveragedWeights) for callback in getattr(trainer, "callbacks", [])),
     )
     parts = memory_parts(base, drafter, BatchSize(num_rows, num_positions), setting)
     if device == "cpu":
@@ -177,7 +181,7 @@ def _optimized_bytes(drafter: LearnedDrafter, setting: Setting) -> dict[str, flo
     weights, share = num_bytes(drafter), setting.share
     has_buckets = isinstance(setting.strategy, DDPStrategy) and setting.num_devices > 1  # DDP copies all gradients
     return {
-        "weights of the drafter": weights * (1 + share if isinstance(setting.strategy, FSDP2) else 1),
+        "weights of the drafter": weights * (1 + share if isinstance(setting.strategy, FSDP2) else 1 + setting.has_averages),
         "their gradients": weights * (share + has_buckets),
         "their AdamW states": 2 * weights * share,
     }

@@ -13,6 +13,7 @@ from benchmarks.harness import resident_bytes
 from drafters import recipe
 from drafters.protocol import TrainingBatch
 from train.callbacks import estimate, memory, rehearsal
+from train.callbacks.averaged_weights import AveragedWeights
 from train.cli import lightning_command
 from train.modules.drafter_training import DrafterTraining
 
@@ -70,13 +71,15 @@ def test_the_estimate_leaves_the_random_generator_as_it_was(tiny_base):
 
 def test_weights_gradients_and_states_are_counted(tiny):
     module = DrafterTraining(str(tiny), partial(recipe.build, drafters.Medusa, init_args={"num_heads": 2}))
-    trainer = SimpleNamespace(strategy=None, world_size=1, accumulate_grad_batches=1)
+    trainer = SimpleNamespace(strategy=None, world_size=1, accumulate_grad_batches=1, callbacks=[])
     parts = memory.estimate_memory(module, trainer, 4, 100)
     weights = 4 * sum(weight.numel() for weight in module.drafter.parameters())
     assert parts["weights of the drafter"] == parts["their gradients"] == parts["their AdamW states"] / 2 == weights
     assert parts["weights of the base"] == 4 * sum(weight.numel() for weight in module.base.model.parameters())
     assert parts["hidden states of the base"] == 4 * 100 * 2 * 32 * 4, "what the drafter reads, and the last state"
     assert max(parts.values()) < memory.peak_memory(parts) < sum(parts.values())
+    trainer.callbacks.append(AveragedWeights())
+    assert memory.estimate_memory(module, trainer, 4, 100)["weights of the drafter"] == 2 * weights
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,14 @@ class Arm:
         drafter: Name of the drafter's class in `drafters`.
         arguments: Arguments of its constructor.
         model: Arguments of the training module that differ from the common ones, such as the learning rate.
+        callbacks: Further callbacks of the trainer.
     """
 
     name: str
     drafter: str
     arguments: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class SharedSettings:
                     {
                         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
                         "init_args": {"every_n_train_steps": 100, "save_last": True, "save_top_k": 1},
-                    }
+                    },
+                    *arm.callbacks,
                 ],
             },
         }

@@ -19,7 +19,8 @@ from drafters.learned.losses.cross_entropy import cross_entropy
 from inference.engine.base import Dtype, resolve_device
 
 PLAIN, CTC, PREFIX, MARKOV, CROSS = "plain F.ctc_loss", "ctc", "prefix", "prefix, Markov bias", "cross-entropy"
-ARMS = PLAIN, CTC, PREFIX, MARKOV, CROSS
+DISTILLED = "prefix, Markov bias, distillation"
+ARMS = PLAIN, CTC, PREFIX, MARKOV, DISTILLED, CROSS
 
 
 class Anchors:
@@ -49,16 +50,19 @@ class Anchors:
         self.max_bytes, self.rank = max_bytes, rank
         self.markov = Markov(num_tokens, rank, num_tokens + 1).to(device)
         self.leaves = [self.frames, self.blank_row, self.blank_bias]
+        self.teacher = torch.randn((num_anchors, num_labels, width), generator=generator, device=device)
 
     def loss(self, arm: str) -> Tensor:
         """Return the loss of an arm."""
-        anchored = AnchoredFrames(self.frames, self.labels, self.valid, self.roots)
+        anchored = AnchoredFrames(self.frames, self.labels, self.valid, self.roots, self.teacher)
         if arm == PLAIN:
             return self._plain()
         if arm == CROSS:
             return cross_entropy(anchored, self.head, max_bytes=self.max_bytes)[0]
-        bias = self.markov.factors(anchored.previous) if arm == MARKOV else None
+        bias = self.markov.factors(anchored.previous) if arm in (MARKOV, DISTILLED) else None
         options = CTCLossOptions(objective="ctc" if arm == CTC else "prefix")
+        if arm == DISTILLED:
+            options = CTCLossOptions(distillation=1.0, divergence="lk_hybrid")
         blank = BlankOutput(self.blank_row, self.blank_bias)
         return ctc_loss(anchored, self.head, blank, bias, options, max_bytes=self.max_bytes)[0]
 
@@ -148,7 +152,8 @@ def loss_memory(
         rank: Rank of the Markov bias.
         max_bytes: Memory of one chunk in bytes.
         dtypes: Dtypes of the LM head.
-        arms: What to compare with F.ctc_loss: ctc, prefix, "prefix, Markov bias", cross-entropy.
+        arms: What to compare with F.ctc_loss: ctc, prefix, "prefix, Markov bias", cross-entropy, or "prefix, Markov
+            bias, distillation", which compares whole distributions.
         device: Device to run on; auto uses the GPU if there is one.
         repeats: Timed steps of every arm after a warm-up step; the arms alternate.
         threads: Number of torch threads; 0 keeps the default.

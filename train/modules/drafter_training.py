@@ -18,7 +18,7 @@ from train.feature_store.base_features import choose_layers, compute_features, r
 from train.modules.divisor import SharedDivisor
 from train.modules.draft_vocabulary import choose_draft_tokens
 from train.modules.metrics import AcceptanceLength, DepthAcceptance, conditional
-from train.modules.optimizer import Schedule, adamw, is_accumulating
+from train.modules.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating
 from train.modules.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
 from train.validation.base_answers import Answers, with_own_answers
 from train.validation.simulate import simulate_answers
@@ -37,7 +37,8 @@ class DrafterTraining(L.LightningModule):
         base: Folder or hub id of the frozen base, also with ``@REVISION``, a commit, tag or branch of the hub.
         drafter: The drafter to train: class_path and init_args.
         base_dtype: Dtype that the base runs in.
-        learning_rate: Peak learning rate of AdamW; the CTC-drafter paper uses 3e-5.
+        optimizer: ``adamw``, or ``muon`` for the weights of linear layers and AdamW for the others.
+        learning_rate: Peak learning rate; the CTC-drafter paper uses 3e-5.
         weight_decay: Weight decay of matrices; other parameters have none.
         warmup_steps: Steps of linear warm-up of the learning rate.
         schedule: Learning rate after the warm-up: ``constant``, or ``cosine`` decay to zero at the last step.
@@ -63,6 +64,7 @@ class DrafterTraining(L.LightningModule):
         base: str,
         drafter: Callable[[BaseShape], LearnedDrafter],
         base_dtype: Dtype = "float32",
+        optimizer: OptimizerName = "adamw",
         learning_rate: float = 3e-5,
         weight_decay: float = 0.0,
         warmup_steps: int = 0,
@@ -79,7 +81,7 @@ class DrafterTraining(L.LightningModule):
         if wrong := [f"{name} must be at least 0, not {value}" for name, value in rates.items() if not value >= 0]:
             raise ValueError(wrong[0])
         self.save_hyperparameters()
-        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.optimizer_name, self.learning_rate, self.weight_decay = optimizer, learning_rate, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.val_answers, self.max_val_tokens, self.shard_base = val_answers, max_val_tokens, shard_base
         # Loading the weights must not move the random generator that shuffles and samples.
@@ -225,4 +227,5 @@ class DrafterTraining(L.LightningModule):
             )
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        return adamw(self, self.learning_rate, self.weight_decay, self.warmup_steps, self.schedule)
+        optimizer = OPTIMIZERS[self.optimizer_name]
+        return optimizer(self, self.learning_rate, self.weight_decay, self.warmup_steps, self.schedule)

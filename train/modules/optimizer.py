@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import nn
+
+from train.modules.strategies import FSDP2, is_deepspeed
 
 Schedule = Literal["constant", "cosine"]
+OptimizerName = Literal["adamw", "muon"]
 
 
 def adamw(
@@ -20,10 +25,87 @@ def adamw(
     Weight decay is applied to matrices only, not to biases, norms and other vectors.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    return with_schedule(module, _adamw(trained, learning_rate, weight_decay), warmup_steps, schedule)
+
+
+def muon(
+    module: L.LightningModule, learning_rate: float, weight_decay: float, warmup_steps: int, schedule: Schedule
+) -> OptimizerLRSchedulerConfig:
+    """Muon for the weights of linear layers and AdamW for all others, with the schedule of `adamw`.
+
+    Updates are scaled to the size that AdamW's have, so that the same learning rate suits both (Moonlight, arXiv
+    2502.16982). Output layers over the vocabulary, embeddings and vectors are trained by AdamW.
+
+    Raises:
+        ValueError: This version of PyTorch has no Muon, or the strategy shards the matrices that it needs whole.
+    """
+    if isinstance(module.trainer.strategy, FSDP2) or is_deepspeed(module.trainer):
+        raise ValueError("optimizer muon needs whole matrices, which FSDP and DeepSpeed shard: use adamw, or DDP")
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"optimizer muon needs PyTorch 2.9 or newer, not {torch.__version__}: use adamw")
+    linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Linear)}
+    inner: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            (inner if id(parameter) in linear and "lm_head" not in name else others).append(parameter)
+    by_muon = torch.optim.Muon(
+        inner, lr=learning_rate, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    together = JointOptimizer(by_muon, _adamw(others, learning_rate, weight_decay))
+    return with_schedule(module, together, warmup_steps, schedule)
+
+
+OPTIMIZERS: dict[OptimizerName, Callable[..., OptimizerLRSchedulerConfig]] = {"adamw": adamw, "muon": muon}
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers that Lightning and learning rate schedules see as one.
+
+    They share their parameter groups and their state with it.
+
+    Args:
+        optimizers: Optimizers of different parameters.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for optimizer in self.optimizers:
+            end = start + len(optimizer.param_groups)
+            optimizer.state, optimizer.param_groups = self.state, self.param_groups[start:end]
+            start = end
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the closure once, then take a step with each optimizer."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def _adamw(parameters: list[nn.Parameter], learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+
+
+def with_schedule(
+    module: L.LightningModule, optimizer: torch.optim.Optimizer, warmup_steps: int, schedule: Schedule
+) -> OptimizerLRSchedulerConfig:
+    """An optimizer with a linear warm-up, then a constant learning rate or a cosine decay to zero at the last step."""
     num_steps = max(1, int(module.trainer.estimated_stepping_batches))
 
     def factor(step: int) -> float:

@@ -1,0 +1,88 @@
+"""Muon and AdamW in one optimizer, against the two stepping side by side."""
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from train.modules import optimizer as optimizers
+from train.modules.strategies import FSDP2
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon is in PyTorch from 2.9 on")
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.inner, self.lm_head = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 3), nn.Linear(3, 5)
+        self.trainer = SimpleNamespace(estimated_stepping_batches=8, strategy=None)
+
+    def backward_at(self, step):
+        self.zero_grad()
+        self.lm_head(self.inner(self.table * (1 + step)).tanh()).pow(2).mean().backward()
+
+
+def both_after(module, schedule, num_steps, start=0):
+    for step in range(start, start + num_steps):
+        module.backward_at(step)
+        schedule["optimizer"].step()
+        schedule["lr_scheduler"]["scheduler"].step()
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+SETTINGS = {"learning_rate": 0.02, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "cosine"}
+
+
+def test_linear_layers_follow_muon_and_all_else_adamw():
+    ours, literal = Net(), Net()
+    made = optimizers.muon(ours, **SETTINGS)
+    schedule = made["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    others = [{"params": [literal.table, literal.lm_head.weight], "weight_decay": 0.1}]
+    others.append({"params": [literal.inner.bias, literal.lm_head.bias], "weight_decay": 0.0})
+    by_adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95))
+    by_muon = torch.optim.Muon([literal.inner.weight], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        literal.backward_at(step)
+        for group in (*by_adamw.param_groups, *by_muon.param_groups):
+            group["lr"] = 0.02 * schedule(step)
+        by_adamw.step()
+        by_muon.step()
+    torch.testing.assert_close(both_after(ours, made, 4), list(literal.parameters()), rtol=0, atol=0)
+
+
+def test_a_restored_state_continues_as_the_saved_one():
+    module = Net()
+    made = optimizers.muon(module, **SETTINGS)
+    both_after(module, made, 3)
+    again = Net()
+    restored = optimizers.muon(again, **SETTINGS)
+    again.load_state_dict(module.state_dict())
+    restored["optimizer"].load_state_dict(deepcopy(made["optimizer"].state_dict()))
+    restored["lr_scheduler"]["scheduler"].load_state_dict(made["lr_scheduler"]["scheduler"].state_dict())
+    ends = both_after(module, made, 2, start=3), both_after(again, restored, 2, start=3)
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_the_closure_is_called_once():
+    module, calls = Net(), []
+    made = optimizers.muon(module, **SETTINGS)
+    module.backward_at(0)
+    assert made["optimizer"].step(lambda: calls.append(1) or 7.0) == 7.0
+    assert calls == [1]
+
+
+def test_sharded_weights_are_refused():
+    module = Net()
+    module.trainer.strategy = FSDP2()
+    with pytest.raises(ValueError, match="DDP"):
+        optimizers.muon(module, **SETTINGS)
+
+
+def test_a_version_without_muon_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"2\.9"):
+        optimizers.muon(Net(), **SETTINGS)

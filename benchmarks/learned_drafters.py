@@ -17,6 +17,9 @@ from inference.engine.base import Base, load_base
 # The trunk of the CTC drafter, for cross-entropy.
 TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}
 FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
+BASE_BIAS = {"markov_rank": 64, "markov_factors": "base"}
+LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
+HYBRID = {"divergence": "lk_hybrid", "distillation": 1.0, "label_weight": 0.1}
 DEEP = {"num_layers": 3, "hidden_layers": [2, 4, -1]}
 ARMS = {
     arm.name: arm
@@ -32,11 +35,16 @@ ARMS = {
         Arm("eagle3", "EAGLE3", {"depth": 6, "hidden_layers": [2, 4, -1], "num_unroll": 5}),
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
         Arm("block_markov", "Block", {"num_frames": 6, "markov_rank": 64, **TRUNK}),
-        Arm("block_markov_base", "Block", {"num_frames": 6, "markov_rank": 64, "markov_factors": "base", **TRUNK}),
+        Arm("block_markov_base", "Block", {"num_frames": 6, **BASE_BIAS, **TRUNK}),
+        Arm("block_lk", "Block", {"num_frames": 6, **BASE_BIAS, **LK, **TRUNK}),
         Arm("ctc_paper", "CTC", {"objective": "ctc", **FRAMES}),
         Arm("ctc", "CTC", FRAMES),
         Arm("ctc_markov", "CTC", {"markov_rank": 64, **FRAMES}),
-        Arm("ctc_markov_base", "CTC", {"markov_rank": 64, "markov_factors": "base", **FRAMES}),
+        Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
+        Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
+        Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
+        Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **HYBRID, **FRAMES}),
+        Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES}, {"optimizer": "muon"}),
         Arm("ctc_deep", "CTC", {"markov_rank": 64, "num_frames": 12, "num_labels": 8, "num_anchors": 24, **DEEP}),
         Arm("ctc_distilled", "CTC", {"markov_rank": 64, "distillation": 1.0, **FRAMES}),
         Arm("ctc_96", "CTC", {"markov_rank": 64, **FRAMES, "num_anchors": 96}),
@@ -79,6 +87,7 @@ GROUPS = {
     ],
     "layers": [f"{name}{layers}" for layers in ("", "_2", "_4") for name in ("block", "ctc_paper", "ctc")],
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
+    "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
 }
 
@@ -124,7 +133,7 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, layers, anchors or options.
+        group: Group of arms to train: drafters, layers, anchors, losses or options.
         arms: Names of single arms to train instead of a group.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.

@@ -180,8 +180,9 @@ def _optimized_bytes(drafter: LearnedDrafter, setting: Setting) -> dict[str, flo
     """Weights, gradients and optimizer states of the drafter, which strategies shard over the devices."""
     weights, share = num_bytes(drafter), setting.share
     has_buckets = isinstance(setting.strategy, DDPStrategy) and setting.num_devices > 1  # DDP copies all gradients
+    copies = share if isinstance(setting.strategy, FSDP2) else setting.has_averages
     return {
-        "weights of the drafter": weights * (1 + share if isinstance(setting.strategy, FSDP2) else 1 + setting.has_averages),
+        "weights of the drafter": weights * (1 + copies),
         "their gradients": weights * (share + has_buckets),
         "their AdamW states": 2 * weights * share,
     }

@@ -245,7 +245,7 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
             except MalformedJSON as error:
                 raise ValueError("the arguments of a tool call are not JSON") from error
         checked.append(call | {"function": function | {"arguments": arguments}})
-    _valid(json.dumps(checked, ensure_ascii=False), "a tool call")
+    _valid(_as_json(checked, "a tool call"), "a tool call")
     return checked
 
 
@@ -254,8 +254,15 @@ def _tools(tools: object) -> tuple[dict[str, Any], ...]:
         tools = parse_json(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of objects")
-    _valid(json.dumps(tools, ensure_ascii=False), "a tool")
+    _valid(_as_json(tools, "a tool"), "a tool")
     return tuple(tools)
+
+
+def _as_json(value: object, name: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:  # a date from a table, or an object that names a key twice
+        raise ValueError(f"{name} is not JSON ({error})") from error
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:

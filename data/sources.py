@@ -20,9 +20,8 @@ FORMS = (
     *(("conversations",), ("conversation",), ("messages",), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("history",)),
 )
-COLUMNS = {"id", "input", "input_ids", "loss_mask", "tokenizer", "template"}.union(
-    *FORMS
-)  # the columns that `parse` reads
+# The columns that `parse` reads.
+COLUMNS = {"id", "input", "input_ids", "loss_mask", "tokenizer", "template", "tools"}.union(*FORMS)
 ROWS_PER_READ = 256  # rows of a parquet file or of the hub that are held in memory at a time
 
 

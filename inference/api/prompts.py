@@ -87,8 +87,11 @@ def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> li
     """
     messages = [("user", question.turns[0])]
     prompt = encode_question(base, question, messages, template)
-    without = {"system prompt": replace(question, system=""), "list of tools": replace(question, tools=())}
-    for name, other in without.items():
+    # Another system prompt rather than none, in whose place a template may write the very same one by default.
+    others = {"list of tools": replace(question, tools=())}
+    if question.system:
+        others["system prompt"] = replace(question, system=f"{question.system} .")
+    for name, other in others.items():
         if other != question and encode_question(base, other, messages, template) == prompt:
             reason = "a raw prompt passes through no template" if question.is_raw else "the chat template ignores it"
             raise ValueError(f"it has a {name}, but {reason}: leave it out, or choose another --template")

@@ -27,7 +27,8 @@ class ModelOptions:
             billion parameters, a forward of 16 tokens takes half the time and the base twice the memory. float32 on a
             CPU only.
         prefill_chunk: Maximum number of prompt tokens that one forward reads; 0 for no maximum. Longer prompts are read
-            in several forwards, whose masks and activations need less memory. The text is the same.
+            in several forwards, whose masks and activations need less memory. The text is the same. `regenerate` reads
+            prompts whole.
     """
 
     base: str

@@ -76,12 +76,20 @@ def graded(
             drafter: replace(
                 summary,
                 quality=quality_of(benchmark, questions[benchmark], outcome.answers[benchmark][drafter], isolation),
-                reasoning=None if summary.served else reasoning_figures(outcome.answers[benchmark][drafter], marks),
+                reasoning=None
+                if summary.served
+                else reasoning_figures(outcome.answers[benchmark][drafter], marks_of(questions[benchmark], marks)),
             )
             for drafter, summary in by_drafter.items()
         }
         for benchmark, by_drafter in outcome.summaries.items()
     }
+
+
+def marks_of(questions: Sequence[Question], marks: ReasoningMarks | None) -> ReasoningMarks | None:
+    """The marks in the answers to these questions; a raw prompt passes through no template that would begin them."""
+    is_raw = any(question.is_raw for question in questions)
+    return replace(marks, is_open=False) if marks and is_raw else marks
 
 
 def conclude(outcome: Outcome, folder: Path | None, decode: Callable[[list[int]], str]) -> None:

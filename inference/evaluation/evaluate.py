@@ -99,6 +99,7 @@ def evaluate(
         overwrite: Start over and replace the results that the folder already holds.
     """
     check_options(sampling, options)
+    server.check()
     if server.is_asked:
         from inference.evaluation import served_evaluation  # whose client takes a second to import
 

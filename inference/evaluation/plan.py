@@ -99,7 +99,10 @@ class EvaluationPlan:
             "devices": list(self.devices),
             "threads": self.threads,
             "repeats": self.repeats,
-            "files": {name: fingerprint(builders.drafter_folder(name)) for name in sorted({self.base, *files})},
+            "files": {
+                name: fingerprint(name if name == self.base else builders.drafter_folder(name))
+                for name in sorted({self.base, *files})
+            },
             "machine": f"{machine}, torch {torch.__version__}",
             # Left out where they are what they were before they could be chosen: older journals are still read.
             **({} if self.budget == "fixed" else {"budget": self.budget}),

@@ -66,13 +66,14 @@ def make_plan(
             at once.
     """
     remembering: frozenset[str] = frozenset()
+    models: tuple[str, ...] = ()
     if server.engine:
         engine = f"vLLM {installed_vllm()[1]}"
         arms, remembering = vllm_arms(model.base, drafters, model.dtype)
     elif drafters:
         raise ValueError("an --endpoint has the drafter that it was started with: leave --drafter out")
     else:
-        engine, arms = _endpoint_arms(server)
+        engine, arms, models = _endpoint_arms(server)
     return ServedPlan(
         base=model.base,
         dtype=model.dtype if server.engine else "of the server",
@@ -85,19 +86,21 @@ def make_plan(
         concurrency=server.levels,
         engine_args=tuple(server.engine_arguments()),
         remembering=remembering,
+        models=models,
     )
 
 
-def _endpoint_arms(server: ServerOptions) -> tuple[str, dict[str, str]]:
-    """What the servers are, and their addresses by name; one of our own decodes with and without its drafter."""
+def _endpoint_arms(server: ServerOptions) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """The engines, the addresses by name, and what is served; a server of ours decodes without its drafter too."""
     arms, models = server.endpoints(), []
     for url in arms.values():
         with closing(ServerClient(url, server.api_key_env)) as client:
             models.append(client.model())
-    engine = ENGINES.get(models[0].owner, "a server")
+    engine = " and ".join(dict.fromkeys(ENGINES.get(model.owner, "a server") for model in models))
+    served = tuple(" ".join(filter(None, [model.owner, model.name, model.drafter])) for model in models)
     if list(arms) == [SERVER] and models[0].owner == OWN_SERVER:
-        return engine, {BASELINE: arms[SERVER], models[0].drafter or SERVER: arms[SERVER]}
-    return engine, arms
+        return engine, {BASELINE: arms[SERVER], models[0].drafter or SERVER: arms[SERVER]}, served
+    return engine, arms, served
 
 
 def measure(plan: ServedPlan, base: BareBase, server: ServerOptions, folder: Path | None, overwrite: bool) -> Outcome:

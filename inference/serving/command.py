@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from data.hub import split_revision
 from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer
 from drafters import checkpoint
@@ -151,7 +152,9 @@ def _read_base(name: str) -> ServedBase:
 def _launch(
     base: str, drafter: str | None, speculative: dict[str, Any] | None, dtype: str, port: int, is_cpu_build: bool
 ) -> Launch:
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", base, "--dtype", dtype]
+    name, revision = split_revision(base)
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", name, "--dtype", dtype]
+    words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
     words += ["--port", str(port), "--enforce-eager"]
     if speculative:
         # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from data.benchmarks import Question
 from data.files.terminal import SafeConsole
 from data.files.validation import validated
 from data.tokenizer import short_hash
@@ -125,6 +126,12 @@ def build_errors(all_cells: Sequence[Cell], runner: Runner) -> dict[Cell, ValueE
     return errors
 
 
+def _asked(question: Question) -> list[Any]:
+    """What is asked; system prompt and tools only where there are any: older sweeps are still continued."""
+    more = [part for part in (question.system, question.tools) if part]
+    return [question.question_id, question.turns, *more]
+
+
 def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: Workload) -> dict[str, Any]:
     """Everything that the measurements depend on besides the cell, for the journal and the results."""
     options, questions = workload.options, workload.prompts.questions
@@ -133,7 +140,7 @@ def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: 
         "base": model.base,
         "base_files": fingerprint(model.base),
         "benchmark": f"{options.benchmark}, {len(questions)} questions",
-        "questions": short_hash(json.dumps([[each.question_id, each.turns] for each in questions])),
+        "questions": short_hash(json.dumps([_asked(each) for each in questions])),
         "template": options.template,
         "decoding": [options.max_new_tokens, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed],
         "dtype": model.dtype,

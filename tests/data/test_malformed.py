@@ -54,6 +54,10 @@ COUNTED = {
         b'{"messages": [{"from": "human", "value": "", "from": "gpt"}]}',
         "the key 'from' occurs",
     ),
+    "a key twice in a tool": (
+        LINES[0][:-1] + b', "tools": [{"function": {"name": 1, "name": 2}}]}',
+        "a tool is not JSON",
+    ),
     "wrong keys": (b'{"text": "Hi"}', "no turns"),
     "no turns": (turns(), "no turns"),
     "turns that are a text": (b'{"conversations": "Hi"}', "no turns"),

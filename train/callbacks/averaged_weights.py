@@ -58,6 +58,11 @@ class AveragedWeights(WeightAveraging):
         super()._swap_models(pl_module)
         self._is_swapped = not self._is_swapped
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End with the averages, and keep the weights: a checkpoint may still be saved, from which training goes on."""
+        if self._average_model is not None and not self._is_swapped:
+            self._swap_models(pl_module)
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the averages of all steps, also when another callback saves before this one has seen the last step."""
         if self._average_model is not None:

@@ -74,7 +74,7 @@ def ctc_loss(
     weights of an anchor sum to one: ``decay`` takes w_u proportional to decay^(u-1), ``survival`` the w_u that make the
     gradient that of -log of the expected acceptance (`label_weights.by_survival`). ``label_weight`` multiplies the
     objective. Distillation adds sum_u w_u d(p, q(. | y_<u)) with the chosen `divergence` d, where p is the base's
-    distribution and q the exact distribution of the draft's next token over the whole vocabulary. Labels that no
+    distribution and q the exact distribution of the draft's next token over the (draft) vocabulary. Labels that no
     alignment can reach, because there are too few frames, contribute nothing.
 
     Args:
@@ -126,16 +126,16 @@ def ctc_loss(
             log_prob = exact.gather(1, lengths[:, None])[:, 0]
             is_reached = is_possible(log_prob) & (lengths > 0)
             loss = -(torch.where(is_reached, log_prob, 0.0) / lengths.clamp(min=1)).sum()
-        if warm_up:
-            own = emissions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
-            plain = -(label_weights.by_depth(valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
-            loss = (1 - warm_up) * loss + warm_up * plain
         loss = options.label_weight * loss
         if options.distillation:
             is_reached = teacher_counts & F.pad(counts[:, :-1], (1, 0), value=True)
             base = gathered_logits.teacher_probs(teacher, head, options.teacher_temperature)
             divergences = divergence(options.divergence, base, next_token_probs(emissions, states, labels))
             loss = loss + options.distillation * torch.where(is_reached, weight * divergences, 0.0).sum()
+        if warm_up:
+            own = emissions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
+            plain = -(label_weights.by_depth(valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
+            loss = (1 - warm_up) * loss + warm_up * plain
         blank_share = (emissions.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
         return loss, torch.stack([blank_share, alignment.expected_acceptance(prefix, counts).sum()])
 

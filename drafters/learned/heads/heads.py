@@ -74,6 +74,8 @@ class HeadLossOptions:
         check_choices(self)
         check_at_least(1, chunk_anchors=self.chunk_anchors)
         check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
+        if self.divergence != "kl" and not self.distillation:
+            raise ValueError(f"divergence {self.divergence} belongs to distillation, which is off: set it to true")
 
 
 class ResidualBlock(nn.Module):

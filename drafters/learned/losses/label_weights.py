@@ -50,6 +50,8 @@ class LabelLossOptions:
         check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
         check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
         check_at_least(1, num_anchors=self.num_anchors)
+        if not self.distillation and (self.divergence != "kl" or self.teacher_temperature != 1):
+            raise ValueError("divergence and teacher_temperature belong to distillation, which is 0: raise it, as to 1")
         if not (self.distillation or self.label_weight):
             raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Lock
-from typing import Any
+from functools import partial
+from threading import Lock, Thread
+from typing import Any, TypeVar
 
 from data.benchmarks import Question
 from inference.api.prompts import encode_question
@@ -16,8 +17,9 @@ from inference.evaluation.served.client import OWN_SERVER, REFUSALS, Completion,
 from inference.results.records import Answer, Turn
 from inference.results.served_runs import ServedRun
 
+Result = TypeVar("Result")
 WARM_UP_TOKENS = 16
-NO_TOKEN_IDS = "sends no token ids, so they are encoded again from its texts, and texts are compared"
+NO_TOKEN_IDS = "sends no token ids: they are encoded again from its texts, so that an equal answer may count as another"
 
 
 @dataclass
@@ -68,17 +70,18 @@ class Server:
                 "a longer context, or choose other questions"
             )
         try:
-            self._complete(prompts[0], 1)
+            knows_field = self._complete(prompts[0], 1).token_ids is not None
         except ServerError as error:
             if error.status not in REFUSALS:
                 raise
+            knows_field = False
+        if not knows_field:
             del self.extra["return_token_ids"]
             self._complete(prompts[0], 1)
 
     def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
         """Continue some prompts at once: the first steps of an engine, and those of each batch size, are slow."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            list(pool.map(lambda prompt: self._complete(prompt, WARM_UP_TOKENS), prompts))
+        list(at_once([partial(self._complete, prompt, WARM_UP_TOKENS) for prompt in prompts], len(prompts)))
 
     def answer(self, name: str, question: Question, prompt: Sequence[int], max_new_tokens: int) -> Answer:
         """Answer all turns of a question; each prompt contains the server's own earlier answers.
@@ -121,11 +124,40 @@ class Server:
         with self._encoding:
             if reply.token_ids is None:
                 token_ids = tokenizer(reply.text, add_special_tokens=False).input_ids
+                if reply.ended and tokenizer.eos_token_id is not None:
+                    token_ids.append(tokenizer.eos_token_id)
                 text = reply.text.strip()
             else:
                 token_ids = reply.token_ids
                 text = str(tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
         return Turn(text, list(token_ids), prompt_tokens, [], reply.seconds, arrivals=reply.arrivals)
+
+
+def at_once(tasks: Sequence[Callable[[], Result]], num_threads: int) -> Iterator[Result]:
+    """Run tasks in threads and yield their results in order; after an error no further task is begun.
+
+    Nobody waits for the threads of a `ThreadPoolExecutor` to end but Python itself when it exits, and a request to a
+    silent server cannot be interrupted: these threads end with the process.
+    """
+    futures: list[Future[Result]] = [Future() for _ in tasks]
+    waiting = iter(list(zip(futures, tasks, strict=True)))
+
+    def work() -> None:
+        for future, task in waiting:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    for _ in range(num_threads):
+        Thread(target=work, daemon=True).start()
+    try:
+        for future in futures:
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def measure(
@@ -155,21 +187,13 @@ def measure(
     def cpu() -> float | None:
         return None if server.session is None else cpu_seconds(server.session)
 
-    server.warm_up([prompt for _, prompt in questions[:concurrency]])
+    server.warm_up([prompt[::-1] for _, prompt in questions[:concurrency]])  # no prompt is known before it is measured
     counts, cpu_before, started = server.client.counts(), cpu(), time.perf_counter()
-    pool = ThreadPoolExecutor(concurrency)
-    try:
-        futures = [pool.submit(server.answer, name, *asked, max_new_tokens) for asked in questions]
-        answers = []
-        for future in futures:
-            answers.append(future.result())
-            on_answer()
-    except BaseException:
-        server.client.close()  # which ends the requests that run
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
+    answers = []
+    for answer in at_once([partial(server.answer, name, *asked, max_new_tokens) for asked in questions], concurrency):
+        answers.append(answer)
+        on_answer()
     seconds, cpu_after = time.perf_counter() - started, cpu()
-    pool.shutdown()
     after = server.client.counts()
     return ServedRun(
         answers,

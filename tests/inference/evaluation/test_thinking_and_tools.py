@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
-from data.benchmarks import load_questions
-from inference.api.prompts import encode_question, select_questions
+from data.benchmarks import Question, load_questions
+from data.reasoning import ReasoningMarks
+from inference.api.prompts import encode_first_prompt, encode_question, select_questions
 from inference.engine.base import load_base_info
+from inference.evaluation.conclusion import marks_of
 from inference.evaluation.evaluate import evaluate
 from inference.reporting import plots
 from inference.results.folders import read
@@ -61,6 +63,21 @@ def test_what_the_template_ignores_is_refused(folder, monkeypatch, row, template
         template = "tokenizer"
     with pytest.raises(ValueError, match=said):
         select_questions(base, "file", questions[row : row + 1], template, 8)
+
+
+def test_a_system_prompt_that_the_template_writes_by_default_is_not_ignored(folder, monkeypatch):
+    base = load_base_info(str(folder / "base"))
+    default = "{% if messages[0]['role'] != 'system' %}w20 {% endif %}"
+    default += "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    monkeypatch.setattr(base.tokenizer, "chat_template", default)
+    asked = Question(1, "a", ("w9",), system="w20")
+    assert encode_first_prompt(base, asked, "tokenizer") == base.tokenizer("w20 w9").input_ids
+
+
+def test_a_raw_prompt_does_not_begin_the_reasoning():
+    opened, raw = ReasoningMarks((5,), (8,), True), Question(1, "a", ("w9",), is_raw=True)
+    assert marks_of([raw], opened).span([3, 4]) is None and marks_of([raw], opened).span([3, 8, 4]) == (0, 2)
+    assert marks_of([Question(1, "a", ("w9",))], opened) == opened
 
 
 @pytest.mark.parametrize(("field", "value"), [("system", ["w3"]), ("tools", {"name": "w3"}), ("tools", ["w3"])])

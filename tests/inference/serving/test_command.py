@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 
 import pytest
 
@@ -81,6 +82,12 @@ def test_the_base_alone_is_started_with_the_same_arguments_but_for_the_drafter()
     starts = [drafting.arguments.index(option) for option in added]
     kept = [word for at, word in enumerate(drafting.arguments) if not {at, at - 1} & set(starts)]
     assert (alone.arguments, alone.environment) == (kept, drafting.environment)
+
+
+def test_a_revision_of_the_hub_is_an_option_of_its_own():
+    words = command._launch("someone/base@v1.2", None, None, "auto", 8000, False).arguments
+    pairs = dict(pairwise(words))
+    assert (pairs["--model"], pairs["--revision"], pairs["--tokenizer-revision"]) == ("someone/base", "v1.2", "v1.2")
 
 
 @pytest.mark.parametrize(

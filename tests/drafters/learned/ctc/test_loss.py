@@ -118,11 +118,6 @@ class Case:
                 loss = loss - sum(w * p.log() for w, p in zip(factor, prefix, strict=True))
             elif label and (whole := probability(label, whole=True)) > 0:
                 loss = loss - whole.log() / len(label)
-            if warm_up:
-                distributions, before = self.log_distributions(anchor), [int(ROOTS[anchor]), *label]
-                share = torch.tensor([decay**u for u in range(len(label))], dtype=torch.float64)
-                plain = -sum(w * distributions[u, before[u], label[u]] for u, w in enumerate(share / share.sum()))
-                loss = (1 - warm_up) * loss + warm_up * plain
             loss = label_weight * loss
             if distillation:
                 base = self.base_probs(anchor, teacher_temperature)
@@ -131,6 +126,11 @@ class Case:
                     reach, *nexts = (probability(g) for g in begins)
                     q = torch.stack(nexts) / reach
                     loss = loss + distillation * w * literal_divergence(divergence, base[u], q)
+            if warm_up:
+                distributions, before = self.log_distributions(anchor), [int(ROOTS[anchor]), *label]
+                share = torch.tensor([decay**u for u in range(len(label))], dtype=torch.float64)
+                plain = -sum(w * distributions[u, before[u], label[u]] for u, w in enumerate(share / share.sum()))
+                loss = (1 - warm_up) * loss + warm_up * plain
             total = total + loss
         return total / (LENGTHS > 0).sum()
 

@@ -85,6 +85,13 @@ def test_labels_end_before_the_first_that_cannot_be_drafted():
     assert vocabulary.columns_of({9, 4, 6}) == {0, 2}
 
 
+@pytest.mark.parametrize("wrong", [torch.tensor(5), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])], ids=["one", "floats"])
+def test_what_is_no_list_of_tokens_is_not_loaded(wrong):
+    drafter = make(CTC)
+    with pytest.raises(RuntimeError, match="draft_tokens is not a list of token ids"):
+        drafter.load_state_dict(drafter.state_dict() | {"draft_tokens": wrong})
+
+
 @pytest.mark.parametrize("wrong", [[1, 4, 4, 8, 11], [1, 4, 5, 8, 12]], ids=["twice", "outside"])
 def test_a_wrong_vocabulary_is_not_loaded(wrong):
     drafter = make(CTC)

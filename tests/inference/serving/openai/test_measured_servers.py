@@ -116,7 +116,7 @@ class Foreign(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.num_asked += 1
         fault = self.server.fault if self.server.num_asked > self.server.num_good else None
-        if "return_token_ids" in asked:
+        if "return_token_ids" in asked and fault != "ignore":
             return self.reply(400, {"error": {"message": "return_token_ids: extra fields not permitted"}})
         if fault == "echo":
             return self.reply(401, {"error": {"message": f"wrong key {self.headers['Authorization']}"}})
@@ -163,8 +163,8 @@ def foreign_server(fault=None, num_good=0):
 @pytest.mark.slow
 def test_a_server_without_metrics_and_token_ids_is_measured_without_acceptance(asked, tmp_path, monkeypatch):
     monkeypatch.setenv(KEY, "secret-of-foreign")
-    with foreign_server() as server:
-        endpoints = ["--endpoint", f"vanilla={server.url}", "--endpoint", f"own={server.url}", "--api-key-env", KEY]
+    with foreign_server() as server, foreign_server("ignore") as other:
+        endpoints = ["--endpoint", f"vanilla={server.url}", "--endpoint", f"own={other.url}", "--api-key-env", KEY]
         main([*asked, *endpoints, "--concurrency", "2", "--out", str(tmp_path / "out")])
         assert server.authorizations == {"Bearer secret-of-foreign"}
     results = folders.read(tmp_path / "out")
@@ -173,7 +173,7 @@ def test_a_server_without_metrics_and_token_ids_is_measured_without_acceptance(a
         assert (summary.acceptance_length, summary.draft_tokens, summary.served.inter_token) == (None, None, None)
         assert summary.identical == 4 and summary.baseline == "vanilla @ 2" and summary.served.first_token
         assert summary.tokens == TOKENS * 5
-    assert "own sends no token ids" in results.context["warnings"]
+    assert "own sends no token ids" in results.context["warnings"], "it ignores the field that the other refuses"
     assert not any("secret-of" in path.read_text() for path in (tmp_path / "out").rglob("*.*") if path.suffix != ".png")
 
 
@@ -232,6 +232,8 @@ def test_a_reply_that_is_wrong_is_explained_in_one_line_without_the_key(fault, m
         (["--endpoint", "@url", "--repeats", "3"], "--repeats is for our own decoding loop"),
         (["--endpoint", "@url", "--engine", "vllm"], "not both"),
         (["--endpoint", "@url", "--engine-args", "--x"], "--engine-args is for --engine vllm"),
+        (["--engine", "vllm", "--engine-args", "--seed 1 --port=9"], "--engine-args must not set --port=9"),
+        (["--concurrency", "[1]"], "--concurrency is for a server: add --engine vllm or --endpoint URL"),
         (["--engine", "vllm"], "needs vLLM in this environment; install both in an environment of its own"),
     ],
 )

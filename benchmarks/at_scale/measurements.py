@@ -32,8 +32,9 @@ class SearchClock:
 
     def __init__(self, drafter: Any) -> None:
         self.seconds: list[float] = []
-        if hasattr(drafter, "_tree"):
-            drafter._tree = self._timed(drafter._tree)
+        for name in ("grow", "_tree"):
+            if hasattr(drafter, name):
+                setattr(drafter, name, self._timed(getattr(drafter, name)))
 
     def _timed(self, search: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:

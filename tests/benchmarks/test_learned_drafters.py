@@ -47,6 +47,8 @@ def learned_run(shared_folder, tmp_path_factory, repository):
 
     trained = shared_folder("learned", lambda folder: learned_drafters.learned_drafters(**arguments(folder)))
     folder = shutil.copytree(trained, tmp_path_factory.mktemp("learned") / "run")  # the tests add to it
+    for config in folder.glob("*/seed*/config.yaml"):
+        config.write_text(config.read_text().replace(str(trained), str(folder)))
     return folder, arguments(folder)
 
 

@@ -301,6 +301,10 @@ class Forked:
         return os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
+def _with_subclasses(kind):
+    return [kind, *(deeper for subclass in kind.__subclasses__() for deeper in _with_subclasses(subclass))]
+
+
 @pytest.fixture(scope="session")
 def fork(tmp_path_factory):
     """Starts a command in a forked process at the repository's root, `lightning` unless ``main`` is another.
@@ -320,8 +324,9 @@ def fork(tmp_path_factory):
             os.dup2(sys.stdout.fileno(), 1)
             os.dup2(sys.stdout.fileno(), 2)
             os.chdir(ROOT)
-            # tqdm's own lock is shared with this process, and stays locked for ever if the copy is killed inside it.
-            tqdm.set_lock(threading.RLock())
+            # tqdm's own lock is shared with this process, and stays locked for ever if a copy is killed inside it.
+            for bar in _with_subclasses(tqdm):
+                bar.set_lock(threading.RLock())
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore Ctrl-C
             before()
             main([str(arg) for arg in args])

@@ -184,7 +184,7 @@ def test_top_k_may_exceed_the_vocabulary(base, config, save):
         ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
         (
             "wings=2",
-            "ctc takes tree, num_nodes, top_k, min_probability, step_costs, draws, draw_temperature, draw_seed; ",
+            "ctc takes tree, num_nodes, top_k, min_probability, step_costs, window, draws, draw_temperature, ",
         ),
     ],
 )
@@ -199,6 +199,7 @@ FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaul
 OTHER = {
     **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
     **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
+    **{"window": 9},
 }
 BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
 BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}

@@ -63,7 +63,7 @@ def test_every_model_configuration_and_tokenizer_is_loaded_without_its_code(repo
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_pretrained")
     }
-    expected = "auto_class.from_pretrained(find_base(name), trust_remote_code=False, **options)"
+    expected = "auto_class.from_pretrained(source, trust_remote_code=False, **options)"
     assert calls == {f"data/tokenizer.py: {expected}"}
 
 

@@ -24,9 +24,9 @@ POLLING_SECONDS = 0.5
 GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL
 MAX_LOG_BYTES = 1 << 16  # of the end of the log, in which the error is looked for
 # Only this machine reaches the server. Without prefix caching a prompt costs the same the second time.
-OPTIONS = ("--host", "127.0.0.1", "--no-enable-prefix-caching", "--disable-uvicorn-access-log")
+OPTIONS = ["--host", "127.0.0.1", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
 # Otherwise vLLM applies the base's own repetition penalty and length, and greedy decoding would not be greedy.
-OPTIONS += ("--generation-config", "vllm")
+OPTIONS += ["--generation-config", "vllm"]
 FAULT = re.compile(r"\b\w*(?:Error|Exception): .+|error: .+")
 FOLLOW_UP = "Engine core initialization failed"  # vLLM's own error after another process has shown the cause
 END_WITH_PARENT = 1, signal.SIGTERM  # prctl(PR_SET_PDEATHSIG, SIGTERM), should this process be killed

@@ -199,7 +199,7 @@ FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaul
 OTHER = {
     **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
     **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
-    **{"window": 2},
+    **{"window": 2, ("eagle3", "window"): 7},  # at least num_unroll
 }
 BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
 BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}
@@ -254,7 +254,7 @@ def test_every_decoding_key_changes_the_draft_trees_of_the_same_weights(base, sa
     def make(*pairs):
         return catalogue.make(f"{name}={folder}" + (f":{','.join(pairs)}" if pairs else ""), Runner(base))
 
-    usual, again, other = make(*beside), make(*beside), make(*beside, f"{key}={OTHER[key]}")
+    usual, again, other = make(*beside), make(*beside), make(*beside, f"{key}={OTHER.get((name, key), OTHER.get(key))}")
     weights = load_file(f"{folder}/model.safetensors")
     assert other.state_dict().keys() == weights.keys()
     assert all(torch.equal(weight, weights[part].to(weight)) for part, weight in other.state_dict().items())

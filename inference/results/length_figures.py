@@ -89,8 +89,7 @@ def length_figures(answers: Sequence[Answer]) -> tuple[LengthFigures, LengthSeco
 def range_start(length: int) -> int:
     """The smallest length of the range that a length is in: 0, 256, 512, 1,024, ...
 
-    >>> [range_start(length) for length in (255, 256, 511, 512, 5000)]
-    [0, 256, 256, 512, 4096]
+    Of 255 tokens it is 0, of 256 and of 511 it is 256, and of 5,000 it is 4,096.
     """
     return 0 if length < SHORTEST else 1 << (length.bit_length() - 1)
 

@@ -13,13 +13,12 @@ import torch
 
 from benchmarks.experiment import SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, run_command, show
-from benchmarks.learned_drafters import ARMS, simulate_all
+from benchmarks.learned_drafters import ARMS, BEST_TREES, simulate_all
 from benchmarks.training_speed import training_speeds
 from inference.engine.base import load_base
 
 LEARNED = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "block", "block_markov", "ctc", "ctc_markov", "ctc_deep"]
 LIVE = ["medusa", "hydra", "eagle", "eagle3", "block_markov", "ctc_markov", "ctc_deep"]
-BEST = {"Medusa": "best-first", "Block": "best-first", "CTC": "prefix"}
 LAYERS = "-1,2,4"  # the layers of the base that these arms read
 
 
@@ -88,9 +87,7 @@ def all_drafters(
     for benchmark, (questions, skipped) in question_files.items():
         answers = decoded_answers(frozen, benchmark, questions, skipped, limit, max_new_tokens, folder)
         results[benchmark] = {
-            name: runs
-            for (name, tree), runs in simulate_all(trained, frozen, answers).items()
-            if tree == BEST.get(ARMS[name].drafter, tree)
+            name: runs for (name, _), runs in simulate_all(trained, frozen, answers, BEST_TREES).items()
         }
     tables = [simulated_table(arms, results, speeds, budgets, common, seeds, max_new_tokens)]
     specs = [

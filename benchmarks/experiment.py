@@ -116,7 +116,9 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
     """Train an arm as ``lightning fit`` does and export it, unless that has been done already.
 
     Returns:
-        The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``.
+        The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``,
+        which holds the training's CPU time in seconds. That of an interrupted training is its last part's, scaled to
+        all steps.
 
     Raises:
         ValueError: The folder holds an arm that was trained with other settings, or the training failed.
@@ -131,7 +133,9 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
         return exported
     folder.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    started, last = time.perf_counter(), folder / "checkpoints" / "last.ckpt"
+    last = folder / "checkpoints" / "last.ckpt"
+    first_step = read_checkpoint(last)["global_step"] if last.exists() else 0
+    started = time.process_time()
     arguments = ["fit", "--config", str(recipe), *(["--ckpt_path", "last"] if last.exists() else [])]
     with open(folder / "output.txt", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         try:
@@ -144,9 +148,10 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
                 raise ValueError(f"the training in {folder} failed: see output.txt there") from stopped
         if (done := read_checkpoint(last)["global_step"]) < common.steps:
             raise ValueError(f"the training in {folder} was stopped at step {done}: run the same command again")
+        seconds = (time.process_time() - started) * common.steps / max(1, common.steps - first_step)
         export(str(last), str(exported))
     with atomic_write(folder / "training.json") as new:
-        new.write_text(json.dumps({"seconds": time.perf_counter() - started, "threads": torch.get_num_threads()}))
+        new.write_text(json.dumps({"cpu_seconds": seconds, "threads": torch.get_num_threads()}))
     return exported
 
 

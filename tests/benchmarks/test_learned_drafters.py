@@ -13,7 +13,7 @@ from benchmarks import (
     learned_drafters,
     sampled_decoding,
 )
-from benchmarks.ctc import paper_table2
+from benchmarks.ctc import learning_curves, paper_table2
 from data.benchmarks import Question
 from drafters import checkpoint
 from inference.engine.base import load_base
@@ -97,6 +97,34 @@ def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learn
         separate = experiment.simulate(drafter, base, answers, (budget,))
         assert separate.length[str(budget)] == together["length"][str(budget)]
         assert separate.fed[str(budget)] == together["fed"][str(budget)]
+
+
+@pytest.mark.slow
+def test_learning_curves_show_every_training_by_steps_and_by_time(learned_run, tmp_path):
+    folder, arguments = learned_run
+    steps = arguments["steps"]
+    shutil.copytree(folder, tmp_path / str(steps))
+    for config in tmp_path.glob("*/*/seed*/config.yaml"):
+        config.write_text(config.read_text().replace(str(folder), str(tmp_path / str(steps))))
+    for name, seconds in (("medusa", 90), ("ctc", 150)):
+        (tmp_path / str(steps) / name / "seed0" / "training.json").write_text(json.dumps({"cpu_seconds": seconds}))
+    shared = {
+        key: arguments[key] for key in ("base", "files", "questions", "benchmark", "limit", "max_new_tokens", "arms")
+    }
+    table, figure = tmp_path / "table.md", tmp_path / "curves.png"
+    learning_curves.learning_curves(
+        **shared, out=str(tmp_path), steps=[steps], nodes=64, table=str(table), figure=str(figure)
+    )
+    headings, _, medusa, ctc = rows(table.read_text())
+    assert headings[1:] == ["10 steps", "minutes, 10"] and [medusa[0], ctc[0]] == ["medusa", "ctc"]
+    assert [medusa[2], ctc[2]] == ["1.5", "2.5"]
+    for name, tree, row in (("medusa", "best-first", medusa), ("ctc", "prefix", ctc)):
+        simulated = json.loads((folder / name / "seed0" / "simulated.json").read_text())
+        [length] = [value["length"]["64"] for key, value in simulated.items() if json.loads(key)[0] == tree]
+        assert float(row[1]) == pytest.approx(length, abs=6e-4)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="unknown arms ctcc"):
+        learning_curves.learning_curves(**shared | {"arms": ["ctcc"]}, out=str(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference.engine.session import StepCost
@@ -28,6 +28,21 @@ class PositionRate:
     interval: Interval | None
     conditional_rate: float
     conditional_interval: Interval | None
+
+
+@dataclass(frozen=True)
+class GroupAcceptance:
+    """What the steps of one group emit, such as those in reasoning; prefills are excluded.
+
+    Args:
+        steps: Number of steps.
+        acceptance_length: Tokens that they emitted / steps; None if there are no steps.
+        acceptance_interval: Its 95 % interval, obtained by resampling the questions.
+    """
+
+    steps: int
+    acceptance_length: float | None
+    acceptance_interval: Interval | None
 
 
 @dataclass(frozen=True)
@@ -194,6 +209,15 @@ def expected_acceptance_length(rate: float, num_draft: int) -> float:
     1.75
     """
     return acceptance_length_of_rates(unconditional_rates([rate] * num_draft))
+
+
+def group_acceptance(counts: Iterable[tuple[int, int]]) -> GroupAcceptance:
+    """The figures of a group of steps, of which each question emitted so many tokens in so many steps."""
+    known = [each for each in counts if each[1]]
+    if not known:
+        return GroupAcceptance(0, None, None)
+    emitted, steps = zip(*known, strict=True)
+    return GroupAcceptance(sum(steps), sum(emitted) / sum(steps), intervals.interval([emitted, steps], (1, -1)))
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

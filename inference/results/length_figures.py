@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 
 from inference.engine.session import StepCost
-from inference.results import intervals
+from inference.results.draft_figures import GroupAcceptance, group_acceptance
 from inference.results.records import Answer
 from inference.results.step_times import own_times
 
@@ -17,22 +17,16 @@ Timed = tuple[StepCost, float]  # a step and its seconds
 
 
 @dataclass(frozen=True)
-class LengthRange:
-    """The steps at texts, or after prompts, whose numbers of tokens are in one range; prefills excluded.
+class LengthRange(GroupAcceptance):
+    """The steps at texts, or after prompts, whose numbers of tokens are in one range.
 
     Args:
         start: Smallest length of the range, in tokens.
         end: Smallest length beyond the range.
-        steps: Number of steps.
-        acceptance_length: Emitted tokens / steps; None if there are no steps.
-        acceptance_interval: Its 95 % interval, obtained by resampling the questions.
     """
 
     start: int
     end: int
-    steps: int
-    acceptance_length: float | None
-    acceptance_interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -97,11 +91,8 @@ def range_start(length: int) -> int:
 def _ranges(groups: Mapping[int, Mapping[int, Sequence[Timed]]]) -> list[LengthRange]:
     ranges = []
     for start, by_question in sorted(groups.items()):
-        counts = [(sum(step.emitted for step, _ in steps), len(steps)) for steps in by_question.values() if steps]
-        emitted, num_steps = map(sum, zip(*counts, strict=True)) if counts else (0, 0)
-        length = emitted / num_steps if num_steps else None
-        interval = intervals.interval(list(zip(*counts, strict=True)), (1, -1)) if counts else None
-        ranges.append(LengthRange(start, max(SHORTEST, 2 * start), num_steps, length, interval))
+        counts = ((sum(step.emitted for step, _ in steps), len(steps)) for steps in by_question.values())
+        ranges.append(LengthRange(**asdict(group_acceptance(counts)), start=start, end=max(SHORTEST, 2 * start)))
     return ranges
 
 

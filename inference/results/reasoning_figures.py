@@ -6,28 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data.reasoning import ReasoningMarks
-from inference.results import intervals
+from inference.results.draft_figures import GroupAcceptance, group_acceptance
 from inference.results.records import Answer, Turn
-
-
-@dataclass(frozen=True)
-class PartFigures:
-    """The steps of one part of the answers, prefills excluded. A step belongs to the part of its first emitted token.
-
-    Args:
-        steps: Number of steps.
-        acceptance_length: Tokens that they emitted / steps; None if there are no steps.
-        acceptance_interval: Its 95 % interval, obtained by resampling the questions.
-    """
-
-    steps: int
-    acceptance_length: float | None
-    acceptance_interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
 class ReasoningFigures:
     """What was accepted in the turns with reasoning; the others are in neither part.
+
+    A step belongs to the part of its first emitted token.
 
     Args:
         turns: Number of turns with reasoning.
@@ -36,8 +23,8 @@ class ReasoningFigures:
     """
 
     turns: int
-    reasoning: PartFigures
-    answer: PartFigures
+    reasoning: GroupAcceptance
+    answer: GroupAcceptance
 
 
 def reasoning_figures(answers: Sequence[Answer], marks: ReasoningMarks | None) -> ReasoningFigures | None:
@@ -51,7 +38,7 @@ def reasoning_figures(answers: Sequence[Answer], marks: ReasoningMarks | None) -
         num_turns += len(counted)
         for part, own in zip((inside, outside), zip(*counted, strict=True), strict=False):
             part.append((sum(emitted for emitted, _ in own), sum(steps for _, steps in own)))
-    return ReasoningFigures(num_turns, _figures(inside), _figures(outside)) if num_turns else None
+    return ReasoningFigures(num_turns, group_acceptance(inside), group_acceptance(outside)) if num_turns else None
 
 
 def _count(turn: Turn, span: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -64,11 +51,3 @@ def _count(turn: Turn, span: tuple[int, int]) -> tuple[tuple[int, int], tuple[in
         count[1] += 1
         position += step.emitted
     return (counts[True][0], counts[True][1]), (counts[False][0], counts[False][1])
-
-
-def _figures(counts: Sequence[tuple[int, int]]) -> PartFigures:
-    known = [each for each in counts if each[1]]
-    if not known:
-        return PartFigures(0, None, None)
-    emitted, steps = zip(*known, strict=True)
-    return PartFigures(sum(steps), sum(emitted) / sum(steps), intervals.interval([emitted, steps], (1, -1)))

@@ -8,9 +8,10 @@ from data.reasoning import ReasoningMarks
 from inference.engine.session import StepCost
 from inference.reporting.exports import summary_records
 from inference.reporting.tables import drafter_rows
+from inference.results.draft_figures import GroupAcceptance
 from inference.results.folders import EvaluationResults, summary_from_json
 from inference.results.metrics import summarise
-from inference.results.reasoning_figures import PartFigures, reasoning_figures
+from inference.results.reasoning_figures import reasoning_figures
 from inference.results.records import Answer, Turn
 
 MARKS = ReasoningMarks((5,), (8,), False)
@@ -33,7 +34,7 @@ def test_a_step_belongs_to_the_part_of_its_first_token():
     figures = reasoning_figures(ANSWERS, MARKS)
     assert figures.turns == 2, "the turn without marks is in neither part"
     assert (figures.reasoning.steps, figures.reasoning.acceptance_length) == (3, pytest.approx(7 / 3))
-    assert figures.answer == PartFigures(1, 3.0, None)
+    assert figures.answer == GroupAcceptance(1, 3.0, None)
     low, high = figures.reasoning.acceptance_interval
     assert 2 <= low < 7 / 3 < high <= 3
 

@@ -82,10 +82,10 @@ def test_checkpoints_validation_and_the_end_have_the_averages_and_a_resumed_run_
     trainer = fit(module, SaveAt(path, 3, hook), val_check_interval=3)
     averages = averages_of(module.trained)
     trainer.save_checkpoint(tmp_path / "end.ckpt")  # as ModelCheckpoint does at the end, after all other callbacks
-    last = torch.load(tmp_path / "end.ckpt")
+    last = torch.load(tmp_path / "end.ckpt", weights_only=True)
     torch.testing.assert_close(last["state_dict"]["line.weight"], averages[4])
     assert torch.equal(last["current_model_state"]["line.weight"], module.trained[4])
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     torch.testing.assert_close(saved["state_dict"]["line.weight"], averages[2])
     torch.testing.assert_close(saved["current_model_state"]["line.weight"], module.trained[2])
     torch.testing.assert_close(module.validated[0], averages[2])

@@ -37,7 +37,8 @@ def test_a_signal_saves_a_checkpoint_from_which_the_run_continues_exactly(
     run.send(number)
     assert run.wait() == code, run.log.read_text()
     assert "go on with --ckpt_path last" in run.log.read_text()
-    done, step = losses_of(tmp_path), torch.load(tmp_path / "checkpoints" / "last.ckpt")["global_step"]
+    done = losses_of(tmp_path)
+    step = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert not any((tmp_path / "checkpoints").glob("step=*")), "the one checkpoint is the signal's"
     run = fork("fit", "--config", config, "--ckpt_path", "last", "--trainer.max_steps", step + 3)
     assert run.wait() == 0, run.log.read_text()
@@ -71,7 +72,7 @@ def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_r
             options = *options, "--ckpt_path", "last"
         run = fork(*options)
         assert run.wait() == 0, run.log.read_text()
-        best = torch.load(tmp_path / name / "checkpoints" / "best.ckpt")
+        best = torch.load(tmp_path / name / "checkpoints" / "best.ckpt", weights_only=True)
         measured[name] = best["measured"], best["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
     assert measured["stopped"] == measured["whole"]
 
@@ -146,4 +147,4 @@ def test_a_signal_to_one_process_ends_both_at_the_same_step(write_run, tmp_path)
         run.kill()
     batches = [line.split()[0] for line in (tmp_path / "losses.txt").read_text().splitlines()]
     assert {b[2:] for b in batches if b[0] == "0"} == {b[2:] for b in batches if b[0] == "1"}
-    assert torch.load(tmp_path / "checkpoints" / "last.ckpt")["global_step"] > 0
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] > 0

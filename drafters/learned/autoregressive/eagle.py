@@ -8,26 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least, check_choices
+from drafters.checks import check_at_least
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.learned.autoregressive.layer import DraftLayer
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.distillation import distillation_loss
-from drafters.learned.losses.divergences import Divergence
+from drafters.learned.losses.divergences import DivergenceOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
 
 
 @dataclass(frozen=True)
-class EAGLELossOptions:
+class EAGLELossOptions(DivergenceOptions):
     """EAGLE's loss.
 
     Args:
         feature_weight: Weight of the smooth L1 distance between predicted and actual features.
-        token_weight: Weight of the divergence between the base's next-token distribution and the drafter's.
-        divergence: That divergence: ``kl``, as soft cross-entropy, or a loss of the acceptance in rejection sampling:
-            ``tv``, the total variation distance; ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first and total
-            variation where the draft is good (LK losses).
+        token_weight: Weight of ``divergence``.
         noise: Width of the uniform noise added to features in training, times 512 / S.
         chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
         chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
@@ -35,13 +32,12 @@ class EAGLELossOptions:
 
     feature_weight: float = 1.0
     token_weight: float = 0.1
-    divergence: Divergence = "kl"
     noise: float = 0.2
     chunk_positions: int = 512
     chunk_anchors: int = 16
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
 
 

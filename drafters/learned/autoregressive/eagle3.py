@@ -9,41 +9,36 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drafters.checks import check_at_least, check_choices
+from drafters.checks import check_at_least
 from drafters.learned.autoregressive.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.learned.autoregressive.layer import DraftLayer
 from drafters.learned.layers.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.learned.layers.transformer import RMSNorm
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.distillation import distillation_loss
-from drafters.learned.losses.divergences import Divergence
+from drafters.learned.losses.divergences import DivergenceOptions
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
 
 
 @dataclass(frozen=True)
-class EAGLE3LossOptions:
+class EAGLE3LossOptions(DivergenceOptions):
     """EAGLE-3's loss.
 
     Args:
         num_unroll: Number of draft depths that training runs through.
         decay: Weight of a depth's loss relative to the depth before.
-        divergence: The divergence between the base's next-token distribution and the drafter's: ``kl``, as soft
-            cross-entropy, or a loss of the acceptance in rejection sampling: ``tv``, the total variation distance;
-            ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first and total variation where the draft is good (LK
-            losses).
         chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
         chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
     """
 
     num_unroll: int = 7
     decay: float = 0.8
-    divergence: Divergence = "kl"
     chunk_positions: int = 512
     chunk_anchors: int = 16
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         check_at_least(1, num_unroll=self.num_unroll)
         check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most
 from drafters.learned.losses import anchors as anchor_positions
 from drafters.learned.losses import gathered_logits
 from drafters.learned.losses.chunks import chunks
 from drafters.learned.losses.distillation import distilled
-from drafters.learned.losses.divergences import Divergence
+from drafters.learned.losses.divergences import DivergenceOptions
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -51,27 +51,23 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
-class HeadLossOptions:
+class HeadLossOptions(DivergenceOptions):
     """The loss of the heads.
 
     Args:
         decay: Head k is weighted by decay^k; 0.8 is Medusa's, 1 that of Hydra's code.
         distillation: Train the heads on the base's full distribution instead of its argmax (Hydra++).
-        divergence: What distillation minimises: ``kl``, as soft cross-entropy, or a loss of the acceptance in rejection
-            sampling: ``tv``, the total variation distance; ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first
-            and total variation where the draft is good (LK losses).
         num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
         chunk_anchors: Rows whose logits are computed at once; lower it to save memory.
     """
 
     decay: float = 0.8
     distillation: bool = False
-    divergence: Divergence = "kl"
     num_anchors: int = 64
     chunk_anchors: int = 512
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         check_at_least(1, chunk_anchors=self.chunk_anchors)
         check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
         if self.divergence != "kl" and not self.distillation:

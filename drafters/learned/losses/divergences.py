@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import exp
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from drafters.checks import check_choices
 
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid"]
 
@@ -14,6 +17,22 @@ MIN_PROB = exp(-60.0)
 """The KL divergence counts tokens that the draft cannot produce as this improbable, so that one cannot dominate."""
 HYBRID_RATE = 3.0
 """How fast the hybrid turns from the KL divergence to total variation as the acceptance grows."""
+
+
+@dataclass(frozen=True)
+class DivergenceOptions:
+    """How a loss compares the base's next-token distribution with the drafter's.
+
+    Args:
+        divergence: Divergence between the base's next-token distribution and the drafter's: ``kl``, the KL divergence,
+            or a loss of the acceptance in rejection sampling: ``tv``, the total variation distance; ``lk``, -log of the
+            acceptance; ``lk_hybrid``, KL at first and total variation where the draft is good (LK losses).
+    """
+
+    divergence: Divergence = "kl"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
 
 def acceptance(base: Tensor, draft: Tensor) -> Tensor:

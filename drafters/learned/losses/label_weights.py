@@ -8,26 +8,22 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from drafters.checks import check_at_least, check_choices
-from drafters.learned.losses.divergences import Divergence
+from drafters.checks import check_at_least
+from drafters.learned.losses.divergences import DivergenceOptions
 
 Weights = Literal["decay", "survival"]
 Options = TypeVar("Options", bound="LabelLossOptions")
 
 
 @dataclass(frozen=True)
-class LabelLossOptions:
+class LabelLossOptions(DivergenceOptions):
     """How the labels after an anchor enter the loss.
 
     Args:
         weights: Weight of each label: ``decay`` falls with its depth; ``survival`` is the draft's own probability of
             the labels before it.
         decay: Weight of label u relative to label u - 1.
-        distillation: Weight of the divergence between the base's next-token distribution and the draft's; 0 turns
-            distillation off.
-        divergence: What distillation minimises: ``kl``, the KL divergence, or a loss of the acceptance in rejection
-            sampling: ``tv``, the total variation distance; ``lk``, -log of the acceptance; ``lk_hybrid``, KL at first
-            and total variation where the draft is good (LK losses).
+        distillation: Weight of ``divergence``, which distillation minimises; 0 turns distillation off.
         teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
             in greedy decoding.
         label_weight: Weight of the loss of the labels beside distillation.
@@ -39,19 +35,20 @@ class LabelLossOptions:
     weights: Weights = "decay"
     decay: float = 0.9
     distillation: float = 0.0
-    divergence: Divergence = "kl"
     teacher_temperature: float = 1.0
     label_weight: float = 1.0
     distillation_steps: int = 0
     num_anchors: int = 64
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
         check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
         check_at_least(1, num_anchors=self.num_anchors)
         if not self.distillation and (self.divergence != "kl" or self.teacher_temperature != 1):
-            raise ValueError("divergence and teacher_temperature belong to distillation, which is 0: raise it, as to 1")
+            raise ValueError(
+                "divergence and teacher_temperature belong to distillation, which is 0: raise it, for example to 1"
+            )
         if not (self.distillation or self.label_weight):
             raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
 

@@ -58,7 +58,8 @@ class ShareGPTData(L.LightningDataModule):
             `hub:OWNER/NAME/FILE` on the Hugging Face hub, or `embedded[:COUNT[:SEED]]` for the project's own corpus.
         val_files: Files of conversations for validation. By default `val_size` conversations of `files` are held out.
         val_size: Number of conversations of `files` held out for validation if `val_files` is not given; 0 for none.
-        template: Chat template: `tokenizer` for the tokenizer's own, `vicuna_v1.1` or `llama2_chat`.
+        template: Chat template: `tokenizer` for the tokenizer's own, whose thinking switch `tokenizer:thinking=on` or
+            `tokenizer:thinking=off` sets, `vicuna_v1.1` or `llama2_chat`.
         max_length: Largest number of tokens per conversation; the rest is cut off.
         batch_size: Largest number of conversations per batch and device.
         seed: Seed of the choice of held-out conversations and of the order of the batches.
@@ -66,7 +67,8 @@ class ShareGPTData(L.LightningDataModule):
         limit: Largest number of conversations to read. By default all are read.
         cache_dir: Folder for the tokenised conversations. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
         features: Folder of a feature store that `drafters features` wrote from the same files. Training then reads the
-            base's hidden states and labels from it instead of running the base; validation still runs the base.
+            base's hidden states and labels from it instead of running the base. The base is still loaded, and runs
+            in validation.
         max_tokens: Largest number of tokens per batch and device, padding included, so that a batch holds many short
             conversations or a few long ones. By default only `batch_size` limits a batch.
     """

@@ -206,7 +206,7 @@ class Chat:
         fed = number(sum(step.fed for step in generation.steps[1:]) / (steps - 1) if steps > 1 else None, places=1)
         return (
             f"{self.drafter}: acceptance length {length}, {speed} tokens/s, {tokens} tokens in {steps} steps, "
-            f"{fed} fed a step"
+            f"{fed} fed per step"
         )
 
     @cached_property
@@ -319,8 +319,8 @@ def chat(
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
             tokenizer:thinking=on or tokenizer:thinking=off sets.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
-            step-cost` wrote is auto, too, but does not have to learn the times of steps.
+            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
+            `drafters step-cost` wrote, auto starts from the times in it.
         compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same; each shape takes
             some seconds to compile when it first occurs.
     """

@@ -46,22 +46,23 @@ class EvaluationOptions:
         typical: Accept drafts by Medusa's typical acceptance, which changes the distribution of the text; the base
             alone still samples exactly. Needs a temperature above 0.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
-            step-cost` wrote is auto, too, but does not have to learn the times of steps. The text is the same; with
-            auto the acceptance length depends on times, so compare acceptance with fixed. A drafter's option
-            num_nodes=auto asks for auto, up to 64 nodes.
+            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
+            `drafters step-cost` wrote, auto starts from the times in it. The text is the same; with auto the acceptance
+            length depends on times, so compare acceptance with fixed. The option num_nodes=auto of a drafter asks for
+            auto, up to 64 nodes.
         compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same. Each shape takes
             some seconds to compile when it first occurs, which wall times include and typical step times do not.
         devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs. A drafter that
             remembers earlier texts (joint, token_recycling, self_draft, ouroboros) then learns only from those of its
             own process and accepts less. Processes on one CPU disturb each other's times.
-        repeats: How often every question is decoded. By default, auto, a benchmark is decoded again until timing leaves
-            less than 5 % open in each speed-up, which may be after the first time; see --max-repeats.
+        repeats: How often every question is decoded. By default, auto, a benchmark is decoded again until the timing
+            error of each speed-up is at most 5 %, which it may be after the first time; see --max-repeats.
         max_repeats: Maximum number of repeats with auto.
-        allow_code_execution: Run the programs in the answers to humaneval and mbpp, to measure how many pass their
-            tests. They run in a sandbox; inference/sandbox/sandbox.py says what it does not protect from.
+        allow_code_execution: Run the programs in the answers to humaneval, mbpp and their plus versions, to measure how
+            many pass their tests. They run in a sandbox; inference/sandbox/sandbox.py says what it does not protect
+            against.
         allow_weak_sandbox: Run them also where neither bubblewrap nor Landlock (Linux 6.2 or later) works. A Python
-            audit hook is then all that keeps them from other files, and hostile programs get around it.
+            audit hook is then all that keeps them from other files, and hostile programs can circumvent it.
         logger: Log the numbers also to tensorboard, wandb, mlflow or csv, below the folder of --out. wandb and mlflow
             need their own packages, and follow their own environment variables.
     """

@@ -26,7 +26,7 @@ BLOCK = 1 << 22  # positions that are read at a time
 def corpus(
     out: str, tokenizer: str, files: list[str], min_count: int = 6, top: int = 20, overwrite: bool = False
 ) -> None:
-    """Count which four tokens follow each sequence of one to four tokens, for the drafters self_draft and corpus.
+    """Count which four tokens follow each sequence of one to four tokens, for self_draft, joint and corpus.
 
     A record of a .jsonl or .json file is one document if it has a field `text`; of questions with answers and of
     conversations, each part is a document. In other files, blank lines separate documents. No n-gram crosses the end of

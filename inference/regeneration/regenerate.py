@@ -37,7 +37,8 @@ class AnswerOptions:
     """Which turns are answered, and at what length.
 
     Args:
-        template: Chat template: tokenizer uses the tokenizer's own; vicuna_v1.1 and llama2_chat are built in.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
         turns: Answer all turns of a conversation, each after the new answers to the earlier ones, or only the first.
         limit: Maximum number of conversations; by default all.
         max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
@@ -122,7 +123,8 @@ def regenerate(
         sampling: How tokens are chosen. Every answer has a seed of its own, made of the seed given, the place of its
             conversation in the files, the number of the answer and the turn.
         server: Server that answers instead of the base.
-        files: ShareGPT files, or embedded; their own answers are ignored. May be repeated.
+        files: Conversations, as data.files of a training, such as chats.json or embedded; their own answers are
+            ignored. May be repeated.
         out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far.
         overwrite: Replace an existing file, and the partial file of another command.
     """

@@ -153,7 +153,7 @@ class RecordingOptions:
         questions: Local file of the questions that were answered.
         tokenizer: Folder of the tokenizer of the base that answered.
         template: Chat template of the recording: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
-        benchmark: Benchmark that the questions belong to: mt_bench, gsm8k or embedded.
+        benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE; an unknown name lists all of them.
         limit: Maximum number of recorded questions; by default all.
         max_new_tokens: Maximum number of tokens of a turn in the recording.
     """

@@ -105,7 +105,7 @@ def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pair
     for results in (before, after):
         if any(summary.served for by_drafter in results.summaries.values() for summary in by_drafter.values()):
             raise ValueError(
-                f"{results.name} was measured in a server, which tells no steps: compare the tables of both, "
+                f"{results.name} was measured in a server, which reports no single steps: compare the tables of both, "
                 "drafters report FOLDER OTHER --out PAGE"
             )
     for benchmark in before.summaries:

@@ -46,8 +46,8 @@ class SkipSearchOptions:
         evaluations: Maximum number of skip sets to try.
         cost: How the cost of a draft token is found: parameters takes the share of the parameters that it reads,
             measured takes its share of the base's time on this machine.
-        objective: What the best set has most of: predicted is the speed-up predicted from accepted drafts and cost,
-            speed is the tokens per second of decoding with drafts of num_draft tokens, as in the paper.
+        objective: What is maximised: predicted is the speed-up predicted from accepted drafts and cost, speed is the
+            tokens per second of decoding with drafts of num_draft tokens, as in the paper.
         method: Local search, or the paper's Bayesian optimisation.
         seed: Seed of the search.
     """

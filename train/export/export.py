@@ -33,7 +33,7 @@ def export(
     dtype: ExportedDtype = "bfloat16",
     max_shard_size: str | None = None,
 ) -> None:
-    """Turn a training checkpoint into a folder with config.json, model.safetensors and README.md.
+    """Turn a training checkpoint into a folder with config.json, model.safetensors, SHA256SUMS and README.md.
 
     The folder of a drafter is for `drafters eval --drafter ctc=OUT`. The folder of a pre-trained base is an ordinary
     transformers model.

@@ -53,7 +53,7 @@ def features(
 
     Args:
         base: Folder or hub id of the base.
-        files: ShareGPT files or embedded, the same as data.files of the training.
+        files: Conversations, the same as data.files of the training.
         out: Folder of the store; an unfinished store of the same data in this folder is continued.
         template: Chat template, the same as data.template of the training.
         max_length: Maximum number of tokens of a conversation, the same as data.max_length of the training.

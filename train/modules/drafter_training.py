@@ -106,7 +106,7 @@ class DrafterTraining(L.LightningModule):
         if tokenizer is not None and tokenizer_hash(tokenizer) != tokenizer_hash(self.base.tokenizer):
             raise ValueError(
                 f"the tokenizer of the data ({data.hparams.tokenizer}) is not that of the base "
-                f"{self.base.name}: leave --data.tokenizer away"
+                f"{self.base.name}: leave out --data.tokenizer"
             )
         max_length = getattr(getattr(data, "hparams", None), "max_length", 0)
         if max_length > self.base.context_length:

@@ -11,12 +11,13 @@ from data.tokenizer import load_tokenizer
 def show_mask(
     tokenizer: str, files: list[str], template: str = "tokenizer", max_length: int = 2048, limit: int = 2
 ) -> None:
-    """Print conversations with the tokens in green that the loss is computed on.
+    """Print conversations and show in green the tokens on which the loss is computed.
 
     Args:
         tokenizer: Folder or hub id of the base or of its tokenizer.
-        files: ShareGPT files, or embedded for the embedded corpus.
-        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
+        files: Conversations, as data.files of a training, such as chats.json or embedded.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
         max_length: Maximum number of tokens of a conversation; the rest is cut off.
         limit: Number of conversations to print.
     """

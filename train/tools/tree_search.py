@@ -78,7 +78,8 @@ def tree_search(
         limit: Maximum number of conversations.
         max_new_tokens: Maximum number of tokens of an answer.
         batch_size: Conversations per forward pass of the base.
-        template: Chat template: the tokenizer's own, vicuna_v1.1 or llama2_chat.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
         dtype: Dtype of the base and the drafter.
         device: Device to run on; auto uses the GPU if there is one.
         overwrite: Replace the file if it exists.

@@ -125,8 +125,8 @@ def serve(
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
             tokenizer:thinking=on or tokenizer:thinking=off sets.
         budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. A file that `drafters
-            step-cost` wrote is auto, too, but does not have to learn the times of steps.
+            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
+            `drafters step-cost` wrote, auto starts from the times in it.
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise ValueError(f"drafters serve needs {' and '.join(missing)}: pip install 'ctc-drafters[serve]'")

@@ -301,7 +301,7 @@ def talk(folder, monkeypatch, capsys):
 
 FIGURES = (
     r"(\S+): acceptance length (\d\.\d\d|–), \d+\.\d tokens/s, (\d+) tokens in (\d+) steps, "
-    r"(?:\d+\.\d|–) fed a step(; [^:]+: .*)?"
+    r"(?:\d+\.\d|–) fed per step(; [^:]+: .*)?"
 )
 
 

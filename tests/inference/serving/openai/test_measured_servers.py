@@ -84,7 +84,7 @@ def test_the_report_says_what_was_measured_and_plots_it_over_the_requests_at_onc
     assert all(0 < row["first_token_p50"] <= row["first_token_p95"] and row["concurrency"] in (1, 2) for row in rows)
     with pytest.raises(SystemExit):
         main(["report", str(out), str(out), "--compare"])
-    assert "was measured in a server, which tells no steps" in capsys.readouterr().err
+    assert "was measured in a server, which reports no single steps" in capsys.readouterr().err
 
 
 @pytest.mark.slow

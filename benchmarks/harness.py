@@ -225,7 +225,8 @@ def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     """Run a benchmark with the arguments of the command line.
 
-    ``--max-new-tokens`` stands for max_new_tokens. A list is written as one value in brackets, or as repeated options.
+    ``--max-new-tokens`` stands for max_new_tokens. A list is written as one value in brackets, or as repeated options;
+    either replaces the default.
     """
     from jsonargparse import auto_cli
 
@@ -233,7 +234,7 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     hints = get_type_hints(function).items()
     flags = [name for name, hint in hints if hint is bool]
     lists = [name for name, hint in hints if any(get_origin(each) is list for each in (hint, *get_args(hint)))]
-    args = []
+    args: list[str] = []
     for arg, after in zip(words, [*words, "--"][1:], strict=True):
         key, equals, value = arg.partition("=")
         if key.startswith("--"):
@@ -241,6 +242,8 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
             if key[2:] in flags and not equals and after.startswith("--"):
                 equals, value = "=", "true"
             if key[2:] in lists and not (value or after).startswith("["):
+                if not any(given.startswith((f"{key}=", f"{key}+")) or given == key for given in args):
+                    args.append(f"{key}=[]")  # else the values would be added to the default
                 key += "+"
         args.append(key + equals + value)
     try:

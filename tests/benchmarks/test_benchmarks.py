@@ -56,7 +56,7 @@ def test_a_table_is_written_with_its_origin(tmp_path, capsys):
 def test_the_command_line_accepts_dashes_and_flags_and_reports_mistakes(capsys):
     given = []
 
-    def wanted(num_steps: int = 1, fast: bool = False, words: list[str] = []):  # noqa: B006
+    def wanted(num_steps: int = 1, fast: bool = False, words: list[str] = ["default"]):  # noqa: B006
         """Take them."""
         given.append((num_steps, fast, words))
         if num_steps < 1:
@@ -66,7 +66,12 @@ def test_the_command_line_accepts_dashes_and_flags_and_reports_mistakes(capsys):
     harness.main(wanted, ["--num-steps=2", "--fast=false"])
     harness.main(wanted, [])
     harness.main(wanted, ["--words", "x=1:y=2,z", "--fast", "--words=b"])
-    assert given == [(3, True, ["a", "b-c"]), (2, False, []), (1, False, []), (1, True, ["x=1:y=2,z", "b"])]
+    harness.main(wanted, ["--words=[a]", "--words", "b"])
+    assert given == [
+        (3, True, ["a", "b-c"]),
+        *((2, False, ["default"]), (1, False, ["default"])),
+        *((1, True, ["x=1:y=2,z", "b"]), (1, False, ["a", "b"])),
+    ]
     with pytest.raises(SystemExit) as stop:
         harness.main(wanted, ["--num-steps", "0"])
     assert stop.value.code == 2 and capsys.readouterr().err == "wanted: error: num_steps must be at least 1\n"

@@ -37,7 +37,7 @@ def read_boxed(row: Mapping, index: int) -> Question:
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, (str, int)):
         raise ValueError("answer is neither a text nor an integer")
-    return Question(index, str(row.get("subject", "math")), (problem,), str(answer))
+    return Question(index, str(row.get("subject") or "math"), (problem,), str(answer))
 
 
 def _boxed(hub: Hub | None, download: str, max_new_tokens: int) -> Benchmark:
@@ -73,9 +73,13 @@ BENCHMARKS = {
         "test.jsonl of math-ai/aime25",
         max_new_tokens=2048,
     ),
-    "aime26": _boxed(None, "the problems of AIME 2026 as JSONL", max_new_tokens=2048),
+    "aime26": _boxed(
+        Hub("MathArena/aime_2026", None, "train", revision="d2de22f3c656b4f56cf8981212186377d1e23bc3"),
+        "the problems of AIME 2026 as JSONL",
+        max_new_tokens=2048,
+    ),
     "gsm8k": Benchmark(
-        Hub("openai/gsm8k", "main", "test", "train"),
+        Hub("openai/gsm8k", "main", "test", "train", "740312add88f781978c0658806c59bc2815b9866"),
         "test.jsonl of openai/grade-school-math",
         "question, answer",
         read,

@@ -50,12 +50,14 @@ def read_any(row: Mapping, index: int) -> Question:
         raise ValueError("system is not a text")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of objects")
-    return Question(own_id, str(row.get("category", "all")), turns, system=system, tools=tuple(tools))
+    return Question(own_id, str(row.get("category") or "all"), turns, system=system, tools=tuple(tools))
 
 
 def read_instruction(row: Mapping, index: int) -> Question:
     """Read a row of Alpaca: instruction and input, which may be empty. The id is the index in the file."""
-    instruction, given = text(row, "instruction"), text({"input": ""} | dict(row), "input")
+    instruction, given = text(row, "instruction"), row.get("input") or ""
+    if not isinstance(given, str):
+        raise ValueError("input is not a text")
     return Question(index, "instruction", (f"{instruction}\n\n{given}" if given else instruction,))
 
 
@@ -75,7 +77,7 @@ SPEED_BENCH_CONFIGURATIONS = {
 BENCHMARKS = {
     # 512 is the limit of the baseline answers released with CTC-drafter; Spec-Bench's own limit is 1024.
     "mt_bench": Benchmark(
-        Hub("HuggingFaceH4/mt_bench_prompts", None, "train"),
+        Hub("HuggingFaceH4/mt_bench_prompts", None, "train", revision="e3a795c5e9a82ee40611c416b8a7786c73198991"),
         "question.jsonl of lm-sys/FastChat",
         FIELDS,
         read_turns,
@@ -87,7 +89,7 @@ BENCHMARKS = {
     **{
         name: Benchmark(
             Hub("nvidia/SPEED-Bench", configuration, "test", revision="487aa718444e816458d1a0a52bfce7a454285cf4"),
-            f"{configuration}.jsonl as SPEED-Bench's prepare_data.py writes it",
+            f"speed/{configuration}/test.parquet as SPEED-Bench's prepare_data.py writes it",
             "category, turns",
             read_any,
             max_new_tokens=1024,
@@ -95,14 +97,18 @@ BENCHMARKS = {
         for name, configuration in SPEED_BENCH_CONFIGURATIONS.items()
     },
     "alpaca": Benchmark(
-        Hub("tatsu-lab/alpaca", None, "train"),
+        Hub("tatsu-lab/alpaca", None, "train", revision="dce01c9b08f87459cf36a430d809084718273017"),
         "the instructions of tatsu-lab/stanford_alpaca as JSONL",
         "instruction, input",
         read_instruction,
         max_new_tokens=512,
     ),
     "arena_hard": Benchmark(
-        None, "question.jsonl of lmarena-ai/arena-hard-auto", "turns (or prompt)", read_any, max_new_tokens=1024
+        Hub("lmarena-ai/arena-hard-auto-v0.1", None, "train", revision="2a69efe86cff85c593cfd4c2b4491c128e52c6f1"),
+        "question.jsonl of lmarena-ai/arena-hard-auto",
+        "turns (or prompt)",
+        read_any,
+        max_new_tokens=1024,
     ),
     "file": Benchmark(None, "nothing, give any file of questions", "turns", read_any, max_new_tokens=512),
     "embedded": Benchmark(None, "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),

@@ -44,7 +44,7 @@ def read_livecodebench(row: Mapping, index: int) -> Question:
     starter = row.get("starter_code") or ""
     asked = text(row, "question_content")
     form = f"Continue this code:\n\n```python\n{starter.rstrip()}\n```" if starter else "Read stdin, write to stdout."
-    category = str(row.get("difficulty", "coding"))
+    category = str(row.get("difficulty") or "coding")
     return Question(index, category, (f"{asked}\n\nSolve the problem in Python. {form}",))
 
 
@@ -77,7 +77,7 @@ def _tests(question: Question) -> str:
 
 def _mbpp(split: str, ids: range) -> Benchmark:
     return Benchmark(
-        Hub("google-research-datasets/mbpp", "full", split, "prompt"),
+        Hub("google-research-datasets/mbpp", "full", split, "prompt", "4bb6404fdc6cacfda99d4ac4205087b89d32030c"),
         "mbpp.jsonl of google-research/mbpp",
         "task_id, text, code, test_list",
         read_mbpp,
@@ -123,22 +123,33 @@ def _humaneval(hub: Hub, download: str) -> Benchmark:
 
 
 BENCHMARKS = {
-    "humaneval": _humaneval(Hub("openai/openai_humaneval", None, "test"), "HumanEval.jsonl.gz of openai/human-eval"),
+    "humaneval": _humaneval(
+        Hub("openai/openai_humaneval", None, "test", revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"),
+        "HumanEval.jsonl.gz of openai/human-eval",
+    ),
     "humaneval_plus": _humaneval(
-        Hub("evalplus/humanevalplus", None, "test"), "the test split of evalplus/humanevalplus"
+        Hub("evalplus/humanevalplus", None, "test", revision="d32357cf319e50e9c8d8dab5ea876c72b0fd321b"),
+        "the test split of evalplus/humanevalplus",
     ),
     "mbpp": _mbpp("test", range(11, 511)),
     "mbpp_validation": _mbpp("validation", range(511, 601)),
     "mbpp_plus": Benchmark(
-        Hub("evalplus/mbppplus", None, "test"),
-        "the test split of evalplus/mbppplus as JSONL",
+        Hub("evalplus/mbppplus", None, "test", revision="b2d74c91837c3f2a20c1299ae98133cbe7cfa077"),
+        "the test split of evalplus/mbppplus",
         "task_id, prompt, code, test_list, test",
         read_mbpp_plus,
         max_new_tokens=512,
     ),
     "livecodebench": Benchmark(
-        None,
-        "test.jsonl to test6.jsonl of livecodebench/code_generation_lite",
+        # `datasets` no longer runs the script of this repository. The last file has the problems that release 6 added.
+        Hub(
+            "livecodebench/code_generation_lite",
+            None,
+            "test",
+            revision="0fe84c3912ea0c4d4a78037083943e8f0c4dd505",
+            file="test6.jsonl",
+        ),
+        "test6.jsonl, or an earlier one, of livecodebench/code_generation_lite",
         "question_content, starter_code",
         read_livecodebench,
         max_new_tokens=1024,

@@ -92,6 +92,7 @@ class Hub:
         split: The split that holds the questions.
         shot_split: The split that holds the examples for few-shot styles.
         revision: Revision of the repository. By default the newest.
+        file: A JSONL file of the repository to read instead of a split, where `datasets` cannot load it.
     """
 
     repository: str
@@ -99,6 +100,7 @@ class Hub:
     split: str
     shot_split: str | None = None
     revision: str | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads the rows of a benchmark, each with its place, from JSON lines, parallel text files or the hub."""
+"""Reads the rows of a benchmark, each with its place, from JSON lines, Parquet, parallel text files or the hub."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from data.benchmarks.question import Benchmark, Hub
 from data.files.bounded_json import MalformedJSON, parse_json
 from data.files.regular import UNREADABLE, read_document
 from data.hub import cached_if_unreachable
+from data.tokenizer import first_line
 
 MAX_QUESTION_BYTES = 1 << 30
+ROWS_PER_READ = 256  # rows of a Parquet file that are read at a time
 Rows = Iterator[tuple[str, object]]
 
 
@@ -20,17 +22,17 @@ def split_files(files: str) -> list[str]:
 
 
 def file_rows(files: Sequence[str], parallel: Sequence[str] = ()) -> Rows:
-    """Iterate over the objects of one JSONL file, or over the lines of several parallel text files.
+    """Iterate over the objects of one JSONL or Parquet file, or over the lines of several parallel text files.
 
     Args:
-        files: One JSONL file, or a text file for each field of `parallel`.
+        files: One JSONL file, one file whose name ends with ``.parquet``, or a text file for each field of `parallel`.
         parallel: Names of the fields, in the order of the files.
 
     Raises:
         ValueError: A file is missing, broken or not UTF-8, or the text files differ in length.
     """
     if len(files) == 1:
-        yield from _json_rows(files[0])
+        yield from (_parquet_rows if files[0].endswith(".parquet") else _json_rows)(files[0])
         return
     columns = [_lines(file) for file in files]
     if len({len(lines) for lines in columns}) > 1:
@@ -41,16 +43,20 @@ def file_rows(files: Sequence[str], parallel: Sequence[str] = ()) -> Rows:
 
 
 def hub_rows(hub: Hub, split: str, benchmark: Benchmark) -> Rows:
-    """Iterate over the rows of a split on the hub.
+    """Iterate over the rows of a split on the hub, or of the file that `hub` names.
 
     Raises:
         ValueError: The hub cannot be reached. The message says what to download instead.
     """
+    import huggingface_hub
     from datasets import load_dataset
 
     options = {"revision": hub.revision} if hub.revision else {}
     try:
         with cached_if_unreachable(hub.repository):
+            if hub.file:
+                file = huggingface_hub.hf_hub_download(hub.repository, hub.file, repo_type="dataset", **options)
+                return _json_rows(file)
             rows = load_dataset(hub.repository, hub.configuration, split=split, **options)
     except Exception as error:  # a missing network, repository or proxy each raises its own class
         raise ValueError(
@@ -68,12 +74,36 @@ def _json_rows(file: str) -> Rows:
                 raise ValueError(f"{file} line {number}: {error}; expected an object a line") from error
 
 
-def _lines(file: str) -> list[str]:
+def _parquet_rows(file: str) -> Rows:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    path = _existing(file)
+    index = num_bytes = 0
+    try:
+        with ParquetFile(path) as parquet:
+            for batch in parquet.iter_batches(ROWS_PER_READ):
+                num_bytes += batch.nbytes
+                if num_bytes > MAX_QUESTION_BYTES:
+                    raise ValueError(f"{file} holds more than {MAX_QUESTION_BYTES:,} bytes; give a smaller file")
+                for row in batch.to_pylist():
+                    yield f"{file} row {index}", row
+                    index += 1
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a Parquet file that can be read ({first_line(error)})") from error
+
+
+def _existing(file: str) -> Path:
     path = Path(file).expanduser()
     if path.is_dir():
         raise ValueError(f"{file} is a folder; give a file of questions in it")
     if not path.is_file():
         raise ValueError(f"{file}: no such file; give a file of questions, or several with commas between them")
+    return path
+
+
+def _lines(file: str) -> list[str]:
+    path = _existing(file)
     try:
         data = read_document(path, MAX_QUESTION_BYTES)
     except UNREADABLE as error:

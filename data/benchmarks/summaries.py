@@ -70,7 +70,7 @@ def _styles(instruction: str) -> dict[str, Style]:
 
 BENCHMARKS = {
     "cnn_dm": Benchmark(
-        Hub("abisee/cnn_dailymail", "3.0.0", "test", "train"),
+        Hub("abisee/cnn_dailymail", "3.0.0", "test", "train", "96df5e686bee6baa90b8bee7c28b81fa3fa6223d"),
         "the test split of CNN/DM as JSONL",
         "article, highlights",
         read_cnn_dm,

@@ -26,7 +26,7 @@ from inference.evaluation.results_folder import JOURNALS, delete_journals, descr
 from inference.evaluation.served.plan import ServerOptions
 from inference.registry import catalogue
 from inference.registry.catalogue import Budget
-from inference.reporting.loggers import LoggerName, log_evaluation, make_logger
+from inference.reporting.loggers import LoggerName, check_logger, log_evaluation, make_logger
 from inference.runs import timing
 from inference.runs.progress import progress_bars
 from inference.sandbox.sandbox import choose_isolation
@@ -63,8 +63,8 @@ class EvaluationOptions:
             against.
         allow_weak_sandbox: Run them also where neither bubblewrap nor Landlock (Linux 6.2 or later) works. A Python
             audit hook is then all that keeps them from other files, and hostile programs can circumvent it.
-        logger: Log the numbers also to tensorboard, wandb, mlflow or csv, below the folder of --out. wandb and mlflow
-            need their own packages, and follow their own environment variables.
+        logger: Log the figures and plots also to tensorboard, wandb, mlflow or csv, below the folder of --out. wandb
+            and mlflow need their own packages, and follow their own environment variables.
     """
 
     drafter: list[str] | None = None
@@ -105,7 +105,7 @@ def evaluate(
         from inference.evaluation import served_evaluation  # whose client takes a second to import
 
         served_evaluation.check(model, sampling, server, options_of_own_loop(options))
-    logger = _make_logger(options.logger, out)
+    _check_logger(options.logger, out)
     questions = selection.load()
     isolation = None
     if options.allow_code_execution and any(map(needs_code, questions)):
@@ -126,9 +126,10 @@ def evaluate(
     outcome = replace(outcome, summaries=summaries, left_out=[*left_out, *outcome.left_out], isolation=isolation)
     to_text: Any = reader.tokenizer.decode
     conclude(outcome, folder, to_text)
-    if logger:
+    if options.logger and folder:
         try:
-            log_evaluation(logger, outcome.summaries, outcome.context)
+            logger = make_logger(options.logger, folder)
+            log_evaluation(logger, outcome.summaries, outcome.context, folder / "plots")
         except Exception as error:  # each logger raises errors of its own
             raise ValueError(
                 f"--logger {options.logger} failed ({first_line(error)}); the results are in {out}"
@@ -163,12 +164,12 @@ def options_of_own_loop(options: EvaluationOptions) -> dict[str, bool]:
     }
 
 
-def _make_logger(name: LoggerName | None, out: str | None) -> Any:
+def _check_logger(name: LoggerName | None, out: str | None) -> None:
     if name is None:
-        return None
+        return
     if out is None:
         raise ValueError("--logger writes below the folder of the results: give --out FOLDER")
-    return make_logger(name, Path(out))
+    check_logger(name)
 
 
 def make_plan(

@@ -51,11 +51,11 @@ def summary_records(evaluations: Sequence[EvaluationResults]) -> list[dict[str, 
         for benchmark, by_drafter in results.summaries.items():
             for drafter, summary in by_drafter.items():
                 names = {**results.conditions, "evaluation": results.name, "benchmark": benchmark, "drafter": drafter}
-                rows.append({**names, "category": None, **_flat(asdict(summary))})
+                rows.append({**names, "category": None, **flat_figures(asdict(summary))})
                 categories = summary.by_category if len(summary.by_category) > 1 else {}
                 for category, own in categories.items():
                     identical = {"identical": round(own.identical * own.questions)}
-                    rows.append({**names, "category": category, **_flat(asdict(own)), **identical})
+                    rows.append({**names, "category": category, **flat_figures(asdict(own)), **identical})
     columns = dict.fromkeys(key for row in rows for key in row)
     return [{key: row.get(key) for key in columns} for row in rows]
 
@@ -95,8 +95,8 @@ def _write_rows(path: Path, kind: Format, rows: Sequence[Mapping[str, Any]]) -> 
             parquet.write_table(table, str(new))
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a summary without nested values, except intervals, which become two columns."""
+def flat_figures(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a summary without nested values: an interval becomes two, rates by position one each."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key.endswith("_interval"):

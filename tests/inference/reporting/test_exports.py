@@ -2,10 +2,11 @@
 
 import csv
 import json
-import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from matplotlib import image
 
 from inference.engine.session import StepCost
 from inference.reporting import exports, loggers, plots, report
@@ -106,32 +107,67 @@ def test_options_that_do_not_fit_are_refused(arguments, said):
         report.report(**arguments)
 
 
-def test_the_numbers_are_logged_to_csv_and_tensorboard(folders, tmp_path):
+@pytest.fixture
+def image_folder(tmp_path):
+    folder = tmp_path / "plots"
+    folder.mkdir()
+    image.imsave(folder / "speed.png", np.zeros((2, 3, 3)))
+    return folder
+
+
+def test_the_numbers_are_logged_to_csv_and_tensorboard(folders, tmp_path, image_folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     summaries = {"mt_bench:x": {"ctc=a/b": replace(folders[2]["mt_bench"]["ctc_1"], quality={"BLEU": 12.5})}}
     for name in ("csv", "tensorboard"):
-        loggers.log_evaluation(loggers.make_logger(name, tmp_path / name), summaries, CONTEXT)
+        loggers.log_evaluation(loggers.make_logger(name, tmp_path / name), summaries, CONTEXT, image_folder)
     with (tmp_path / "csv" / "logs" / "metrics.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert (
         float(row["mt_bench_x/ctc_a_b/acceptance_length"]) == 3
         and float(row["mt_bench_x/ctc_a_b/quality BLEU"]) == 12.5
+        and float(row["mt_bench_x/ctc_a_b/acceptance_rate_2"]) == 1
     )
     events = EventAccumulator(str(tmp_path / "tensorboard" / "logs"))
     events.Reload()
     assert events.Scalars("mt_bench_x/ctc_a_b/acceptance_length")[0].value == 3
+    assert (events.Images("plots/speed")[0].height, events.Images("plots/speed")[0].width) == (2, 3)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_logger_of_another_package_logs_or_says_what_to_install(folders, tmp_path, monkeypatch, name):
-    package = {"wandb": "wandb", "mlflow": "mlflow"}[name]
-    monkeypatch.setitem(os.environ, "WANDB_MODE", "offline")
-    try:
-        __import__(package)
-    except ModuleNotFoundError:
-        with pytest.raises(ValueError, match=f"--logger {name} needs the package {package}.*: pip install"):
-            loggers.make_logger(name, tmp_path)
-        return
-    loggers.log_evaluation(loggers.make_logger(name, tmp_path), folders[2], CONTEXT)
-    assert list((tmp_path / name).rglob("*")) or list((tmp_path / "mlruns").rglob("*acceptance_length"))
+def test_a_logger_without_its_package_is_refused_in_one_line(name, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(loggers, "find_spec", lambda module: None if module in ("wandb", "sqlalchemy") else True)
+    with pytest.raises(ValueError, match=f"^--logger {name} needs the package {name}: pip install {name}$"):
+        loggers.check_logger(name)
+    loggers.check_logger("tensorboard")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:1")  # a server needs no database here
+    loggers.check_logger("mlflow")
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow about the packages that it uses
+def test_mlflow_gets_the_figures_the_plots_and_what_was_run(folders, tmp_path, image_folder, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logger = loggers.make_logger("mlflow", tmp_path)
+    loggers.log_evaluation(logger, folders[2], CONTEXT, image_folder)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("drafters").experiment_id])
+    assert run.data.metrics["mt_bench/ctc_1/acceptance_length"] == 3
+    assert (run.data.params["base"], run.info.run_name, run.info.status) == ("my_base", tmp_path.name, "FINISHED")
+    assert [path.name for path in (tmp_path / "mlruns").rglob("*.png")] == ["speed.png"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_gets_the_figures_the_plots_and_what_was_run(folders, tmp_path, image_folder, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = loggers.make_logger("wandb", tmp_path)
+    run, logged = logger.experiment, {}
+    finish = run.finish
+    monkeypatch.setattr(run, "finish", lambda: (logged.update(run.summary), logged.update(run.config), finish()))
+    loggers.log_evaluation(logger, folders[2], CONTEXT, image_folder)
+    assert logged["mt_bench/ctc_1/acceptance_length"] == 3 and logged["base"] == "my_base"
+    assert wandb.run is None  # the run has ended
+    assert len([*(tmp_path / "wandb").glob("offline-run-*/files/media/images/plots/*.png")]) == 1

@@ -70,25 +70,26 @@ def build(drafter_class: type[LearnedDrafter], base: BaseShape, init_args: Mappi
 def draft_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
     """The options that decoding may change, with their defaults."""
     group = groups(drafter_class).get(DRAFT)
-    return _defaults(group) if group else {}
+    return defaults(group) if group else {}
 
 
 def training_defaults(drafter_class: type[LearnedDrafter]) -> dict[str, Any]:
     """The options that training fixes, with their defaults, by their flat names."""
     options = groups(drafter_class)
     parameters = signature(drafter_class).parameters
-    defaults = {
+    values = {
         name: parameter.default
         for name, parameter in parameters.items()
         if name != "base" and name not in options and parameter.default is not Parameter.empty
     }
     for name, group in options.items():
         if name != DRAFT:
-            defaults |= _defaults(group)
-    return defaults
+            values |= defaults(group)
+    return values
 
 
-def _defaults(group: type) -> dict[str, Any]:
+def defaults(group: type) -> dict[str, Any]:
+    """The options of a group, with their defaults."""
     return {field.name: _default(field) for field in fields(group)}
 
 

@@ -134,6 +134,7 @@ def drafter_of(
 def _describe_training(saved: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return what the exported configuration records about the training."""
     measured, data = saved.get("measured"), saved.get("datamodule_hyper_parameters", {})
+    initial = arguments.get("initial_drafter")
     return {
         "data": list(data.get("files", [])),
         "template": data.get("template"),
@@ -144,6 +145,7 @@ def _describe_training(saved: dict[str, Any], arguments: dict[str, Any]) -> dict
         "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
         "val_step": measured and measured["step"],
         "command": saved.get("command"),
+        **({"initial_drafter": initial} if initial else {}),
     }
 
 
@@ -180,6 +182,9 @@ def model_card(config: DrafterConfig, num_parameters: int) -> str:
         f"| {escape_markdown(key)} | {escape_markdown(value)} |"
         for key, value in recipe.flattened(config.init_args).items()
     )
+    steps = f"{training['steps']} steps"
+    if "initial_drafter" in training:
+        steps += f"\n- Trained on from {code_span(training['initial_drafter'])}"
     base = code_span(config.base_name)
     used = f"drafters eval --base {config.base_name} --drafter {name}=THIS_FOLDER --benchmark mt_bench"
     return f"""---
@@ -194,7 +199,7 @@ the text stays the base's own. {num_parameters:,} parameters.
 
 - Base: {base} (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, tokenizer
   {escape_markdown(config.tokenizer_hash)}). It fits no other.
-- Training data: {escape_markdown(", ".join(map(str, training["data"]))) or "not recorded"}, {training["steps"]} steps
+- Training data: {escape_markdown(", ".join(map(str, training["data"]))) or "not recorded"}, {steps}
 - Acceptance length: {measured}
 - Command: {code_span(training["command"] or "not recorded")}
 

@@ -13,10 +13,11 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
-from inference.engine.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, shape_of, tokenizer_hash
+from inference.engine.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, tokenizer_hash
 from train.feature_store.base_features import choose_layers, compute_features, read_features
 from train.modules.divisor import SharedDivisor
 from train.modules.draft_vocabulary import choose_draft_tokens
+from train.modules.initial_drafter import load_initial
 from train.modules.metrics import AcceptanceLength, DepthAcceptance, conditional
 from train.modules.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating
 from train.modules.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
@@ -36,6 +37,9 @@ class DrafterTraining(L.LightningModule):
     Args:
         base: Folder or hub id of the frozen base, also with ``@REVISION``, a commit, tag or branch of the hub.
         drafter: The drafter to train: class_path and init_args.
+        initial_drafter: Folder of an exported or imported drafter, or ``OWNER/NAME@REVISION`` on the hub, whose weights
+            the training starts from; by default from fresh ones. `drafter` must describe the same drafter, but its
+            ``loss`` and ``draft`` may differ.
         base_dtype: Dtype that the base runs in.
         optimizer: ``adamw``, or ``muon`` for the weights of linear layers and AdamW for the others.
         learning_rate: Peak learning rate; the CTC-drafter paper uses 3e-5.
@@ -54,6 +58,8 @@ class DrafterTraining(L.LightningModule):
     base: Base
     drafter: LearnedDrafter
     divisor: SharedDivisor
+    # The sizes that the drafter was built from.
+    shape: BaseShape
     # The command line that trains, for the model card.
     command: str | None = None
     # Step and acceptance length of the last validation.
@@ -63,6 +69,7 @@ class DrafterTraining(L.LightningModule):
         self,
         base: str,
         drafter: Callable[[BaseShape], LearnedDrafter],
+        initial_drafter: str | None = None,
         base_dtype: Dtype = "float32",
         optimizer: OptimizerName = "adamw",
         learning_rate: float = 3e-5,
@@ -88,8 +95,15 @@ class DrafterTraining(L.LightningModule):
         with torch.random.fork_rng(devices=[]):
             # An ordinary attribute would put the base into the module's parameters and checkpoints.
             self.__dict__["base"] = load_base(base, base_dtype)
-        self.drafter = drafter(self.base.shape)
-        self.drafter.initialise(self.base.base_weights)  # when resuming or validating, the checkpoint replaces this
+        # When resuming or validating, a checkpoint replaces these weights.
+        self.initial_drafter = initial_drafter
+        if initial_drafter:
+            node = self.hparams.get("drafter")
+            self.drafter, self.shape = load_initial(initial_drafter, drafter, node, self.base)
+        else:
+            self.shape = self.base.shape
+            self.drafter = drafter(self.shape)
+            self.drafter.initialise(self.base.base_weights)
         if activation_checkpointing:
             enable_activation_checkpointing(self.drafter)
         self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(MAX_DEPTH)
@@ -116,7 +130,7 @@ class DrafterTraining(L.LightningModule):
             )
         if store := getattr(data, "store", None):
             choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
-        if stage == "fit" and not self.trainer.ckpt_path:  # a checkpoint holds its own
+        if stage == "fit" and not (self.trainer.ckpt_path or self.initial_drafter):  # which hold their own
             choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
         if self.shard_base and self.trainer.world_size > 1:
             self.base_hash()  # needs whole weights
@@ -200,7 +214,7 @@ class DrafterTraining(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["base"] = {
-            "shape": vars(shape_of(self.base.model.config)),
+            "shape": vars(self.shape),
             "name": self.base.name,
             "tokenizer_hash": tokenizer_hash(self.base.tokenizer),
             "weights_hash": self.base_hash(),

@@ -18,10 +18,12 @@ from drafters.learned.parallel.drafter import ParallelDrafter
 from inference.engine.base import shape_of
 from inference.registry import builders, catalogue
 from inference.serving.vllm import served_drafter
+from inference.serving.vllm.own_methods import read_own_method
 from inference.serving.vllm.proposer import GREEDY_ONLY, KEY
 from inference.serving.vllm.served_drafter import ServedBase
 
 ROOM = "inference.serving.vllm"
+CUSTOM = "custom_class"  # vLLM's method for drafters that are not its own
 DEFAULT_CHAIN = 6  # tokens of a chain of drafters that are trained for no length
 OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 
@@ -60,12 +62,12 @@ def serve_command(
     when the engine has started. The texts are those of the base alone, whatever the drafter.
 
     Args:
-        drafter: Folder of an exported CTC or block drafter, or a drafter that reads only tokens, such as anpd or
-            joint:runner_up=0.
+        drafter: Folder of an exported CTC or block drafter; or a drafter that reads only tokens, such as anpd or
+            joint:runner_up=0; or folder of a Medusa, EAGLE or EAGLE-3 drafter that was exported with ``--format vllm``.
         base: Folder or hub id of the base. By default the one that the drafter was trained for.
         engine: The engine.
         num_tokens: Largest number of draft tokens per step. By default as many as the drafter was trained for, and 6
-            for drafters without weights.
+            for drafters without weights and for EAGLE in vLLM's format, which does not tell.
         dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
         port: Port of the server.
     """
@@ -107,6 +109,13 @@ def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tupl
     """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
     catalogue.split(spec)
+    if own := read_own_method(spec):
+        if not (name := base or own.base_name):
+            raise ValueError(f"name the --base that is served: {drafter} does not tell for which it was trained")
+        served = _read_base(name)
+        own.check_fit(served.name, served.shape)
+        num_tokens = num_tokens or own.num_tokens or DEFAULT_CHAIN
+        return served, {"method": own.method, "model": str(own.folder), "num_speculative_tokens": num_tokens}, False
     if served_drafter.is_learned(spec):
         _, folder, _ = catalogue.split(spec)
         served = _read_base(base or checkpoint.read_config(builders.drafter_folder(folder or "")).base_name)
@@ -120,7 +129,7 @@ def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tupl
         served, kind = _read_base(base), f"{ROOM}.text_proposer.TextProposer"
         num_tokens = num_tokens or DEFAULT_CHAIN
         remembers = served_drafter.chain_builder(spec, served, num_tokens)().remembers
-    return served, {"method": "custom_class", "model": kind, "num_speculative_tokens": num_tokens}, remembers
+    return served, {"method": CUSTOM, "model": kind, "num_speculative_tokens": num_tokens}, remembers
 
 
 def installed_vllm() -> tuple[str, str]:
@@ -157,9 +166,11 @@ def _launch(
     words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
     words += ["--port", str(port), "--enforce-eager"]
     if speculative:
+        words += ["--speculative-config", json.dumps(speculative)]
         # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.
         additional = {KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {})
-        words += ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)]
+        if speculative["method"] == CUSTOM:
+            words += ["--additional-config", json.dumps(additional)]
     if not is_cpu_build:
         return Launch({}, words)
     words += ["--override-generation-config", json.dumps({"temperature": 0})]

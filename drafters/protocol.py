@@ -26,6 +26,10 @@ class BaseShape:
         intermediate_size: Width of the feed-forward layer.
         rope_theta: Base of the rotary position embedding.
         norm_eps: Epsilon of the RMS norms.
+        rope_factor: Factor of Llama 3's scaling of low frequencies, which only imported drafters have; 1 for none.
+        rope_low_frequency: Turns within the original length up to which a frequency is scaled in full.
+        rope_high_frequency: Turns from which on a frequency is not scaled.
+        rope_original_length: Context length before the scaling.
     """
 
     hidden_size: int
@@ -36,6 +40,10 @@ class BaseShape:
     intermediate_size: int
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    rope_factor: float = 1.0
+    rope_low_frequency: float = 1.0
+    rope_high_frequency: float = 4.0
+    rope_original_length: int = 8192
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,7 @@ class RequiredOutputs:
 class Limits:
     """Limits of one proposal. Nodes beyond them are pruned.
 
-    A drafter that reads the base's outputs at its own nodes has to stay within the limits itself, so that ``step.tree``
-    is exactly the tree it proposed.
+    A drafter that reads the base's outputs at its nodes has to stay within them itself: ``step.tree`` is then its tree.
 
     Args:
         max_depth: Largest depth of a candidate; deeper ones could never be emitted.
@@ -109,9 +116,8 @@ class TrainingBatch:
         loss_mask: (B, S) bool, true on assistant tokens.
         step: Optimizer steps taken before this batch. Schedules inside a loss depend on it alone, so a resumed run and
             one that accumulates gradients compute the same.
-        divisor: Maps a count of loss terms to the number that their sum is divided by. With several processes it is the
-            mean count, so that the mean of their losses is the mean over all terms; all processes must call it equally
-            often.
+        divisor: Maps a count of loss terms to the number that their sum is divided by: the mean count of all processes,
+            so that the mean of their losses is the mean over all terms. All processes must call it equally often.
     """
 
     hidden: Tensor
@@ -177,8 +183,7 @@ class Drafter(Protocol):
 
     Args:
         required_outputs: What it needs from the base's forward pass.
-        history_only: Whether proposals depend only on the tokens of the texts so far. Such a drafter can be replayed on
-            recorded answers.
+        history_only: Whether proposals depend only on the tokens of the texts so far, so that answers can be replayed.
         remembers: Whether proposals may depend on texts decoded earlier, since the last `reset`.
         is_divisible: Whether a part of a draft is of use too; otherwise an automatic budget feeds all of it or none.
         samples_drafts: Whether drafts are drawn at random.
@@ -284,19 +289,16 @@ class LearnedDrafter(nn.Module, ABC):
     """A drafter with weights, trained on a frozen base by `train.modules.drafter_training.DrafterTraining`.
 
     A subclass is registered by `drafters.registry.register`. Its constructor takes a `BaseShape` first; the other
-    arguments are its recipe, which the YAML, the training checkpoint and the exported folder share. Options that belong
-    together are grouped in frozen dataclasses. The group named ``draft`` holds the options that decoding may change;
-    training fixes all others.
+    arguments are its recipe, which the YAML, the training checkpoint and the exported folder share. Options are grouped
+    in frozen dataclasses. The group named ``draft`` holds what decoding may change; training fixes all others.
 
     Training calls `initialise` once and then `loss` for each batch; validation calls `draft_at`. Decoding calls
-    `attach_base_weights` once, and for each text `begin`, then `propose` and `observe` alternately, as for every
-    `Drafter`.
+    `attach_base_weights` once, and for each text, as of every `Drafter`, `begin`, then `propose` and `observe` in turn.
     """
 
     required_outputs: RequiredOutputs
     history_only = remembers = samples_drafts = False
-    is_divisible = True
-    draft_forwards = 0
+    is_divisible, draft_forwards = True, 0
     base_weights: BaseWeights | None = None
 
     # ---- training

@@ -23,7 +23,7 @@ class DraftLayer(nn.Module):
         self.self_attn = Attention(shape, num_inputs, has_qk_norm)
         self.mlp = FeedForward(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.rotary = RotaryEmbedding.of(shape)
+        self.rotary = RotaryEmbedding(shape)
 
     def queries_keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of inputs (B, S, num_inputs * D) at positions (B, S): three of (B, h, S, d)."""

@@ -66,7 +66,7 @@ class PrefixAttention(nn.Module):
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()
-        self.layer, self.rotary = TrunkLayer(shape), RotaryEmbedding.of(shape)
+        self.layer, self.rotary = TrunkLayer(shape), RotaryEmbedding(shape)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import pi
 
 import torch
 from torch import Tensor
@@ -15,25 +16,29 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Rotary position embedding in the layout of LLaMA.
+    """Rotary position embedding in the layout of LLaMA, with Llama 3's scaling for a drafter that was trained with it.
 
     Args:
-        head_dim: Width d of one attention head.
-        theta: Base of the frequencies.
+        shape: Its width of a head, base of the frequencies, and scaling are used.
     """
 
-    head_dim: int
-    theta: float
+    shape: BaseShape
 
-    @classmethod
-    def of(cls, shape: BaseShape) -> RotaryEmbedding:
-        """The rotary embedding of a base, so that a drafter counts positions as the base does."""
-        return cls(shape.head_dim, shape.rope_theta)
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position (d / 2,)."""
+        shape = self.shape
+        exponents = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
+        frequencies = shape.rope_theta**-exponents
+        if shape.rope_factor == 1:
+            return frequencies
+        turns = frequencies * shape.rope_original_length / (2 * pi)
+        low, high = shape.rope_low_frequency, shape.rope_high_frequency
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / shape.rope_factor)
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Cosine and sine for integer positions (B, S)."""
-        exponents = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angles = positions[..., None].float() * self.theta**-exponents
+        angles = positions[..., None].float() * self.frequencies(positions.device)
         angles = torch.cat([angles, angles], -1)[:, None]  # (B, 1, S, d)
         return angles.cos(), angles.sin()
 

@@ -120,7 +120,7 @@ class Trunk(nn.Module):
 
     def __init__(self, shape: BaseShape, num_layers: int, num_fused: int) -> None:
         super().__init__()
-        self.rotary = RotaryEmbedding.of(shape)
+        self.rotary = RotaryEmbedding(shape)
         self.fc = nn.Linear(num_fused * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.layers = nn.ModuleList(TrunkLayer(shape) for _ in range(num_layers))

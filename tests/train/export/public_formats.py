@@ -5,6 +5,8 @@ One text at a time, in plain operations. No code of this project is used, so tha
 
 import torch
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def base_states(model, ids, layers):
@@ -24,17 +26,23 @@ def rms_norm(x, weight, config):
     return x * (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * weight
 
 
-def rotated(x, positions, theta):
+def frequencies(config):
+    """Radians per position: transformers' own, which speculators' layers use too."""
+    layer = LlamaConfig(**{name: config[name] for name in ("head_dim", "rope_theta", "rope_scaling") if name in config})
+    return LlamaRotaryEmbedding(layer).inv_freq
+
+
+def rotated(x, positions, config):
     """Heads (S, h, d) at their positions."""
     half = x.shape[-1] // 2
-    angles = positions[:, None, None] * theta ** (-torch.arange(half) / half)
+    angles = positions[:, None, None] * frequencies(config)
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
 
 
 def attention(x, others, weights, prefix, config, positions, other_positions, allowed):
     """Attention of x (Q, ·) to others (K, ·), where allowed (Q, K)."""
-    theta, head_dim = config["rope_theta"], config["head_dim"]
+    head_dim = config["head_dim"]
 
     def heads(inputs, name, at=None):
         projected = (inputs @ weights[f"{prefix}{name}_proj.weight"].T).unflatten(-1, (-1, head_dim))
@@ -42,7 +50,7 @@ def attention(x, others, weights, prefix, config, positions, other_positions, al
             return projected
         if (norm := f"{prefix}{name}_norm.weight") in weights:
             projected = rms_norm(projected, weights[norm], config)
-        return rotated(projected, at, theta)
+        return rotated(projected, at, config)
 
     queries, keys, values = heads(x, "q", positions), heads(others, "k", other_positions), heads(others, "v")
     group = config["num_attention_heads"] // config["num_key_value_heads"]

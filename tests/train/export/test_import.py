@@ -249,6 +249,35 @@ def test_an_imported_eagle3_computes_what_its_format_says(make, base, ids, impor
     assert torch.isneginf(whole[:, ~drafted]).all()
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_legacy", [True, False])
+@torch.no_grad()
+def test_llama_3_s_rotary_scaling_is_that_of_transformers_and_is_exported_again(
+    is_legacy, base, ids, imported, call, tmp_path
+):
+    config, weights, layers = eagle3_of_specforge(base)
+    scaled = {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    newer = {"rope_parameters": {"rope_type": "llama3", "rope_theta": LAYER["rope_theta"], **LLAMA3}}
+    drafter, _ = imported(config | (scaled if is_legacy else newer), weights, depth=5)
+
+    def literal(ids, settings=LAYER | scaled):
+        return public_formats.eagle3(settings, weights, base.model, layers, ids, 5)
+
+    check_chains(drafter, base, ids, literal)
+    states = drafter(drafter.enter(base.hidden_states(ids[None, :-1], layers)[0]), ids[None, 1:], base.base_weights)
+    logits = drafter.draft_logits(states, base.base_weights)[0]
+    torch.testing.assert_close(logits, literal(ids)[0], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(logits, literal(ids, LAYER)[0], atol=0.1)
+    assert call(commands.main, "export", tmp_path / "out", tmp_path / "vllm", "--format", "vllm").code == 0
+    written = json.loads((tmp_path / "vllm" / "config.json").read_text())["transformer_layer_config"]
+    assert written["rope_parameters"] == newer["rope_parameters"]
+    assert call(commands.main, "import", tmp_path / "vllm", tmp_path / "again", "--base", base.name).code == 0
+    assert checkpoint.read_config(tmp_path / "again").base == checkpoint.read_config(tmp_path / "out").base
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
@@ -386,6 +415,8 @@ LAYER_CHANGES = {
     "attention_bias": (True, "biases"),
     "hidden_act": ("gelu", "activation is gelu"),
     "rope_scaling": ({"rope_type": "linear", "factor": 2.0}, "rotary positions"),
+    "rope_scaling ": ({"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}, "low_freq_factor 4.0"),
+    "rope_scaling  ": ({"rope_type": "llama3", **LLAMA3, "factor": 0.0}, "rope_factor of the base is 0.0"),
     "layer_types": (["sliding_attention"], "sliding window"),
     "num_hidden_layers": (2, "2 layers"),
     "hidden_size": (64, "hidden_size is 64, but the base has 32"),
@@ -422,7 +453,9 @@ def refusal(call, tmp_path, base, config, weights):
 def test_layers_that_compute_something_else_are_refused(name, base, call, tmp_path):
     config, weights, _ = eagle3_of_speculators(base)
     value, message = LAYER_CHANGES[name]
-    config["transformer_layer_config"] |= {name: value} | ({"model_type": "qwen3"} if name == "layer_types" else {})
+    config["transformer_layer_config"] |= {name.strip(): value} | (
+        {"model_type": "qwen3"} if name == "layer_types" else {}
+    )
     assert message in refusal(call, tmp_path, base, config, weights)
 
 

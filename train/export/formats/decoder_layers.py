@@ -13,6 +13,7 @@ from inference.engine.base import shape_of
 from train.export.formats.public_checkpoint import PublicCheckpoint
 
 MAX_SIZE = 1 << 24  # of any number in a configuration
+LLAMA3 = "llama3"  # the type of Llama 3's rotary scaling
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,16 @@ class LayerSettings:
     use_sliding_window: bool | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's scaling of rotary positions, as transformers names its settings."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,15 @@ class DecoderLayers:
 
 def layer_config(shape: BaseShape, num_layers: int, context_length: int, model_type: str) -> dict[str, Any]:
     """The configuration of LLaMA's or Qwen3's layers, as transformers names its settings."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if shape.rope_factor != 1:
+        rope = {
+            "rope_type": LLAMA3,
+            "factor": shape.rope_factor,
+            "low_freq_factor": shape.rope_low_frequency,
+            "high_freq_factor": shape.rope_high_frequency,
+            "original_max_position_embeddings": shape.rope_original_length,
+        }
     return {
         "model_type": model_type,
         "hidden_size": shape.hidden_size,
@@ -77,7 +97,7 @@ def layer_config(shape: BaseShape, num_layers: int, context_length: int, model_t
         "max_position_embeddings": context_length,
         "rms_norm_eps": shape.norm_eps,
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": rope | {"rope_theta": shape.rope_theta},
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -112,6 +132,7 @@ def read_layers(checkpoint: PublicCheckpoint, values: Any, base: BaseShape, mode
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{checkpoint.folder / 'config.json'}: {reason}") from error
     _check_computation(checkpoint, config)
+    shape = _scaled(checkpoint, shape, config.rope_parameters)
     for size, own, its in (
         ("hidden_size", shape.hidden_size, base.hidden_size),
         ("vocab_size", shape.vocab_size, base.vocab_size),
@@ -138,8 +159,25 @@ def _check_computation(checkpoint: PublicCheckpoint, config: Any) -> None:
         checkpoint.refuse("its layers have biases (attention_bias or mlp_bias)")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         checkpoint.refuse("its layers attend to a sliding window (layer_types)")
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("rope_type", "default") not in ("default", LLAMA3) or rope.get("partial_rotary_factor", 1.0) != 1.0:
         checkpoint.refuse(f"its rotary positions are scaled or partial ({validated(dict, rope)})")
+
+
+def _scaled(checkpoint: PublicCheckpoint, shape: BaseShape, rope: dict[str, Any]) -> BaseShape:
+    """Sizes with the scaling of rotary positions."""
+    if rope.get("rope_type") != LLAMA3:
+        return shape
+    scaling: Llama3Rope = checkpoint.settings(Llama3Rope, rope)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if not low < high:
+        checkpoint.refuse(f"its rotary scaling has low_freq_factor {low} and high_freq_factor {high}")
+    return replace(
+        shape,
+        rope_factor=scaling.factor,
+        rope_low_frequency=low,
+        rope_high_frequency=high,
+        rope_original_length=scaling.original_max_position_embeddings,
+    )
 
 
 def _repeat_heads(weight: Tensor, num_heads: int, repeats: int) -> Tensor:

@@ -54,7 +54,12 @@ def read_any(row: Mapping, index: int) -> Question:
 
 
 def read_instruction(row: Mapping, index: int) -> Question:
-    """Read a row of Alpaca: instruction and input, which may be empty. The id is the index in the file."""
+    """Read a row of Alpaca: instruction and input, which may be empty; or turns, as in the 80 questions of EAGLE.
+
+    The id is the index in the file, or that of a row with turns.
+    """
+    if "turns" in row:
+        return read_any(row, index)
     instruction, given = text(row, "instruction"), row.get("input") or ""
     if not isinstance(given, str):
         raise ValueError("input is not a text")
@@ -99,7 +104,7 @@ BENCHMARKS = {
     "alpaca": Benchmark(
         Hub("tatsu-lab/alpaca", None, "train", revision="dce01c9b08f87459cf36a430d809084718273017"),
         "the instructions of tatsu-lab/stanford_alpaca as JSONL",
-        "instruction, input",
+        "instruction, input (or turns)",
         read_instruction,
         max_new_tokens=512,
     ),

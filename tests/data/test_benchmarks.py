@@ -277,6 +277,7 @@ def test_any_file_of_turns_is_read(write):
     ]
     assert load_questions("arena_hard", write(rows)) == load_questions("file", write(rows))
     assert [q.turns for q in load_questions("alpaca", write(INSTRUCTIONS))][1] == ("Sort list 1.\n\n3 1 2",)
+    assert load_questions("alpaca", write(rows[:1])) == [Question(7, "c", ("a", "b"))]  # as EAGLE publishes it
     (first, second, _) = load_questions("livecodebench", write(CONTESTS))
     assert first.turns[0].startswith("Add 0.") and first.turns[0].endswith("Read stdin, write to stdout.")
     assert second.category == "easy" and "```python\ndef f():\n```" in second.turns[0]

@@ -48,14 +48,14 @@ def hub_rows(hub: Hub, split: str, benchmark: Benchmark) -> Rows:
     Raises:
         ValueError: The hub cannot be reached. The message says what to download instead.
     """
-    import huggingface_hub
     from datasets import load_dataset
+    from huggingface_hub import hf_hub_download
 
     options = {"revision": hub.revision} if hub.revision else {}
     try:
         with cached_if_unreachable(hub.repository):
             if hub.file:
-                file = huggingface_hub.hf_hub_download(hub.repository, hub.file, repo_type="dataset", **options)
+                file = hf_hub_download(hub.repository, hub.file, repo_type="dataset", revision=hub.revision)
                 return _json_rows(file)
             rows = load_dataset(hub.repository, hub.configuration, split=split, **options)
     except Exception as error:  # a missing network, repository or proxy each raises its own class

@@ -21,8 +21,6 @@ BASE_BIAS = {"markov_rank": 64, "markov_factors": "base"}
 LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 HYBRID = {"divergence": "lk_hybrid", "distillation": 1.0, "label_weight": 0.1}
 DEEP = {"num_layers": 3, "hidden_layers": [2, 4, -1]}
-# The best recipe known: 96 anchors, about as many as EAGLE learns from, and Muon.
-MUON = {"optimizer": "muon"}
 ARMS = {
     arm.name: arm
     for arm in (
@@ -46,18 +44,9 @@ ARMS = {
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
         Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
         Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **HYBRID, **FRAMES}),
+        Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, "hidden_layers": [2, 4, -1]}),
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, "num_frames": 12, "num_labels": 8, "num_anchors": 24, **DEEP}),
-        Arm("medusa_muon", "Medusa", {"num_heads": 5, "num_anchors": 96}, MUON),
-        Arm("eagle_muon", "EAGLE", {"depth": 6}, MUON),
-        Arm("eagle3_muon", "EAGLE3", {"depth": 6, "hidden_layers": [2, 4, -1], "num_unroll": 5}, MUON),
-        Arm("block_muon", "Block", {"num_frames": 6, **BASE_BIAS, **TRUNK, "num_anchors": 96}, MUON),
-        Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, "num_anchors": 96}, MUON),
-        Arm(
-            "ctc_deep_muon",
-            "CTC",
-            {**BASE_BIAS, "num_frames": 12, "num_labels": 8, "num_anchors": 96, **DEEP},
-            MUON,
-        ),
+        Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES}, {"optimizer": "muon"}),
         Arm("ctc_deep", "CTC", {"markov_rank": 64, "num_frames": 12, "num_labels": 8, "num_anchors": 24, **DEEP}),
         Arm("ctc_distilled", "CTC", {"markov_rank": 64, "distillation": 1.0, **FRAMES}),
         Arm("ctc_96", "CTC", {"markov_rank": 64, **FRAMES, "num_anchors": 96}),
@@ -102,7 +91,7 @@ GROUPS = {
     "layers": [f"{name}{layers}" for layers in ("", "_2", "_4") for name in ("block", "ctc_paper", "ctc")],
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
-    "muon": ["medusa_muon", "eagle_muon", "eagle3_muon", "block_muon", "ctc_muon", "ctc_deep_muon"],
+    "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
 }
 
@@ -148,7 +137,7 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, layers, anchors, losses, muon or options.
+        group: Group of arms to train: drafters, layers, anchors, losses, bias or options.
         arms: Names of single arms to train instead of a group.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.

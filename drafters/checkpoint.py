@@ -111,6 +111,8 @@ def read_config(folder: Path) -> DrafterConfig:
         raise ValueError(f"no drafter at {folder}: config.json is missing; make one with `drafters export CKPT OUT`")
     try:
         values = read_json(path)
+        if "format" not in values:
+            raise ValueError("no format: `drafters import` reads folders of other tools, and of --format vllm")
         if values.pop("format") != FORMAT:
             raise ValueError("another format version")
         config = DrafterConfig(**values | {"base": BaseShape(**values["base"])})

@@ -71,10 +71,11 @@ def serve_command(
         dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
         port: Port of the server.
     """
+    launch = make_launch(base, drafter, num_tokens, dtype, port)
     _, installed = installed_vllm()
     if not installed:
         print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
-    print(make_launch(base, drafter, num_tokens, dtype, port).line)
+    print(launch.line)
 
 
 def make_launch(

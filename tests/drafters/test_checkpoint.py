@@ -137,6 +137,11 @@ def test_a_garbled_configuration_is_refused(folder, text):
     assert "is not a drafter's configuration" in refusal(folder)
 
 
+def test_a_folder_of_another_tool_is_refused_with_the_command_that_reads_it(folder):
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    assert "`drafters import` reads folders of other tools" in refusal(folder)
+
+
 def test_a_binary_configuration_is_refused(folder):
     (folder / "config.json").write_bytes(b"\xff\xfe\x80\x81")
     assert "is not a drafter's configuration" in refusal(folder)

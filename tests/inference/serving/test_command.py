@@ -172,7 +172,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(made, arguments, message, 
     arguments = arguments if made is None else [folder(**made), *arguments]
     with pytest.raises(SystemExit) as stopped:
         main(["serve-command", *arguments])
-    error = capsys.readouterr().err.splitlines()[-1]
+    (error,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2
     assert error.startswith("drafters: error: ") and message in error
 

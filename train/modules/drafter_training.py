@@ -239,6 +239,13 @@ class DrafterTraining(L.LightningModule):
                 f"the checkpoint holds another drafter than the config ({differing[0]} differs): "
                 "pass the config it was trained with"
             )
+        # Rotations and norms depend on more of the shape than the weights show.
+        stored = vars(BaseShape(**checkpoint["base"]["shape"]))
+        if others := [name for name, value in vars(self.shape).items() if value != stored[name]]:
+            raise ValueError(
+                f"the checkpoint's drafter was built with {others[0]} {stored[others[0]]}, and this one with "
+                f"{getattr(self.shape, others[0])}: give model.base and model.initial_drafter as they were"
+            )
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = OPTIMIZERS[self.optimizer_name]

@@ -114,6 +114,19 @@ def test_validation_measures_the_folder_as_it_measures_its_checkpoint(fit, train
     assert of_folder.out == of_checkpoint.out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("subcommand", ["fit", "validate"])
+def test_a_checkpoint_of_other_rotations_is_refused_without_the_initial_drafter_that_had_them(
+    fit, trained, tmp_path, subcommand
+):
+    path, saved = tmp_path / "scaled.ckpt", torch.load(trained.ckpt, weights_only=True)
+    saved["base"]["shape"]["rope_factor"] = 8.0
+    del saved["base"]["shape"]["rope_original_length"]  # as in a checkpoint that is older than the field
+    torch.save(saved, path)
+    error = fit(None, "--ckpt_path", path, subcommand=subcommand).one_line_error("lightning")
+    assert "built with rope_factor 8.0, and this one with 1.0: give model.base and model.initial_drafter" in error
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [

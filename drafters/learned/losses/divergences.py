@@ -54,7 +54,8 @@ def acceptance(base: Tensor, draft: Tensor) -> Tensor:
 def kl(base: Tensor, draft: Tensor) -> Tensor:
     """KL(p || q) in nats (...) of probabilities (..., V), as for `acceptance`."""
     log_draft = draft.clamp(min=MIN_PROB).log()
-    return torch.xlogy(base, base).sum(-1) - torch.einsum("...v,...v->...", base, log_draft)
+    with torch.autocast(base.device.type, enabled=False):  # which would round the products to bfloat16
+        return torch.xlogy(base, base).sum(-1) - torch.einsum("...v,...v->...", base, log_draft)
 
 
 def divergence(kind: Divergence, base: Tensor, draft: Tensor) -> Tensor:

@@ -66,3 +66,13 @@ def test_the_weights_of_distillation_and_labels_change_linearly_over_the_steps()
     assert weights == [pytest.approx(pair) for pair in ((0.5, 0.8), (1.0, 0.6), (2.0, 0.2), (2.0, 0.2))]
     constant = LabelLossOptions(distillation=2.0, label_weight=0.2)
     assert constant.at_step(0) == constant
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_to_bfloat16_leaves_a_small_divergence_as_exact_as_it_is(kind):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(50, 1000, generator=generator)
+    base, draft = scores.softmax(-1), (scores + 0.02 * torch.randn(50, 1000, generator=generator)).softmax(-1)
+    expected = divergence(kind, base.double(), draft.double()).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(divergence(kind, base, draft), expected, rtol=0.05, atol=0)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from train.modules.strategies import FSDP2, is_deepspeed
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class AveragedWeights(WeightAveraging):
@@ -31,9 +35,10 @@ class AveragedWeights(WeightAveraging):
         self.decay = decay
         self._is_swapped = False  # whether the module holds the averages, and the average model the module's weights
 
-    def _average(self, averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
-        decay = min(self.decay, float((1 + num_averaged) / (10 + num_averaged)))
-        return averaged.lerp(current, 1 - decay)
+    def _average(self, averaged: Tensors, current: Tensors, num_averaged: Tensor | int) -> None:
+        count = int(num_averaged)  # waits for the device: once for all weights
+        decay = min(self.decay, (1 + count) / (10 + count))
+        torch._foreach_lerp_(averaged, current, 1 - decay)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -41,9 +46,24 @@ class AveragedWeights(WeightAveraging):
         if isinstance(trainer.strategy, FSDP2) or is_deepspeed(trainer):
             raise ValueError("AveragedWeights needs whole weights, which FSDP and DeepSpeed shard: train with DDP")
         base = vars(pl_module).pop("base", None)  # frozen and not a submodule: the copy needs none
-        self._average_model = AveragedModel(pl_module, trainer.strategy.root_device, self._average)
+        self._average_model = AveragedModel(pl_module, trainer.strategy.root_device, multi_avg_fn=self._average)
         if base is not None:
             vars(pl_module)["base"] = base
+        self._is_swapped, self._latest_update_step = False, trainer.global_step  # also of an earlier training
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Copy the buffers again: the module may have filled them in its own setup, after the copy was made."""
+        assert self._average_model is not None
+        for copied, buffer in zip(self._average_model.module.buffers(), pl_module.buffers(), strict=True):
+            copied.copy_(buffer)
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:  # otherwise the module has the averages already
+            super().on_validation_epoch_start(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().on_validation_epoch_end(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any, **kwargs: Any) -> None:
         self._update(trainer, pl_module)

@@ -25,15 +25,19 @@ class Line(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.line = nn.Linear(3, 1)
-        self.register_buffer("tokens", torch.tensor([5, 7]))
+        self.register_buffer("tokens", torch.tensor([0, 1]))
         self.__dict__["base"] = threading.Lock()  # which cannot be copied
-        self.trained, self.validated = [], []
+        self.trained, self.validated, self.seen_tokens = [], [], []
+
+    def setup(self, stage):
+        self.tokens.copy_(torch.tensor([5, 7]))
 
     def training_step(self, batch, batch_idx):
         return self.line(torch.full((1, 3), self.global_step + 1.0)).pow(2).mean()
 
     def validation_step(self, batch, batch_idx):
         self.validated.append(self.line.weight.detach().clone())
+        self.seen_tokens.append(self.tokens.tolist())
 
     def on_train_batch_end(self, *args):
         self.trained.append(self.line.weight.detach().clone())
@@ -51,15 +55,17 @@ def averages_of(weights):
     return averages
 
 
-def fit(module, *others, max_steps=5, ckpt=None, **settings):
-    rows = torch.utils.data.DataLoader(range(6))
+ROWS = torch.utils.data.DataLoader(range(6))
+
+
+def fit(module, *others, max_steps=5, ckpt=None, averaging=None, num_sanity_val_steps=0, **settings):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    callbacks = [*others, ExactResume(), AveragedWeights(DECAY)]
+    callbacks = [*others, ExactResume(), averaging or AveragedWeights(DECAY)]
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=max_steps, enable_checkpointing=False, callbacks=callbacks,
-        num_sanity_val_steps=0, **quiet, **settings,
+        num_sanity_val_steps=num_sanity_val_steps, **quiet, **settings,
     )  # fmt: skip
-    trainer.fit(module, rows, rows, ckpt_path=ckpt)
+    trainer.fit(module, ROWS, ROWS, ckpt_path=ckpt)
     return trainer
 
 
@@ -95,6 +101,28 @@ def test_checkpoints_validation_and_the_end_have_the_averages_and_a_resumed_run_
     fit(again, ckpt=path)
     torch.testing.assert_close(torch.stack(again.trained[-2:]), torch.stack(module.trained[-2:]), rtol=0, atol=0)
     torch.testing.assert_close(again.line.weight, module.line.weight, rtol=0, atol=0)
+
+
+def test_a_validation_after_the_training_measures_the_averages():
+    module = Line()
+    trainer = fit(module)
+    trainer.validate(module, ROWS, verbose=False)
+    torch.testing.assert_close(module.validated[-1], averages_of(module.trained)[-1])
+    torch.testing.assert_close(module.line.weight, averages_of(module.trained)[-1])
+
+
+def test_a_second_training_with_the_same_callback_averages_its_own_steps():
+    module, averaging = Line(), AveragedWeights(DECAY)
+    fit(module, averaging=averaging)
+    module.trained.clear()
+    fit(module, averaging=averaging)
+    torch.testing.assert_close(module.line.weight, averages_of(module.trained)[-1])
+
+
+def test_the_sanity_check_sees_the_buffers_that_setup_filled():
+    module = Line()
+    fit(module, num_sanity_val_steps=1, max_steps=1, limit_val_batches=1)
+    assert module.seen_tokens and all(tokens == [5, 7] for tokens in module.seen_tokens)
 
 
 @pytest.mark.slow

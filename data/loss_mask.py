@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from data.time_limit import time_limit
+from data.time_limit import TooSlow, time_limit
 
 if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_SECONDS = 5.0  # for one conversation; the sandbox of transformers bounds one loop, not loops in loops
-STAND_IN = "\ue000"  # takes the place of an answer; a private-use character, which texts do not contain
+TEMPLATE_SECONDS = 5.0  # for one text; the sandbox of transformers bounds one loop, not loops in loops
+SEARCH_SECONDS = 5.0  # for the answers of one conversation, which take a few texts each
+PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
 REASONING = "reasoning_content", "thinking"  # names by which templates read the reasoning of a message
 
 
@@ -33,16 +36,17 @@ def render(
     Raises:
         ValueError: The template refuses the messages, or takes too long.
     """
-    encoded = _apply(
-        messages,
-        tokenizer,
-        template,
-        return_dict=True,
-        tokenizer_kwargs={
-            "verbose": False
-        },  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
-        **options,
-    )
+    with time_limit(TEMPLATE_SECONDS, "the chat template"):
+        encoded = _apply(
+            messages,
+            tokenizer,
+            template,
+            return_dict=True,
+            tokenizer_kwargs={
+                "verbose": False
+            },  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
+            **options,
+        )
     return list(encoded["input_ids"]), list(encoded.get("assistant_masks", []))
 
 
@@ -63,16 +67,21 @@ def mask_without_marks(
 
     Raises:
         ValueError: The template refuses the conversation, or an answer cannot be found in what it writes.
+        TooSlow: The template takes too long for the conversation as a whole.
     """
-    texts = _Texts(messages, tokenizer, template, tools)
+    with time_limit(TEMPLATE_SECONDS, "the chat template"):
+        texts = _Texts(messages, tokenizer, template, tools)
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        with time_limit(SEARCH_SECONDS, "to find the answers in what the chat template writes"):
+            answers = [texts.answer(turn) for turn in turns]
+    except TooSlow as error:  # by its number of turns, which are no reason to refuse the other conversations
+        raise ValueError(str(error)) from error
     encoded = tokenizer(texts.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
     ends = [end for _, end in encoded["offset_mapping"]]
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        start, end = texts.answer(turn)
-        answer = [place for place, token_end in enumerate(ends) if start < token_end <= end]
+    for start, end in answers:
+        answer = range(bisect_right(ends, start), bisect_right(ends, end))
         eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
         for place in answer:
             # Anything the template writes after the last EOS, such as a line break, is not part of the answer.
@@ -102,6 +111,8 @@ class _Texts:
     ) -> None:
         self.messages, self.tokenizer, self.template, self.tools = messages, tokenizer, template, tools
         self.whole = self._text(messages)
+        used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
+        self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
 
     def _text(self, messages: Sequence[dict], is_prompt: bool = False) -> str:
         options = {"tools": self.tools, "tokenize": False, "add_generation_prompt": is_prompt}
@@ -129,14 +140,16 @@ class _Texts:
 
     def _where_stand_in_is(self, turn: int) -> tuple[int, int] | None:
         """The range that changes if the answer is another one, unless anything else changes with it."""
-        message = {"role": "assistant", "content": STAND_IN}
+        message = {"role": "assistant", "content": self.stand_in}
         try:
             changed = self._text([*self.messages[:turn], message, *self.messages[turn + 1 :]])
+        except TooSlow:
+            raise
         except ValueError:  # the results of tools may have to follow calls
             return None
-        before, _, behind = changed.partition(STAND_IN)
+        before, _, behind = changed.partition(self.stand_in)
         is_only_change = self.whole.startswith(before) and self.whole.endswith(behind)
-        if STAND_IN in self.whole or changed.count(STAND_IN) != 1 or not is_only_change:
+        if self.stand_in in self.whole or changed.count(self.stand_in) != 1 or not is_only_change:
             return None
         end = len(self.whole) - len(behind)
         return (len(before), end) if len(before) <= end else None
@@ -162,7 +175,6 @@ def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: s
     if "tool_calls" not in template and any("tool_calls" in message for message in messages):
         raise ValueError("the chat template has no place for tool calls")
     try:
-        with time_limit(TEMPLATE_SECONDS, "the chat template"):
-            return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+        return tokenizer.apply_chat_template(messages, chat_template=template, **options)
     except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error

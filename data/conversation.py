@@ -138,8 +138,9 @@ def parse(record: object, index: int, requires_answers: bool = True) -> Conversa
         role == "assistant" and not (text.strip() or "tool_calls" in details) for role, text, details in messages
     ):
         raise ValueError("an assistant turn is empty")
-    if not requires_answers and any(role == "tool" for role, _, _ in messages):
-        raise ValueError("it holds results of tools, which new answers may not ask for")
+    tools = _tools(record.get("tools") or [])
+    if not requires_answers and (tools or any(role == "tool" for role, _, _ in messages)):
+        raise ValueError("it holds tools or their results, which new answers cannot ask for")
     messages = [*system, *messages]
     name = record.get("id")
     return Conversation(
@@ -147,7 +148,7 @@ def parse(record: object, index: int, requires_answers: bool = True) -> Conversa
         tuple((role, text) for role, text, _ in messages),
         _recorded_tokens(record) if requires_answers and "input_ids" in record else None,
         {index: details for index, (_, _, details) in enumerate(messages) if details} if requires_answers else {},
-        _tools(record.get("tools") or []) if requires_answers else (),
+        tools,
     )
 
 

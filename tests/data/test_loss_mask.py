@@ -175,11 +175,13 @@ def test_tools_may_be_a_json_text_as_in_tables():
         parse(PLAIN | {"tools": [3]}, 0)
 
 
-def test_prompts_to_be_answered_anew_hold_no_results_of_tools(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in (PLAIN, WITH_TOOLS)))
+def test_prompts_to_be_answered_anew_hold_neither_tools_nor_their_results(tmp_path):
+    path, offering = tmp_path / "chats.jsonl", PLAIN | {"tools": [TOOL]}
+    records = (PLAIN | {"tools": []}, offering, {"messages": WITH_TOOLS["messages"]}, WITH_TOOLS)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     (kept,), dropped = load_conversations([str(path)], requires_answers=False)
-    assert not kept.details and dropped.counts == {"it holds results of tools, which new answers may not ask for": 1}
+    assert not kept.details and not kept.tools
+    assert dropped.counts == {"it holds tools or their results, which new answers cannot ask for": 3}
 
 
 def test_the_cache_tells_conversations_with_other_reasoning_apart(tokenizer, monkeypatch, tmp_path):

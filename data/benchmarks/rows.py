@@ -12,7 +12,7 @@ from data.hub import cached_if_unreachable
 from data.tokenizer import first_line
 
 MAX_QUESTION_BYTES = 1 << 30
-ROWS_PER_READ = 256  # rows of a Parquet file that are read at a time
+ROWS_PER_READ = 16  # rows of a Parquet file that are read at a time; few, because a row may be large
 Rows = Iterator[tuple[str, object]]
 
 
@@ -89,6 +89,8 @@ def _parquet_rows(file: str) -> Rows:
                 for row in batch.to_pylist():
                     yield f"{file} row {index}", row
                     index += 1
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 ({error.reason}); convert the file") from error
     except (ArrowException, OSError) as error:
         raise ValueError(f"{file} is not a Parquet file that can be read ({first_line(error)})") from error
 

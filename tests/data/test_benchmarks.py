@@ -248,6 +248,13 @@ def test_a_broken_parquet_file_is_named(tmp_path, content):
         load_questions("file", str(file))
 
 
+def test_a_parquet_file_that_is_not_utf_8_is_named(tmp_path):
+    text = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"prompt": text}), tmp_path / "latin.parquet")
+    with pytest.raises(ValueError, match=r"latin\.parquet is not UTF-8 \(.*\); convert the file"):
+        load_questions("file", str(tmp_path / "latin.parquet"))
+
+
 def test_a_parquet_file_that_grows_too_large_is_refused(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.table({"prompt": ["same "] * 100_000}), tmp_path / "large.parquet")
     monkeypatch.setattr(rows_module, "MAX_QUESTION_BYTES", 1000)

@@ -15,6 +15,7 @@ from inference.results import records
 from inference.results.length_figures import length_figures
 from inference.results.metrics import CategorySummary, Summary
 from inference.results.records import Answer
+from inference.results.served_figures import served_name
 
 # Keys of a context; evaluations that differ in one of them are not merged.
 CONDITIONS = ("base", "dtype", "device", "decoding", "template")
@@ -157,11 +158,15 @@ def merge(group: Sequence[EvaluationResults]) -> EvaluationResults:
     for results in group:
         for benchmark, by_drafter in results.summaries.items():
             merged = summaries.setdefault(benchmark, {})
-            new = {drafter: names[results.name, drafter] for drafter in by_drafter}
-            new = {drafter: f"{name} ({results.name})" if name in merged else name for drafter, name in new.items()}
+            own_names = {drafter: names[results.name, _without_level(of)] for drafter, of in by_drafter.items()}
+            new = {drafter: _with_level(own_names[drafter], of) for drafter, of in by_drafter.items()}
+            taken = {own_names[drafter] for drafter, name in new.items() if name in merged}
+            ends = {drafter: f" ({results.name})" if name in taken else "" for drafter, name in own_names.items()}
+            new = {drafter: name + ends[drafter] for drafter, name in new.items()}
             for drafter, summary in by_drafter.items():
                 baseline = new.get(summary.baseline, summary.baseline)
-                merged[new[drafter]] = replace(summary, drafter=new[drafter], baseline=baseline)
+                served = summary.served and replace(summary.served, drafter=own_names[drafter] + ends[drafter])
+                merged[new[drafter]] = replace(summary, drafter=new[drafter], baseline=baseline, served=served)
             for drafter, own in results.answers[benchmark].items():
                 renamed = [replace(answer, drafter=new[drafter]) for answer in own]
                 answers.setdefault(benchmark, {})[new[drafter]] = renamed
@@ -211,7 +216,8 @@ def _distinct_names(group: Sequence[EvaluationResults]) -> dict[tuple[str, str],
             catalogue.label(spec): spec for spec in re.findall(r"--drafter[= ](\S+)", str(context.get("command", "")))
         }
         for by_drafter in results.summaries.values():
-            specs |= {(results.name, drafter): named.get(drafter, drafter) for drafter in by_drafter}
+            own = map(_without_level, by_drafter.values())
+            specs |= {(results.name, drafter): named.get(drafter, drafter) for drafter in own}
     folders: dict[str, set[str | None]] = {}
     for spec in specs.values():
         kind, folder = _kind_and_folder(spec)
@@ -220,6 +226,15 @@ def _distinct_names(group: Sequence[EvaluationResults]) -> dict[tuple[str, str],
         (name, drafter): spec if len(folders[_kind_and_folder(spec)[0]]) > 1 else drafter
         for (name, drafter), spec in specs.items()
     }
+
+
+def _without_level(summary: Summary) -> str:
+    """The name of a drafter, without the number of requests at once."""
+    return summary.served.drafter if summary.served else summary.drafter
+
+
+def _with_level(name: str, summary: Summary) -> str:
+    return served_name(name, summary.served.concurrency) if summary.served else name
 
 
 def _kind_and_folder(spec: str) -> tuple[str, str | None]:

@@ -220,16 +220,19 @@ def _beginning(response: Any) -> bytes:
 
 
 def _events(blocks: Iterator[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield each server-sent event as JSON, with the time at which it arrived."""
-    rest, size = b"", 0
+    """Yield each server-sent event as JSON, with the time at which it arrived.
+
+    The body is read to its end, behind the last event too: only then is its connection used for the next request.
+    """
+    rest, size, is_done = b"", 0, False
     for block in blocks:
         now, size = time.perf_counter(), size + len(block)
         if size > MAX_REPLY_BYTES:
             raise ServerError(f"the server sends more than {MAX_REPLY_BYTES >> 20} MiB for one answer")
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
-            if not line.startswith(b"data:"):
+            if is_done or not line.startswith(b"data:"):
                 continue
-            if (data := line[5:].strip()) == b"[DONE]":
-                return
+            if is_done := (data := line[5:].strip()) == b"[DONE]":
+                continue
             yield now, validated(dict[str, Any], parse_json(data))

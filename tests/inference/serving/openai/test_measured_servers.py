@@ -106,6 +106,12 @@ def test_a_repeated_command_asks_only_what_is_missing(measured, asked, server):
 class Foreign(BaseHTTPRequestHandler):
     """Another OpenAI-compatible server: it knows no token ids, has no metrics, and breaks as it is told."""
 
+    protocol_version = "HTTP/1.1"
+
+    def setup(self):
+        super().setup()
+        self.server.num_connections += 1
+
     def do_GET(self):
         self.server.authorizations.add(self.headers["Authorization"])
         if self.path == "/v1/models":
@@ -150,6 +156,7 @@ class Foreign(BaseHTTPRequestHandler):
 def foreign_server(fault=None, num_good=0):
     with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
         server.fault, server.num_good, server.num_asked, server.authorizations = fault, num_good, 0, set()
+        server.num_connections = 0
         server.url = f"http://127.0.0.1:{server.server_port}/v1"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -192,6 +199,14 @@ def test_an_evaluation_whose_server_fails_continues_where_it_stopped(asked, tmp_
         # The probe, the warm-up and the second run; a request of the first command may still have been on its way.
         assert 2 + 2 + per_run <= server.num_asked < num_before + 2 + per_run
     assert list(folders.read(tmp_path / "out").summaries["mt_bench"]) == ["a @ 1", "a @ 2"]
+
+
+def test_requests_one_after_the_other_share_a_connection():
+    with foreign_server("ignore") as server:
+        client = ServerClient(server.url)
+        texts = [client.complete("foreign", [3, 4], 5, {}).text for _ in range(5)]
+        client.close()
+        assert texts == ["w10 w11 w12 w13 w14 "] * 5 and server.num_connections == 1
 
 
 @pytest.mark.parametrize(

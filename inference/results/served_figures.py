@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
@@ -35,8 +36,15 @@ class SpeculationCounts:
             self.accepted - before.accepted,
             None if self.drafts is None or before.drafts is None else self.drafts - before.drafts,
             None if self.forwards is None or before.forwards is None else self.forwards - before.forwards,
-            [after - own for after, own in zip(self.by_position, before.by_position, strict=True)],
+            [after - own for after, own in zip_longest(self.by_position, before.by_position, fillvalue=0)],
         )
+
+    def are_possible(self, num_texts: int) -> bool:
+        """Whether so many texts can have these counts; not if the server was restarted meanwhile, for example."""
+        own = [self.drafted, self.accepted, self.drafts or 0, *self.by_position]
+        fits = self.drafts is None or max(self.by_position, default=0) <= self.drafts
+        fits = fits and (self.forwards is None or self.forwards >= num_texts)
+        return fits and min(own) >= 0 and self.accepted <= self.drafted
 
 
 @dataclass(frozen=True)

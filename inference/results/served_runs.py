@@ -59,8 +59,9 @@ def summarise_run(run: ServedRun, baseline: ServedRun, engine: str, drafter: str
     turns = [turn for answer in run.answers for turn in answer.turns]
     pairs = pair_answers(run.answers, baseline.answers)
     divergences = [(answer, place) for answer, base in pairs if (place := first_difference(answer, base)) is not None]
-    drafts = count_drafts(run.counts, len(turns), run.num_tokens) if run.counts else None
-    figures = draft_figures(run.counts, drafts) if run.counts and drafts else None
+    counts = run.counts if run.counts and run.counts.are_possible(len(turns)) else None
+    drafts = count_drafts(counts, len(turns), run.num_tokens) if counts else None
+    figures = draft_figures(counts, drafts) if counts and drafts else None
     speed, base_speed = run.num_tokens / run.seconds, baseline.num_tokens / baseline.seconds
     cpu_speed, base_cpu_speed = run.tokens_per_cpu_second, baseline.tokens_per_cpu_second
     steps = drafts.steps if drafts else 0

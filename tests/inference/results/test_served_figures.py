@@ -1,6 +1,7 @@
 """Figures of a server's answers, against those of our own decoding loop and against every single token's time."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,31 @@ def test_acceptance_length_and_rates_by_position_are_those_of_the_steps_that_wer
 def test_a_counter_that_only_grows_is_the_difference_of_two_readings():
     before, after = SpeculationCounts(10, 4, 5, None, [3, 1]), SpeculationCounts(30, 9, 9, None, [6, 3])
     assert after - before == SpeculationCounts(20, 5, 4, None, [3, 2])
+
+
+def test_positions_that_appear_between_two_readings_began_at_zero():
+    before, after = SpeculationCounts(0, 0, 0), SpeculationCounts(30, 9, 9, by_position=[6, 3])
+    assert after - before == SpeculationCounts(30, 9, 9, by_position=[6, 3])
+
+
+@pytest.mark.parametrize(
+    ("counts", "length"),
+    [
+        (SpeculationCounts(6, 2, 2, by_position=[2, 0]), 2.0),
+        (SpeculationCounts(0, 0, 0), 1.0),
+        (SpeculationCounts(6, 2, forwards=4), 2.0),
+        (SpeculationCounts(6, 4, 0, by_position=[4]), None),
+        (SpeculationCounts(6, 4, 3, by_position=[4]), None),
+        (SpeculationCounts(6, 7, 7, by_position=[7]), None),
+        (SpeculationCounts(-6, -7, -7), None),
+        (SpeculationCounts(6, 2, forwards=1), None),
+    ],
+)
+def test_counts_that_the_texts_cannot_have_are_left_out(counts, length):
+    base = run_of("none @ 2", 4.0, [[1, 2, 3], [4, 5, 6]])
+    summary = summarise_run(replace(base, counts=counts), base, "a server", "none", 2)
+    assert summary.acceptance_length == length
+    assert (summary.draft_tokens is None) == (length is None)
 
 
 def test_latencies_are_those_of_tokens_that_come_at_an_even_pace_between_events():

@@ -61,17 +61,18 @@ def headline(summaries: Summaries) -> str:
 def _served_headline(summaries: Summaries) -> str:
     """An evaluation in a server in one sentence: the fastest drafter, by each number of requests at once."""
     every = [(s, s.served) for by_drafter in summaries.values() for s in by_drafter.values() if s.served]
-    engine, levels = every[0][1].engine, sorted({served.concurrency for _, served in every})
+    engine = every[0][1].engine
     own: dict[str, list[tuple[Summary, ServedFigures]]] = {}
     for summary, served in every:
         if not summary.is_baseline:
             own.setdefault(served.drafter, []).append((summary, served))
+    best = max(own, key=lambda name: _geometric_mean([s.wall_speedup for s, _ in own[name]]), default=None)
+    levels = sorted({served.concurrency for _, served in (every if best is None else own[best])})
     at_once = f"{_listed([str(level) for level in levels])} request{'' if levels == [1] else 's'} at once"
-    if not own:
+    if best is None:
         speeds = [_geometric_mean([s.tokens_per_second for s, at in every if at.concurrency == n]) for n in levels]
         written = _listed([f"{speed:.1f}" for speed in speeds])
         return f"Only {every[0][1].drafter} was run in {engine}: {written} tokens per second with {at_once}."
-    best = max(own, key=lambda name: _geometric_mean([s.wall_speedup for s, _ in own[name]]))
     times = [_geometric_mean([s.wall_speedup for s, at in own[best] if at.concurrency == level]) for level in levels]
     identical, answers = sum(s.identical for s, _ in own[best]), sum(s.questions for s, _ in own[best])
     what = "the same text as" if identical == answers else f"in {identical} of {answers} answers the same text as"
@@ -133,7 +134,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def name_of(baseline: str) -> str:
     """How sentences name a baseline."""
-    return "the base" if baseline.partition(" @ ")[0] == "none" else baseline
+    name = baseline.partition(" @ ")[0]  # without the number of requests at once
+    return "the base" if name == "none" else name
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float:

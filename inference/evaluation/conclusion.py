@@ -122,10 +122,12 @@ def write_results(folder: Path, outcome: Outcome, decode: Callable[[list[int]], 
     context = outcome.context | ({"sandbox": outcome.sandbox} if outcome.sandbox else {})
     lines = (("left_out", outcome.left_out), ("warnings", outcome.all_warnings))
     context |= {key: "; ".join(own) for key, own in lines if own}
-    written = set()
+    written: set[Path] = set()
     for benchmark, by_drafter in outcome.answers.items():
         for drafter, own in by_drafter.items():
             path = folder / "answers" / benchmark / f"{_file_name(drafter)}.jsonl"
+            while path in written:  # another drafter, whose name differs in such characters alone
+                path = path.with_name(f"{path.stem}_.jsonl")
             records.write(path, own)
             written.add(path)
     for path in {*(folder / "answers").rglob("*.jsonl")} - written:  # of drafters that are no longer measured

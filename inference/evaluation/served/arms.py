@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +163,19 @@ def vllm(plan: ServedPlan, base: BaseInfo, logs: Path, keeps_logs: bool, drafter
     """
     spec, port = plan.arms[drafter], vllm_server.free_port()
     launch = make_launch(plan.base, None if spec == BASELINE else spec, dtype=plan.dtype, port=port)
-    log = logs / f"{1 + list(plan.arms).index(drafter)}.log"
+    log = new_log(logs, 1 + list(plan.arms).index(drafter))
     try:
         with vllm_server.running(launch, port, plan.engine_args, log) as (client, session):
             yield Server(client, base, plan.template, session=session)
     except ServerError as error:
         place = f"; the output of the server is in {log}" if keeps_logs else ""
         raise ServerError(f"{error}{place}", error.status) from error
+
+
+def new_log(logs: Path, arm: int) -> Path:
+    """The log of an arm's next server: N.log, or N-2.log and so on after others of its servers."""
+    names = chain([f"{arm}.log"], (f"{arm}-{number}.log" for number in count(2)))
+    return next(logs / name for name in names if not (logs / name).exists())
 
 
 @contextmanager

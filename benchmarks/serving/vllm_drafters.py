@@ -91,7 +91,7 @@ def vllm_drafters(
     """
     if min(prompts, max_new_tokens, num_tokens, repeats, *batches) < 1:
         raise ValueError("prompts, max_new_tokens, num_tokens, batches and repeats must be at least 1")
-    batches = list(dict.fromkeys(batches))  # on the command line, values are added to the default ones
+    batches = list(dict.fromkeys(batches))  # each number once
     loaded = load_base(base, "float32", torch.device("cpu"))
     questions = benchmarks.load_questions("embedded", limit=prompts)
     asked = [encode_messages(loaded, [("user", question.turns[0])], "tokenizer") for question in questions]

@@ -132,6 +132,8 @@ def write_results(folder: Path, outcome: Outcome, decode: Callable[[list[int]], 
             written.add(path)
     for path in {*(folder / "answers").rglob("*.jsonl")} - written:  # of drafters that are no longer measured
         path.unlink()
+    for path in (folder / "plots").glob("*.png"):  # of an earlier evaluation: they would be logged too
+        path.unlink()
     report.write_results(folder, outcome.summaries, context, outcome.benchmarks)
     write_text(folder / "results.md", report.markdown(outcome.summaries, context))
     return report.write_report(folder, outcome.summaries, context, outcome.answers, decode)

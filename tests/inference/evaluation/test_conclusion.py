@@ -26,3 +26,11 @@ def test_drafters_whose_names_are_alike_have_files_of_their_own(tmp_path):
     write_results(tmp_path, outcome_of(drafters), decode)
     files = (tmp_path / "answers" / "mt_bench").iterdir()
     assert sorted(records.read(file)[0].drafter for file in files) == sorted(drafters)
+
+
+def test_plots_of_an_earlier_evaluation_are_gone(tmp_path):
+    stale = tmp_path / "plots" / "gsm8k-speedup.png"
+    stale.parent.mkdir()
+    stale.touch()
+    write_results(tmp_path, outcome_of(["none", "ctc"]), decode)
+    assert [path.name for path in stale.parent.iterdir()] == ["mt_bench-concurrency.png"]

@@ -27,6 +27,7 @@ MAX_LOG_BYTES = 1 << 16  # of the end of the log, in which the error is looked f
 OPTIONS = ["--host", "127.0.0.1", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
 # Otherwise vLLM applies the base's own repetition penalty and length, and greedy decoding would not be greedy.
 OPTIONS += ["--generation-config", "vllm"]
+KEY = "VLLM_API_KEY"  # with which vLLM would demand a key from its clients
 FAULT = re.compile(r"\b\w*(?:Error|Exception): .+|error: .+")
 FOLLOW_UP = "Engine core initialization failed"  # vLLM's own error after another process has shown the cause
 END_WITH_PARENT = 1, signal.SIGTERM  # prctl(PR_SET_PDEATHSIG, SIGTERM), should this process be killed
@@ -57,7 +58,7 @@ def running(launch: Launch, port: int, more: Sequence[str], log: Path) -> Iterat
     with log.open("wb") as out:
         process = subprocess.Popen(
             arguments,
-            env={**os.environ, **launch.environment},
+            env={name: value for name, value in os.environ.items() if name != KEY} | launch.environment,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

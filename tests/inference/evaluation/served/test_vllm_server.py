@@ -93,6 +93,16 @@ def test_a_server_that_does_not_start_is_explained_by_the_cause_in_its_log(tmp_p
         pass
 
 
+def test_the_server_demands_no_key_that_the_environment_holds(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret-of-vllm")
+    program = 'import os, sys; sys.exit(f\'ValueError: {os.environ.get("VLLM_API_KEY")} {os.environ["OTHER"]}\')'
+    with (
+        pytest.raises(ServerError, match=r"ValueError: None kept$"),
+        running(Launch({"OTHER": "kept"}, ["-c", program]), free_port(), [], tmp_path / "log"),
+    ):
+        pass
+
+
 @pytest.mark.slow
 def test_cpu_seconds_contain_children_that_run_and_that_have_ended():
     process = subprocess.Popen([sys.executable, "-c", NESTED], start_new_session=True, stdout=subprocess.PIPE)

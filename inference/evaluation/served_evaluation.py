@@ -67,6 +67,7 @@ def make_plan(
     """
     remembering: frozenset[str] = frozenset()
     models: tuple[str, ...] = ()
+    switches_drafter = False
     if server.engine:
         engine = f"vLLM {installed_vllm()[1]}"
         arms, remembering = vllm_arms(model.base, drafters, model.dtype)
@@ -74,6 +75,7 @@ def make_plan(
         raise ValueError("an --endpoint has the drafter that it was started with: leave --drafter out")
     else:
         engine, arms, models = _endpoint_arms(server)
+        switches_drafter = len(arms) > len(models)
     return ServedPlan(
         base=model.base,
         dtype=model.dtype if server.engine else "of the server",
@@ -87,6 +89,7 @@ def make_plan(
         engine_args=tuple(server.engine_arguments()),
         remembering=remembering,
         models=models,
+        switches_drafter=switches_drafter,
     )
 
 
@@ -98,8 +101,11 @@ def _endpoint_arms(server: ServerOptions) -> tuple[str, dict[str, str], tuple[st
             models.append(client.model())
     engine = " and ".join(dict.fromkeys(ENGINES.get(model.owner, "a server") for model in models))
     served = tuple(" ".join(filter(None, [model.owner, model.name, model.drafter])) for model in models)
-    if list(arms) == [SERVER] and models[0].owner == OWN_SERVER:
-        return engine, {BASELINE: arms[SERVER], models[0].drafter or SERVER: arms[SERVER]}, served
+    if len(arms) == 1 and models[0].owner == OWN_SERVER:
+        ((given, url),) = arms.items()
+        names = given if given != SERVER else None, models[0].drafter, SERVER
+        name = next(name for name in names if name and name != BASELINE)
+        return engine, {BASELINE: url, name: url}, served
     return engine, arms, served
 
 

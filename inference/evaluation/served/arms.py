@@ -189,7 +189,8 @@ def endpoint(plan: ServedPlan, base: BaseInfo, api_key_env: str | None, name: st
         name: Name of the arm.
     """
     with closing(ServerClient(plan.arms[name], api_key_env)) as client:
-        yield Server(client, base, plan.template, uses_drafter=name != BASELINE)
+        is_off = plan.switches_drafter and name == plan.baseline
+        yield Server(client, base, plan.template, uses_drafter=not is_off)
 
 
 def _read_runs(journal: Journal) -> dict[Key, ServedRun]:

@@ -125,6 +125,7 @@ class ServedPlan:
         engine_args: Further arguments of vLLM's server.
         remembering: Drafters that remember earlier texts: each of their runs has a server of its own.
         models: What the endpoints serve: owner, model, and drafter if that is known.
+        switches_drafter: Whether the baseline is the server of the other arm with its drafter switched off.
     """
 
     base: str
@@ -139,6 +140,7 @@ class ServedPlan:
     engine_args: tuple[str, ...] = ()
     remembering: frozenset[str] = frozenset()
     models: tuple[str, ...] = ()
+    switches_drafter: bool = False
 
     def __post_init__(self) -> None:
         for name, questions in self.questions.items():

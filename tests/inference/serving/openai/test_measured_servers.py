@@ -103,6 +103,19 @@ def test_a_repeated_command_asks_only_what_is_missing(measured, asked, server):
     assert records.read(out / "answers" / "mt_bench" / "none___3.jsonl")[0].drafter == "none @ 3"
 
 
+@pytest.mark.slow
+def test_only_a_single_server_of_ours_is_measured_without_its_drafter_whatever_its_name(asked, server, tmp_path):
+    words = [*asked, "--concurrency", "1"]
+    main([*words, "--endpoint", f"mine={server.url}", "--out", str(tmp_path / "one")])
+    alone, mine = folders.read(tmp_path / "one").summaries["mt_bench"].values()
+    assert (alone.drafter, mine.drafter) == ("none @ 1", "mine @ 1")
+    assert alone.acceptance_length == 1 < mine.acceptance_length
+    endpoints = ["--endpoint", f"none={server.url}", "--endpoint", f"other={server.url}"]
+    main([*words, *endpoints, "--out", str(tmp_path / "two")])
+    none, other = folders.read(tmp_path / "two").summaries["mt_bench"].values()
+    assert none.drafter == "none @ 1" and none.acceptance_length == other.acceptance_length > 1
+
+
 class Foreign(BaseHTTPRequestHandler):
     """Another OpenAI-compatible server: it knows no token ids, has no metrics, and breaks as it is told."""
 

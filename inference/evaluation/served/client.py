@@ -155,7 +155,7 @@ class ServerClient:
             ServerError: The server refuses, breaks off, or sends something else than a stream of completions.
         """
         body = {"model": model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        text, has_ids = "", True
+        text, has_ids, has_sent_ids = "", True, False
         token_ids: list[int] = []
         arrivals: list[tuple[float, int]] = []
         reason: str | None = None
@@ -171,6 +171,7 @@ class ServerClient:
                         piece, ids = choice.get("text") or "", choice.get("token_ids")
                         text, reason = text + piece, choice.get("finish_reason") or reason
                         has_ids = has_ids and (ids is not None or not piece)
+                        has_sent_ids = has_sent_ids or ids is not None
                         token_ids += validated(list[int], ids or [])
                         if ids or piece:
                             arrivals.append((now - started, len(ids or [])))
@@ -184,7 +185,7 @@ class ServerClient:
             raise ServerError(f"{self.root} broke an answer off: its stream ended without a reason")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < MAX_TOKEN_ID:
             raise ServerError(f"{self.root} sends token ids that no vocabulary has")
-        if not has_ids:
+        if not (has_ids := has_ids and has_sent_ids):
             arrivals = [(seconds, 0) for seconds, _ in arrivals]
         ended = reason == "stop"
         return Completion(text, token_ids if has_ids else None, ended, arrivals, now - started)

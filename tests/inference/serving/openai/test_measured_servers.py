@@ -142,7 +142,8 @@ class Foreign(BaseHTTPRequestHandler):
         if fault == "redirect":
             return self.reply(307, {}, Location="http://127.0.0.1:9/")
         words = [f"w{3 + (sum(asked['prompt']) + at) % 36}" for at in range(asked["max_tokens"])]
-        events = [{"choices": [{"index": 0, "text": word + " ", "finish_reason": None}]} for word in words]
+        words = {"empty": [""]}.get(fault, words)
+        events = [{"choices": [{"index": 0, "text": word and f"{word} ", "finish_reason": None}]} for word in words]
         events.append({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if fault == "cut":
             events.pop()
@@ -212,6 +213,14 @@ def test_an_evaluation_whose_server_fails_continues_where_it_stopped(asked, tmp_
         # The probe, the warm-up and the second run; a request of the first command may still have been on its way.
         assert 2 + 2 + per_run <= server.num_asked < num_before + 2 + per_run
     assert list(folders.read(tmp_path / "out").summaries["mt_bench"]) == ["a @ 1", "a @ 2"]
+
+
+def test_a_server_whose_tokens_have_no_text_is_not_believed_to_send_token_ids():
+    with foreign_server("empty") as server:
+        client = ServerClient(server.url)
+        found = client.complete("foreign", [3, 4], 1, {})
+        client.close()
+    assert (found.text, found.token_ids) == ("", None)
 
 
 def test_requests_one_after_the_other_share_a_connection():

@@ -6,6 +6,7 @@ import platform
 import sys
 import tempfile
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -98,7 +99,8 @@ def _endpoint_arms(server: ServerOptions) -> tuple[str, dict[str, str], tuple[st
     arms, models = server.endpoints(), []
     for url in arms.values():
         with closing(ServerClient(url, server.api_key_env)) as client:
-            models.append(client.model())
+            model = client.model()
+            models.append(replace(model, name=client.without_key(model.name)))
     engine = " and ".join(dict.fromkeys(ENGINES.get(model.owner, "a server") for model in models))
     served = tuple(" ".join(filter(None, [model.owner, model.name, model.drafter])) for model in models)
     if len(arms) == 1 and models[0].owner == OWN_SERVER:

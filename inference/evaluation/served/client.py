@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 from data.files.bounded_json import parse_json
-from data.files.safe_text import safe_line
+from data.files.safe_text import MIN_SECRET_LENGTH, safe_line
 from data.files.validation import MALFORMED, validated
 from inference.evaluation.served.metrics import read_counts
 from inference.regeneration.endpoint import MAX_REPLY_BYTES, TIMEOUT, BoundedClient, read_key, server_root
@@ -22,6 +22,7 @@ REFUSALS = (400, 422)  # of a field that a server does not know
 MAX_TOKEN_ID = 1 << 31
 SETTLING_SECONDS = 0.1  # between two readings of counters, which engines update after the last event
 MAX_READINGS = 20
+HIDDEN = "[the API key]"
 
 
 class ServerError(ValueError):
@@ -121,7 +122,8 @@ class ServerClient:
             entry = parse_json(body)["data"][0]
             length = validated(int | None, entry.get("max_model_len"))
             drafter = validated(str | None, entry.get("drafter"))
-            return ServedModel(validated(str, entry["id"]), length, str(entry.get("owned_by", "")), drafter)
+            name, owner = validated(str, entry["id"]), str(entry.get("owned_by", ""))
+            return ServedModel(name, length, self.without_key(owner), drafter and self.without_key(drafter))
         except MALFORMED as error:
             raise ServerError(f"{self.root}/v1/models is not as in OpenAI's API: is the address right?") from error
 
@@ -188,7 +190,7 @@ class ServerClient:
         if not (has_ids := has_ids and has_sent_ids):
             arrivals = [(seconds, 0) for seconds, _ in arrivals]
         ended = reason == "stop"
-        return Completion(text, token_ids if has_ids else None, ended, arrivals, now - started)
+        return Completion(self.without_key(text), token_ids if has_ids else None, ended, arrivals, now - started)
 
     def _get(self, route: str) -> bytes:
         try:
@@ -212,7 +214,11 @@ class ServerClient:
         """The message of an error without the key, which a server may echo."""
         error = body.get("error", body)
         message = str(error.get("message", error) if isinstance(error, dict) else error)
-        return safe_line(message.replace(self._key, "[the API key]") if self._key else message)[:200]
+        return safe_line(message.replace(self._key, HIDDEN) if self._key else message)[:200]
+
+    def without_key(self, text: str) -> str:
+        """Replace the API key, which a server may echo; a value too short for a secret would be found in any text."""
+        return text.replace(self._key, HIDDEN) if self._key and len(self._key) >= MIN_SECRET_LENGTH else text
 
 
 def _beginning(response: Any) -> bytes:

@@ -122,15 +122,16 @@ class Server:
     def _turn(self, reply: Completion, prompt_tokens: int) -> Turn:
         tokenizer: Any = self.base.tokenizer
         with self._encoding:
-            if reply.token_ids is None:
-                token_ids = tokenizer(reply.text, add_special_tokens=False).input_ids
+            token_ids, text = reply.token_ids, reply.text
+            if token_ids is not None:
+                decoded = str(tokenizer.decode(token_ids, skip_special_tokens=True))
+                text = self.client.without_key(decoded)
+                token_ids = token_ids if text == decoded else None  # which would spell the key
+            if token_ids is None:
+                token_ids = tokenizer(text, add_special_tokens=False).input_ids
                 if reply.ended and tokenizer.eos_token_id is not None:
                     token_ids.append(tokenizer.eos_token_id)
-                text = reply.text.strip()
-            else:
-                token_ids = reply.token_ids
-                text = str(tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
-        return Turn(text, list(token_ids), prompt_tokens, [], reply.seconds, arrivals=reply.arrivals)
+        return Turn(text.strip(), list(token_ids), prompt_tokens, [], reply.seconds, arrivals=reply.arrivals)
 
 
 def at_once(tasks: Sequence[Callable[[], Result]], num_threads: int) -> Iterator[Result]:

@@ -128,22 +128,26 @@ class Foreign(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.authorizations.add(self.headers["Authorization"])
         if self.path == "/v1/models":
-            return self.reply(200, {"data": [{"id": "foreign", "owned_by": "someone"}]})
+            echoed = {word: f"{word} {self.headers['Authorization']}" for word in ("id", "drafter", "owned_by")}
+            plain = {"id": "foreign", "owned_by": "someone"}
+            return self.reply(200, {"data": [echoed if self.server.fault == "spell" else plain]})
         return self.reply(404, {})
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.num_asked += 1
         fault = self.server.fault if self.server.num_asked > self.server.num_good else None
-        if "return_token_ids" in asked and fault != "ignore":
+        if "return_token_ids" in asked and fault not in ("ignore", "spell", "w9 w10"):
             return self.reply(400, {"error": {"message": "return_token_ids: extra fields not permitted"}})
         if fault == "echo":
             return self.reply(401, {"error": {"message": f"wrong key {self.headers['Authorization']}"}})
         if fault == "redirect":
             return self.reply(307, {}, Location="http://127.0.0.1:9/")
         words = [f"w{3 + (sum(asked['prompt']) + at) % 36}" for at in range(asked["max_tokens"])]
-        words = {"empty": [""]}.get(fault, words)
+        words = {"empty": [""], "spell": [self.headers["Authorization"]]}.get(fault, words)
         events = [{"choices": [{"index": 0, "text": word and f"{word} ", "finish_reason": None}]} for word in words]
+        if fault == "w9 w10":
+            events = [{"choices": [{"index": 0, "text": fault, "token_ids": self.server.token_ids}]}]
         events.append({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         if fault == "cut":
             events.pop()
@@ -170,7 +174,7 @@ class Foreign(BaseHTTPRequestHandler):
 def foreign_server(fault=None, num_good=0):
     with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
         server.fault, server.num_good, server.num_asked, server.authorizations = fault, num_good, 0, set()
-        server.num_connections = 0
+        server.num_connections, server.token_ids = 0, []
         server.url = f"http://127.0.0.1:{server.server_port}/v1"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -196,6 +200,25 @@ def test_a_server_without_metrics_and_token_ids_is_measured_without_acceptance(a
         assert summary.tokens == TOKENS * 5
     assert "own sends no token ids" in results.context["warnings"], "it ignores the field that the other refuses"
     assert not any("secret-of" in path.read_text() for path in (tmp_path / "out").rglob("*.*") if path.suffix != ".png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["spell", "w9 w10"])
+def test_no_result_holds_the_key_that_a_server_echoes(key, asked, toy_tokenizer, tmp_path, monkeypatch):
+    """As text, with the model's name, or as token ids that spell it."""
+    secret = "secret-of-foreign" if key == "spell" else key
+    monkeypatch.setenv(KEY, secret)
+    with foreign_server(key) as server:
+        server.token_ids = toy_tokenizer(key).input_ids
+        words = ["--endpoint", server.url, "--api-key-env", KEY, "--concurrency", "1", "--out", str(tmp_path / "out")]
+        main([*asked, *words])
+    answers = records.read(tmp_path / "out" / "answers" / "mt_bench" / "server___1.jsonl")
+    for turn in (turn for answer in answers for turn in answer.turns):
+        assert secret not in turn.text and secret not in toy_tokenizer.decode(turn.token_ids)
+    places = [path for path in (tmp_path / "out").rglob("*.*") if path.suffix != ".png"]
+    if key == "spell":
+        assert "[the API key]" in answers[0].turns[0].text
+        assert not any(secret in path.read_text() for path in places)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """``drafters eval --endpoint``: our own server and a foreign one, measured by the load generator over real HTTP."""
 
 import json
+import shutil
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -88,8 +89,9 @@ def test_the_report_says_what_was_measured_and_plots_it_over_the_requests_at_onc
 
 
 @pytest.mark.slow
-def test_a_repeated_command_asks_only_what_is_missing(measured, asked, server):
-    out, num_requests = measured
+def test_a_repeated_command_asks_only_what_is_missing(measured, asked, server, tmp_path):
+    folder, num_requests = measured
+    out = shutil.copytree(folder, tmp_path / "out")
     per_run = len(QUESTIONS) + 1
     # Besides the answers: a probe for each arm, and as many requests as are sent at once before each run.
     assert num_requests == 2 * (2 * per_run + 1 + 1 + 2)

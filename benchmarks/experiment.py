@@ -30,6 +30,7 @@ from train.export.export import export
 from train.validation.simulate import draft_answer, simulated_steps
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
+TIME = "training.json"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
     Returns:
         The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``,
         which holds the training's CPU time in seconds. That of an interrupted training is its last part's, scaled to
-        all steps.
+        all steps; null if that part had no step.
 
     Raises:
         ValueError: The folder holds an arm that was trained with other settings, or the training failed.
@@ -148,11 +149,17 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
                 raise ValueError(f"the training in {folder} failed: see output.txt there") from stopped
         if (done := read_checkpoint(last)["global_step"]) < common.steps:
             raise ValueError(f"the training in {folder} was stopped at step {done}: run the same command again")
-        seconds = (time.process_time() - started) * common.steps / max(1, common.steps - first_step)
+        if first_step < common.steps:
+            _write_time((time.process_time() - started) * common.steps / (common.steps - first_step), folder)
+        elif not (folder / TIME).exists():
+            _write_time(None, folder)
         export(str(last), str(exported))
-    with atomic_write(folder / "training.json") as new:
-        new.write_text(json.dumps({"cpu_seconds": seconds, "threads": torch.get_num_threads()}))
     return exported
+
+
+def _write_time(cpu_seconds: float | None, folder: Path) -> None:
+    with atomic_write(folder / TIME) as new:
+        new.write_text(json.dumps({"cpu_seconds": cpu_seconds, "threads": torch.get_num_threads()}))
 
 
 @dataclass(frozen=True)

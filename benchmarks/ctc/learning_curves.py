@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.experiment import SharedSettings, decoded_answers, train
+from benchmarks.experiment import TIME, SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS, BEST_TREES, simulate_all
 from inference.engine.base import load_base
@@ -86,9 +87,15 @@ def learning_curves(
         plot(points, nodes, Path(figure))
 
 
-def cpu_seconds(folder: Path) -> float:
-    """CPU time that the training of a drafter took."""
-    return json.loads((folder / "training.json").read_text(encoding="utf-8"))["cpu_seconds"]
+def cpu_seconds(folder: Path) -> float | None:
+    """CPU time that the training of a drafter took; None if it is unknown, as for those of older versions."""
+    path = folder / TIME
+    return json.loads(path.read_text(encoding="utf-8")).get("cpu_seconds") if path.exists() else None
+
+
+def minutes_of(runs: Sequence[dict[str, Any]]) -> float:
+    """Mean CPU time of trainings in minutes; NaN if one is unknown."""
+    return mean(math.nan if run["cpu_seconds"] is None else run["cpu_seconds"] for run in runs) / 60
 
 
 def curve_table(points: Points, steps: Sequence[int], nodes: int, notes: list[str]) -> ResultTable:
@@ -97,12 +104,12 @@ def curve_table(points: Points, steps: Sequence[int], nodes: int, notes: list[st
     table = ResultTable("Acceptance length by training", headings, notes=notes)
     for name, by_steps in points.items():
         lengths = [[run["length"][str(nodes)] for run in by_steps[count]] for count in steps]
-        minutes = [mean(run["cpu_seconds"] for run in by_steps[count]) / 60 for count in steps]
+        minutes = [minutes_of(by_steps[count]) for count in steps]
         spreads = [
             f"{mean(each):.3f}" + (f" ({min(each):.3f} to {max(each):.3f})" if len(each) > 1 else "")
             for each in lengths
         ]
-        table.rows.append([name, *spreads, *(f"{each:.1f}" for each in minutes)])
+        table.rows.append([name, *spreads, *("–" if math.isnan(each) else f"{each:.1f}" for each in minutes)])
     return table
 
 
@@ -121,7 +128,7 @@ def plot(points: Points, nodes: int, path: Path) -> None:
         counts = sorted(by_steps)
         panels[0].set_xticks(counts, [f"{count:,}" for count in counts])
         panels[0].minorticks_off()
-        minutes = [mean(run["cpu_seconds"] for run in by_steps[count]) / 60 for count in counts]
+        minutes = [minutes_of(by_steps[count]) for count in counts]
         for axes, values in zip(panels, (counts, minutes), strict=True):
             draw_line(
                 axes, values, [[run["length"][str(nodes)] for run in by_steps[count]] for count in counts], colour, name

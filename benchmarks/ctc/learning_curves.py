@@ -129,7 +129,7 @@ def plot(points: Points, nodes: int, path: Path) -> None:
         panels[0].set_xticks(counts, [f"{count:,}" for count in counts])
         panels[0].minorticks_off()
         minutes = [minutes_of(by_steps[count]) for count in counts]
-        for axes, values in zip(panels, (counts, minutes), strict=True):
+        for axes, values in zip(panels, ([*map(float, counts)], minutes), strict=True):
             draw_line(
                 axes, values, [[run["length"][str(nodes)] for run in by_steps[count]] for count in counts], colour, name
             )

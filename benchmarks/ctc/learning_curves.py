@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.experiment import TIME, SharedSettings, decoded_answers, train
+from benchmarks.experiment import BUDGETS, TIME, SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS, BEST_TREES, simulate_all
 from inference.engine.base import load_base
@@ -66,6 +66,8 @@ def learning_curves(
     """
     if unknown := [name for name in arms if name not in ARMS]:
         raise ValueError(f"unknown arms {', '.join(unknown)}: known are {', '.join(ARMS)}")
+    if nodes not in BUDGETS:
+        raise ValueError(f"{nodes} nodes are not simulated: give one of {', '.join(map(str, BUDGETS))}")
     if threads:
         torch.set_num_threads(threads)
     folder, frozen = Path(out), load_base(base)
@@ -123,6 +125,8 @@ def plot(points: Points, nodes: int, path: Path) -> None:
         axes.grid(color="#d8dce2", linewidth=0.6)
         axes.set_xscale("log")
         axes.set_xlabel(label)
+    for place in (panels[1].xaxis.set_major_formatter, panels[1].xaxis.set_minor_formatter):
+        place("{x:g}")
     panels[0].set_ylabel(f"acceptance length, {nodes} nodes")
     for (name, by_steps), colour in zip(points.items(), cycle(PALETTE + FADED), strict=False):
         counts = sorted(by_steps)

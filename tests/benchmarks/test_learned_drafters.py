@@ -152,6 +152,8 @@ def test_learning_curves_show_every_training_by_steps_and_by_time(learned_run, t
         **shared, out=str(tmp_path), steps=[steps], nodes=64, table=str(table), figure=str(figure)
     )
     assert [row[2] for row in rows(table.read_text())[2:]] == ["–", "–"], "the times are unknown"
+    with pytest.raises(ValueError, match="3 nodes are not simulated"):
+        learning_curves.learning_curves(**shared, out=str(tmp_path), nodes=3)
     with pytest.raises(ValueError, match="unknown arms ctcc"):
         learning_curves.learning_curves(**shared | {"arms": ["ctcc"]}, out=str(tmp_path))
 

@@ -32,15 +32,18 @@ ARMS = {
             {"num_heads": 5, "num_anchors": 24, "num_layers": 4, "prefix_attention": True, "distillation": True},
         ),
         Arm("eagle", "EAGLE", {"depth": 6}),
+        Arm("eagle_8", "EAGLE", {"depth": 8}),
         Arm("eagle3", "EAGLE3", {"depth": 6, "hidden_layers": [2, 4, -1], "num_unroll": 5}),
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
         Arm("block_markov", "Block", {"num_frames": 6, "markov_rank": 64, **TRUNK}),
         Arm("block_markov_base", "Block", {"num_frames": 6, **BASE_BIAS, **TRUNK}),
+        Arm("block_8_base", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK}),
         Arm("block_lk", "Block", {"num_frames": 6, **BASE_BIAS, **LK, **TRUNK}),
         Arm("ctc_paper", "CTC", {"objective": "ctc", **FRAMES}),
         Arm("ctc", "CTC", FRAMES),
         Arm("ctc_markov", "CTC", {"markov_rank": 64, **FRAMES}),
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
+        Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24}),
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
         Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
         Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **HYBRID, **FRAMES}),
@@ -92,6 +95,7 @@ GROUPS = {
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
+    "long": ["eagle_8", "block_8_base", "ctc_10_8_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
 }
 
@@ -137,7 +141,7 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, layers, anchors, losses, bias or options.
+        group: Group of arms to train: drafters, layers, anchors, losses, bias, long or options.
         arms: Names of single arms to train instead of a group.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.

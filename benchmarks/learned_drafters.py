@@ -44,6 +44,7 @@ ARMS = {
         Arm("ctc_markov", "CTC", {"markov_rank": 64, **FRAMES}),
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
         Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24}),
+        Arm("ctc_12_10_base", "CTC", {**BASE_BIAS, "num_frames": 12, "num_labels": 10, "num_anchors": 24}),
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
         Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
         Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **HYBRID, **FRAMES}),
@@ -95,7 +96,7 @@ GROUPS = {
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
-    "long": ["eagle_8", "block_8_base", "ctc_10_8_base"],
+    "long": ["eagle_8", "block_8_base", "ctc_10_8_base", "ctc_12_10_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
 }
 

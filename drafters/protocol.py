@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -53,10 +53,13 @@ class BaseWeights:
     Args:
         embedding: (V, D) the token embedding.
         head: (V, D) the LM head.
+        packed_head: The product of a few states (..., D) with the LM head, (..., V), by a packed copy of it; None for
+            the plain product. Training does not use it: it has no gradient.
     """
 
     embedding: Tensor
     head: Tensor
+    packed_head: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,6 @@ class TrainingBatch:
                 "write it with `drafters features --with-last`"
             )
         return self.last_hidden
-
-    def with_divisor(self, divisor: Callable[[Tensor], Tensor]) -> TrainingBatch:
-        """The same batch with another divisor."""
-        return replace(self, divisor=divisor)
 
 
 @dataclass(frozen=True)

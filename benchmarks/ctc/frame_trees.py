@@ -53,7 +53,7 @@ def frames_at(
         roots = input_ids[part]
         states = drafter(hidden[None], part[None], roots[None], base_weights.embedding)[0]  # (A, T, D)
         weights, _, vocabulary = drafter.output(base_weights)
-        logits, num_drafted = drafter.logits(states, weights.head), len(weights.head)
+        logits, num_drafted = drafter.logits(states, weights), len(weights.head)
         for candidates in choose(logits, roots, num_drafted, drafter.num_candidates, vocabulary=vocabulary):
             probs, tokens = candidates.probs, candidates.tokens
             if isinstance(drafter, CTC):

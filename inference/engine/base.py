@@ -21,7 +21,7 @@ from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenize
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
 from inference.engine.base_files import check_base_folder
-from inference.engine.layers import PLAIN_MODEL_TYPES, capture_hidden_states, pack_weights
+from inference.engine.layers import PLAIN_MODEL_TYPES, PackedLinear, capture_hidden_states, pack_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -100,7 +100,8 @@ class Base:
         """The embedding and the weights of the LM head, which learned drafters use."""
         embedding: Any = self.model.get_input_embeddings()
         head: Any = self.model.get_output_embeddings()
-        return BaseWeights(embedding.weight, head.weight)
+        is_packed = isinstance(head, PackedLinear) and head.bias is None
+        return BaseWeights(embedding.weight, head.weight, packed_head=head if is_packed else None)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Run one forward and return hidden states.

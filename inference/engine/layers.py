@@ -37,16 +37,18 @@ class PackedLinear(nn.Linear):
 
     Args:
         linear: A layer in float32 on the CPU.
+        at_first_use: Whether the copy is made at the first product of a few tokens, or at once.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, at_first_use: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.training = linear.training
         self._packed: Tensor | None = None
         self._packed_from: tuple[int, int] | None = None
-        self._packed_weight()
+        if not at_first_use:
+            self._packed_weight()
 
     def _packed_weight(self) -> Tensor:
         """The packed copy, made anew if other weights were loaded or the layer was moved since."""
@@ -70,10 +72,15 @@ class PackedLinear(nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
 
-def pack_weights(model: nn.Module) -> int:
+def pack_weights(model: nn.Module, at_first_use: bool = False) -> int:
     """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
 
     The model computes the same function up to rounding, in about twice the memory.
+
+    Args:
+        model: A base or a drafter.
+        at_first_use: Whether a layer is packed when it first multiplies a few tokens; one that only ever reads one
+            token, such as Medusa's LM heads, then takes no more memory.
 
     Raises:
         ValueError: The weights are not in float32 on the CPU, or this build of torch cannot pack them.
@@ -91,7 +98,7 @@ def pack_weights(model: nn.Module) -> int:
         if type(child) is nn.Linear and child.weight.numel() >= MIN_PACKED_ELEMENTS
     ]
     try:
-        packed = [PackedLinear(child) for _, _, child in layers]
+        packed = [PackedLinear(child, at_first_use) for _, _, child in layers]
     except (AttributeError, RuntimeError) as error:
         raise ValueError(f"this build of torch cannot pack weights ({error}): do not pack them") from error
     for (parent, name, _), layer in zip(layers, packed, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -163,7 +164,9 @@ class DrafterTraining(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.divisor.begin()
-        loss, metrics = self.drafter.loss(self.training_batch(batch).with_divisor(self.divisor), self.base.base_weights)
+        loss, metrics = self.drafter.loss(
+            replace(self.training_batch(batch), divisor=self.divisor), self.base.base_weights
+        )
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, sync_dist=True)
         return self.divisor.weighted(loss) if self._weights_batches else loss

@@ -78,7 +78,7 @@ class EAGLE(AutoregressiveDrafter):
         return x, x  # EAGLE's layer has no norm before attention
 
     def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
-        return gathered_logits.logits(states, base_weights.head)
+        return gathered_logits.base_logits(states, base_weights)
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         """Section 3.2: features and distributions at every position whose next token is the assistant's."""

@@ -129,7 +129,7 @@ class EAGLE3(AutoregressiveDrafter):
     def draft_logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits of states (..., D) over the draft vocabulary, or over the whole one if there is none."""
         normed = self.norm(states)
-        return self.lm_head(normed) if self.lm_head is not None else gathered_logits.logits(normed, base_weights.head)
+        return self.lm_head(normed) if self.lm_head is not None else gathered_logits.base_logits(normed, base_weights)
 
     def unroll(self, hidden: Tensor, tokens: Tensor, base_weights: BaseWeights, num_steps: int) -> Iterator[Tensor]:
         """The states of each depth at all positions, each depth continuing from the one before.

@@ -125,11 +125,11 @@ class CTC(ParallelDrafter):
 
     # ---- drafting
 
-    def logits(self, frames: Tensor, head: Tensor) -> Tensor:
+    def logits(self, frames: Tensor, base_weights: BaseWeights) -> Tensor:
         """Logits (..., V' + 1) of frame states (..., D), the blank last."""
         wide = gathered_logits.at_least_float32
         blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as in the loss
-        return torch.cat([super().logits(frames, head), blank[..., None]], dim=-1)
+        return torch.cat([super().logits(frames, base_weights), blank[..., None]], dim=-1)
 
     def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
         if self.draft_options.tree == "paper":
@@ -157,7 +157,7 @@ class CTC(ParallelDrafter):
             bias = None if bias is None else vocabulary.bias_after_columns(bias, root)
             root, eos = len(vocabulary), vocabulary.columns_of(eos)
         tree = draw(
-            self.logits(frames, weights.head)[0],
+            self.logits(frames, weights)[0],
             bias,
             root,
             self.draws,

@@ -172,7 +172,7 @@ class HeadDrafter(LearnedDrafter):
         """Logits (..., V) of a head's states (..., D), in float32 at least."""
         if self.own_heads:
             return gathered_logits.at_least_float32(self.lm_heads[head](x))
-        return gathered_logits.logits(x, base_weights.head)
+        return gathered_logits.base_logits(x, base_weights)
 
     # ---- training
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from drafters.protocol import BaseWeights
+
 
 class _Exponentials(torch.autograd.Function):
     """Overwrites the logits, then in the backward pass the exponentials: one (a, T, V) is alive instead of four."""
@@ -60,6 +62,13 @@ def logits(states: Tensor, head: Tensor) -> Tensor:
     They are multiplied in the head's dtype and returned in float32 at least.
     """
     return at_least_float32(states.to(head.dtype) @ head.detach().T)
+
+
+def base_logits(states: Tensor, base_weights: BaseWeights) -> Tensor:
+    """Logits (..., V) of states (..., D) under the base's LM head, by its packed copy where there is one."""
+    if base_weights.packed_head is None or states.requires_grad:
+        return logits(states, base_weights.head)
+    return at_least_float32(base_weights.packed_head(states.to(base_weights.head.dtype)))
 
 
 def exponentials(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,14 +116,14 @@ class ParallelDrafter(LearnedDrafter):
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
         return Output(weights, None if self.markov is None else self.markov.folded(weights), vocabulary)
 
-    def logits(self, frames: Tensor, head: Tensor) -> Tensor:
-        """Logits (..., V') of frame states (..., D), in float32 at least."""
-        return gathered_logits.logits(frames, head)
+    def logits(self, frames: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits (..., V') of frame states (..., D) under the LM head's rows (V', D), in float32 at least."""
+        return gathered_logits.base_logits(frames, base_weights)
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from frame states (A, T, D)."""
         output = self.output(base_weights)
-        return self.trees_of(self.logits(frames, output.base_weights.head), roots, output, limits)
+        return self.trees_of(self.logits(frames, output.base_weights), roots, output, limits)
 
     def trees_of(self, logits: Tensor, roots: Tensor, output: Output, limits: Limits) -> list[DraftTree]:
         """The draft trees below root tokens (A,), from logits (A, T, W) and with one copy to the host."""

@@ -7,11 +7,16 @@ import pytest
 import torch
 
 import drafters
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.learned.losses import gathered_logits
+from drafters.protocol import Limits
 from inference.engine import layers
 from inference.engine.layers import PackedLinear, pack_weights
 from inference.engine.options import ModelOptions
 from inference.engine.runner import Runner
 from inference.engine.session import Session
+from inference.registry.builders import load_learned
 
 
 @pytest.fixture
@@ -68,6 +73,54 @@ def test_the_texts_are_those_of_the_plain_weights(packed):
     made = drafters.NoDrafter, drafters.PromptLookup
     texts = [Session(Runner(base), drafter()).run(prompt, 40).tokens for base in packed for drafter in made]
     assert texts == texts[:1] * 4
+
+
+LEARNED = {
+    "Block": {"num_frames": 4},
+    "CTC": {"num_frames": 6, "num_labels": 4, "markov_rank": 4},
+    "EAGLE": {"depth": 3},
+    "EAGLE3": {"depth": 3},
+    "Hydra": {"num_heads": 3, "own_heads": False},
+    "Medusa": {"num_heads": 3},
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", LEARNED)
+def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, kind, tmp_path):
+    plain, base = packed
+    torch.manual_seed(0)
+    config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], plain.shape, plain.name, "")
+    checkpoint.save(tmp_path, config.build(), config)
+    tokens = torch.randint(2, 40, (20,), generator=torch.Generator().manual_seed(1))
+    trees = []
+    for each in packed:
+        drafter = load_learned(str(tmp_path), config, each)
+        hidden, _ = each.hidden_states(tokens[None], drafter.required_outputs.hidden_layers)
+        anchors = torch.tensor([5, 11, 19])
+        trees.append(drafter.draft_at(hidden[0], tokens, anchors, drafter.base_weights, Limits(8, 12)))
+    for tree, expected in zip(*trees, strict=True):
+        assert tree.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
+        assert sorted(tree.tokens) == sorted(expected.tokens)  # nodes may be equally probable
+    assert any(isinstance(module, PackedLinear) for module in drafter.modules())
+    assert drafter.base_weights.packed_head is base.model.lm_head
+
+
+def test_a_drafter_reads_the_packed_copy_of_the_head(packed):
+    _, base = packed
+    weights, states = base.base_weights, torch.randn(3, base.shape.hidden_size)
+    expected = gathered_logits.logits(states, weights.head)
+    weights.head.data.zero_()  # which no counter of changes sees, so the copy keeps the old ones
+    torch.testing.assert_close(gathered_logits.base_logits(states, weights), expected, rtol=1e-4, atol=1e-4)
+    assert not gathered_logits.base_logits(states.requires_grad_(), weights).any()  # training multiplies the weights
+
+
+def test_a_layer_packed_at_first_use_takes_memory_only_then():
+    layer = PackedLinear(torch.nn.Linear(24, 40), at_first_use=True)
+    layer(torch.ones(1, 24))
+    assert layer._packed is None
+    layer(torch.ones(2, 24))
+    assert layer._packed is not None
 
 
 def test_small_layers_stay_as_they_are(make_base):

@@ -1,5 +1,6 @@
 """An optimizer step over several processes or batches equals that of one large batch."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
@@ -60,7 +61,7 @@ def gradients(module):
 def loss_and_gradients(module, batch, divisor=None):
     seen = module.compute_batch(batch["input_ids"], batch["loss_mask"])
     module.zero_grad()
-    loss, _ = module.drafter.loss(seen.with_divisor(divisor) if divisor else seen, module.base.base_weights)
+    loss, _ = module.drafter.loss(replace(seen, divisor=divisor) if divisor else seen, module.base.base_weights)
     loss.backward()
     return loss.item(), gradients(module)
 

@@ -155,7 +155,7 @@ def test_the_search_of_fixed_shape_finds_the_same_tree(weights, root):
     with torch.no_grad():
         frames = drafter(hidden[None], torch.tensor([[6]]), torch.tensor([[root]]), weights.embedding)[0]
         restricted, markov, vocabulary = drafter.output(weights)
-        logits = drafter.logits(frames, restricted.head)
+        logits = drafter.logits(frames, restricted)
         (found,) = choose(logits, torch.tensor([root]), 5, 5, markov, vocabulary)
     probs, factors, scales = (torch.tensor(part) for part in (found.probs, *found.bias))
     tokens, no_end = torch.tensor(found.tokens), torch.zeros(0, dtype=torch.long)

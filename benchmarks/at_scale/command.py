@@ -31,6 +31,7 @@ from inference.runs.progress import progress_bars
 from train.callbacks.estimate import peak_bytes
 
 TEMPLATE = "tokenizer"
+PACKED = {False: "", True: ", packed weights", "alone": ", packed weights alone"}
 
 
 def at_scale(
@@ -47,7 +48,7 @@ def at_scale(
     vocab_size: int = 32000,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     threads: int = 0,
-    packed: bool = False,
+    packed: bool | Literal["alone"] = False,
     out: str | None = None,
 ) -> None:
     """Decode with a small trained base that computes at the cost of a large one, with all drafters side by side.
@@ -69,7 +70,8 @@ def at_scale(
         vocab_size: Vocabulary of the large base.
         device: Device to run on; auto uses the GPU if there is one.
         threads: Number of torch threads; 0 keeps the default.
-        packed: Pack the weights of the large base; float32 on a CPU only.
+        packed: Pack the weights of the large base and its drafters; float32 on a CPU only. With alone, the base has no
+            plain weights beside the packed ones, so that a shape fits into memory that would not twice.
         out: Folder for the results of this run as JSON and a plot of its phases, for the tables of all runs in the
             folder, and for the plot of the speed-up against the parameters.
     """
@@ -86,8 +88,9 @@ def at_scale(
     wide = widen_base(
         small, f"{base} at {shape}", SHAPES[shape], max(vocab_size, small.shape.vocab_size), _dtype(dtype)
     )
+    num_parameters = _num_parameters(wide.model)
     if packed:
-        pack_weights(wide.model)
+        pack_weights(wide.model, alone=packed == "alone")
     runner = Runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     clocks = {name: SearchClock(each) for name, each in wide_drafters.items()}
@@ -98,12 +101,12 @@ def at_scale(
         "base": base,
         "shape": shape,
         "dtype": dtype,
-        "parameters": _num_parameters(wide.model),
+        "parameters": num_parameters,
         "peak_bytes": peak_bytes(wide.model.device),
         "settings": [
             f"{len(chosen)} questions of {benchmark} from {offset}, at most {max_new_tokens} tokens a turn, greedy, "
             f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
-            f"{wide.shape.vocab_size:,}{', packed weights' if packed else ''}."
+            f"{wide.shape.vocab_size:,}{PACKED[packed]}."
         ],
         "origin": origin(wide.model.device),
         "drafters": {

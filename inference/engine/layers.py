@@ -38,23 +38,27 @@ class PackedLinear(nn.Linear):
     Args:
         linear: A layer in float32 on the CPU.
         at_first_use: Whether the copy is made at the first product of a few tokens, or at once.
+        alone: Whether the layer has the packed weights only, for any number of tokens: half the memory, but they can
+            be neither saved nor loaded.
     """
 
-    def __init__(self, linear: nn.Linear, at_first_use: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, at_first_use: bool = False, alone: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self.training = linear.training
+        self.training, self.alone = linear.training, alone
         self._packed: Tensor | None = None
         self._packed_from: tuple[int, int] | None = None
-        if not at_first_use:
+        if alone or not at_first_use:
             self._packed_weight()
+        if alone:
+            self.weight = nn.Parameter(linear.weight.detach().new_empty(0), requires_grad=False)
 
     def _packed_weight(self) -> Tensor:
         """The packed copy, made anew if other weights were loaded or the layer was moved since."""
         weight = self.weight.detach()
         origin = weight.data_ptr(), 0 if weight.is_inference() else weight._version
-        if self._packed is None or self._packed_from != origin:
+        if self._packed is None or (not self.alone and self._packed_from != origin):
             typical_rows = 16  # it decides about the size of the blocks; from 1 to 64 all sizes run
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, typical_rows)
             self._packed_from = origin
@@ -67,20 +71,21 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
         is_few = input.numel() // self.in_features in PACKED_ROWS
-        if not is_few or (self.weight.device.type, self.weight.dtype) != ("cpu", torch.float32):
+        if not (is_few or self.alone) or (self.weight.device.type, self.weight.dtype) != ("cpu", torch.float32):
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
 
-def pack_weights(model: nn.Module, at_first_use: bool = False) -> int:
+def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = False) -> int:
     """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
 
-    The model computes the same function up to rounding, in about twice the memory.
+    The model computes the same function up to rounding, in about twice the memory, unless ``alone``.
 
     Args:
         model: A base or a drafter.
         at_first_use: Whether a layer is packed when it first multiplies a few tokens; one that only ever reads one
             token, such as Medusa's LM heads, then takes no more memory.
+        alone: Whether the packed weights of a base replace the plain ones, except for the LM head, which drafters read.
 
     Raises:
         ValueError: The weights are not in float32 on the CPU, or this build of torch cannot pack them.
@@ -92,16 +97,19 @@ def pack_weights(model: nn.Module, at_first_use: bool = False) -> int:
     if not torch.backends.mkldnn.is_available():
         raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
     layers = [
-        (parent, name, child)
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.numel() >= MIN_PACKED_ELEMENTS
     ]
-    try:
-        packed = [PackedLinear(child, at_first_use) for _, _, child in layers]
-    except (AttributeError, RuntimeError) as error:
-        raise ValueError(f"this build of torch cannot pack weights ({error}): do not pack them") from error
-    for (parent, name, _), layer in zip(layers, packed, strict=True):
+    base: Any = model
+    kept = base.get_output_embeddings().weight if alone else None
+    for parent, name in layers:  # one by one: its plain weights may be freed before the next is packed
+        linear = getattr(parent, name)
+        try:
+            layer = PackedLinear(linear, at_first_use, alone and linear.weight is not kept)
+        except (AttributeError, RuntimeError) as error:
+            raise ValueError(f"this build of torch cannot pack weights ({error}): do not pack them") from error
         setattr(parent, name, layer)
     return len(layers)
 

@@ -123,6 +123,21 @@ def test_a_layer_packed_at_first_use_takes_memory_only_then():
     assert layer._packed is not None
 
 
+@torch.inference_mode()
+def test_packed_weights_alone_compute_the_same_without_the_plain_ones(packed):
+    plain, _ = packed
+    model = copy.deepcopy(plain.model)
+    pack_weights(model, alone=True)
+    for num_tokens in (1, 16, 300):
+        tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        torch.testing.assert_close(model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    linear = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert [module.weight.numel() > 0 for module in linear] == [False] * 14 + [True]  # the LM head's stay
+    base = dataclasses.replace(plain, model=model)
+    texts = [Session(Runner(each), drafters.PromptLookup()).run([5, 6, 7, 5, 6], 40).tokens for each in (plain, base)]
+    assert texts[0] == texts[1]
+
+
 def test_small_layers_stay_as_they_are(make_base):
     model = make_base(dtype=torch.float32).model
     assert pack_weights(model) == 0 and not any(isinstance(each, PackedLinear) for each in model.modules())

@@ -61,6 +61,7 @@ def at_scale(
         shape: Shape of the large base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2) or 7b (Vicuna).
         dtype: Dtype of the large weights.
         drafter: NAME[=FOLDER][:key=value,...] as in `drafters eval`, such as ctc=FOLDER:num_nodes=16; may be repeated.
+            With num_nodes=auto, steps depend on their times and are not those of the small base.
         benchmark: Name of the benchmark whose questions are answered.
         questions: File with the questions; those of embedded come from the package.
         offset: Number of questions to skip at the beginning.
@@ -84,7 +85,7 @@ def at_scale(
     options = QuestionOptions(benchmark, questions, offset, limit, max_new_tokens, TEMPLATE)
     chosen = options.select(small, options.load()).questions
     drafters = {name: catalogue.make(spec, Runner(small)) for name, spec in specs.items()}
-    small_answers = decode(small, drafters, chosen, max_new_tokens, 1, f"{base} at its own shape")
+    small_answers = decode(small, drafters, specs, chosen, max_new_tokens, 1, f"{base} at its own shape")
     wide = widen_base(
         small, f"{base} at {shape}", SHAPES[shape], max(vocab_size, small.shape.vocab_size), _dtype(dtype)
     )
@@ -94,7 +95,7 @@ def at_scale(
     runner = Runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     clocks = {name: SearchClock(each) for name, each in wide_drafters.items()}
-    answers = decode(wide, wide_drafters, chosen, max_new_tokens, repeats, wide.name)
+    answers = decode(wide, wide_drafters, specs, chosen, max_new_tokens, repeats, wide.name)
     first_small = {name: each[0] for name, each in small_answers.items()}
     result = {
         "title": f"{Path(base).name} at the shape {shape}, {dtype}",
@@ -136,6 +137,7 @@ def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:
 def decode(
     base: Base,
     drafters: Mapping[str, Drafter],
+    specs: Mapping[str, str],
     questions: list[Question],
     max_new_tokens: int,
     repeats: int,
@@ -143,7 +145,10 @@ def decode(
 ) -> dict[str, list[list[Answer]]]:
     """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
     runner = Runner(base)
-    sessions = {name: Session(runner, each) for name, each in drafters.items()}
+    sessions = {
+        name: Session(runner, each, budget=catalogue.make_budget(each, specs[name], "fixed"))
+        for name, each in drafters.items()
+    }
     answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
     with progress_bars(transient=True) as bars:
         task = bars.add_task(title, total=repeats * len(questions) * len(drafters))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from benchmarks.harness import SHAPES, origin, show
 from data.benchmarks import Question
 from data.files.atomic_write import write_text
 from data.files.bounded_json import read_json
-from drafters import checkpoint
+from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference.engine.base import Base, load_base, resolve_device
 from inference.engine.layers import pack_weights
@@ -177,11 +177,15 @@ def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str,
 
 
 def _wide(spec: str, drafter: Drafter, small: Base, runner: Runner) -> Drafter:
-    """The drafter of the wide base: a learned one is widened, any other is made anew."""
-    if not isinstance(drafter, LearnedDrafter):
+    """The drafter of the wide base: a learned one is widened, also in a merged one, and any other is made anew."""
+    if not isinstance(drafter, LearnedDrafter | Merged):
         return catalogue.make(spec, runner)
-    config = checkpoint.read_config(Path(str(catalogue.split(spec)[1])))
-    return widen_drafter(drafter, config.init_args, small.shape, runner.base)
+    init_args = checkpoint.read_config(Path(str(catalogue.split(spec)[1]))).init_args
+    if isinstance(drafter, LearnedDrafter):
+        return widen_drafter(drafter, init_args, small.shape, runner.base)
+    merged = cast(Merged, catalogue.make(spec, Runner(small)))  # anew, as the first one knows the texts by now
+    merged.learned = widen_drafter(merged.learned, init_args, small.shape, runner.base)
+    return merged
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -189,4 +193,5 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _num_parameters(module: object) -> int:
+    module = module.learned if isinstance(module, Merged) else module
     return sum(weight.numel() for weight in module.parameters()) if isinstance(module, torch.nn.Module) else 0

@@ -261,6 +261,7 @@ def results(make_base, tmp_path_factory):
     checkpoint.save(folder / "ctc", trained_at_random(kind, options, base), config)
     arguments = ["--base", f"{folder}/toy", "--limit", "2", "--vocab-size", "64", "--out", f"{folder}/out"]
     specs = ["--drafter", f"ctc={folder}/ctc", f"--drafter=ctc={folder}/ctc:num_nodes=3", "--drafter", "joint"]
+    specs.append(f"--drafter=merged={folder}/ctc:num_nodes=8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(harness.SHAPES, "tiny", SHAPE)
         patch.setitem(harness.SHAPES, "draft", (64, 64, 2, 8, 2))
@@ -272,11 +273,12 @@ def results(make_base, tmp_path_factory):
 @pytest.mark.slow
 def test_the_command_writes_what_the_small_base_writes(results):
     found = json.loads((results / "toy-tiny-float32.json").read_text())
-    assert list(found["drafters"]) == ["none", "ctc", "ctc:num_nodes=3", "joint"]
+    assert list(found["drafters"]) == ["none", "ctc", "ctc:num_nodes=3", "joint", "merged:num_nodes=8"]
     for own in found["drafters"].values():
         assert own["same_steps_as_small"] == own["same_texts_as_small"] == own["identical"] == own["questions"] == 2
         assert own["acceptance_length"] == own["small_acceptance_length"]
     assert found["drafters"]["none"]["speedup"] == 1 and found["drafters"]["none"]["parameters"] == 0
+    assert found["drafters"]["merged:num_nodes=8"]["parameters"] == found["drafters"]["ctc"]["parameters"] > 0
     assert found["drafters"]["ctc"]["fed_per_step"] > found["drafters"]["ctc:num_nodes=3"]["fed_per_step"]
     assert found["drafters"]["ctc"]["phases_ms"]["search"] > 0
     assert found["drafters"]["ctc"]["acceptance_length"] > 1.2

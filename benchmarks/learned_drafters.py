@@ -38,6 +38,7 @@ ARMS = {
         Arm("block_markov", "Block", {"num_frames": 6, "markov_rank": 64, **TRUNK}),
         Arm("block_markov_base", "Block", {"num_frames": 6, **BASE_BIAS, **TRUNK}),
         Arm("block_8_base", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK}),
+        Arm("block_10_base", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK}),
         Arm("block_lk", "Block", {"num_frames": 6, **BASE_BIAS, **LK, **TRUNK}),
         Arm("ctc_paper", "CTC", {"objective": "ctc", **FRAMES}),
         Arm("ctc", "CTC", FRAMES),
@@ -96,7 +97,7 @@ GROUPS = {
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
-    "long": ["eagle_8", "block_8_base", "ctc_10_8_base", "ctc_12_10_base"],
+    "long": ["eagle_8", "block_8_base", "block_10_base", "ctc_10_8_base", "ctc_12_10_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
 }
 

@@ -26,6 +26,7 @@ PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
 MAX_CREDIT = 12.0  # so much may be lost until drafting stops
 FIRST_CREDIT = 8.0  # the same before anything was gained
 MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly
+PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
 TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
 INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
 MIN_INTEREST = 0.0075  # after trials that did not pay
@@ -53,6 +54,11 @@ class CostCurve:
             self._durations[size] = deque(maxlen=NUM_KEPT)
         self._durations[size].append(seconds)
         self._changed.add(size)
+
+    def charged(self, size: int, seconds: float) -> float:
+        """What a duration counts in the account: at most twice what nine of ten durations of this size stay below."""
+        kept = sorted(self._durations.get(size, ()))
+        return min(seconds, 2 * kept[len(kept) * 9 // 10]) if len(kept) >= 8 else seconds
 
     def count(self, size: int) -> int:
         """Number of durations kept of a size."""
@@ -146,6 +152,7 @@ class BudgetController:
         self._factors = [1.0] * (len(BINS) + 1)
         self._gives_probabilities = False
         self._requested = self._fed = 0
+        self._paused = 0  # steps since the last draft
         self._probabilities: Sequence[float] = ()
         self._review()
 
@@ -220,12 +227,15 @@ class BudgetController:
         is_new = self._base.count(self._fed) < 5
         self._since_vanilla = self._since_vanilla + 1 if self._fed else 0
         if self._requested:
-            self._draft.add(self._requested, draft_seconds)
+            if self._paused < PAUSE:  # after a pause a drafter first reads what was written since
+                self._draft.add(self._requested, draft_seconds)
+                draft_seconds = self._draft.charged(self._requested, draft_seconds)
             is_new |= self._draft.count(self._requested) < 5
             self._learn(path)
+        self._paused = 0 if self._requested else self._paused + 1
         if is_new or self._num_steps % REVIEW == 0:
             self._review()
-        self._keep_account(num_emitted)
+        self._keep_account(num_emitted, draft_seconds)
 
     def _learn(self, path: Sequence[int]) -> None:
         if self._probabilities:
@@ -239,7 +249,7 @@ class BudgetController:
             for node in path:
                 self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
 
-    def _keep_account(self, num_emitted: int) -> None:
+    def _keep_account(self, num_emitted: int, draft_seconds: float) -> None:
         gain = self._interest
         if self._requested:
             self._num_drafts += 1
@@ -247,8 +257,7 @@ class BudgetController:
                 self._num_drafts == 1 or not self._base.knows_vanilla
             ):  # the first draft of a process compiles and allocates
                 return
-            place, asked = (bisect_left(SIZES, size) for size in (self._fed, self._requested))
-            seconds = self._base_seconds[place] + self._draft_seconds[asked]
+            seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
             self._tokens = SPEED_DECAY * self._tokens + num_emitted
             self._seconds = SPEED_DECAY * self._seconds + seconds
             gain += num_emitted - seconds / self._base_seconds[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from drafters import CTC, Block
 from drafters.checkpoint import load
 from drafters.learned.ctc import alignment
 from drafters.learned.ctc.emissions import emit
-from drafters.protocol import BaseWeights
+from drafters.protocol import BaseWeights, LearnedDrafter
 from inference.engine.base import BareBase, Base, load_base
 
 KINDS = "a token twice in a row", "a digit", "a line break", "anything else"
@@ -56,12 +56,11 @@ def alignments(
     if threads:
         torch.set_num_threads(threads)
     frozen = load_base(base)
-    loaded: dict[str, Any] = {}
-    for folder in drafter:
-        each, config = load(folder)
-        loaded[f"{config.class_path.rpartition('.')[2]} {len(loaded) + 1}"] = each
-    if wrong := [name for name, each in loaded.items() if not isinstance(each, CTC | Block)]:
-        raise ValueError(f"{drafter[list(loaded).index(wrong[0])]} is neither a CTC nor a block drafter")
+    loaded: dict[str, CTC | Block] = {}
+    for number, folder in enumerate(drafter, 1):
+        each, _ = load(folder)
+        check(each, folder, num_labels)
+        loaded[f"{type(each).__name__} {number}"] = cast(CTC | Block, each)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, Path(out))
     kinds: list[int] = []
     found: dict[str, list[Tensor]] = {name: [] for name in loaded}
@@ -81,6 +80,20 @@ def alignments(
         *(f"{name}: {folder}" for name, folder in zip(loaded, drafter, strict=True)),
     ]
     show([alignment_table(torch.tensor(kinds), results, notes)], torch.device("cpu"), table)
+
+
+def check(drafter: LearnedDrafter, folder: str, num_labels: int) -> None:
+    """Refuse a drafter whose alignments cannot be split.
+
+    Raises:
+        ValueError: It is of another kind, has fewer frames than labels are looked at, or a draft vocabulary.
+    """
+    if not isinstance(drafter, CTC | Block):
+        raise ValueError(f"{folder} is neither a CTC nor a block drafter")
+    if not 1 <= num_labels <= drafter.num_frames - drafter.first_frame:
+        raise ValueError(f"num_labels must be between 1 and the frames of {folder}, not {num_labels}")
+    if drafter.draft_tokens is not None:
+        raise ValueError(f"{folder} has a draft vocabulary, which is not supported here")
 
 
 def kind_of(tokens: list[int], base: Base | BareBase) -> int:

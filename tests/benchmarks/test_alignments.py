@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.ctc.alignments import KINDS, acceptance, alignment_table, kind_of
-from drafters import CTC, BaseShape, BaseWeights, Block, recipe
+from benchmarks.ctc.alignments import KINDS, acceptance, alignment_table, check, kind_of
+from drafters import CTC, BaseShape, BaseWeights, Block, Medusa, recipe
 from drafters.learned.ctc.alignment import collapse
 from inference.engine.base import load_base_info
 
@@ -73,6 +73,20 @@ def test_block_has_one_alignment(text, rank):
     root = int(tokens[5])
     probs = frame_probs(drafter, hidden, root, 5, weights)
     assert everywhere == own == pytest.approx(float(probs[0, root, 1] * (1 + probs[1, 1, 1])), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (Medusa, {}, "neither a CTC nor a block drafter"),
+        (Block, {}, "num_labels must be between 1 and the frames of FOLDER, not 5"),
+        (Block, {"num_frames": 5, "draft_vocab_size": 3}, "has a draft vocabulary"),
+    ],
+)
+def test_drafters_whose_alignments_cannot_be_split_are_refused(kind, arguments, message):
+    drafter = recipe.build(Medusa, SHAPE, {}) if kind is Medusa else random_drafter(kind, **arguments)
+    with pytest.raises(ValueError, match=message):
+        check(drafter, "FOLDER", 5)
 
 
 @pytest.mark.parametrize(("text", "kind"), [("There are 7", 1), ("ab\nc", 2), ("7\n", 1), ("plain words", 3)])

@@ -29,7 +29,7 @@ MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be me
 PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
 TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
 INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
-MIN_INTEREST = 0.0075  # after trials that did not pay
+MIN_INTEREST = 0.004  # after several trials that did not pay
 
 
 class CostCurve:
@@ -233,9 +233,12 @@ class BudgetController:
             is_new |= self._draft.count(self._requested) < 5
             self._learn(path)
         self._paused = 0 if self._requested else self._paused + 1
-        if is_new or self._num_steps % REVIEW == 0:
+        was_drafting = self._is_drafting
+        if is_new or (was_drafting and self._num_steps % REVIEW == 0):
             self._review()
         self._keep_account(num_emitted, draft_seconds)
+        if self._is_drafting and not was_drafting:
+            self._review()
 
     def _learn(self, path: Sequence[int]) -> None:
         if self._probabilities:

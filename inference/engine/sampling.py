@@ -147,6 +147,11 @@ class Greedy(_PickPerNode):
         processors: Logits processors that change the base's logits before a token is picked.
     """
 
+    @property
+    def decides_argmaxes(self) -> bool:
+        """Whether the decisions are the argmaxes of the base's own logits."""
+        return not self._processors
+
     def decide(
         self,
         logits: Tensor,

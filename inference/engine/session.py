@@ -213,7 +213,9 @@ class Session:
         positions = [length, *(length + depth for depth in tree.depths)]
         decisions = self.sampler.decide(logits, tree, positions, self.seq, eos)
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
-        if top_k:
+        if top_k == 1 and isinstance(self.sampler, Greedy) and self.sampler.decides_argmaxes:
+            width = 0  # the decisions are the top tokens, too
+        elif top_k:
             top = most_probable(logits)[:, None] if top_k == 1 else logits.topk(min(top_k, logits.shape[1])).indices
             decisions = torch.cat([decisions.to(top.device), top], dim=1)
         on_host = decisions.tolist()

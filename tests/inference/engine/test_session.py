@@ -5,9 +5,11 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import SuppressTokensLogitsProcessor
 
 import drafters
 from drafters import DraftTree
+from drafters.protocol import RequiredOutputs
 from inference.engine import runner as runner_module
 from inference.engine import sampling as sampling_module
 from inference.engine import session as session_module
@@ -210,6 +212,34 @@ def test_without_a_drafter_a_step_emits_one_token(base):
 
 
 # ---- resuming a text
+
+
+class TopTokens(drafters.NoDrafter):
+    """Drafts some nodes and keeps the base's top tokens that it is shown, with the paths that lead there."""
+
+    def __init__(self, top_k):
+        self.required_outputs, self.shown = RequiredOutputs(top_k=top_k), []
+
+    def propose(self, seq, limits):
+        self._seq = list(seq)
+        return DraftTree([5, 6, 7, 8], [-1, 0, -1, 2]).pruned(limits.max_depth, limits.max_nodes, limits.eos)
+
+    def observe(self, step):
+        paths = [[], *(step.tree.path_tokens(node) for node in range(len(step.tree)))]
+        self.shown += [(self._seq + path, row) for path, row in zip(paths, step.top_tokens, strict=True)]
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("sampler", ["greedy", "processed", "sampled"])
+def test_top_tokens_are_those_of_the_base_alone_however_tokens_are_picked(base, top_k, sampler):
+    banned = SuppressTokensLogitsProcessor(list(range(20)), device="cpu")  # half of the tokens
+    samplers = {"greedy": Greedy(), "processed": Greedy([banned]), "sampled": KeyedSampler(temperature=2.0, seed=3)}
+    drafter = TopTokens(top_k)
+    Session(Runner(base), drafter, samplers[sampler]).run(prompt_of(6), 12)
+    assert len(drafter.shown) > 12
+    for text, row in drafter.shown:
+        logits = base.model(torch.tensor([text])).logits[0, -1]
+        assert row == logits.topk(top_k).indices.tolist()
 
 
 class Rewinds(drafters.NoDrafter):

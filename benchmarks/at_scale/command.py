@@ -71,8 +71,8 @@ def at_scale(
         vocab_size: Vocabulary of the large base.
         device: Device to run on; auto uses the GPU if there is one.
         threads: Number of torch threads; 0 keeps the default.
-        packed: Pack the weights of the large base and its drafters; float32 on a CPU only. With alone, the base has no
-            plain weights beside the packed ones, so that a shape fits into memory that would not twice.
+        packed: Pack the weights of the large base and its drafters, on a CPU only. With alone, the base has no plain
+            weights beside the packed ones, so that a shape fits into memory that would not twice.
         out: Folder for the results of this run as JSON and a plot of its phases, for the tables of all runs in the
             folder, and for the plot of the speed-up against the parameters.
     """

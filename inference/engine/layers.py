@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # Embedding, decoder layers with rotary positions and a final norm, and nothing else in their forward.
 PLAIN_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 
-PACKED_ROWS = range(2, 257)
-"""Numbers of tokens for which packed weights are faster: one token is a matrix-vector product, and many tokens make the
-cost of packing small."""
+PACKED_ROWS = {torch.float32: range(2, 257), torch.bfloat16: range(1, 257)}
+"""Numbers of tokens for which packed weights are faster, by dtype: one token in float32 is a matrix-vector product, and
+many tokens make the cost of packing small."""
 
 MIN_PACKED_ELEMENTS = 2**20
 """Layers with fewer weights stay in the processor's cache, where packing costs little."""
@@ -32,11 +32,11 @@ MIN_PACKED_ELEMENTS = 2**20
 class PackedLinear(nn.Linear):
     """A linear layer of a CPU that multiplies few tokens by a packed copy of its weights.
 
-    For a product of 2 to about 256 tokens, the matrix library copies all weights into blocks that fit its registers,
-    which takes longer than the product. Here this is done once. The layer shares its weights with the given one.
+    For a product of `PACKED_ROWS` tokens, the matrix library copies all weights into blocks that fit its registers,
+    which may take longer than the product. Here this is done once. The layer shares its weights with the given one.
 
     Args:
-        linear: A layer in float32 on the CPU.
+        linear: A layer in float32 or bfloat16 on the CPU.
         at_first_use: Whether the copy is made at the first product of a few tokens, or at once.
         alone: Whether the layer has the packed weights only, for any number of tokens: half the memory, but they can
             be neither saved nor loaded.
@@ -70,8 +70,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
-        is_few = input.numel() // self.in_features in PACKED_ROWS
-        if not (is_few or self.alone) or (self.weight.device.type, self.weight.dtype) != ("cpu", torch.float32):
+        is_few = input.numel() // self.in_features in PACKED_ROWS.get(self.weight.dtype, ())
+        if not (is_few or self.alone) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
 
@@ -88,14 +88,18 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         alone: Whether the packed weights of a base replace the plain ones, except for the LM head, which drafters read.
 
     Raises:
-        ValueError: The weights are not in float32 on the CPU, or this build of torch cannot pack them.
+        ValueError: The weights are not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
     """
     weight = next(model.parameters())
     device, dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
-    if (device, dtype) != ("cpu", "float32"):
-        raise ValueError(f"packed weights need float32 on a CPU, and these are {dtype} on {device}: do not pack them")
+    if device != "cpu" or weight.dtype not in PACKED_ROWS:
+        raise ValueError(
+            f"packed weights need float32 or bfloat16 on a CPU, and these are {dtype} on {device}: do not pack them"
+        )
     if not torch.backends.mkldnn.is_available():
         raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise ValueError("oneDNN has no products in bfloat16 for this CPU: do not pack the weights, or use float32")
     layers = [
         (parent, name)
         for parent in model.modules()
@@ -109,7 +113,7 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         try:
             layer = PackedLinear(linear, at_first_use, alone and linear.weight is not kept)
         except (AttributeError, RuntimeError) as error:
-            raise ValueError(f"this build of torch cannot pack weights ({error}): do not pack them") from error
+            raise ValueError(f"torch cannot pack {dtype} weights here ({error}): do not pack them") from error
         setattr(parent, name, layer)
     return len(layers)
 

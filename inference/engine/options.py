@@ -24,8 +24,8 @@ class ModelOptions:
         check: Compare the logits of draft trees with those of the base's own forward on a few tokens, and refuse a base
             where they differ. Pass false only for a base that you know to be right.
         packed: Keep a second copy of the weights in the layout in which a CPU multiplies few tokens: for a base of a
-            billion parameters, a forward of 16 tokens takes half the time and the base twice the memory. float32 on a
-            CPU only.
+            billion parameters in float32, a forward of 16 tokens takes half the time and the base twice the memory.
+            float32 and bfloat16 on a CPU only.
         prefill_chunk: Maximum number of prompt tokens that one forward reads; 0 for no maximum. Longer prompts are read
             in several forwards, whose masks and activations need less memory. The text is the same. `regenerate` reads
             prompts whole.

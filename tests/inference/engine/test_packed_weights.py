@@ -19,6 +19,14 @@ from inference.engine.session import Session
 from inference.registry.builders import load_learned
 
 
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no products in bfloat16 for this CPU"
+    ),
+)
+
+
 @pytest.fixture
 def packed(make_base, monkeypatch):
     """A toy base in float32, and the same with all its linear layers packed."""
@@ -44,11 +52,32 @@ def test_a_layer_with_a_bias_and_several_dimensions():
     torch.testing.assert_close(PackedLinear(linear)(tokens), linear(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_the_packed_copy_is_used_for_a_few_tokens_only():
-    layer = PackedLinear(torch.nn.Linear(24, 40, bias=False))
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, [2, 16, 256]), pytest.param(torch.bfloat16, [1, 2, 16, 256], marks=BFLOAT16.marks)],
+)
+def test_the_packed_copy_is_used_for_a_few_tokens_only(dtype, expected):
+    layer = PackedLinear(torch.nn.Linear(24, 40, bias=False, dtype=dtype))
     layer.weight.data.zero_()  # which no counter of changes sees, so the copy keeps the old ones
-    used = [num for num in (1, 2, 16, 256, 257) if layer(torch.ones(1, num, 24)).any()]
-    assert used == [2, 16, 256]
+    used = [num for num in (1, 2, 16, 256, 257) if layer(torch.ones(1, num, 24, dtype=dtype)).any()]
+    assert used == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [BFLOAT16])
+@pytest.mark.parametrize("alone", [False, True])
+def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype, alone):
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    exact = make_base(context=512, dtype=torch.float32).model
+    exact.to(dtype).float()  # weights that bfloat16 holds exactly
+    model = copy.deepcopy(exact).to(dtype)
+    plain = copy.deepcopy(model)
+    pack_weights(model, alone=alone)
+    for num_tokens in (1, 2, 16, 300):
+        tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        expected = exact(tokens).logits
+        errors = [(each(tokens).logits.float() - expected).abs().max().item() for each in (model, plain)]
+        assert errors[0] < 2 * errors[1] + 1e-3 and errors[1] < 0.1 * expected.abs().max().item()
 
 
 def test_weights_that_are_loaded_or_moved_later_are_packed_again():
@@ -144,7 +173,17 @@ def test_small_layers_stay_as_they_are(make_base):
 
 
 def test_other_dtypes_are_refused(make_base):
-    with pytest.raises(ValueError, match="packed weights need float32 on a CPU, and these are bfloat16 on cpu"):
+    with pytest.raises(
+        ValueError, match="packed weights need float32 or bfloat16 on a CPU, and these are float16 on cpu"
+    ):
+        pack_weights(make_base(dtype=torch.float16).model)
+
+
+def test_bfloat16_is_refused_where_products_in_it_are_not_supported(make_base, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(
+        ValueError, match="no products in bfloat16 for this CPU: do not pack the weights, or use float32"
+    ):
         pack_weights(make_base(dtype=torch.bfloat16).model)
 
 

@@ -31,7 +31,7 @@ from drafters import recipe
 from drafters.learned.layers.markov import BaseMarkov
 from drafters.protocol import BaseShape, LearnedDrafter
 from inference.engine.base import Base, shape_of
-from inference.engine.layers import PLAIN_MODEL_TYPES, pack_weights
+from inference.engine.layers import PLAIN_MODEL_TYPES
 
 CARRIED = 2.0**-40  # in the reserved dimension; its square vanishes in every sum of squares
 PADDING_PENALTY = 2.0**20
@@ -91,10 +91,7 @@ def widen_drafter(
     wide = wide.to(base.model.dtype).to_empty(device=base.model.device)
     heads, wide_heads = (Attention(each.num_heads, each.num_heads, each.head_dim) for each in (small_base, shape))
     _write_weights(wide, drafter, Axes.between(small_base, shape, heads, wide_heads))
-    weights = base.base_weights
-    if weights.packed_head is not None:
-        pack_weights(wide, at_first_use=True)
-    wide.eval().requires_grad_(False).attach_base_weights(weights)
+    base.lend_weights_to(wide.eval().requires_grad_(False))
     return wide
 
 

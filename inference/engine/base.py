@@ -19,7 +19,7 @@ from data.hub import split_revision
 from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
-from drafters.protocol import BaseShape, BaseWeights
+from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.engine.base_files import check_base_folder
 from inference.engine.layers import PLAIN_MODEL_TYPES, PackedLinear, capture_hidden_states, pack_weights
 
@@ -102,6 +102,13 @@ class Base:
         head: Any = self.model.get_output_embeddings()
         is_packed = isinstance(head, PackedLinear) and head.bias is None
         return BaseWeights(embedding.weight, head.weight, packed_head=head if is_packed else None)
+
+    def lend_weights_to(self, drafter: LearnedDrafter) -> None:
+        """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
+        weights = self.base_weights
+        if weights.packed_head is not None:
+            pack_weights(drafter, at_first_use=True)
+        drafter.to(self.model.device).attach_base_weights(weights)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Run one forward and return hidden states.

@@ -23,7 +23,6 @@ from drafters.training_free.pool import NgramPool
 from inference.engine.base import Base, Dtype, check_fit, load_base, tokenizer_hash
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.layer_skipping import LayerSkippingSession, default_skips, read_skips
-from inference.engine.layers import pack_weights
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 
@@ -168,10 +167,7 @@ def load_learned(folder: str, config: DrafterConfig, base: Base) -> LearnedDraft
         ValueError: Its weights are missing or damaged, or do not fit the configuration.
     """
     drafter, _ = checkpoint.load(drafter_folder(folder), base.model.dtype, config)
-    weights = base.base_weights
-    if weights.packed_head is not None:
-        pack_weights(drafter, at_first_use=True)
-    drafter.to(base.model.device).attach_base_weights(weights)
+    base.lend_weights_to(drafter)
     return drafter
 
 

@@ -18,7 +18,6 @@ from inference.engine.runner import Runner
 from inference.engine.session import Session
 from inference.registry.builders import load_learned
 
-
 BFLOAT16 = pytest.param(
     torch.bfloat16,
     marks=pytest.mark.skipif(

@@ -145,6 +145,17 @@ class TrainingTime(L.Callback):
         self._before = state_dict["cpu_seconds"]
 
 
+class FinalCheckpoint(L.Callback):
+    """Writes last.ckpt after the last step, which the periodic checkpoints may miss."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == trainer.max_steps:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
+
+
+CALLBACKS = (TrainingTime, FinalCheckpoint)
+
+
 def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
     """Train an arm as ``lightning fit`` does and export it, unless that has been done already.
 
@@ -168,7 +179,7 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
     last = folder / "checkpoints" / "last.ckpt"
     arguments = ["fit", "--config", str(recipe), *(["--ckpt_path", "last"] if last.exists() else [])]
     # Not in the configuration, which names the settings of the training: older folders would be refused.
-    measured = [*arguments, f"--trainer.callbacks+={__name__}.{TrainingTime.__name__}"]
+    measured = [*arguments, *(f"--trainer.callbacks+={__name__}.{kind.__name__}" for kind in CALLBACKS)]
     with open(folder / "output.txt", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         try:
             lightning_cli.run(measured, command=f"lightning {' '.join(arguments)}")

@@ -89,6 +89,7 @@ class Limits:
         draft_seed: Seed of the random numbers of this proposal. It is another one at every step of a text and is
             derived from the seed of the request, but independent of the numbers that accept drafts. A drafter that
             samples its drafts takes its random numbers from this seed alone: exact rejection relies on it.
+        skip_module: Whether the draft module must not run; only drafters that `may_skip_module` are asked that.
     """
 
     max_depth: int
@@ -96,6 +97,7 @@ class Limits:
     eos: frozenset[int] = frozenset()
     max_scratch_depth: int = 1024
     draft_seed: int = 0
+    skip_module: bool = False
 
 
 UNLIMITED = Limits(max_depth=1024)
@@ -186,6 +188,7 @@ class Drafter(Protocol):
         remembers: Whether proposals may depend on texts decoded earlier, since the last `reset`.
         is_divisible: Whether a part of a draft is of use too; otherwise an automatic budget feeds all of it or none.
         samples_drafts: Whether drafts are drawn at random.
+        may_skip_module: Whether it can draft without its draft module, too, as n-grams can beside one.
         draft_forwards: Number of forward passes of a draft module or draft model so far.
     """
 
@@ -194,6 +197,7 @@ class Drafter(Protocol):
     remembers: bool = True
     is_divisible: bool = True
     samples_drafts: bool = False
+    may_skip_module: bool = False
     draft_forwards: int = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -228,62 +232,6 @@ class NoDrafter(Drafter):
         return DraftTree()
 
 
-@dataclass(frozen=True)
-class DraftedTokens:
-    """Tokens that a draft session wrote ahead of the base.
-
-    Args:
-        tokens: The tokens; the last may be an end-of-sequence token.
-        distributions: (V,) the probabilities that each token was drawn with; empty if they are argmaxes.
-    """
-
-    tokens: list[int]
-    distributions: list[Tensor]
-
-
-class DraftSession(Protocol):
-    """A model that writes ahead of the base, with its own KV cache and its own drafter.
-
-    `inference.engine.draft_session` implements it.
-
-    Args:
-        forwards: Number of forward passes so far.
-        remembers: Whether what it writes may depend on earlier texts.
-        samples_drafts: Whether its tokens are drawn at random.
-    """
-
-    forwards: int
-    remembers: bool
-    samples_drafts: bool
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new text."""
-
-    def rewind(self, length: int) -> None:
-        """Forget what lies beyond the first ``length`` tokens of the text, because they were rejected drafts."""
-
-    def reset(self) -> None:
-        """Forget what its drafter keeps across texts."""
-
-    def write(
-        self,
-        seq: Sequence[int],
-        num_tokens: int,
-        eos: frozenset[int] = frozenset(),
-        threshold: float = 0.0,
-        draft_seed: int = 0,
-    ) -> DraftedTokens:
-        """Continue ``seq``. Tokens written earlier that are not part of it are dropped.
-
-        Args:
-            seq: The text so far; it extends the ``seq`` of the previous call.
-            num_tokens: Largest number of tokens to write.
-            eos: End-of-sequence tokens; writing stops after one.
-            threshold: Writing stops after a token whose probability is below this.
-            draft_seed: Seed of the random numbers, if tokens are sampled; see `Limits`.
-        """
-
-
 class LearnedDrafter(nn.Module, ABC):
     """A drafter with weights, trained on a frozen base by `train.modules.drafter_training.DrafterTraining`.
 
@@ -296,7 +244,7 @@ class LearnedDrafter(nn.Module, ABC):
     """
 
     required_outputs: RequiredOutputs
-    history_only = remembers = samples_drafts = False
+    history_only = remembers = samples_drafts = may_skip_module = False
     is_divisible, draft_forwards = True, 0
     base_weights: BaseWeights | None = None
 

@@ -41,7 +41,8 @@ class Merged(Drafter):
     from what the base emitted (`LogisticMixer`). The tree takes the most probable nodes first, whoever named them, so
     n-grams continue the learned drafter's prefixes and fill gaps between them.
 
-    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed.
+    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. An automatic budget
+    lets the n-grams draft alone where the learned drafter's pass does not pay.
 
     Args:
         learned: The learned drafter, which gives a probability for each node of its trees. It should draft about three
@@ -53,6 +54,8 @@ class Merged(Drafter):
     Raises:
         ValueError: An option is out of range, or the learned drafter samples its drafts.
     """
+
+    may_skip_module = True
 
     def __init__(
         self, learned: LearnedDrafter, ngrams: Joint, num_nodes: int = 32, min_probability: float = 0.01
@@ -110,8 +113,10 @@ class Merged(Drafter):
         if min(room, max_depth) < 1:
             self.ngrams.expect(DraftTree(), [root.contexts])
             return DraftTree()
-        # Its whole tree, of which the budget takes the nodes that are most probable in view of both.
-        learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
+        learned = DraftTree()
+        if not limits.skip_module:
+            # Its whole tree, of which the budget takes the nodes that are most probable in view of both.
+            learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
         self.draft_forwards = self.learned.draft_forwards
         learned_children = _conditional_probabilities(learned)
         tokens: list[int] = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from drafters.protocol import Drafter, DraftSession, Limits
+from drafters.protocol import Drafter, Limits
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.draft_model import DraftModel
+from drafters.training_free.draft_session import DraftSession
 from drafters.training_free.ngram import PromptLookup
 from drafters.tree import DraftTree
 

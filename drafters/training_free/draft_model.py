@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import Drafter, DraftSession, Limits
+from drafters.protocol import Drafter, Limits
+from drafters.training_free.draft_session import DraftSession
 from drafters.tree import ChildDistribution, DraftTree
 
 

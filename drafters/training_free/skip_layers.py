@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafters.protocol import DraftSession, StepResult
+from drafters.protocol import StepResult
 from drafters.training_free.draft_model import DraftModel
+from drafters.training_free.draft_session import DraftSession
 
 # How the threshold follows the acceptance rate (Draft & Verify, adaptive draft-exiting mechanism; values of its code).
 RATE_DECAY = 0.5

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import encode_prompt
 from drafters.protocol import Drafter
+from inference.budget.controller import BudgetController
 from inference.compiled.runner import make_runner
 from inference.engine.base import Base
-from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind
 from inference.engine.examination import check_config, model_state
 from inference.engine.options import SamplingOptions

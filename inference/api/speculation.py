@@ -26,8 +26,8 @@ from inference.api.generate_call import (
     read_prompts,
 )
 from inference.api.generation import acquire_runner, kept_budget, make_drafter
+from inference.budget.controller import BudgetController
 from inference.engine.base import Base
-from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind
 from inference.engine.processing import ScoreProcessors
 from inference.engine.runner import Runner

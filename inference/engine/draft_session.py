@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafters.protocol import DraftedTokens, Drafter, NoDrafter
+from drafters.protocol import Drafter, NoDrafter
+from drafters.training_free.draft_session import DraftedTokens
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler, Sampler
 from inference.engine.session import Session, common_prefix

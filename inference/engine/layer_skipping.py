@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data.files.bounded_json import read_json
 from data.files.validation import MALFORMED, validated
-from drafters.protocol import DraftedTokens
+from drafters.training_free.draft_session import DraftedTokens
 from inference.engine.runner import Runner
 from inference.engine.sampling import KeyedSampler
 

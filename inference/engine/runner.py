@@ -14,8 +14,8 @@ from transformers import GenerationMixin
 
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
+from inference.budget.controller import BudgetController
 from inference.engine.base import Base
-from inference.engine.budget import BudgetController
 from inference.engine.cache import CacheKind, make_cache
 from inference.engine.examination import check_config, examine_once, model_state, unwrap
 from inference.engine.layers import attention_spans, compute_hidden_states, longrope_border, run_base

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
+from inference.budget.controller import BudgetController
 from inference.engine.base import BaseInfo
-from inference.engine.budget import BudgetController
 from inference.engine.runner import TreeRunner
 from inference.engine.sampling import Greedy, Sampler, derived_seed, most_probable
 
@@ -158,7 +158,8 @@ class Session:
         marks = [clock()]
 
         seed, reach = derived_seed(self.sampler.seed, length), runner.prepare(length)
-        limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed)
+        skip_module = budget is not None and budget.skips_module
+        limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed, skip_module)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
         if budget:

@@ -15,8 +15,8 @@ from drafters import checkpoint, recipe
 from drafters.learned.trees.budget import read_costs
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter
 from drafters.registry import Registration, class_path, full_path, registered
+from inference.budget.controller import BudgetController
 from inference.engine.base import Base, BaseIdentity, check_fit
-from inference.engine.budget import BudgetController
 from inference.engine.runner import Runner
 from inference.engine.sampling import Sampler
 from inference.engine.session import Session
@@ -139,7 +139,7 @@ def make_budget(drafter: Drafter, spec: str | None, default: Budget) -> BudgetCo
     is_default = default != "fixed" and not drafter.samples_drafts and (spec is None or is_auto(spec, "auto"))
     if not (is_asked or is_default) or isinstance(drafter, NoDrafter):
         return None
-    return BudgetController(is_whole=not drafter.is_divisible, step_seconds=read_step_seconds(default))
+    return BudgetController(not drafter.is_divisible, read_step_seconds(default), drafter.may_skip_module)
 
 
 def read_step_seconds(budget: Budget) -> list[float]:

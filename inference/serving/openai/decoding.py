@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from data.files.terminal import print_traceback
 from drafters.protocol import Drafter, NoDrafter
+from inference.budget.controller import BudgetController
 from inference.engine.base import Base
-from inference.engine.budget import BudgetController
 from inference.engine.options import SamplingOptions
 from inference.engine.runner import Runner
 from inference.engine.session import Session, StepCost

@@ -9,7 +9,7 @@ import drafters
 from drafters import DraftTree
 from drafters.combined.mixing import combine
 from drafters.protocol import Limits, StepResult
-from inference.engine.budget import BudgetController
+from inference.budget.controller import BudgetController
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
 
@@ -103,6 +103,16 @@ def test_the_tree_holds_the_most_probable_of_all_continuations(seed):
     assert paths == pytest.approx({path: expected[path] for path in paths})
     by_both = {tuple(learned.path_tokens(node)) for node in range(len(learned))}
     assert by_both & paths.keys() and paths.keys() - by_both, "both drafters have nodes in it"
+
+
+def test_without_its_module_the_tree_is_that_of_the_n_grams_alone():
+    merged, seq = trained(random.Random(3), random_tree(random.Random(3)), num_nodes=12, min_probability=1e-9)
+    asked, expected = len(merged.learned.asked), enumerate_paths(merged, seq, DraftTree())
+    tree = merged.propose(seq, Limits(DEPTH, skip_module=True))
+    paths = {tuple(tree.path_tokens(node)): tree.probabilities[node] for node in range(len(tree))}
+    assert len(merged.learned.asked) == asked
+    assert paths and paths == pytest.approx({path: expected[path] for path in paths})
+    assert sorted(paths.values(), reverse=True) == pytest.approx(sorted(expected.values(), reverse=True)[: len(paths)])
 
 
 def test_smaller_budgets_and_thresholds_take_the_first_nodes_of_the_same_tree():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from drafters import ANPD, DraftModel, PromptLookup
-from drafters.protocol import DraftedTokens, DraftSession, Limits
+from drafters.protocol import Limits
+from drafters.training_free.draft_session import DraftedTokens, DraftSession
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session

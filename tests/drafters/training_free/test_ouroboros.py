@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
-from drafters.protocol import DraftedTokens, DraftSession, Limits, StepResult
+from drafters.protocol import Limits, StepResult
+from drafters.training_free.draft_session import DraftedTokens, DraftSession
 from drafters.training_free.pool import NgramPool
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.sampling import KeyedSampler

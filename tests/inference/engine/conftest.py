@@ -7,7 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from inference.engine.budget import SIZES, BudgetController
+from inference.budget.controller import BudgetController
+from inference.budget.costs import SIZES
 
 VOCAB, CONTEXT, WINDOW, BORDER = 40, 64, 8, 16
 COMMON = {
@@ -166,13 +167,17 @@ def make_model():
 
 
 class Scripted(BudgetController):
-    """Asks for and feeds any number of nodes, none for stretches of steps, and keeps what it is told."""
+    """Asks for and feeds any number of nodes, none for stretches of steps, and keeps what it is told.
+
+    Now and then it asks for a draft without the draft module, if the drafter has such drafts.
+    """
 
     def __init__(self, seed=0):
         super().__init__()
-        self.rng, self.told, self.pause = random.Random(seed), [], 0
+        self.rng, self.told, self.pause, self.coin = random.Random(seed), [], 0, random.Random(seed)
 
     def request(self, most=SIZES[-1]):
+        self.skips_module = self.coin.random() < 0.3
         if self.rng.random() < 0.2:
             self.pause = self.rng.randrange(4)
         self.pause -= 1

@@ -3,113 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
+from inference.budget.accounts import GAIN_DECAY, Account, Recent
+from inference.budget.costs import SIZES, CostCurve
 
-# Numbers of nodes that are tried.
-SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
 FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
 REVIEW = 8  # steps between two looks at what was measured
 EXPLORATION = 128  # drafts between those that feed more or less than seems best
 NUM_TIMED = 5  # durations of a size with which its time is known
 NUM_KNOWN = 16  # durations of a size about which enough is known
-NUM_KEPT = 64  # durations kept of each size
 DECAY = 0.9  # of what is known about acceptance, in each review
 UNSEEN_DECAY = 0.98  # the same for ranks that were not fed
-SPEED_DECAY = 0.98  # per draft, of what is known about the speed
 BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
 PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
-# The account of what drafting has gained, in vanilla steps.
-MAX_CREDIT = 12.0  # so much may be lost until drafting stops
-FIRST_CREDIT = 8.0  # the same before anything was gained
-MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly
 PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
-TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
-INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
-MIN_INTEREST = 0.004  # after several trials that did not pay
-
-
-class CostCurve:
-    """Seconds of a step by its size, learned from noisy durations.
-
-    Args:
-        expected: Seconds of steps of size 0, 1, 2, ... as measured elsewhere; empty if nothing is known. Only their
-            ratios count once something is measured here.
-    """
-
-    def __init__(self, expected: Sequence[float] = ()) -> None:
-        self.expected = expected
-        self._durations: dict[int, deque[float]] = {}
-        self._estimates: dict[int, float] = {}
-        self._changed: set[int] = set()
-
-    def add(self, size: int, seconds: float) -> None:
-        """Add the duration of a step."""
-        if size > 16:
-            size = min(SIZES, key=lambda known: abs(known - size))
-        if size not in self._durations:
-            self._durations[size] = deque(maxlen=NUM_KEPT)
-        self._durations[size].append(seconds)
-        self._changed.add(size)
-
-    def charged(self, size: int, seconds: float) -> float:
-        """What a duration counts in the account: at most twice what nine of ten durations of this size stay below."""
-        kept = sorted(self._durations.get(size, ()))
-        return min(seconds, 2 * kept[len(kept) * 9 // 10]) if len(kept) >= 8 else seconds
-
-    def count(self, size: int) -> int:
-        """Number of durations kept of a size."""
-        return len(self._durations.get(size, ()))
-
-    def largest(self) -> int:
-        """The largest size that was measured at least twice, else 0."""
-        return max((size for size, kept in self._durations.items() if len(kept) > 1), default=0)
-
-    @property
-    def knows_vanilla(self) -> bool:
-        """Whether anything is known about steps of size 0."""
-        return bool(self.expected) or 0 in self._durations
-
-    def seconds(self) -> list[float]:
-        """The seconds of each of `SIZES`.
-
-        Those of a size that was not measured are continued from the smaller ones with their mean slope, or interpolated
-        if that is less: a low estimate, too. If seconds are expected, it is how far they are off that is interpolated.
-        """
-        for size in self._changed:
-            self._estimates[size] = estimate(self._durations[size])
-        self._changed.clear()
-        # One duration alone may be an outlier.
-        known = sorted(size for size in self._estimates if self.count(size) > 1)
-        if self.expected:
-            places = np.arange(len(self.expected))
-            ratios = [self._estimates[size] / float(np.interp(size, places, self.expected)) for size in known] or [1.0]
-            return (np.interp(SIZES, known or [0], ratios) * np.interp(SIZES, places, self.expected)).tolist()
-        known = known or sorted(self._estimates)
-        if not known:
-            return [0.0] * len(SIZES)
-        values = [self._estimates[size] for size in known]
-        below = np.searchsorted(known, SIZES, side="right").clip(1) - 1  # the next smaller measured size
-        start, lowest = np.array(known)[below], np.array(values)[below]
-        slopes = np.maximum(0, lowest - values[0]) / np.maximum(1, start - known[0])
-        continued = lowest + slopes * np.maximum(0, np.array(SIZES) - start)
-        return np.minimum(continued, np.interp(SIZES, known, values, right=np.inf)).tolist()
-
-
-def estimate(durations: Collection[float]) -> float:
-    """A low estimate of the typical duration, whatever the outliers; with few durations it is lower.
-
-    It is the mean of the middle half, less its standard error, or the shortest of fewer than four. So sizes that are
-    hardly known are tried rather than avoided.
-    """
-    if len(durations) < 4:
-        return min(durations)
-    cut = len(durations) // 4
-    middle = sorted(durations)[cut : len(durations) - cut]
-    return sum(middle) / len(middle) - (middle[-1] - middle[0]) / 2 / len(durations) ** 0.5
 
 
 class BudgetController:
@@ -119,30 +28,36 @@ class BudgetController:
     the present speed. That probability is the drafter's own, corrected by how often nodes of about this probability
     were accepted; if the drafter gives none, it is how often nodes of this rank were.
 
-    Whether to draft at all is decided by an account in vanilla steps, those of the base alone. A step with a draft adds
-    what it emitted and subtracts what it took, including the draft. When the credit is used up, drafting stops; each
-    step then earns a little interest, and with enough of it drafting is tried again. So however bad a drafter is,
-    decoding hardly takes more than `INTEREST` longer than without it, apart from the first `FIRST_CREDIT` steps.
+    Whether to draft at all is decided by an `Account` in vanilla steps, those of the base alone. A step with a draft
+    adds what such steps emitted lately, and subtracts what they took, including the draft. For a drafter that can draft
+    without its module, a second account decides whether the module runs. It compares with the speed of drafts without
+    the module, of which there is one now and then.
 
-    For each step, call `request`, then `cut` with the draft, then `observe`. What `request` returns depends on earlier
-    steps only.
+    For each step, call `request`, which also sets `skips_module`, then `cut` with the draft, then `observe`. What
+    `request` returns and sets depends on earlier steps only.
 
     It may be kept from text to text: what was measured stays, and what is known about acceptance fades.
 
     Args:
         is_whole: Whether drafts are fed whole or not at all.
+        may_skip_module: Whether the drafter can draft without its module.
         step_seconds: Seconds of a step of the base that feeds 0, 1, 2, ... draft tokens, from `drafters step-cost`;
             empty to learn them from nothing.
     """
 
-    def __init__(self, is_whole: bool = False, step_seconds: Sequence[float] = ()) -> None:
-        self.is_whole = is_whole
-        self._base, self._draft = CostCurve(step_seconds), CostCurve()
+    def __init__(
+        self, is_whole: bool = False, step_seconds: Sequence[float] = (), may_skip_module: bool = False
+    ) -> None:
+        self.is_whole, self.may_skip_module = is_whole, may_skip_module
+        self.skips_module = False  # in this step
+        self._base, self._draft, self._light_draft = CostCurve(step_seconds), CostCurve(), CostCurve()
         self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
         self._num_steps = self._num_drafts = self._since_vanilla = 0
-        self._credit, self._interest, self._is_drafting = FIRST_CREDIT, INTEREST, True
-        self._is_trial = False  # since drafting was tried again
-        self._tokens = self._seconds = 0.0  # of recent steps with a draft
+        self._drafting, self._module = Account(), Account()
+        self._num_light = self._since_light = 0  # drafts without the module, and those with it since the last one
+        # Tokens and seconds of recent steps with a draft: with the module and without, and all of them.
+        self._with_module, self._without_module, self._drafted = Recent(), Recent(), Recent()
+        self._gains, self._light_gains = Recent(GAIN_DECAY), Recent(GAIN_DECAY)
         self._speed = 0.0  # tokens per second
         self._limit = FIRST_SIZE  # the largest number of nodes to try
         self._best_place = SIZES.index(FIRST_SIZE)  # of the size that pays best, for drafters without probabilities
@@ -152,7 +67,7 @@ class BudgetController:
         self._factors = [1.0] * (len(BINS) + 1)
         self._gives_probabilities = False
         self._requested = self._fed = 0
-        self._paused = 0  # steps since the last draft
+        self._paused = 0  # steps since the draft module ran
         self._probabilities: Sequence[float] = ()
         self._review()
 
@@ -161,13 +76,16 @@ class BudgetController:
     def request(self, most: int = SIZES[-1]) -> int:
         """Return how many nodes the drafter may propose in this step, at most ``most``; 0 for no draft."""
         self._requested = min(most, self._choose_request())
+        if self.may_skip_module:
+            patience = (1, 1, 4, 4, 16, 16)[self._num_light] if self._num_light < 6 else 64
+            self.skips_module = not self._module.pays or self._since_light >= patience
         return self._requested
 
     def _choose_request(self) -> int:
         num_vanilla = self._base.count(0) + (2 if self._base.expected else 0)
         is_close = self._speed * self._base_seconds[0] < 1.25
         patience = 4 if num_vanilla < 2 else 16 if num_vanilla < 6 else 64 if is_close else 512
-        if not self._is_drafting or self._since_vanilla >= patience:
+        if not self._drafting.pays or self._since_vanilla >= patience:
             return 0
         if self.is_whole:
             return SIZES[-1]
@@ -224,20 +142,23 @@ class BudgetController:
         """
         self._num_steps += 1
         self._base.add(self._fed, base_seconds)
-        is_new = self._base.count(self._fed) < 5
+        is_new, typical_seconds = self._base.count(self._fed) < 5, 0.0
         self._since_vanilla = self._since_vanilla + 1 if self._fed else 0
         if self._requested:
-            if self._paused < PAUSE:  # after a pause a drafter first reads what was written since
-                self._draft.add(self._requested, draft_seconds)
-                draft_seconds = self._draft.charged(self._requested, draft_seconds)
-            is_new |= self._draft.count(self._requested) < 5
+            curve = self._light_draft if self.skips_module else self._draft
+            if self.skips_module or self._paused < PAUSE:
+                curve.add(self._requested, draft_seconds)
+                draft_seconds = typical_seconds = curve.charged(self._requested, draft_seconds)
+            else:  # after a pause a drafter first reads what was written since
+                typical_seconds = min(draft_seconds, self._draft_seconds[bisect_left(SIZES, self._requested)])
+            is_new |= curve.count(self._requested) < 5
             self._learn(path)
-        self._paused = 0 if self._requested else self._paused + 1
-        was_drafting = self._is_drafting
+        self._paused = 0 if self._requested and not self.skips_module else self._paused + 1
+        was_drafting = self._drafting.pays
         if is_new or (was_drafting and self._num_steps % REVIEW == 0):
             self._review()
-        self._keep_account(num_emitted, draft_seconds)
-        if self._is_drafting and not was_drafting:
+        self._keep_accounts(num_emitted, typical_seconds, draft_seconds - typical_seconds)
+        if self._drafting.pays and not was_drafting:
             self._review()
 
     def _learn(self, path: Sequence[int]) -> None:
@@ -252,27 +173,29 @@ class BudgetController:
             for node in path:
                 self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
 
-    def _keep_account(self, num_emitted: int, draft_seconds: float) -> None:
-        gain = self._interest
-        if self._requested:
-            self._num_drafts += 1
-            if (
-                self._num_drafts == 1 or not self._base.knows_vanilla
-            ):  # the first draft of a process compiles and allocates
-                return
-            seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
-            self._tokens = SPEED_DECAY * self._tokens + num_emitted
-            self._seconds = SPEED_DECAY * self._seconds + seconds
-            gain += num_emitted - seconds / self._base_seconds[0]
-        self._credit = min(MAX_CREDIT, max(-MAX_DEBT, self._credit + gain))
-        if self._is_drafting and self._credit < 0:
-            self._is_drafting = False
-            if self._is_trial:
-                self._interest = max(MIN_INTEREST, self._interest / 2)
-        elif not self._is_drafting and self._credit >= TRIAL_CREDIT:
-            self._is_drafting = self._is_trial = True
-        elif self._credit == MAX_CREDIT:
-            self._is_trial, self._interest = False, INTEREST
+    def _keep_accounts(self, num_emitted: int, draft_seconds: float, reading_seconds: float) -> None:
+        if not self._requested:
+            self._drafting.book()
+            return
+        self._num_drafts += 1
+        self._num_light += self.skips_module
+        self._since_light = 0 if self.skips_module else self._since_light + 1
+        if self._num_drafts == 1 or not self._base.knows_vanilla:  # the first one of a process compiles and allocates
+            return
+        vanilla = self._base_seconds[0]
+        seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
+        self._drafted.add(num_emitted, seconds)
+        (self._without_module if self.skips_module else self._with_module).add(num_emitted, seconds)
+        gains = self._light_gains if self.skips_module else self._gains
+        gains.add(num_emitted, seconds)
+        if self.may_skip_module:
+            more = self._with_module.speed(vanilla) - self._without_module.speed(vanilla)
+            self._module.book(0.0 if self.skips_module else seconds * more)
+        # The mean of recent drafts, as a single one depends on chance.
+        self._drafting.book(seconds * (gains.speed(vanilla) - 1 / vanilla) - reading_seconds / vanilla)
+        if self.may_skip_module and not (self._drafting.pays or self.skips_module):
+            self._module.close()  # drafts without it have a trial of their own
+            self._drafting.open()
 
     def _review(self) -> None:
         """Estimate times and acceptance anew."""
@@ -280,7 +203,7 @@ class BudgetController:
             return
         self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
         vanilla = self._base_seconds[0]
-        self._speed = max(1 / vanilla, (self._tokens + 1) / (self._seconds + vanilla))
+        self._speed = max(1 / vanilla, self._drafted.speed(vanilla))
         largest = self._base.largest()
         if self._gives_probabilities:  # they tell which drafts pay where only the time is known
             largest = max(largest, len(self._base.expected) // 2)

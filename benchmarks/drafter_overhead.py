@@ -132,6 +132,7 @@ def drafter_overhead(
     repeats: int = 5,
     data: str = "embedded:4000:0",
     tokenizer: str = "checkpoints/tiny-chat",
+    max_nodes: int = 1024,
     out: str | None = None,
 ) -> None:
     """Measure propose and observe in the real loop, with a base that has no model and recites a text.
@@ -144,6 +145,8 @@ def drafter_overhead(
         repeats: Runs of every drafter at every length, after a short warm-up run.
         data: Conversations that form the text: a ShareGPT file, or embedded:COUNT:SEED.
         tokenizer: Folder of the tokenizer.
+        max_nodes: Largest number of draft tokens of a step. With 0, steps have no draft, as under an automatic budget
+            that has stopped drafting.
         out: Markdown file to write the tables to.
     """
     if min(steps, repeats, *lengths) < 2:
@@ -153,7 +156,9 @@ def drafter_overhead(
     # Drafters without a model and sessions use only what a RecitingRunner has.
     runner = cast(Runner, RecitingRunner(text, len(loaded), loaded))
     specs = catalogue.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
-    sessions = {name: Session(runner, catalogue.make(spec, runner)) for name, spec in specs.items()}
+    sessions = {
+        name: Session(runner, catalogue.make(spec, runner), max_nodes=max_nodes) for name, spec in specs.items()
+    }
     costs = {(name, length): Costs() for name in sessions for length in lengths}
     for session in sessions.values():
         _run(session, text, min(lengths), 8, Costs())
@@ -167,7 +172,7 @@ def drafter_overhead(
         f"{steps} steps after a prompt of the given number of tokens of {data} (tokenizer {tokenizer}); {repeats} "
         "repeats; the drafters alternate, starting with another one each time, each with empty tables. Medians of the "
         "repeats' means; p99 over all steps; noise = (largest - smallest) / median of the repeats' means; begin = "
-        "reading the prompt, ms.",
+        f"reading the prompt, ms. At most {max_nodes} draft tokens a step.",
         "propose includes the check of the tree against the limits: the drafter none shows the time of this and of the "
         "clock. No model runs in between, so the processor's caches are warmer than in real decoding.",
     ]

@@ -133,6 +133,11 @@ def test_drafter_overhead_in_small(repository, monkeypatch, tmp_path):
     assert [row[0] for row in table if len(row) == 3 and row[0] in names] == list(names)
     fed = {(row[0], row[1]): float(row[-1]) for row in table[2:] if len(row) == len(drafter_overhead.HEADINGS)}
     assert fed["none", "64"] == 1 and 1 < fed["prompt_lookup:num_draft=3", "256"] <= 4
+    drafter_overhead.drafter_overhead(
+        ["joint"], [64], steps=4, repeats=2, data="embedded:40:0", max_nodes=0, out=str(out)
+    )
+    idle = [row for row in rows(out.read_text())[2:] if len(row) == len(drafter_overhead.HEADINGS)]
+    assert [(row[0], float(row[-1])) for row in idle] == [("none", 1.0), ("joint", 1.0)]
 
 
 def test_every_offered_drafter_is_built_without_a_model_or_a_file():

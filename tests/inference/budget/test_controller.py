@@ -209,9 +209,8 @@ def test_without_a_way_to_skip_the_module_it_is_never_skipped():
 SHORT_WORLDS = WORLDS | {
     "n-grams that find little in the first half of a text": World(LINEAR, 0.01, (0.05, 0.6, 40), False, chain, 5, 0.4)
 }
-# What is reached where that is less than 0.98 of the best number: ranks are learned more slowly than probabilities, and
-# the best for a hopeless drafter is to draft nothing, ever.
-LESS = {"a large base, not quite flat, by rank": 0.95, "a hopeless drafter on a busy machine": 0.97}
+# What is reached where that is less than 0.98 of the best number: ranks are learned more slowly than probabilities.
+LESS = {"a large base, not quite flat, by rank": 0.95}
 
 
 @pytest.mark.parametrize("scale", [0, pytest.param(1.5, marks=pytest.mark.slow)], ids=["learned", "from a file"])

@@ -1,8 +1,9 @@
-"""Make every table about the CTC drafter again from nothing, by running the commands that make them one by one."""
+"""Make the tables about the CTC drafter again from nothing, by running the commands that make them one by one."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ TINY = "checkpoints/tiny-chat"
 SEVERAL_SEEDS = ("drafters", "bias", "layers")  # groups of arms; the others are trained with the first seed only
 ONE_SEED = ("losses", "options", "anchors")
 LIVE = ("medusa", "hydra", "eagle", "block_markov_base", "ctc_markov_base", "ctc_fused_base")
+SPLIT = ("ctc_10_8_base", "block_10_base")  # whose alignments are looked at
 CURVES = ("medusa", "hydra", "eagle_8", "block_10_base", "ctc_10_8_base", "ctc_12_10_base")
 
 
@@ -43,13 +45,14 @@ class Part:
 
     @property
     def command(self) -> str:
-        """The command as a user would type it."""
+        """The command as a user would type it, without the number of threads."""
         return shlex.join([*([] if self.program == DRAFTERS else ["python", "-m"]), self.program, *self.arguments])
 
-    def run(self) -> int:
+    def run(self, threads: int) -> int:
         """Run it in a process of its own, and return its exit code."""
         started = ["-c", RUN_DRAFTERS] if self.program == DRAFTERS else ["-m", self.program]
-        return subprocess.run([sys.executable, *started, *self.arguments], check=False).returncode
+        variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        return subprocess.run([sys.executable, *started, *self.arguments], env=variables, check=False).returncode
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,11 @@ def every_table(
     only: list[str] | None = None,
     threads: int = 1,
 ) -> None:
-    """Run all commands whose tables docs/results/ctc.md shows, and write one page of the tables with their times.
+    """Run the commands behind docs/results/ctc.md, and write one page of their tables with the time that each took.
 
     A part that is done is not run again: repeat the command to continue an interrupted run. The tables of tiny-chat
-    need nothing that is not in the repository; those of gsm-chat-7m need that base and the questions of GSM8K.
+    need nothing that is not in the repository; those of gsm-chat-7m need that base and the questions of GSM8K. Left out
+    are labels from human answers and smaller vocabularies of a trained drafter.
 
     Args:
         out: Folder for the text, the drafters, the tables and the page, tables.md.
@@ -97,10 +101,11 @@ def every_table(
         seeds: Seeds of the main arms. Other arms have the first one only.
         steps: Training steps of all arms but those of the learning curves.
         long_steps: Numbers of training steps of the learning curves.
-        live: Number of GSM8K questions that are decoded live; the embedded ones are 40.
-        limit: Maximum number of questions whose decoding is simulated.
-        conversations: Number of embedded conversations, and of GSM8K's questions that are answered for training.
-        groups: Groups of arms to train; by default all that the page shows.
+        live: Number of GSM8K questions that are decoded live; the embedded ones are 40, of two turns each.
+        limit: Maximum number of questions of everything else, and of the embedded ones.
+        conversations: Number of embedded conversations, and maximum number of GSM8K's questions that are answered for
+            training, of which ctc.md has 4,096.
+        groups: Groups of arms to train; by default drafters, bias, layers, losses, options and anchors.
         only: Names of single parts to run; by default all.
         threads: Number of torch threads.
     """
@@ -113,17 +118,17 @@ def every_table(
     texts = [tiny_text(conversations, limit)]
     if gsm_base and gsm8k:
         texts.append(gsm_text(gsm_base, gsm8k, folder, limit, live))
-    parts = list(without_base(folder, threads))
+    parts = list(without_base(folder))
     for text in texts:
         if text.name == "gsm":
             parts += answers_of_the_base(text, f"{gsm8k}/train.jsonl", conversations)
-        parts += tables_of_a_base(text, folder, chosen, seeds, steps, long_steps, threads)
+        parts += tables_of_a_base(text, folder, chosen, seeds, steps, long_steps)
     if unknown := sorted(set(only or ()) - {part.name for part in parts}):
         raise ValueError(f"unknown parts {', '.join(unknown)}: known are {', '.join(part.name for part in parts)}")
     for part in parts:
         if only is None or part.name in only:
-            run(part, folder)
-            write_text(folder / "tables.md", page(parts, folder))
+            run(part, folder, threads)
+            write_text(folder / "tables.md", page(parts, folder, threads))
     print(f"wrote {folder / 'tables.md'}")
 
 
@@ -158,12 +163,11 @@ def answers_of_the_base(text: Text, questions: str, limit: int) -> Iterator[Part
     yield Part(f"{text.name}-answers", DRAFTERS, ["regenerate", *arguments, "--max-new-tokens", "200"])
 
 
-def without_base(folder: Path, threads: int) -> Iterator[Part]:
+def without_base(folder: Path) -> Iterator[Part]:
     """The tables of the loss and of building trees, which need no base."""
     for name in ("loss_memory", "tree_building", "draft_vocabulary"):
         made = folder / "parts" / f"{name}.md"
-        options = ["--threads", str(threads)] if name == "loss_memory" else []
-        yield Part(name, f"benchmarks.ctc.{name}", [*options, "--out", str(made)], made)
+        yield Part(name, f"benchmarks.ctc.{name}", ["--out", str(made)], made)
 
 
 def tables_of_a_base(
@@ -173,12 +177,11 @@ def tables_of_a_base(
     seeds: Sequence[int],
     steps: int,
     long_steps: Sequence[int],
-    threads: int,
 ) -> Iterator[Part]:
     """All parts of one base, in the order in which they need each other."""
     parts, store, trained = folder / "parts", folder / f"{text.name}-store", folder / text.name
     trained_on = ["--base", text.base, "--files", text.files]
-    common = [*trained_on, "--features", str(store), *text.questions, "--threads", str(threads)]
+    common = [*trained_on, "--features", str(store), *text.questions]
     options = ["--out", str(store), "--max-length", "384", "--layers=-1,2,4"]
     yield Part(f"{text.name}-features", DRAFTERS, ["features", *trained_on, *options])
     for group in groups:
@@ -187,6 +190,10 @@ def tables_of_a_base(
         options = ["--group", group, "--seeds", str(used), "--steps", str(steps), "--out", str(trained / str(steps))]
         figures = ["--figures", str(folder / "plots" / f"{text.name}-{group}")]
         yield Part(made.stem, "benchmarks.learned_drafters", [*common, *options, *figures, "--table", str(made)], made)
+    made = parts / f"{text.name}-table2.md"
+    options = ["--arms", "[medusa,block,ctc_paper,ctc]", "--seeds", str(list(seeds[:1])), "--steps", str(steps)]
+    options += ["--out", str(trained / str(steps)), "--table", str(made)]
+    yield Part(made.stem, "benchmarks.ctc.paper_table2", [*common, *options], made)
     made = parts / f"{text.name}-curves.md"
     arms = ["--arms", f"[{','.join(CURVES)}]", "--steps", str(list(long_steps)), "--seeds", str(list(seeds[:1]))]
     plot = ["--figure", str(folder / "plots" / f"{text.name}-curves.png")]
@@ -196,6 +203,11 @@ def tables_of_a_base(
         [*common, *arms, "--out", str(trained), *plot, "--table", str(made)],
         made,
     )
+    made = parts / f"{text.name}-alignments.md"
+    longest = trained / str(max(long_steps))
+    split = ["--drafter", f"[{','.join(str(longest / name / f'seed{seeds[0]}' / 'drafter') for name in SPLIT)}]"]
+    asked = ["--base", text.base, *text.questions, "--out", str(folder / f"{text.name}-alignments")]
+    yield Part(made.stem, "benchmarks.ctc.alignments", [*asked, *split, "--table", str(made)], made)
     drafters = [
         f"{ARMS[name].drafter.lower()}={trained / str(steps) / name / f'seed{seed}' / 'drafter'}:num_nodes=16"
         for name in LIVE
@@ -204,11 +216,11 @@ def tables_of_a_base(
     ]
     live = folder / f"{text.name}-live"
     asked = [argument for drafter in [*drafters, "anpd", "joint"] for argument in ("--drafter", drafter)]
-    arguments = ["eval", "--base", text.base, *text.evaluated, "--repeats", "1", "--out", str(live), "--overwrite"]
+    arguments = ["eval", "--base", text.base, *text.evaluated, "--repeats", "1", "--out", str(live)]
     yield Part(live.name, DRAFTERS, [*arguments, *asked], live / "results.md")
 
 
-def run(part: Part, folder: Path) -> None:
+def run(part: Part, folder: Path, threads: int) -> None:
     """Run the command of a part, unless it is done, and keep its time.
 
     Raises:
@@ -223,7 +235,7 @@ def run(part: Part, folder: Path) -> None:
     print(f"{part.name}: {part.command}", flush=True)
     seconds, started = known.get("seconds", 0.0), time.monotonic()
     try:
-        code = part.run()
+        code = part.run(threads)
     finally:  # also when it is interrupted, as the next run continues
         known = {"command": part.command, "seconds": seconds + time.monotonic() - started, "is_done": False}
         write_text(record, json.dumps(known) + "\n")
@@ -232,7 +244,7 @@ def run(part: Part, folder: Path) -> None:
     write_text(record, json.dumps(known | {"is_done": True}) + "\n")
 
 
-def page(parts: Sequence[Part], folder: Path) -> str:
+def page(parts: Sequence[Part], folder: Path, threads: int) -> str:
     """The tables that are done, each below its command and the minutes that it took."""
     sections, total = [], 0.0
     for part in parts:
@@ -243,7 +255,7 @@ def page(parts: Sequence[Part], folder: Path) -> str:
         table = part.made.read_text(encoding="utf-8") if part.made else ""
         took = f"Took {known['seconds'] / 60:.1f} minutes."
         sections.append("\n\n".join([f"# {part.name}", f"```sh\n{known['command']}\n```", took, table]).strip())
-    return "\n\n".join([f"All parts took {total / 3600:.1f} hours.", *sections]) + "\n"
+    return "\n\n".join([f"All parts took {total / 3600:.1f} hours, with OMP_NUM_THREADS={threads}.", *sections]) + "\n"
 
 
 if __name__ == "__main__":

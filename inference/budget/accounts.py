@@ -49,19 +49,19 @@ class Account:
         self._is_trial = False  # since it was tried again
         self._trial_drafts = 0  # that are left of the trial
 
-    def book(self, gain: float = 0.0) -> None:
-        """Add what a step has gained; 0 where it did not take part."""
+    def book(self, gain: float = 0.0) -> bool:
+        """Add what a step has gained, 0 where it did not take part; return whether it is tried again from now on."""
         self._credit = min(MAX_CREDIT, max(-MAX_DEBT, self._credit + self._interest + gain))
         if self.pays and gain:
             self._trial_drafts -= 1
         if self.pays and self._credit < 0 and self._trial_drafts <= 0:
-            self.pays = False
-            if self._is_trial:
-                self._interest = max(MIN_INTEREST, self._interest / 2)
+            self.close()
         elif not self.pays and self._credit >= TRIAL_CREDIT:
             self.open()
+            return True
         elif self._credit == MAX_CREDIT:
             self._is_trial, self._interest = False, INTEREST
+        return False
 
     def open(self) -> None:
         """Try it again."""
@@ -70,3 +70,5 @@ class Account:
     def close(self) -> None:
         """Let it rest, whatever its credit is."""
         self._credit, self.pays = min(0.0, self._credit), False
+        if self._is_trial:
+            self._interest = max(MIN_INTEREST, self._interest / 2)

@@ -174,28 +174,35 @@ class BudgetController:
                 self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
 
     def _keep_accounts(self, num_emitted: int, draft_seconds: float, reading_seconds: float) -> None:
-        if not self._requested:
-            self._drafting.book()
-            return
-        self._num_drafts += 1
-        self._num_light += self.skips_module
-        self._since_light = 0 if self.skips_module else self._since_light + 1
-        if self._num_drafts == 1 or not self._base.knows_vanilla:  # the first one of a process compiles and allocates
-            return
-        vanilla = self._base_seconds[0]
-        seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
-        self._drafted.add(num_emitted, seconds)
-        (self._without_module if self.skips_module else self._with_module).add(num_emitted, seconds)
-        gains = self._light_gains if self.skips_module else self._gains
-        gains.add(num_emitted, seconds)
+        gain = of_module = 0.0
+        if self._requested:
+            self._num_drafts += 1
+            if self._num_drafts == 1 or not self._base.knows_vanilla:  # the first one of a process compiles, allocates
+                return
+            self._num_light += self.skips_module
+            self._since_light = 0 if self.skips_module else self._since_light + 1
+            vanilla = self._base_seconds[0]
+            seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
+            self._drafted.add(num_emitted, seconds)
+            (self._without_module if self.skips_module else self._with_module).add(num_emitted, seconds)
+            # The mean of recent drafts, as a single one depends on chance.
+            gains = self._light_gains if self.skips_module else self._gains
+            gains.add(num_emitted, seconds)
+            gain = seconds * (gains.speed(vanilla) - 1 / vanilla)
+            if self.may_skip_module and not self.skips_module:
+                more = self._with_module.speed(vanilla) - self._without_module.speed(vanilla)
+                of_module = seconds * more - reading_seconds / vanilla
+            else:
+                gain -= reading_seconds / vanilla
+        # What was found before a pause does not count in the trial after it.
+        if self._drafting.book(gain):
+            self._gains, self._light_gains = Recent(GAIN_DECAY), Recent(GAIN_DECAY)
         if self.may_skip_module:
-            more = self._with_module.speed(vanilla) - self._without_module.speed(vanilla)
-            self._module.book(0.0 if self.skips_module else seconds * more)
-        # The mean of recent drafts, as a single one depends on chance.
-        self._drafting.book(seconds * (gains.speed(vanilla) - 1 / vanilla) - reading_seconds / vanilla)
-        if self.may_skip_module and not (self._drafting.pays or self.skips_module):
-            self._module.close()  # drafts without it have a trial of their own
-            self._drafting.open()
+            if self._module.book(of_module):
+                self._with_module, self._gains = Recent(), Recent(GAIN_DECAY)
+            if self._requested and not (self._drafting.pays or self.skips_module):
+                self._module.close()  # drafts without it have a trial of their own
+                self._drafting.open()
 
     def _review(self) -> None:
         """Estimate times and acceptance anew."""

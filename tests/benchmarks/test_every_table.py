@@ -12,7 +12,7 @@ def arguments(folder, **others):
     return {
         "out": str(folder),
         "seeds": [0],
-        "steps": 2,
+        "steps": 10,
         "limit": 1,
         "conversations": 8,
         "groups": ["bias"],
@@ -27,7 +27,7 @@ def test_the_parts_run_one_after_another_and_only_once(tmp_path, repository, mon
     folder = tmp_path / "tables"
     every_table.every_table(**arguments(folder))
     page = (folder / "tables.md").read_text()
-    assert page.startswith("All parts took 0.0 hours.")
+    assert page.startswith("All parts took 0.0 hours, with OMP_NUM_THREADS=1.")
     assert [line[2:] for line in page.splitlines() if line.startswith("# tiny")] == [
         "tiny-features",
         "tiny-bias",
@@ -39,17 +39,17 @@ def test_the_parts_run_one_after_another_and_only_once(tmp_path, repository, mon
     every_table.every_table(**arguments(folder))
     assert {path: path.stat().st_mtime_ns for path in before} == before
     with pytest.raises(ValueError, match="tiny-bias was made by another command, see"):
-        every_table.every_table(**arguments(folder, steps=3))
+        every_table.every_table(**arguments(folder, steps=11))
 
 
 def test_a_part_that_fails_keeps_its_time_and_runs_again(tmp_path):
     part = Part("missing", "benchmarks.no_such_module", [])
     for _ in range(2):
         with pytest.raises(ValueError, match="missing failed with exit code 1: see above, then run the same command"):
-            every_table.run(part, tmp_path)
+            every_table.run(part, tmp_path, 1)
     known = json.loads((tmp_path / "parts" / "missing.json").read_text())
     assert known["seconds"] > 0 and not known["is_done"]
-    assert every_table.page([part], tmp_path) == "All parts took 0.0 hours.\n"
+    assert every_table.page([part], tmp_path, 1) == "All parts took 0.0 hours, with OMP_NUM_THREADS=1.\n"
 
 
 def test_commands_are_shown_as_a_user_types_them():

@@ -198,6 +198,17 @@ def test_the_draft_module_runs_where_it_pays_and_n_grams_draft_alone_elsewhere(n
     assert sum(automatic) / 4 >= least * max(map(max, fixed)), "of the best fixed number with the module or without"
 
 
+@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("light", [None, World(LINEAR, 0.01, 0.02)])
+def test_a_drafter_that_was_hopeless_for_long_is_soon_used_when_it_pays(gives, light):
+    half = TOKENS // 2
+    world, good = World(LINEAR, 0.25, (0.03, 0.7, half), gives=gives), World(LINEAR, 0.25, 0.7, gives=gives)
+    best = half / max(fixed_speed(good, size) for size in BUDGETS)
+    for seed in range(4 if gives or not light else 0):  # merged drafts have probabilities
+        seconds = TOKENS / automatic_speed(world, seed, light=light) - half / fixed_speed(good, 0)
+        assert seconds < 1.35 * best, "of the second half, and what the first took more than the base alone"
+
+
 def test_without_a_way_to_skip_the_module_it_is_never_skipped():
     budget = BudgetController()
     for _ in range(200):
@@ -209,8 +220,9 @@ def test_without_a_way_to_skip_the_module_it_is_never_skipped():
 SHORT_WORLDS = WORLDS | {
     "n-grams that find little in the first half of a text": World(LINEAR, 0.01, (0.05, 0.6, 40), False, chain, 5, 0.4)
 }
-# What is reached where that is less than 0.98 of the best number: ranks are learned more slowly than probabilities.
-LESS = {"a large base, not quite flat, by rank": 0.95}
+# What is reached where that is less than 0.98 of the best number: ranks are learned more slowly than probabilities, and
+# each trial of an expensive drafter costs several steps.
+LESS = {"a large base, not quite flat, by rank": 0.95, "a hopeless drafter that costs thrice the base": 0.97}
 
 
 @pytest.mark.parametrize("scale", [0, pytest.param(1.5, marks=pytest.mark.slow)], ids=["learned", "from a file"])

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import resource
+import shlex
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -196,7 +197,7 @@ def origin(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         machine = f"{torch.cuda.get_device_name(device)}; {machine}"
     return {
-        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),  # a training in between changes sys.argv
         "machine": f"{machine}; load {os.getloadavg()[0]:.1f} at the end",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "versions": f"python {platform.python_version()}, torch {torch.__version__}, "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks.experiment import BUDGETS, TIME, SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, show
@@ -125,8 +126,9 @@ def plot(points: Points, nodes: int, path: Path) -> None:
         axes.grid(color="#d8dce2", linewidth=0.6)
         axes.set_xscale("log")
         axes.set_xlabel(label)
-    for place in (panels[1].xaxis.set_major_formatter, panels[1].xaxis.set_minor_formatter):
-        place("{x:g}")
+    panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[1].xaxis.set_major_formatter("{x:g}")
+    panels[1].minorticks_off()
     panels[0].set_ylabel(f"acceptance length, {nodes} nodes")
     for (name, by_steps), colour in zip(points.items(), cycle(PALETTE + FADED), strict=False):
         counts = sorted(by_steps)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import main
@@ -70,8 +70,8 @@ class Text:
     name: str
     base: str
     files: str
-    questions: Sequence[str] = field(default=())
-    evaluated: Sequence[str] = field(default=())
+    questions: Sequence[str]
+    evaluated: Sequence[str]
 
 
 def every_table(
@@ -92,7 +92,8 @@ def every_table(
 
     A part that is done is not run again: repeat the command to continue an interrupted run. The tables of tiny-chat
     need nothing that is not in the repository; those of gsm-chat-7m need that base and the questions of GSM8K. Left out
-    are labels from human answers and smaller vocabularies of a trained drafter.
+    are labels from human answers, other numbers of candidates, smaller vocabularies of a trained drafter, and live rows
+    with the paper's tree or 64 nodes.
 
     Args:
         out: Folder for the text, the drafters, the tables and the page, tables.md.
@@ -115,13 +116,11 @@ def every_table(
     if unknown := [name for name in chosen if name not in GROUPS]:
         raise ValueError(f"unknown groups {', '.join(unknown)}: known are {', '.join(GROUPS)}")
     folder = Path(out)
-    texts = [tiny_text(conversations, limit)]
-    if gsm_base and gsm8k:
-        texts.append(gsm_text(gsm_base, gsm8k, folder, limit, live))
     parts = list(without_base(folder))
-    for text in texts:
-        if text.name == "gsm":
-            parts += answers_of_the_base(text, f"{gsm8k}/train.jsonl", conversations)
+    parts += tables_of_a_base(tiny_text(conversations, limit), folder, chosen, seeds, steps, long_steps)
+    if gsm_base and gsm8k:
+        text = gsm_text(gsm_base, gsm8k, folder, limit, live)
+        parts.append(answers_of_the_base(text, f"{gsm8k}/train.jsonl", conversations))
         parts += tables_of_a_base(text, folder, chosen, seeds, steps, long_steps)
     if unknown := sorted(set(only or ()) - {part.name for part in parts}):
         raise ValueError(f"unknown parts {', '.join(unknown)}: known are {', '.join(part.name for part in parts)}")
@@ -156,11 +155,11 @@ def gsm_text(base: str, gsm8k: str, folder: Path, limit: int | None, live: int) 
     )
 
 
-def answers_of_the_base(text: Text, questions: str, limit: int) -> Iterator[Part]:
+def answers_of_the_base(text: Text, questions: str, limit: int) -> Part:
     """The base's own answers, which its drafters are trained on."""
     answers = text.files.strip("[]")
     arguments = ["--base", text.base, "--files", f"[{questions}]", "--out", answers, "--limit", str(limit)]
-    yield Part(f"{text.name}-answers", DRAFTERS, ["regenerate", *arguments, "--max-new-tokens", "200"])
+    return Part(f"{text.name}-answers", DRAFTERS, ["regenerate", *arguments, "--max-new-tokens", "200"])
 
 
 def without_base(folder: Path) -> Iterator[Part]:

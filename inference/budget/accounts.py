@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 SPEED_DECAY = 0.98  # per draft, of what is known about the speed
-GAIN_DECAY = (
-    0.95  # the same for the account: slower, a single draft counts for less; faster, changes are noticed sooner
-)
+GAIN_DECAY = 0.95  # the same in accounts: chance counts more if it is lower, and changes are noticed later if higher
 MAX_CREDIT = 12.0  # so much may be lost until drafting stops
 FIRST_CREDIT = 8.0  # the same before anything was gained
 MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly

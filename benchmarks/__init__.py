@@ -2,9 +2,9 @@
 
 Each module feeds a page:
 
-- docs/results/speed.md: `against_transformers` (speed next to transformers' ``generate``), `drafter_overhead` (time of
-  propose and observe), `step_cost_by_nodes` (time of a step by the size of the draft tree)
-- docs/evaluation.md, for measurements of your own: `compiled_step` (eager and compiled steps side by side)
+- docs/results/speed.md: `against_transformers` (speed next to transformers' ``generate``), `steps.overhead` (time of
+  propose and observe), `steps.by_nodes` (time of a step by the size of the draft tree), `steps.taking_turns` (speed-ups
+  of drafters that alternate every few steps), `steps.compiled` (eager and compiled steps side by side)
 - docs/results/learned.md: `all_drafters` (training and decoding of all drafters), `learned_drafters` (learned drafters
   by number of nodes and kind of tree)
 - docs/results/ctc.md: `learned_drafters`, `ctc.paper_table2` (Table 2 of the CTC paper), `ctc.loss_memory` (memory and

@@ -1,24 +1,27 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
+import random
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
     against_transformers,
-    compiled_step,
-    drafter_overhead,
     harness,
-    step_cost_by_nodes,
     training_memory,
     training_speed,
 )
 from benchmarks.ctc import draft_vocabulary, loss_memory, tree_building
 from benchmarks.serving import batched_drafts
+from benchmarks.steps import by_nodes, compiled, overhead, taking_turns
+from data.benchmarks import load_questions
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from drafters.learned.ctc import prefix_search
 from inference.compiled import step
 from inference.engine.base import load_base
+from inference.engine.runner import Runner
+from inference.engine.sampling import Greedy
 from inference.engine.session import Session
 from inference.tuning.step_cost import CHILD_PROBABILITY
 from train.callbacks.rehearsal import BatchSize
@@ -123,28 +126,26 @@ def test_batched_drafts_in_small(tmp_path):
 def test_drafter_overhead_in_small(repository, monkeypatch, tmp_path):
     monkeypatch.chdir(repository)
     out = tmp_path / "out.md"
-    drafter_overhead.drafter_overhead(
+    overhead.drafter_overhead(
         ["anpd", "prompt_lookup:num_draft=3"], [64, 256], steps=12, repeats=2, data="embedded:40:0", out=str(out)
     )
     table = rows(out.read_text())
-    cells = [(row[0], row[1]) for row in table if len(row) == len(drafter_overhead.HEADINGS)]
+    cells = [(row[0], row[1]) for row in table if len(row) == len(overhead.HEADINGS)]
     names = "none", "anpd", "prompt_lookup:num_draft=3"
     assert cells[2:] == [(name, length) for name in names for length in ("64", "256")]
     assert [row[0] for row in table if len(row) == 3 and row[0] in names] == list(names)
-    fed = {(row[0], row[1]): float(row[-1]) for row in table[2:] if len(row) == len(drafter_overhead.HEADINGS)}
+    fed = {(row[0], row[1]): float(row[-1]) for row in table[2:] if len(row) == len(overhead.HEADINGS)}
     assert fed["none", "64"] == 1 and 1 < fed["prompt_lookup:num_draft=3", "256"] <= 4
-    drafter_overhead.drafter_overhead(
-        ["joint"], [64], steps=4, repeats=2, data="embedded:40:0", max_nodes=0, out=str(out)
-    )
-    idle = [row for row in rows(out.read_text())[2:] if len(row) == len(drafter_overhead.HEADINGS)]
+    overhead.drafter_overhead(["joint"], [64], steps=4, repeats=2, data="embedded:40:0", max_nodes=0, out=str(out))
+    idle = [row for row in rows(out.read_text())[2:] if len(row) == len(overhead.HEADINGS)]
     assert [(row[0], float(row[-1])) for row in idle] == [("none", 1.0), ("joint", 1.0)]
 
 
 def test_every_offered_drafter_is_built_without_a_model_or_a_file():
     from inference.registry import catalogue
 
-    runner = drafter_overhead.RecitingRunner([3, 4, 5] * 20, vocab_size=40)
-    offered = drafter_overhead.offered()
+    runner = overhead.RecitingRunner([3, 4, 5] * 20, vocab_size=40)
+    offered = overhead.offered()
     assert {"none", "anpd", "prompt_lookup"} <= set(offered) and len(set(offered)) == len(offered)
     for spec in offered:
         session = Session(runner, catalogue.make(spec, runner))
@@ -156,7 +157,7 @@ def test_every_offered_drafter_is_built_without_a_model_or_a_file():
 
 def test_the_reciting_runner_recites_its_text_and_knows_which_nodes_are_on_it():
     text = [5, 6, 7, 5, 6, 8, 5, 6, 7, 9, 5, 6]
-    runner = drafter_overhead.RecitingRunner(text, vocab_size=30)
+    runner = overhead.RecitingRunner(text, vocab_size=30)
     assert Session(runner, NoDrafter()).run(text[:4], 8).tokens == text[4:]
     runner.reset()
     tree = DraftTree([6, 7, 8, 5], [-1, 0, 0, 2])  # after 5 6 7 5: 6 is next, then 8; 7 is off the path
@@ -168,14 +169,14 @@ def test_the_reciting_runner_recites_its_text_and_knows_which_nodes_are_on_it():
 def test_a_text_that_is_too_short_is_refused(repository, monkeypatch):
     monkeypatch.chdir(repository)
     with pytest.raises(ValueError, match="are needed: pass more --data"):
-        drafter_overhead.drafter_overhead(lengths=[100000], data="embedded:2:0")
+        overhead.drafter_overhead(lengths=[100000], data="embedded:2:0")
 
 
 @pytest.mark.slow
 def test_step_cost_in_small(monkeypatch, tmp_path):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     out = tmp_path / "out.md"
-    step_cost_by_nodes.step_cost(
+    by_nodes.step_cost(
         "tiny", ["float32", "bfloat16"], "cpu", nodes=[1, 5], contexts=[8, 9], repeats=2, bandwidth=10.0, out=str(out)
     )
     table = rows(out.read_text())
@@ -183,32 +184,58 @@ def test_step_cost_in_small(monkeypatch, tmp_path):
     assert arms == ["vanilla", "chain 1", "bushy 1", "chain 5", "bushy 5"] * 4
     assert all(row[2] == "1.00×" for row in table if row[0] == "vanilla")
     with pytest.raises(ValueError, match="the context of tiny ends at 4096"):
-        step_cost_by_nodes.step_cost("tiny", contexts=[4096])
+        by_nodes.step_cost("tiny", contexts=[4096])
 
 
 @pytest.mark.slow
+def test_drafters_that_take_turns_write_the_same_texts(repository, monkeypatch, tmp_path):
+    monkeypatch.chdir(repository)
+    out = tmp_path / "out.md"
+    arguments = {"limit": 2, "max_new_tokens": 20, "turn": 3, "repeats": 2}
+    taking_turns.taking_turns(
+        "checkpoints/tiny-chat", ["joint", "prompt_lookup:num_draft=4"], budget="fixed", out=str(out), **arguments
+    )
+    found = {row[0]: row for row in rows(out.read_text()) if len(row) == len(taking_turns.HEADINGS)}
+    assert found["none"][1:] == ["1.000", "0.0 %", "1.00", "1.0", "1.000"]
+    assert 1 < float(found["joint"][3]) < 17 and 1 < float(found["prompt_lookup:num_draft=4"][4]) <= 5
+
+
+def test_a_drafter_that_changes_the_text_is_found_when_it_takes_turns(repository, monkeypatch):
+    class Wrong(Greedy):
+        def accept(self, tree, decisions):
+            path, emitted = super().accept(tree, decisions)
+            return path, [*emitted[:-1], emitted[-1] ^ 1]
+
+    monkeypatch.chdir(repository)
+    base = load_base("checkpoints/tiny-chat")
+    sessions = {"none": Session(Runner(base), NoDrafter()), "wrong": Session(Runner(base), NoDrafter(), Wrong())}
+    (question,) = load_questions("embedded", limit=1)
+    with pytest.raises(ValueError, match="wrong writes another text than the base alone"):
+        taking_turns.decode(base, sessions, question, "tokenizer", 8, 3, random.Random(0))
+
+
 def test_compiled_step_in_small(monkeypatch, tmp_path):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     monkeypatch.setattr(step, "BACKEND", "eager")
     out = tmp_path / "out.md"
-    compiled_step.compiled_step(["tiny"], ["float32"], "cpu", nodes=[0, 5], contexts=[8, 600], repeats=2, out=str(out))
+    compiled.compiled_step(["tiny"], ["float32"], "cpu", nodes=[0, 5], contexts=[8, 600], repeats=2, out=str(out))
     table = rows(out.read_text())
     assert [row[0] for row in table if row[0] not in ("nodes", "---")] == ["0", "5"] * 2
     with pytest.raises(ValueError, match="nodes 0 to 64"):
-        compiled_step.compiled_step(["tiny"], nodes=[65])
+        compiled.compiled_step(["tiny"], nodes=[65])
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 7, 40])
 def test_the_trees_of_step_cost_are_valid(num_nodes):
-    for make in (step_cost_by_nodes.chain, step_cost_by_nodes.bushy):
+    for make in (by_nodes.chain, by_nodes.bushy):
         tree = make(num_nodes, 50)
         tree.validate(50)
         assert len(tree) == num_nodes
-    assert max(step_cost_by_nodes.chain(num_nodes, 50).depths) == num_nodes
+    assert max(by_nodes.chain(num_nodes, 50).depths) == num_nodes
 
 
 def test_the_bushy_tree_contains_the_most_probable_nodes():
-    tree, p = step_cost_by_nodes.bushy(6, 50), CHILD_PROBABILITY
+    tree, p = by_nodes.bushy(6, 50), CHILD_PROBABILITY
     # .6 | .6*.6=.36 | .4*.6=.24 | .216 | .6*.24=.144 (twice) | .1296: first child's line, second child, and so on
     assert p == 0.6 and tree.parents[:4] == [-1, 0, -1, 1]
     assert sorted(tree.parents[4:]) == [0, 2]
@@ -217,8 +244,8 @@ def test_the_bushy_tree_contains_the_most_probable_nodes():
 def test_the_bound_of_the_weights_leaves_out_an_embedding_that_is_not_the_head():
     base = harness.random_llama("draft", 50, "float32", torch.device("cpu"))
     num_read = sum(weight.numel() for weight in base.model.parameters()) - 50 * 256
-    assert step_cost_by_nodes._weight_seconds(base, 2.0) == pytest.approx(4 * num_read / 2e9)
-    assert step_cost_by_nodes._weight_seconds(base, None) is None
+    assert by_nodes._weight_seconds(base, 2.0) == pytest.approx(4 * num_read / 2e9)
+    assert by_nodes._weight_seconds(base, None) is None
 
 
 @pytest.mark.slow

@@ -29,6 +29,11 @@ MIN_PACKED_ELEMENTS = 2**20
 """Layers with fewer weights stay in the processor's cache, where packing costs little."""
 
 
+def _has_packed_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by packed weights of this type here: not every CPU has products in bfloat16."""
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class PackedLinear(nn.Linear):
     """A linear layer of a CPU that multiplies few tokens by a packed copy of its weights.
 
@@ -70,7 +75,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply tokens (..., in) by the weights: (..., out)."""
-        is_few = input.numel() // self.in_features in PACKED_ROWS.get(self.weight.dtype, ())
+        dtype = self.weight.dtype
+        is_few = input.numel() // self.in_features in PACKED_ROWS.get(dtype, ()) and _has_packed_products(dtype)
         if not (is_few or self.alone) or self.weight.device.type != "cpu":
             return F.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
@@ -98,7 +104,7 @@ def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = Fal
         )
     if not torch.backends.mkldnn.is_available():
         raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
-    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not _has_packed_products(weight.dtype):
         raise ValueError("oneDNN has no products in bfloat16 for this CPU: do not pack the weights, or use float32")
     layers = [
         (parent, name)

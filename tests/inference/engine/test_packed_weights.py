@@ -186,6 +186,14 @@ def test_bfloat16_is_refused_where_products_in_it_are_not_supported(make_base, m
         pack_weights(make_base(dtype=torch.bfloat16).model)
 
 
+def test_a_layer_moved_to_bfloat16_needs_no_products_that_the_cpu_lacks(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    layer, tokens = PackedLinear(torch.nn.Linear(24, 40, bias=False)).bfloat16(), torch.ones(4, 24).bfloat16()
+    assert layer(tokens).any()
+    layer.weight.data.zero_()  # a packed copy would keep the old ones
+    assert not layer(tokens).any()
+
+
 def test_model_options_load_packed_weights(make_base, toy_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
     make_base(dtype=torch.float32).model.save_pretrained(tmp_path)

@@ -20,6 +20,7 @@ FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
 BASE_BIAS = {"markov_rank": 64, "markov_factors": "base"}
 LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 HYBRID = {"divergence": "lk_hybrid", "distillation": 1.0, "label_weight": 0.1}
+TOKENS = {"tokens_in_context": True}
 DEEP = {"num_layers": 3, "hidden_layers": [2, 4, -1]}
 ARMS = {
     arm.name: arm
@@ -46,6 +47,9 @@ ARMS = {
         Arm("ctc_markov_base", "CTC", {**BASE_BIAS, **FRAMES}),
         Arm("ctc_10_8_base", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24}),
         Arm("ctc_12_10_base", "CTC", {**BASE_BIAS, "num_frames": 12, "num_labels": 10, "num_anchors": 24}),
+        Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24, **TOKENS}),
+        Arm("block_10_tokens", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}),
+        Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, "hidden_layers": [2, 4, -1], **TOKENS}),
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
         Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
         Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **HYBRID, **FRAMES}),
@@ -97,6 +101,7 @@ GROUPS = {
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
+    "tokens": ["ctc_10_8_base", "ctc_10_8_tokens", "block_10_base", "block_10_tokens"],
     "long": ["eagle_8", "block_8_base", "block_10_base", "ctc_10_8_base", "ctc_12_10_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
 }
@@ -143,7 +148,7 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, layers, anchors, losses, bias, long or options.
+        group: Group of arms to train: drafters, layers, anchors, losses, bias, tokens, long or options.
         arms: Names of single arms to train instead of a group.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.

@@ -38,6 +38,7 @@ DRAFTERS = {
     "ctc, bias": (drafters.CTC, LABELS | {"markov_rank": 3}),
     "ctc, bias from the base": (drafters.CTC, LABELS | {"markov_rank": 3, "markov_factors": "base"}),
     "ctc, deep": (drafters.CTC, LABELS | {"num_layers": 2, "hidden_layers": [0, 1, -1], "causal": True}),
+    "ctc, reads tokens": (drafters.CTC, LABELS | {"hidden_layers": [1, -1], "tokens_in_context": True}),
 }
 
 

@@ -40,8 +40,9 @@ DRAWN = {  # drafters with weights that sample their drafts
     "ctc, drawn": (drafters.CTC, lossless.CTC | {"markov_rank": 3}, {"draws": 3}),
     "eagle, drawn": (drafters.EAGLE, lossless.EAGLE, {"tree": "chain", "draws": 2}),
 }
-PART_OF_THE_VOCABULARY = {
+CTC_OPTIONS = {  # further options of the CTC drafter
     "ctc, draft vocabulary": (drafters.CTC, lossless.CTC | {"markov_rank": 3, "draft_vocab_size": 20}, {}),
+    "ctc, reads tokens": (drafters.CTC, lossless.CTC | {"tokens_in_context": True}, {}),
 }
 DRAFTING_MODELS = {  # by drafter: its copies to the host for each forward of its model
     "draft_model": 1,
@@ -56,9 +57,9 @@ def copies_of(name):
     """Copies of a step to the host, and the most to the device; the table in docs/design.md says what they are."""
     if name == "none":
         return 1, 2
-    if name.startswith("eagle"):
+    if name.startswith("eagle") or name == "ctc, reads tokens":
         return 2, 5
-    return (2, 4) if name in lossless.LEARNED | PART_OF_THE_VOCABULARY or name == "merged" else (1, 3)
+    return (2, 4) if name in lossless.LEARNED | CTC_OPTIONS or name == "merged" else (1, 3)
 
 
 QUICK = "none", "ctc", "eagle", "draft_model"  # the other drafters are left out by `make test-fast`
@@ -74,7 +75,7 @@ OF_TOKENS = "anpd", "prompt_lookup", "corpus", "rest", "joint", "token_recycling
 def make_session(name, sampler, base, make_base, cache="static"):
     """A session of a drafter: one of `test_lossless`, untrained if it has weights, or one that draws its drafts."""
     runner = Runner(base, cache)
-    learned = lossless.LEARNED | DRAWN | PART_OF_THE_VOCABULARY
+    learned = lossless.LEARNED | DRAWN | CTC_OPTIONS
     if name in learned:
         drafter = make_drafter(base, *learned[name])
     elif name == "merged":
@@ -135,7 +136,7 @@ def most(copies):
     return tuple(max(map(len, places)) for places in zip(*copies, strict=True))
 
 
-@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED, *PART_OF_THE_VOCABULARY, "merged"]))
+@pytest.mark.parametrize("name", each(["none", *OF_TOKENS, *lossless.LEARNED, *CTC_OPTIONS, "merged"]))
 def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode_on_both, name):
     costs, copies = decode_on_both(name, "takes drafts")
     to_host, to_device = most(copies)
@@ -186,9 +187,9 @@ def test_drawn_drafts_make_a_copy_for_each_token_and_for_the_rejection(decode_on
 class PositionsOnTheHost(drafters.Block):
     """Builds positions without ``device=``, which no CPU notices."""
 
-    def _context(self, hidden, start=0):
-        positions = torch.arange(start, start + hidden.shape[1]).expand(len(hidden), -1)
-        return self.trunk.context(hidden, positions)
+    def context(self, hidden, positions, tokens, embedding):
+        positions = self._cache.length + torch.arange(hidden.shape[1])[None]
+        return super().context(hidden, positions, tokens, embedding)
 
 
 class ReadsEveryStep(drafters.Medusa):

@@ -114,14 +114,16 @@ class Trunk(nn.Module):
         shape: Dimensions of the base.
         num_layers: Number of trunk layers.
         num_fused: F, base layers concatenated as context.
+        reads_tokens: Whether the embedding of each position's token is concatenated too, normed.
     """
 
     is_recomputed = False  # activation checkpointing: keep only the inputs of each layer for the backward pass
 
-    def __init__(self, shape: BaseShape, num_layers: int, num_fused: int) -> None:
+    def __init__(self, shape: BaseShape, num_layers: int, num_fused: int, reads_tokens: bool = False) -> None:
         super().__init__()
         self.rotary = RotaryEmbedding(shape)
-        self.fc = nn.Linear(num_fused * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear((num_fused + reads_tokens) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.token_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps) if reads_tokens else None
         self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.layers = nn.ModuleList(TrunkLayer(shape) for _ in range(num_layers))
         self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
@@ -129,8 +131,14 @@ class Trunk(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def context(self, hidden: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of base hidden states (B, S, F * D) at positions (B, S), for each layer."""
+    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of base hidden states (B, S, F * D) at positions (B, S), for each layer.
+
+        A trunk that reads tokens needs their embeddings (B, S, D), too.
+        """
+        if self.token_norm is not None:
+            assert embedded is not None, "the trunk reads tokens, and their embeddings were not given"
+            hidden = torch.cat([hidden, self.token_norm(embedded).to(hidden.dtype)], dim=-1)
         context, rotation = self.hidden_norm(self.fc(hidden)), self.rotary(positions)
         layers = cast("list[TrunkLayer]", list(self.layers))
         return [layer.self_attn.keys_values(context, rotation) for layer in layers]

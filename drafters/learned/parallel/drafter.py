@@ -91,11 +91,12 @@ class ParallelDrafter(LearnedDrafter):
         self.required_outputs = RequiredOutputs(tuple(trunk.hidden_layers))
         self.num_frames, self.num_labels = trunk.num_frames, num_labels
         self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
+        self.tokens_in_context = trunk.tokens_in_context
         self.num_anchors, self.chunk_anchors = loss.num_anchors, 64  # anchors drafted at once on a known text
         self.vocab_size = base.vocab_size
         self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
         self.step_seconds = budget.read_costs(draft.step_costs) if draft.step_costs else None
-        self.trunk = Trunk(base, trunk.num_layers, num_fused=len(self.required_outputs.hidden_layers))
+        self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         self._cache: DraftCache | None = None
@@ -175,7 +176,9 @@ class ParallelDrafter(LearnedDrafter):
         positions = anchors[..., None] + torch.arange(self.num_frames, device=anchors.device)
         return frames.flatten(1, 2), positions.flatten(1)
 
-    def forward(self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor, tokens: Tensor | None = None
+    ) -> Tensor:
         """Frames of many anchors at once, as in training; the context is projected once per sequence.
 
         Args:
@@ -183,16 +186,24 @@ class ParallelDrafter(LearnedDrafter):
             anchors: (B, A) positions.
             roots: (B, A) tokens at the anchors.
             embedding: (V, D) the base's embedding.
+            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
 
         Returns:
             (B, A, T, D) states of the frames that predict a token, which the LM head reads.
         """
-        return self._frames(self._context(hidden), anchors, roots, embedding)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        return self._frames(self.context(hidden, positions, tokens, embedding), anchors, roots, embedding)
 
-    def _context(self, hidden: Tensor, start: int = 0) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values for each layer, of hidden states (B, S, F * D) at the positions from ``start`` on."""
-        positions = torch.arange(start, start + hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
-        return self.trunk.context(hidden.to(self.frame_embedding.dtype), positions)
+    def context(
+        self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S).
+
+        The tokens are needed only with ``tokens_in_context``.
+        """
+        dtype = self.frame_embedding.dtype
+        embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
+        return self.trunk.context(hidden.to(dtype), positions, embedded)
 
     def _frames(
         self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
@@ -213,7 +224,7 @@ class ParallelDrafter(LearnedDrafter):
         anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
         labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
         roots = batch.input_ids.gather(1, anchors)
-        frames = self(batch.hidden, anchors, roots, base_weights.embedding)
+        frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids)
         valid = (valid & is_valid[..., None]).flatten(0, 1)
         anchored = AnchoredFrames(frames.flatten(0, 1), labels.flatten(0, 1), valid, roots.flatten())
         if with_teacher:
@@ -242,7 +253,10 @@ class ParallelDrafter(LearnedDrafter):
         if self._waiting:
             hidden, self._waiting = torch.cat(self._waiting), []
             hidden = hidden[self._cache.skip(len(hidden)) :]
-            self._cache.append(self._context(hidden[None], self._cache.length))
+            start, end = self._cache.length, self._cache.length + len(hidden)
+            tokens = torch.tensor([seq[start:end]], device=hidden.device) if self.tokens_in_context else None
+            positions = torch.arange(start, end, device=hidden.device)[None]
+            self._cache.append(self.context(hidden[None], positions, tokens, self.base_weights.embedding))
         if self._cache.num_held == 0:
             return DraftTree()
         device = self.frame_embedding.device
@@ -307,7 +321,8 @@ class ParallelDrafter(LearnedDrafter):
         self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
     ) -> list[DraftTree]:
         trees: list[DraftTree] = []
-        context = self._context(hidden[None])
+        positions = torch.arange(len(hidden), device=hidden.device)[None]
+        context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
         for part in anchors.split(self.chunk_anchors):
             frames = self._frames(context, part[None], input_ids[part][None], base_weights.embedding)[0]
             trees += self.trees(frames, input_ids[part], base_weights, limits)

@@ -18,6 +18,8 @@ class TrunkOptions:
         num_layers: Number of decoder layers in the trunk.
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state.
+        tokens_in_context: Fuse the embedding of each position's own token with its hidden states, of which late layers
+            keep little. Drafters learn faster with it; vLLM's own block drafter (``--format vllm``) cannot read it.
         root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
             earlier occurrences of the root. Otherwise only frame 0 gets it.
         causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.
@@ -31,6 +33,7 @@ class TrunkOptions:
     num_frames: int = 8
     num_layers: int = 1
     hidden_layers: Sequence[int] = (-1,)
+    tokens_in_context: bool = False
     root_everywhere: bool = False
     causal: bool = False
     markov_rank: int = 0

@@ -42,6 +42,11 @@ class ParallelProposer(Proposer):
         folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
         drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
         self.drafter = cast(ParallelDrafter, drafter)
+        if self.drafter.tokens_in_context and _takes_embeddings(vllm_config):
+            raise ValueError(
+                f"{self.base.name} takes embeddings in place of tokens in vLLM, and the drafter reads tokens: "
+                "train one with tokens_in_context: false"
+            )
         self.weights: BaseWeights | None = None
         self.inner_layers: tuple[int, ...] = ()
         self.cache: SlotCache | None = None
@@ -83,6 +88,7 @@ class ParallelProposer(Proposer):
         """
         from vllm.forward_context import get_forward_context
 
+        assert self.weights is not None, "the model was not loaded"
         last, inner = output if self.inner_layers else (output, ())
         if self.vllm_config.cache_config.num_gpu_blocks is None:  # a forward that only measures memory
             return last
@@ -93,8 +99,9 @@ class ParallelProposer(Proposer):
         num_fed = metadata.num_actual_tokens
         states = dict(zip(self.inner_layers, inner, strict=True)) | {-1: last, self.base.shape.num_layers: last}
         hidden = torch.cat([states[layer][:num_fed] for layer in self.drafter.required_outputs.hidden_layers], dim=-1)
-        context = self.drafter.trunk.context(
-            hidden[None].to(self.drafter.frame_embedding.dtype), inputs["positions"][None, :num_fed]
+        tokens = inputs["input_ids"][None, :num_fed] if self.drafter.tokens_in_context else None
+        context = self.drafter.context(
+            hidden[None], inputs["positions"][None, :num_fed], tokens, self.weights.embedding
         )
         cache.write(metadata.slot_mapping[:num_fed].long(), context)
         block_size: Any = self.vllm_config.cache_config.block_size
@@ -140,6 +147,12 @@ def _check_engine(vllm_config: VllmConfig) -> None:
         raise ValueError("the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager")
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
+
+
+def _takes_embeddings(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM hands the base embeddings instead of tokens, as it does for images and for prompts of embeddings."""
+    model: Any = vllm_config.model_config
+    return bool(model.is_multimodal_model or model.enable_prompt_embeds)
 
 
 def _whole(weight: Tensor) -> Tensor:

@@ -470,6 +470,7 @@ def test_a_medusa_that_uses_the_bases_head_is_refused(base, tmp_path):
 @pytest.mark.parametrize(
     ("init_args", "message"),
     [
+        ({"tokens_in_context": True}, "no tokens_in_context"),
         ({"root_everywhere": True}, "no root_everywhere"),
         ({"frames_differ": True}, "no frames_differ"),
         ({"causal": True}, "no causal"),

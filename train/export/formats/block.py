@@ -20,7 +20,12 @@ from train.export.formats.speculators import Verifier, check_hidden_layers, spec
 def check_block(drafter: Block, config: DrafterConfig) -> None:
     """Raise ValueError if a block drafter has properties that the DSpark format cannot describe."""
     has_own_frames = len(drafter.frame_embedding) > 1
-    claims = {"root_everywhere": drafter.root_everywhere, "frames_differ": has_own_frames, "causal": drafter.causal}
+    claims = {
+        "tokens_in_context": drafter.tokens_in_context,
+        "root_everywhere": drafter.root_everywhere,
+        "frames_differ": has_own_frames,
+        "causal": drafter.causal,
+    }
     for argument, is_true in claims.items():
         if is_true:
             raise ValueError(f"the vllm format has no {argument}: train the block drafter with {argument}: false")

@@ -49,6 +49,7 @@ def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
         {"causal": True, "num_layers": 2},
         {"hidden_layers": [0, -1], "num_layers": 2},
         {"window": 4, "causal": True, "num_layers": 2},
+        {"tokens_in_context": True, "hidden_layers": [0, -1], "num_layers": 2},
     ],
 )
 def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
@@ -56,7 +57,7 @@ def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weigh
     hidden = torch.cat([hidden * (i + 1) for i in range(len(drafter.required_outputs.hidden_layers))], -1)
     anchors = [1, 2, 5, 6, 11, 19]
     at = torch.tensor([anchors])
-    trained = drafter(hidden[None], at, ids[at], base_weights.embedding)[0]
+    trained = drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None])[0]
     decoded, trees = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
     torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
     assert all(0 < len(tree) <= 12 for tree in trees)
@@ -64,29 +65,33 @@ def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weigh
 
 
 @pytest.mark.parametrize("gap", [1, 30])
+@pytest.mark.parametrize("reads_tokens", [False, True])
 def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
-    make_ctc, base_weights, monkeypatch, gap
+    make_ctc, base_weights, monkeypatch, gap, reads_tokens
 ):
     """Training and decoding both equal a drafter without a window that is given no other positions."""
     monkeypatch.setattr(draft_cache, "SLACK", 1)
-    drafter, whole, anchors = make_ctc(window=5, num_layers=2), make_ctc(num_layers=2), list(range(1, 60, gap))
+    arguments, anchors = {"num_layers": 2, "tokens_in_context": reads_tokens}, list(range(1, 60, gap))
+    drafter, whole = make_ctc(window=5, **arguments), make_ctc(**arguments)
     hidden, ids = torch.randn(60, 16), torch.randint(0, 23, (60,))
     at = torch.tensor([anchors])
-    trained = drafter(hidden[None], at, ids[at], base_weights.embedding)[0]
+    trained = drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None])[0]
     decoded, _ = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
     for index, anchor in enumerate(anchors):
         first = max(0, anchor - 5)
-        given, root = whole._context(hidden[None, first:anchor], first), at[:, index]
+        root, read = at[:, index], torch.arange(first, anchor)
+        given = whole.context(hidden[None, read], read[None], ids[None, read], base_weights.embedding)
         (expected,) = whole._frames_after(given, root, ids[root], base_weights.embedding)
         torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
     assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
 
 
-def test_a_rewound_window_fills_up_again(make_ctc, base_weights):
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_a_rewound_window_fills_up_again(make_ctc, base_weights, reads_tokens):
     """After a long rewind nothing is left to draft from; as soon as the window is full again, drafts are the same."""
     hidden, ids = torch.randn(300, 16), torch.randint(0, 23, (300,))
-    drafter = make_ctc(window=5)
+    drafter = make_ctc(window=5, tokens_in_context=reads_tokens)
     drafter.attach_base_weights(base_weights)
     drafter.begin([])
     drafter.observe(committed(hidden[:250]))
@@ -165,6 +170,33 @@ def test_a_frame_never_attends_to_context_at_or_after_its_anchor(make_ctc, base_
     )
     assert torch.equal(frames, with_later)
     assert not torch.allclose(frames, with_earlier), "the context before the anchor must matter"
+
+
+@pytest.mark.parametrize("anchor", [2, 7, 12])
+def test_with_tokens_in_the_context_a_frame_reads_those_before_its_anchor(make_ctc, base_weights, text, anchor):
+    drafter, (hidden, ids) = make_ctc(num_layers=2, tokens_in_context=True), text
+    at, later, earlier = torch.tensor([[anchor]]), ids.clone(), ids.clone()
+    later[anchor:] = (later[anchor:] + 1) % 23
+    earlier[anchor - 2] = (earlier[anchor - 2] + 1) % 23
+    frames, with_later, with_earlier = (
+        drafter(hidden[None], at, ids[at], base_weights.embedding, tokens[None]) for tokens in (ids, later, earlier)
+    )
+    assert torch.equal(frames, with_later)
+    assert not torch.allclose(frames, with_earlier), "the tokens before the root must matter"
+
+
+def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc, base_weights, text, shape):
+    """The reference fuses the embeddings, divided by their root mean square, as if the base had given them."""
+    reading, fusing, (hidden, ids) = make_ctc(tokens_in_context=True), make_ctc(hidden_layers=[-1, 0]), text
+    weights = reading.state_dict()
+    gain = weights.pop("trunk.token_norm.weight").uniform_(0.5, 2)
+    fusing.load_state_dict(weights)
+    embedded = base_weights.embedding[ids]
+    normed = embedded / (embedded.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt()
+    fused, at = torch.cat([hidden, normed * gain], -1)[None], torch.tensor([[1, 7, 19]])
+    expected = fusing(fused, at, ids[at], base_weights.embedding)
+    given = reading(hidden[None], at, ids[at], base_weights.embedding, ids[None])
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_of_other_anchors_do_not_leak(make_ctc, base_weights, text):

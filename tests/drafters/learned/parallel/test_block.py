@@ -42,6 +42,7 @@ def text():
         {"sample_from_anchor": False},
         {"root_everywhere": True},
         {"root_everywhere": True, "frames_differ": True},
+        {"tokens_in_context": True},
     ],
 )
 def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, text, arguments):

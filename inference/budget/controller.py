@@ -13,10 +13,12 @@ FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most
 REVIEW = 8  # steps between two looks at what was measured
 EXPLORATION = 128  # drafts between those that feed more or less than seems best
 NUM_TIMED = 5  # durations of a size with which its time is known
-NUM_KNOWN = 16  # durations of a size about which enough is known
+NUM_KNOWN = 16  # durations of a size, or drafts, about which enough is known
 DECAY = 0.9  # of what is known about acceptance, in each review
 UNSEEN_DECAY = 0.98  # the same for ranks that were not fed
 BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
+TOO_SMALL = 0.1  # share of drafts that may have fewer nodes than would pay, if more of them take longer to draft
+SPARE_SECONDS = 0.01  # share of a step's time that nodes may take to draft which are hardly ever fed
 PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
 PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
 
@@ -27,6 +29,9 @@ class BudgetController:
     Feeding a node pays if the probability that it is accepted exceeds the time that it adds to the step, in tokens at
     the present speed. That probability is the drafter's own, corrected by how often nodes of about this probability
     were accepted; if the drafter gives none, it is how often nodes of this rank were.
+
+    A large draft takes longer than a small one even if it is cut. Where this counts, a step asks for no more nodes than
+    nearly all of the recent drafts would have fed.
 
     Whether to draft at all is decided by an `Account` in vanilla steps, those of the base alone. A step with a draft
     adds what such steps emitted lately, and subtracts what they took, including the draft. For a drafter that can draft
@@ -66,6 +71,8 @@ class BudgetController:
         self._accepted_in_bin, self._expected_in_bin = [0.0] * (len(BINS) + 1), [0.0] * (len(BINS) + 1)
         self._factors = [1.0] * (len(BINS) + 1)
         self._gives_probabilities = False
+        # How many drafts wanted each size lately, and the largest size worth drafting.
+        self._wanted, self._worth_drafting = [0.0] * len(SIZES), SIZES[-1]
         self._requested = self._fed = 0
         self._paused = 0  # steps since the draft module ran
         self._probabilities: Sequence[float] = ()
@@ -89,7 +96,9 @@ class BudgetController:
             return 0
         if self.is_whole:
             return SIZES[-1]
-        return self._limit if self._gives_probabilities else SIZES[max(1, self._explored(self._best_place))]
+        if self._gives_probabilities:
+            return min(self._limit, self._worth_drafting)
+        return SIZES[max(1, self._explored(self._best_place))]
 
     def _explored(self, place: int) -> int:
         """The place in `SIZES`, or now and then one near it, more often while little is known about that size."""
@@ -126,6 +135,8 @@ class BudgetController:
                 worth = expected - self._speed * self._base_seconds[place]
                 if worth > best_worth:
                     best, best_worth = place, worth
+        is_whole = SIZES[best] >= self._requested  # of a larger draft more might have been fed
+        self._wanted[min(best + is_whole, len(SIZES) - 1)] += 1
         self._fed = min(SIZES[self._explored(best)], most)
         return self._fed
 
@@ -216,12 +227,26 @@ class BudgetController:
             largest = max(largest, len(self._base.expected) // 2)
         self._limit = min(max(FIRST_SIZE, 2 * largest), SIZES[-1])
         if self._gives_probabilities:
+            self._worth_drafting = self._largest_worth_drafting()
+            self._wanted = [DECAY * count for count in self._wanted]
             pairs = zip(self._accepted_in_bin, self._expected_in_bin, strict=True)
             self._factors = [(accepted + PRIOR) / (expected + PRIOR) for accepted, expected in pairs]
             for counts in (self._accepted_in_bin, self._expected_in_bin):
                 counts[:] = [DECAY * count for count in counts]
         elif not self.is_whole:
             self._best_place = self._best_by_rank()
+
+    def _largest_worth_drafting(self) -> int:
+        """The smallest size that only few drafts would have exceeded, or a larger one that takes hardly longer."""
+        place, num_drafts, larger = len(SIZES) - 1, sum(self._wanted), 0.0
+        if num_drafts < NUM_KNOWN:
+            return SIZES[place]
+        while SIZES[place] > FIRST_SIZE and (larger := larger + self._wanted[place]) <= TOO_SMALL * num_drafts:
+            place -= 1
+        if self._draft.count(SIZES[place]) < NUM_TIMED:
+            return SIZES[place]  # to find out what it takes
+        most = self._draft_seconds[place] + SPARE_SECONDS * (self._base_seconds[place] + self._draft_seconds[place])
+        return max(size for size, seconds in zip(SIZES, self._draft_seconds, strict=True) if seconds <= most)
 
     def _best_by_rank(self) -> int:
         """The place in `SIZES` of the number of nodes that pays best, for a drafter without probabilities."""

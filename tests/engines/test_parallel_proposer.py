@@ -125,3 +125,14 @@ def test_what_cannot_be_served_is_refused_in_one_line(engine, additional, is_eag
     with pytest.raises(ValueError, match=message) as raised:
         ParallelProposer(config)
     assert "\n" not in str(raised.value)
+
+
+def test_a_drafter_that_reads_tokens_needs_a_base_that_is_given_them(engine):
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.enable_prompt_embeds = True
+    if not engine.proposer.drafter.tokens_in_context:
+        ParallelProposer(config)
+        return
+    with pytest.raises(ValueError, match="takes embeddings in place of tokens in vLLM"):
+        ParallelProposer(config)

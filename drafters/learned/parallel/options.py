@@ -19,7 +19,8 @@ class TrunkOptions:
         hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
             hidden state.
         tokens_in_context: Fuse the embedding of each position's own token with its hidden states, of which late layers
-            keep little. Drafters learn faster with it; vLLM's own block drafter (``--format vllm``) cannot read it.
+            keep little. Of two small bases, drafters of one accepted 3 to 6 % more with it. It cannot be exported to
+            vLLM's own format.
         root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
             earlier occurrences of the root. Otherwise only frame 0 gets it.
         causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.

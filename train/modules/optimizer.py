@@ -34,7 +34,8 @@ def muon(
     """Muon for the weights of linear layers and AdamW for all others, with the schedule of `adamw`.
 
     Updates are scaled to the size that AdamW's have, so that the same learning rate suits both (Moonlight, arXiv
-    2502.16982). Output layers over the vocabulary, embeddings and vectors are trained by AdamW.
+    2502.16982). Output layers over the vocabulary, embeddings and vectors are trained by AdamW. A module whose own
+    parameters are linear maps, too, names them in ``linear_maps``.
 
     Raises:
         ValueError: This version of PyTorch has no Muon, or the strategy shards the matrices that it needs whole.
@@ -43,7 +44,7 @@ def muon(
         raise ValueError("optimizer muon needs whole matrices, which FSDP and DeepSpeed shard: use adamw, or DDP")
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"optimizer muon needs PyTorch 2.9 or newer, not {torch.__version__}: use adamw")
-    linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Linear)}
+    linear = {id(weight) for layer in module.modules() for weight in _linear_maps(layer)}
     inner: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -54,6 +55,12 @@ def muon(
     )
     together = JointOptimizer(by_muon, _adamw(others, learning_rate, weight_decay))
     return with_schedule(module, together, warmup_steps, schedule)
+
+
+def _linear_maps(layer: nn.Module) -> list[nn.Parameter]:
+    """The matrices of a layer that multiply its input."""
+    names = ("weight",) if isinstance(layer, nn.Linear) else getattr(layer, "linear_maps", ())
+    return [getattr(layer, name) for name in names]
 
 
 OPTIMIZERS: dict[OptimizerName, Callable[..., OptimizerLRSchedulerConfig]] = {"adamw": adamw, "muon": muon}

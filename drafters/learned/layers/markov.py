@@ -65,6 +65,8 @@ class BaseMarkov(nn.Module):
         has_blank: Whether the last column of B is the blank's.
     """
 
+    linear_maps = "left", "right"  # Muon trains them as it does the weights of linear layers
+
     def __init__(self, base: BaseShape, rank: int, has_blank: bool) -> None:
         super().__init__()
         _check_rank(rank)

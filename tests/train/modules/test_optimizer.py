@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from drafters.learned.layers.markov import BaseMarkov
+from drafters.protocol import BaseShape
 from train.modules import optimizer as optimizers
 from train.modules.strategies import FSDP2
 
@@ -52,6 +54,17 @@ def test_linear_layers_follow_muon_and_all_else_adamw():
         by_adamw.step()
         by_muon.step()
     torch.testing.assert_close(both_after(ours, made, 4), list(literal.parameters()), rtol=0, atol=0)
+
+
+def test_maps_of_the_base_weights_in_a_bias_follow_muon():
+    module = Net()
+    module.bias = BaseMarkov(BaseShape(6, 4, 1, 2, 2, 8), rank=2, has_blank=True)
+    by_muon, by_adamw = optimizers.muon(module, **SETTINGS)["optimizer"].optimizers
+    inner, others = (
+        [id(weight) for group in each.param_groups for weight in group["params"]] for each in (by_muon, by_adamw)
+    )
+    assert inner == [id(weight) for weight in (module.inner.weight, module.bias.left, module.bias.right)]
+    assert id(module.bias.blank) in others and len(others) == 5  # the blank's row, the table, lm_head and two biases
 
 
 def test_a_restored_state_continues_as_the_saved_one():

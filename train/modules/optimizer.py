@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
 
+from train.modules.muon import Muon
 from train.modules.strategies import FSDP2, is_deepspeed
 
 Schedule = Literal["constant", "cosine"]
@@ -38,22 +39,17 @@ def muon(
     parameters are linear maps, too, names them in ``linear_maps``.
 
     Raises:
-        ValueError: This version of PyTorch has no Muon, or the strategy shards the matrices that it needs whole.
+        ValueError: The strategy shards the matrices that Muon needs whole.
     """
     if isinstance(module.trainer.strategy, FSDP2) or is_deepspeed(module.trainer):
         raise ValueError("optimizer muon needs whole matrices, which FSDP and DeepSpeed shard: use adamw, or DDP")
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(f"optimizer muon needs PyTorch 2.9 or newer, not {torch.__version__}: use adamw")
     linear = {id(weight) for layer in module.modules() for weight in _linear_maps(layer)}
     inner: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (inner if id(parameter) in linear and "lm_head" not in name else others).append(parameter)
-    by_muon = torch.optim.Muon(
-        inner, lr=learning_rate, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
-    together = JointOptimizer(by_muon, _adamw(others, learning_rate, weight_decay))
+    together = JointOptimizer(Muon(inner, learning_rate, weight_decay), _adamw(others, learning_rate, weight_decay))
     return with_schedule(module, together, warmup_steps, schedule)
 
 

@@ -11,9 +11,8 @@ from torch import nn
 from drafters.learned.layers.markov import BaseMarkov
 from drafters.protocol import BaseShape
 from train.modules import optimizer as optimizers
+from train.modules.muon import Muon
 from train.modules.strategies import FSDP2
-
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon is in PyTorch from 2.9 on")
 
 
 class Net(L.LightningModule):
@@ -46,7 +45,7 @@ def test_linear_layers_follow_muon_and_all_else_adamw():
     others = [{"params": [literal.table, literal.lm_head.weight], "weight_decay": 0.1}]
     others.append({"params": [literal.inner.bias, literal.lm_head.bias], "weight_decay": 0.0})
     by_adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95))
-    by_muon = torch.optim.Muon([literal.inner.weight], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    by_muon = Muon([literal.inner.weight], lr=0.02, weight_decay=0.1)
     for step in range(4):
         literal.backward_at(step)
         for group in (*by_adamw.param_groups, *by_muon.param_groups):
@@ -93,12 +92,6 @@ def test_sharded_weights_are_refused():
     module.trainer.strategy = FSDP2()
     with pytest.raises(ValueError, match="DDP"):
         optimizers.muon(module, **SETTINGS)
-
-
-def test_a_version_without_muon_is_refused(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ValueError, match=r"2\.9"):
-        optimizers.muon(Net(), **SETTINGS)
 
 
 def test_a_training_that_only_time_limits_has_a_constant_rate_but_no_cosine():

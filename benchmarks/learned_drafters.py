@@ -17,11 +17,14 @@ from inference.engine.base import Base, load_base
 # The trunk of the CTC drafter, for cross-entropy.
 TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}
 FRAMES = {"num_frames": 8, "num_labels": 6, "num_anchors": 24}
+LONG_FRAMES = {"num_frames": 12, "num_labels": 8, "num_anchors": 24}
 BASE_BIAS = {"markov_rank": 64, "markov_factors": "base"}
 LK = {"divergence": "lk", "distillation": 0.9, "label_weight": 0.1}
 HYBRID = {"divergence": "lk_hybrid", "distillation": 1.0, "label_weight": 0.1}
 TOKENS = {"tokens_in_context": True}
-DEEP = {"num_layers": 3, "hidden_layers": [2, 4, -1]}
+FUSED = {"hidden_layers": [2, 4, -1]}
+DEEP = {"num_layers": 3, **FUSED}
+MUON = {"optimizer": "muon", "learning_rate": 4e-3}
 ARMS = {
     arm.name: arm
     for arm in (
@@ -34,7 +37,7 @@ ARMS = {
         ),
         Arm("eagle", "EAGLE", {"depth": 6}),
         Arm("eagle_8", "EAGLE", {"depth": 8}),
-        Arm("eagle3", "EAGLE3", {"depth": 6, "hidden_layers": [2, 4, -1], "num_unroll": 5}),
+        Arm("eagle3", "EAGLE3", {"depth": 6, **FUSED, "num_unroll": 5}),
         Arm("block", "Block", {"num_frames": 6, **TRUNK}),
         Arm("block_markov", "Block", {"num_frames": 6, "markov_rank": 64, **TRUNK}),
         Arm("block_markov_base", "Block", {"num_frames": 6, **BASE_BIAS, **TRUNK}),
@@ -49,14 +52,24 @@ ARMS = {
         Arm("ctc_12_10_base", "CTC", {**BASE_BIAS, "num_frames": 12, "num_labels": 10, "num_anchors": 24}),
         Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24, **TOKENS}),
         Arm("block_10_tokens", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}),
-        Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, "hidden_layers": [2, 4, -1], **TOKENS}),
+        Arm("ctc_fused_tokens", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}),
         Arm("ctc_kl", "CTC", {**BASE_BIAS, "distillation": 1.0, **FRAMES}),
         Arm("ctc_lk", "CTC", {**BASE_BIAS, **LK, **FRAMES}),
         Arm("ctc_lk_hybrid", "CTC", {**BASE_BIAS, **HYBRID, **FRAMES}),
-        Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, "hidden_layers": [2, 4, -1]}),
-        Arm("ctc_deep_base", "CTC", {**BASE_BIAS, "num_frames": 12, "num_labels": 8, "num_anchors": 24, **DEEP}),
-        Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES}, {"optimizer": "muon"}),
-        Arm("ctc_deep", "CTC", {"markov_rank": 64, "num_frames": 12, "num_labels": 8, "num_anchors": 24, **DEEP}),
+        Arm("ctc_fused_base", "CTC", {**BASE_BIAS, **FRAMES, **FUSED}),
+        Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
+        Arm("medusa_muon", "Medusa", {"num_heads": 5, "num_anchors": 24}, MUON),
+        Arm("hydra_muon", "Hydra", {"num_heads": 5, "num_anchors": 24}, MUON),
+        Arm("eagle_muon", "EAGLE", {"depth": 6}, {"optimizer": "muon", "learning_rate": 1e-3}),
+        Arm("block_muon", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS}, MUON),
+        Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}, MUON),
+        Arm("block_10_muon", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}, MUON),
+        Arm(
+            "ctc_10_8_muon", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24, **TOKENS}, MUON
+        ),
+        Arm("block_deep_muon", "Block", {"num_frames": 12, **BASE_BIAS, **TRUNK, **DEEP, **TOKENS}, MUON),
+        Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
+        Arm("ctc_deep", "CTC", {"markov_rank": 64, **LONG_FRAMES, **DEEP}),
         Arm("ctc_distilled", "CTC", {"markov_rank": 64, "distillation": 1.0, **FRAMES}),
         Arm("ctc_96", "CTC", {"markov_rank": 64, **FRAMES, "num_anchors": 96}),
         Arm("block_96", "Block", {"num_frames": 6, "markov_rank": 64, **TRUNK, "num_anchors": 96}),
@@ -65,7 +78,7 @@ ARMS = {
         Arm("ctc_survival", "CTC", {"markov_rank": 64, "weights": "survival", **FRAMES}),
         Arm("ctc_root_first", "CTC", {"root_everywhere": False, **FRAMES}),
         Arm("ctc_causal", "CTC", {"causal": True, **FRAMES}),
-        Arm("ctc_12_8", "CTC", {"markov_rank": 64, "num_frames": 12, "num_labels": 8, "num_anchors": 24}),
+        Arm("ctc_12_8", "CTC", {"markov_rank": 64, **LONG_FRAMES}),
         *(
             Arm(f"{name}_{layers}", kind, {"num_layers": layers, **arguments})
             for layers in (2, 4)
@@ -101,6 +114,7 @@ GROUPS = {
     "anchors": ["medusa_96", "hydra_96", "block_96", "ctc_96"],
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
+    "muon": ["medusa_muon", "hydra_muon", "eagle_muon", "block_muon", "ctc_muon", "ctc_deep_muon"],
     "tokens": ["ctc_10_8_base", "ctc_10_8_tokens", "block_10_base", "block_10_tokens"],
     "long": ["eagle_8", "block_8_base", "block_10_base", "ctc_10_8_base", "ctc_12_10_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
@@ -148,7 +162,8 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, layers, anchors, losses, bias, tokens, long or options.
+        group: Group of arms to train: drafters, layers, anchors, losses, bias, muon, tokens, long or
+            options.
         arms: Names of single arms to train instead of a group.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.

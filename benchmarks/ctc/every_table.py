@@ -20,11 +20,12 @@ from data.files.bounded_json import read_json
 DRAFTERS = "drafters"
 RUN_DRAFTERS = "import sys; from train.cli.commands import main; sys.exit(main())"
 TINY = "checkpoints/tiny-chat"
-SEVERAL_SEEDS = ("drafters", "bias", "layers")  # groups of arms; the others are trained with the first seed only
+# Groups of arms that are trained with all seeds, and those that are trained with the first one only.
+SEVERAL_SEEDS = ("drafters", "muon", "bias", "layers")
 ONE_SEED = ("losses", "options", "anchors")
-LIVE = ("medusa", "hydra", "eagle", "block_markov_base", "ctc_markov_base", "ctc_fused_base")
-SPLIT = ("ctc_10_8_base", "block_10_base")  # whose alignments are looked at
-CURVES = ("medusa", "hydra", "eagle_8", "block_10_base", "ctc_10_8_base", "ctc_12_10_base")
+LIVE = ("medusa", "hydra", "eagle", "block_markov_base", "ctc_fused_base", "block_muon", "ctc_muon", "ctc_deep_muon")
+SPLIT = ("ctc_10_8_muon", "block_10_muon")  # whose alignments are looked at
+CURVES = ("medusa", "hydra", "eagle_8", "block_10_base", "block_10_muon", "ctc_10_8_base", "ctc_10_8_muon")
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def every_table(
         limit: Maximum number of questions of everything else, and of the embedded ones.
         conversations: Number of embedded conversations, and maximum number of GSM8K's questions that are answered for
             training, of which ctc.md has 4,096.
-        groups: Groups of arms to train; by default drafters, bias, layers, losses, options and anchors.
+        groups: Groups of arms to train; by default drafters, muon, bias, layers, losses, options and
+            anchors.
         only: Names of single parts to run; by default all.
         threads: Number of torch threads.
     """

@@ -34,7 +34,7 @@ def test_the_parts_run_one_after_another_and_only_once(tmp_path, repository, mon
         "tiny-live",
     ]
     assert "| ctc_fused_base | prefix |" in page and "python -m benchmarks.learned_drafters --base" in page
-    assert "ctc_markov_base/seed0/drafter:num_nodes=16" in page, "the drafters that were trained are decoded with"
+    assert "ctc_fused_base/seed0/drafter:num_nodes=16" in page, "the drafters that were trained are decoded with"
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
     every_table.every_table(**arguments(folder))
     assert {path: path.stat().st_mtime_ns for path in before} == before

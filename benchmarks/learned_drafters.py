@@ -60,7 +60,7 @@ ARMS = {
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("medusa_muon", "Medusa", {"num_heads": 5, "num_anchors": 24}, MUON),
         Arm("hydra_muon", "Hydra", {"num_heads": 5, "num_anchors": 24}, MUON),
-        Arm("eagle_muon", "EAGLE", {"depth": 6}, {"optimizer": "muon", "learning_rate": 1e-3}),
+        Arm("eagle_muon", "EAGLE", {"depth": 6}, {"optimizer": "muon", "learning_rate": 1e-2}),
         Arm("block_muon", "Block", {"num_frames": 8, **BASE_BIAS, **TRUNK, **FUSED, **TOKENS}, MUON),
         Arm("ctc_muon", "CTC", {**BASE_BIAS, **FRAMES, **FUSED, **TOKENS}, MUON),
         Arm("block_10_muon", "Block", {"num_frames": 10, **BASE_BIAS, **TRUNK, **TOKENS}, MUON),

@@ -17,7 +17,7 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, as the update of each matrix (Jordan 2024).
 
     Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size that those of AdamW have (Moonlight, arXiv
-    2502.16982, section 2.2). This is `torch.optim.Muon`, for two differences: it runs on PyTorch before 2.9, and
+    2502.16982, section 2.2). This is `torch.optim.Muon` but for two things: it runs on PyTorch before 2.9, and
     multiplies in float32 on a CPU, where few processors have instructions for bfloat16.
 
     Args:

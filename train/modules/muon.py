@@ -18,7 +18,7 @@ class Muon(torch.optim.Optimizer):
 
     Updates are scaled by 0.2 sqrt(max(rows, columns)), to the size that those of AdamW have (Moonlight, arXiv
     2502.16982, section 2.2). This is `torch.optim.Muon` but for two things: it runs on PyTorch before 2.9, and
-    multiplies in float32 on a CPU, where few processors have instructions for bfloat16.
+    multiplies in float32 on a CPU, as many have no instructions for bfloat16.
 
     Args:
         params: Matrices.

@@ -34,9 +34,9 @@ def muon(
 ) -> OptimizerLRSchedulerConfig:
     """Muon for the weights of linear layers and AdamW for all others, with the schedule of `adamw`.
 
-    Updates are scaled to the size that AdamW's have, so that the same learning rate suits both (Moonlight, arXiv
-    2502.16982). Output layers over the vocabulary, embeddings and vectors are trained by AdamW. A module whose own
-    parameters are linear maps, too, names them in ``linear_maps``.
+    Updates are scaled to the size that AdamW's typically have, so one learning rate serves both (Moonlight, arXiv
+    2502.16982); the best one may differ from that of AdamW alone. Output layers over the vocabulary, embeddings and
+    vectors are trained by AdamW. A module whose own parameters are linear maps, too, names them in ``linear_maps``.
 
     Raises:
         ValueError: The strategy shards the matrices that Muon needs whole.

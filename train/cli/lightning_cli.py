@@ -30,6 +30,7 @@ from inference.runs.outputs import folder_above
 from inference.runs.timing import num_cores
 from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate
+from train.callbacks.freed_memory import FreedMemory
 from train.callbacks.preemption import Preemption
 from train.callbacks.resume import ExactResume
 from train.callbacks.skip_non_finite_steps import SkipNonFiniteSteps
@@ -312,7 +313,7 @@ def run(args: list[str], command: str) -> None:
             subclass_mode_model=has_class,
             trainer_defaults={
                 "use_distributed_sampler": False,  # the data module distributes batches by length itself
-                "callbacks": [Preemption(), Speed(), Optimisation(), Estimate()],
+                "callbacks": [Preemption(), Speed(), Optimisation(), Estimate(), FreedMemory()],
             },
             save_config_kwargs={"overwrite": True},
             parser_class=OneLineParser,

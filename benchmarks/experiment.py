@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import lightning as L
@@ -202,6 +204,13 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
 def _write_time(cpu_seconds: float | None, folder: Path) -> None:
     with atomic_write(folder / TIME) as new:
         new.write_text(json.dumps({"cpu_seconds": cpu_seconds, "threads": torch.get_num_threads()}))
+
+
+def minutes_of(folders: Sequence[Path]) -> float:
+    """Mean CPU time of the trainings in these folders in minutes; NaN if one is unknown, as in older versions."""
+    paths = [folder / TIME for folder in folders]
+    seconds = [json.loads(path.read_text(encoding="utf-8"))["cpu_seconds"] if path.exists() else None for path in paths]
+    return mean(math.nan if each is None else each for each in seconds) / 60
 
 
 @dataclass(frozen=True)

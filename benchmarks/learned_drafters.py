@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -9,7 +10,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.experiment import BUDGETS, Arm, GreedyAnswer, SharedSettings, decoded_answers, simulate_exported, train
+from benchmarks.experiment import (
+    BUDGETS,
+    Arm,
+    GreedyAnswer,
+    SharedSettings,
+    decoded_answers,
+    minutes_of,
+    simulate_exported,
+    train,
+)
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafter_plots import plot
 from inference.engine.base import Base, load_base
@@ -115,6 +125,8 @@ GROUPS = {
     "losses": ["block_markov_base", "block_lk", "ctc_markov_base", "ctc_kl", "ctc_lk", "ctc_lk_hybrid"],
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
     "muon": ["medusa_muon", "hydra_muon", "eagle_muon", "block_muon", "ctc_muon", "ctc_deep_muon"],
+    "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "ctc_deep_muon"],
+    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon"],
     "tokens": ["ctc_10_8_base", "ctc_10_8_tokens", "block_10_base", "block_10_tokens"],
     "long": ["eagle_8", "block_8_base", "block_10_base", "ctc_10_8_base", "ctc_12_10_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],
@@ -162,8 +174,8 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, layers, anchors, losses, bias, muon, tokens, long or
-            options.
+        group: Group of arms to train: drafters, layers, anchors, losses, bias, muon, best, best_long, tokens, long
+            or options.
         arms: Names of single arms to train instead of a group.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Training steps of each arm.
@@ -229,7 +241,7 @@ def simulate_all(
 def acceptance_table(
     results: dict[tuple[str, str], list[dict[str, Any]]], baseline: str, notes: list[str]
 ) -> ResultTable:
-    """Return the acceptance length of every arm and kind of tree by number of nodes."""
+    """Return the acceptance length of every arm and kind of tree by number of nodes, and the time of its training."""
     budgets = (4, 16, 64)
     headings = [
         "drafter",
@@ -239,6 +251,7 @@ def acceptance_table(
         "ended by EOS, 64",
         "fed, 64",
         "to baseline, 64",
+        "CPU minutes",
     ]
     table = ResultTable("Acceptance length by draft nodes", headings, notes=notes)
     at_baseline = [runs for (name, _), runs in results.items() if name == baseline]
@@ -255,6 +268,7 @@ def acceptance_table(
                 f"{mean(run['ended']['64'] for run in runs):.3f}",
                 f"{mean(run['fed']['64'] for run in runs):.1f}",
                 f"{last / reference:.3f}" if reference else "",
+                "–" if math.isnan(minutes := minutes_of([run["folder"] for run in runs])) else f"{minutes:.1f}",
             ]
         )
     return table

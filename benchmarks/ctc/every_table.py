@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import main
 from benchmarks.learned_drafters import ARMS, GROUPS
@@ -20,12 +22,6 @@ from data.files.bounded_json import read_json
 DRAFTERS = "drafters"
 RUN_DRAFTERS = "import sys; from train.cli.commands import main; sys.exit(main())"
 TINY = "checkpoints/tiny-chat"
-# Groups of arms that are trained with all seeds, and those that are trained with the first one only.
-SEVERAL_SEEDS = ("drafters", "muon", "bias", "layers")
-ONE_SEED = ("losses", "options", "anchors")
-LIVE = ("medusa", "hydra", "eagle", "block_markov_base", "ctc_fused_base", "block_muon", "ctc_muon", "ctc_deep_muon")
-SPLIT = ("ctc_10_8_muon", "block_10_muon")  # whose alignments are looked at
-CURVES = ("medusa", "hydra", "eagle_8", "block_10_base", "block_10_muon", "ctc_10_8_base", "ctc_10_8_muon")
 
 
 @dataclass(frozen=True)
@@ -37,23 +33,22 @@ class Part:
         program: A module of the benchmarks, or ``drafters``.
         arguments: Its arguments.
         made: The Markdown file with its table; None if it prepares data for the others.
+        needs: Names of the parts that come before it.
+        runs_alone: Whether nothing else may run at the same time, because it measures time. It gets a thread for each
+            process.
     """
 
     name: str
     program: str
     arguments: Sequence[str]
     made: Path | None = None
+    needs: Sequence[str] = ()
+    runs_alone: bool = False
 
     @property
     def command(self) -> str:
         """The command as a user would type it, without the number of threads."""
         return shlex.join([*([] if self.program == DRAFTERS else ["python", "-m"]), self.program, *self.arguments])
-
-    def run(self, threads: int) -> int:
-        """Run it in a process of its own, and return its exit code."""
-        started = ["-c", RUN_DRAFTERS] if self.program == DRAFTERS else ["-m", self.program]
-        variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        return subprocess.run([sys.executable, *started, *self.arguments], env=variables, check=False).returncode
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,11 @@ class Text:
         files: Training text.
         questions: Options that choose the questions of a benchmark of ours.
         evaluated: The same for `drafters eval`.
+        group: Arms that are compared with all seeds.
+        curves: Those of them that have learning curves; the longest training comes first.
+        split: A CTC and a block drafter, whose alignments are looked at.
+        live: Arms that are decoded with.
+        needs: The part that writes the training text, if there is one.
     """
 
     name: str
@@ -73,6 +73,11 @@ class Text:
     files: str
     questions: Sequence[str]
     evaluated: Sequence[str]
+    group: str
+    curves: Sequence[str]
+    split: Sequence[str]
+    live: Sequence[str]
+    needs: Sequence[str] = ()
 
 
 def every_table(
@@ -81,55 +86,52 @@ def every_table(
     gsm8k: str | None = None,
     seeds: list[int] = [0, 1, 2],  # noqa: B006
     steps: int = 600,
-    long_steps: list[int] = [150, 600, 2400],  # noqa: B006
+    curve_steps: list[int] = [150, 600, 2400],  # noqa: B006
     live: int = 60,
     limit: int | None = None,
     conversations: int = 6000,
-    groups: list[str] | None = None,
+    ablations: list[str] = [],  # noqa: B006
     only: list[str] | None = None,
-    threads: int = 1,
+    processes: int = 1,
 ) -> None:
     """Run the commands behind docs/results/ctc.md, and write one page of their tables with the time that each took.
 
     A part that is done is not run again: repeat the command to continue an interrupted run. The tables of tiny-chat
-    need nothing that is not in the repository; those of gsm-chat-7m need that base and the questions of GSM8K. Left out
-    are labels from human answers, other numbers of candidates, smaller vocabularies of a trained drafter, and live rows
-    with the paper's tree or 64 nodes.
+    need nothing that is not in the repository; those of gsm-chat-7m need that base and the questions of GSM8K.
 
     Args:
         out: Folder for the text, the drafters, the tables and the page, tables.md.
         gsm_base: Folder of the base gsm-chat-7m; without it its tables are left out.
         gsm8k: Folder with GSM8K's train.jsonl and test.jsonl.
-        seeds: Seeds of the main arms. Other arms have the first one only.
+        seeds: Seeds of the arms that are compared. Learning curves and ablations have the first one only.
         steps: Training steps of all arms but those of the learning curves.
-        long_steps: Numbers of training steps of the learning curves.
+        curve_steps: Numbers of training steps of the learning curves.
         live: Number of GSM8K questions that are decoded live; the embedded ones are 40, of two turns each.
         limit: Maximum number of questions of everything else, and of the embedded ones.
         conversations: Number of embedded conversations, and maximum number of GSM8K's questions that are answered for
             training, of which ctc.md has 4,096.
-        groups: Groups of arms to train; by default drafters, muon, bias, layers, losses, options and
-            anchors.
+        ablations: Further groups of arms to train, as in `benchmarks.learned_drafters`, such as bias or losses.
         only: Names of single parts to run; by default all.
-        threads: Number of torch threads.
+        processes: Number of parts that run at the same time, with one thread each.
     """
     if (gsm_base is None) != (gsm8k is None):
         raise ValueError("give both --gsm_base and --gsm8k, or neither")
-    chosen = groups or [*SEVERAL_SEEDS, *ONE_SEED]
-    if unknown := [name for name in chosen if name not in GROUPS]:
+    if unknown := [name for name in ablations if name not in GROUPS]:
         raise ValueError(f"unknown groups {', '.join(unknown)}: known are {', '.join(GROUPS)}")
     folder = Path(out)
-    parts = list(without_base(folder))
-    parts += tables_of_a_base(tiny_text(conversations, limit), folder, chosen, seeds, steps, long_steps)
+    parts: list[Part] = []
     if gsm_base and gsm8k:
         text = gsm_text(gsm_base, gsm8k, folder, limit, live)
         parts.append(answers_of_the_base(text, f"{gsm8k}/train.jsonl", conversations))
-        parts += tables_of_a_base(text, folder, chosen, seeds, steps, long_steps)
+        parts += tables_of_a_base(text, folder, ablations, seeds, steps, curve_steps)
+    parts += tables_of_a_base(tiny_text(conversations, limit), folder, ablations, seeds, steps, curve_steps)
+    parts += without_base(folder)
     if unknown := sorted(set(only or ()) - {part.name for part in parts}):
         raise ValueError(f"unknown parts {', '.join(unknown)}: known are {', '.join(part.name for part in parts)}")
-    for part in parts:
-        if only is None or part.name in only:
-            run(part, folder, threads)
-            write_text(folder / "tables.md", page(parts, folder, threads))
+    try:
+        run([part for part in parts if only is None or part.name in only], folder, processes)
+    finally:
+        write_text(folder / "tables.md", page(parts, folder, processes))
     print(f"wrote {folder / 'tables.md'}")
 
 
@@ -142,6 +144,10 @@ def tiny_text(conversations: int, limit: int | None) -> Text:
         f"[embedded:{conversations}]",
         ["--questions", "", "--benchmark", "embedded", *few],
         ["--benchmark", "embedded", *few],
+        group="best_long",
+        curves=("ctc_10_8_muon", "block_10_muon", "eagle_8", "hydra", "medusa"),
+        split=("ctc_10_8_muon", "block_10_muon"),
+        live=("eagle_8", "block_10_muon", "ctc_10_8_muon"),
     )
 
 
@@ -154,6 +160,11 @@ def gsm_text(base: str, gsm8k: str, folder: Path, limit: int | None, live: int) 
         f"[{folder / 'gsm8k.jsonl'}]",
         [*asked, *(["--limit", str(limit)] if limit else [])],
         ["--benchmark", "gsm8k", *asked, "--limit", str(live), "--max-new-tokens", "200"],
+        group="best",
+        curves=("ctc_deep_muon", "ctc_muon", "block_muon", "eagle", "medusa"),
+        split=("ctc_muon", "block_muon"),
+        live=("eagle", "block_muon", "ctc_muon", "ctc_deep_muon"),
+        needs=("gsm-answers",),
     )
 
 
@@ -168,95 +179,183 @@ def without_base(folder: Path) -> Iterator[Part]:
     """The tables of the loss and of building trees, which need no base."""
     for name in ("loss_memory", "tree_building", "draft_vocabulary"):
         made = folder / "parts" / f"{name}.md"
-        yield Part(name, f"benchmarks.ctc.{name}", ["--out", str(made)], made)
+        yield Part(name, f"benchmarks.ctc.{name}", ["--out", str(made)], made, runs_alone=True)
 
 
 def tables_of_a_base(
     text: Text,
     folder: Path,
-    groups: Sequence[str],
+    ablations: Sequence[str],
     seeds: Sequence[int],
     steps: int,
-    long_steps: Sequence[int],
+    curve_steps: Sequence[int],
 ) -> Iterator[Part]:
-    """All parts of one base, in the order in which they need each other."""
+    """All parts of one base, each behind those that it needs."""
     parts, store, trained = folder / "parts", folder / f"{text.name}-store", folder / text.name
     trained_on = ["--base", text.base, "--files", text.files]
     common = [*trained_on, "--features", str(store), *text.questions]
     options = ["--out", str(store), "--max-length", "384", "--layers=-1,2,4"]
-    yield Part(f"{text.name}-features", DRAFTERS, ["features", *trained_on, *options])
-    for group in groups:
-        used = list(seeds if group in SEVERAL_SEEDS else seeds[:1])
-        made = parts / f"{text.name}-{group}.md"
-        options = ["--group", group, "--seeds", str(used), "--steps", str(steps), "--out", str(trained / str(steps))]
-        figures = ["--figures", str(folder / "plots" / f"{text.name}-{group}")]
-        yield Part(made.stem, "benchmarks.learned_drafters", [*common, *options, *figures, "--table", str(made)], made)
-    made = parts / f"{text.name}-table2.md"
-    options = ["--arms", "[medusa,block,ctc_paper,ctc]", "--seeds", str(list(seeds[:1])), "--steps", str(steps)]
-    options += ["--out", str(trained / str(steps)), "--table", str(made)]
-    yield Part(made.stem, "benchmarks.ctc.paper_table2", [*common, *options], made)
+    features = Part(f"{text.name}-features", DRAFTERS, ["features", *trained_on, *options], needs=text.needs)
+    yield features
+
+    def training(arm: str, seed: int, count: int) -> Part:
+        options = ["--arms", f"[{arm}]", "--seeds", f"[{seed}]", "--steps", str(count)]
+        return Part(
+            f"{text.name}-{count}-{arm}-seed{seed}",
+            "benchmarks.learned_drafters",
+            [*common, *options, "--out", str(trained / str(count))],
+            needs=[features.name],
+        )
+
+    first, arms = seeds[0], GROUPS[text.group]
+    in_curves = [training(arm, first, count) for count in sorted(curve_steps, reverse=True) for arm in text.curves]
+    compared = {seed: [training(arm, seed, steps) for arm in arms] for seed in seeds}
+    trainings = {part.name: part for part in [*compared[first], *in_curves, *chain(*compared.values())]}
+    yield from trainings.values()
+
+    made = parts / f"{text.name}-{text.group}.md"
+    options = ["--group", text.group, "--seeds", str(list(seeds)), "--steps", str(steps)]
+    options += ["--out", str(trained / str(steps)), "--figures", str(folder / "plots" / text.name)]
+    options += ["--table", str(made)]
+    needs = [part.name for part in chain(*compared.values())]
+    yield Part(made.stem, "benchmarks.learned_drafters", [*common, *options], made, needs)
     made = parts / f"{text.name}-curves.md"
-    arms = ["--arms", f"[{','.join(CURVES)}]", "--steps", str(list(long_steps)), "--seeds", str(list(seeds[:1]))]
-    plot = ["--figure", str(folder / "plots" / f"{text.name}-curves.png")]
-    yield Part(
-        made.stem,
-        "benchmarks.ctc.learning_curves",
-        [*common, *arms, "--out", str(trained), *plot, "--table", str(made)],
-        made,
-    )
+    options = ["--arms", f"[{','.join(text.curves)}]", "--steps", str(list(curve_steps)), "--seeds", f"[{first}]"]
+    options += ["--out", str(trained), "--figure", str(folder / "plots" / f"{made.stem}.png"), "--table", str(made)]
+    needs = [part.name for part in in_curves]
+    yield Part(made.stem, "benchmarks.ctc.learning_curves", [*common, *options], made, needs)
     made = parts / f"{text.name}-alignments.md"
-    longest = trained / str(max(long_steps))
-    split = ["--drafter", f"[{','.join(str(longest / name / f'seed{seeds[0]}' / 'drafter') for name in SPLIT)}]"]
-    asked = ["--base", text.base, *text.questions, "--out", str(folder / f"{text.name}-alignments")]
-    yield Part(made.stem, "benchmarks.ctc.alignments", [*asked, *split, "--table", str(made)], made)
+    longest = trained / str(max(curve_steps))
+    split = ["--drafter", f"[{','.join(str(longest / name / f'seed{first}' / 'drafter') for name in text.split)}]"]
+    asked = ["--base", text.base, *text.questions, "--out", str(folder / made.stem), "--table", str(made)]
+    yield Part(made.stem, "benchmarks.ctc.alignments", [*asked, *split], made, needs)
     drafters = [
         f"{ARMS[name].drafter.lower()}={trained / str(steps) / name / f'seed{seed}' / 'drafter'}:num_nodes=16"
-        for name in LIVE
+        for name in text.live
         for seed in seeds
-        if any(name in GROUPS[group] for group in groups)
     ]
     live = folder / f"{text.name}-live"
-    asked = [argument for drafter in [*drafters, "anpd", "joint"] for argument in ("--drafter", drafter)]
-    arguments = ["eval", "--base", text.base, *text.evaluated, "--repeats", "1", "--out", str(live)]
-    yield Part(live.name, DRAFTERS, [*arguments, *asked], live / "results.md")
+    asked = [argument for drafter in [*drafters, "anpd"] for argument in ("--drafter", drafter)]
+    arguments = ["eval", "--base", text.base, *text.evaluated, "--repeats", "1", "--out", str(live), *asked]
+    needs = [part.name for part in chain(*compared.values())]
+    yield Part(live.name, DRAFTERS, arguments, live / "results.md", needs, runs_alone=True)
+    made = parts / f"{text.name}-table2.md"
+    options = ["--arms", "[medusa,block,ctc_paper,ctc]", "--seeds", f"[{first}]", "--steps", str(steps)]
+    options += ["--out", str(trained / str(steps)), "--table", str(made)]
+    needs = [part.name for part in compared[first]]
+    yield Part(made.stem, "benchmarks.ctc.paper_table2", [*common, *options], made, needs)
+    for group in ablations:  # one after another, as they may share arms
+        needs, made = [made.stem], parts / f"{text.name}-{group}.md"
+        options = ["--group", group, "--seeds", f"[{first}]", "--steps", str(steps)]
+        options += ["--out", str(trained / str(steps)), "--table", str(made)]
+        yield Part(made.stem, "benchmarks.learned_drafters", [*common, *options], made, needs)
 
 
-def run(part: Part, folder: Path, threads: int) -> None:
-    """Run the command of a part, unless it is done, and keep its time.
+def run(parts: Sequence[Part], folder: Path, processes: int) -> None:
+    """Run the commands of the parts that are not done, and keep the time of each.
+
+    A part starts as soon as those that it needs are done and a process is free. If an exception stops this, the
+    commands that are running are stopped, too.
 
     Raises:
-        ValueError: The command failed.
+        ValueError: A command failed, or a part that is done was made by another command.
     """
-    record = folder / "parts" / f"{part.name}.json"
-    known = read_json(record) if record.exists() else {}
-    if known.get("is_done"):
-        if known["command"] != part.command:
-            raise ValueError(f"{part.name} was made by another command, see {record}: give another --out, or delete it")
-        return
-    print(f"{part.name}: {part.command}", flush=True)
-    seconds, started = known.get("seconds", 0.0), time.monotonic()
+    (folder / "parts").mkdir(parents=True, exist_ok=True)
+    waiting = [part for part in parts if not read_record(part, folder)["is_done"]]
+    running: list[Running] = []
     try:
-        code = part.run(threads)
-    finally:  # also when it is interrupted, as the next run continues
-        known = {"command": part.command, "seconds": seconds + time.monotonic() - started, "is_done": False}
-        write_text(record, json.dumps(known) + "\n")
-    if code:
-        raise ValueError(f"{part.name} failed with exit code {code}: see above, then run the same command again")
-    write_text(record, json.dumps(known | {"is_done": True}) + "\n")
+        while waiting or running:
+            for ended in [each for each in running if each.process.poll() is not None]:
+                running.remove(ended)
+                ended.write_record(folder)
+                if code := ended.process.returncode:
+                    raise ValueError(f"{ended.part.name} failed with exit code {code}: see {ended.log}")
+            part = next_part(waiting, [each.part for each in running], processes)
+            if part is None:
+                time.sleep(0.2)
+                continue
+            waiting.remove(part)
+            print(f"{part.name}: {part.command}", flush=True)
+            running.append(Running(part, processes if part.runs_alone else 1, folder))
+    finally:
+        for each in running:
+            each.process.terminate()
+        for each in running:
+            each.process.wait()
+            each.write_record(folder)
 
 
-def page(parts: Sequence[Part], folder: Path, threads: int) -> str:
-    """The tables that are done, each below its command and the minutes that it took."""
-    sections, total = [], 0.0
-    for part in parts:
-        record = folder / "parts" / f"{part.name}.json"
-        if not record.exists() or not (known := read_json(record))["is_done"]:
-            continue
-        total += known["seconds"]
+def next_part(waiting: Sequence[Part], running: Sequence[Part], processes: int) -> Part | None:
+    """The first part that can start now; None if there is none. What runs alone waits until nothing else can run."""
+    if len(running) >= processes or any(part.runs_alone for part in running):
+        return None
+    unfinished = {part.name for part in [*waiting, *running]}
+    ready = [part for part in waiting if not unfinished.intersection(part.needs)]
+    together = [part for part in ready if not part.runs_alone]
+    return next(iter(together if together or running else ready), None)
+
+
+class Running:
+    """A part whose command is running.
+
+    Args:
+        part: The part.
+        threads: Number of its torch threads.
+        folder: Folder of the whole run.
+    """
+
+    def __init__(self, part: Part, threads: int, folder: Path) -> None:
+        self.part, self.started = part, time.monotonic()
+        self.log = folder / "parts" / f"{part.name}.log"
+        started = ["-c", RUN_DRAFTERS] if part.program == DRAFTERS else ["-m", part.program]
+        variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *started, *part.arguments], env=variables, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def write_record(self, folder: Path) -> None:
+        """Keep the time so far, added to that of earlier attempts, and whether the part is done."""
+        record = {
+            "command": self.part.command,
+            "seconds": read_record(self.part, folder)["seconds"] + time.monotonic() - self.started,
+            "is_done": self.process.returncode == 0,
+        }
+        write_text(record_path(self.part, folder), json.dumps(record) + "\n")
+
+
+def record_path(part: Part, folder: Path) -> Path:
+    return folder / "parts" / f"{part.name}.json"
+
+
+def read_record(part: Part, folder: Path) -> dict[str, Any]:
+    """What is known of a part: its command, the seconds that it took so far, and whether it is done.
+
+    Raises:
+        ValueError: It was done by another command.
+    """
+    path = record_path(part, folder)
+    if not path.exists():
+        return {"command": part.command, "seconds": 0.0, "is_done": False}
+    known = read_json(path)
+    if known["is_done"] and known["command"] != part.command:
+        raise ValueError(f"{part.name} was made by another command, see {path}: give another --out, or delete it")
+    return known
+
+
+def page(parts: Sequence[Part], folder: Path, processes: int) -> str:
+    """The tables that are done, each below its command and the minutes that it took, and what all parts took."""
+    records = [(part, read_record(part, folder)) for part in parts]
+    done = [(part, record) for part, record in records if record["is_done"]]
+    hours = sum(record["seconds"] for _, record in records) / 3600
+    sections = [f"{len(done)} of {len(parts)} parts are done. They took {hours:.1f} hours, {processes} at a time."]
+    for part, record in done:
+        if part.program == "benchmarks.learned_drafters" and part.made is None:
+            continue  # a single training, whose time is in the tables
         table = part.made.read_text(encoding="utf-8") if part.made else ""
-        took = f"Took {known['seconds'] / 60:.1f} minutes."
-        sections.append("\n\n".join([f"# {part.name}", f"```sh\n{known['command']}\n```", took, table]).strip())
-    return "\n\n".join([f"All parts took {total / 3600:.1f} hours, with OMP_NUM_THREADS={threads}.", *sections]) + "\n"
+        took = f"Took {record['seconds'] / 60:.1f} minutes."
+        sections.append("\n\n".join([f"# {part.name}", f"```sh\n{part.command}\n```", took, table]).strip())
+    return "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import cycle
@@ -15,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from benchmarks.experiment import BUDGETS, TIME, SharedSettings, decoded_answers, train
+from benchmarks.experiment import BUDGETS, SharedSettings, decoded_answers, minutes_of, train
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS, BEST_TREES, simulate_all
 from inference.engine.base import load_base
@@ -80,7 +79,7 @@ def learning_curves(
         }
         answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
         for (name, _), runs in simulate_all(trained, frozen, answers, BEST_TREES).items():
-            points[name][count] = [run | {"cpu_seconds": cpu_seconds(run["folder"])} for run in runs]
+            points[name][count] = runs
     notes = [
         f"Base {base}; {nodes} nodes; {common.batch_size} conversations a step; seeds {', '.join(map(str, seeds))}. "
         "Acceptance length, and the CPU time of the training in minutes, means over the seeds."
@@ -90,24 +89,13 @@ def learning_curves(
         plot(points, nodes, Path(figure))
 
 
-def cpu_seconds(folder: Path) -> float | None:
-    """CPU time that the training of a drafter took; None if it is unknown, as for those of older versions."""
-    path = folder / TIME
-    return json.loads(path.read_text(encoding="utf-8")).get("cpu_seconds") if path.exists() else None
-
-
-def minutes_of(runs: Sequence[dict[str, Any]]) -> float:
-    """Mean CPU time of trainings in minutes; NaN if one is unknown."""
-    return mean(math.nan if run["cpu_seconds"] is None else run["cpu_seconds"] for run in runs) / 60
-
-
 def curve_table(points: Points, steps: Sequence[int], nodes: int, notes: list[str]) -> ResultTable:
     """Return the acceptance length and the training time of every arm by number of steps."""
     headings = ["drafter", *(f"{count:,} steps" for count in steps), *(f"minutes, {count:,}" for count in steps)]
     table = ResultTable("Acceptance length by training", headings, notes=notes)
     for name, by_steps in points.items():
         lengths = [[run["length"][str(nodes)] for run in by_steps[count]] for count in steps]
-        minutes = [minutes_of(by_steps[count]) for count in steps]
+        minutes = [minutes_of([run["folder"] for run in by_steps[count]]) for count in steps]
         spreads = [
             f"{mean(each):.3f}" + (f" ({min(each):.3f} to {max(each):.3f})" if len(each) > 1 else "")
             for each in lengths
@@ -134,7 +122,7 @@ def plot(points: Points, nodes: int, path: Path) -> None:
         counts = sorted(by_steps)
         panels[0].set_xticks(counts, [f"{count:,}" for count in counts])
         panels[0].minorticks_off()
-        minutes = [minutes_of(by_steps[count]) for count in counts]
+        minutes = [minutes_of([run["folder"] for run in by_steps[count]]) for count in counts]
         for axes, values in zip(panels, ([*map(float, counts)], minutes), strict=True):
             draw_line(
                 axes, values, [[run["length"][str(nodes)] for run in by_steps[count]] for count in counts], colour, name

@@ -1,11 +1,15 @@
 """One command makes every table about the CTC drafter, part by part, and continues where it was stopped."""
 
 import json
+import time
 
 import pytest
 
 from benchmarks.ctc import every_table
 from benchmarks.ctc.every_table import Part
+from benchmarks.learned_drafters import GROUPS
+
+TRAININGS = [f"tiny-10-{arm}-seed0" for arm in GROUPS["best_long"]]
 
 
 def arguments(folder, **others):
@@ -13,43 +17,90 @@ def arguments(folder, **others):
         "out": str(folder),
         "seeds": [0],
         "steps": 10,
+        "curve_steps": [10],
         "limit": 1,
         "conversations": 8,
-        "groups": ["bias"],
-        "only": ["tiny-features", "tiny-bias", "tiny-live"],
+        "only": ["tiny-features", *TRAININGS, "tiny-best_long", "tiny-curves", "tiny-live"],
+        "processes": 2,
         **others,
     }
 
 
 @pytest.mark.slow
-def test_the_parts_run_one_after_another_and_only_once(tmp_path, repository, monkeypatch, capfd):
+def test_all_parts_run_and_only_once(tmp_path, repository, monkeypatch):
     monkeypatch.chdir(repository)  # where checkpoints/tiny-chat is
     folder = tmp_path / "tables"
     every_table.every_table(**arguments(folder))
     page = (folder / "tables.md").read_text()
-    assert page.startswith("All parts took 0.0 hours, with OMP_NUM_THREADS=1.")
-    assert [line[2:] for line in page.splitlines() if line.startswith("# tiny")] == [
-        "tiny-features",
-        "tiny-bias",
-        "tiny-live",
-    ]
-    assert "| ctc_fused_base | prefix |" in page and "python -m benchmarks.learned_drafters --base" in page
-    assert "ctc_fused_base/seed0/drafter:num_nodes=16" in page, "the drafters that were trained are decoded with"
+    assert page.startswith("10 of 15 parts are done.")
+    shown = [line[2:] for line in page.splitlines() if line.startswith("# tiny")]
+    assert shown == ["tiny-features", "tiny-best_long", "tiny-curves", "tiny-live"]
+    assert "| ctc_10_8_muon | prefix |" in page and "python -m benchmarks.learned_drafters --base" in page
+    assert "ctc_10_8_muon/seed0/drafter:num_nodes=16" in page, "the drafters that were trained are decoded with"
+    assert (folder / "plots" / "tiny-curves.png").exists()
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
     every_table.every_table(**arguments(folder))
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    with pytest.raises(ValueError, match="tiny-bias was made by another command, see"):
-        every_table.every_table(**arguments(folder, steps=11))
+    with pytest.raises(ValueError, match="tiny-10-medusa-seed0 was made by another command, see"):
+        every_table.every_table(**arguments(folder, limit=2))
 
 
-def test_a_part_that_fails_keeps_its_time_and_runs_again(tmp_path):
-    part = Part("missing", "benchmarks.no_such_module", [])
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A module that notes when it began and ended, and fails if it is told so."""
+    (tmp_path / "noting.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "name, seconds, code = sys.argv[1:]\n"
+        "with Path(__file__).with_name('times.txt').open('a') as times:\n"
+        "    print(name, 'begins', file=times, flush=True)\n"
+        "    time.sleep(float(seconds))\n"
+        "    print(name, 'ends', file=times)\n"
+        "sys.exit(int(code))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "parts").mkdir()
+
+    def part(name, seconds=0.0, code=0, **others):
+        return Part(name, "noting", [name, str(seconds), str(code)], **others)
+
+    return part
+
+
+def events(folder):
+    return (folder / "times.txt").read_text().splitlines()
+
+
+def test_a_part_waits_for_those_that_it_needs_and_what_measures_time_runs_alone(tmp_path, program):
+    parts = [
+        program("measures", runs_alone=True),
+        program("first", 1.0),
+        program("second", needs=["first"]),
+        program("third", 2.0),
+    ]
+    every_table.run(parts, tmp_path, processes=2)
+    order = events(tmp_path)
+    assert sorted(order[:2]) == ["first begins", "third begins"]
+    assert order.index("first ends") < order.index("second begins") < order.index("third ends")
+    assert order[-2:] == ["measures begins", "measures ends"]
+    (tmp_path / "times.txt").unlink()
+    for part in parts:
+        every_table.record_path(part, tmp_path).unlink()
+    every_table.run(parts, tmp_path, processes=1)
+    assert [line.split()[0] for line in events(tmp_path)[::2]] == ["first", "second", "third", "measures"]
+
+
+def test_a_part_that_fails_stops_the_others_and_runs_again(tmp_path, program):
+    long, failing = program("long", 60), program("failing", 0.5, code=1)
+    started = time.monotonic()
     for _ in range(2):
-        with pytest.raises(ValueError, match="missing failed with exit code 1: see above, then run the same command"):
-            every_table.run(part, tmp_path, 1)
-    known = json.loads((tmp_path / "parts" / "missing.json").read_text())
-    assert known["seconds"] > 0 and not known["is_done"]
-    assert every_table.page([part], tmp_path, 1) == "All parts took 0.0 hours, with OMP_NUM_THREADS=1.\n"
+        with pytest.raises(ValueError, match=r"failing failed with exit code 1: see .*failing\.log"):
+            every_table.run([long, failing], tmp_path, processes=2)
+    assert time.monotonic() - started < 30
+    for part in (long, failing):
+        known = json.loads((tmp_path / "parts" / f"{part.name}.json").read_text())
+        assert known["seconds"] >= 1 and not known["is_done"]
+    assert every_table.page([failing], tmp_path, 2) == "0 of 1 parts are done. They took 0.0 hours, 2 at a time.\n"
 
 
 def test_commands_are_shown_as_a_user_types_them():
@@ -60,8 +111,8 @@ def test_commands_are_shown_as_a_user_types_them():
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"groups": ["nonsense"]}, "unknown groups nonsense: known are drafters"),
-        ({"only": ["nonsense"]}, "unknown parts nonsense: known are loss_memory"),
+        ({"ablations": ["nonsense"]}, "unknown groups nonsense: known are drafters"),
+        ({"only": ["nonsense"]}, "unknown parts nonsense: known are tiny-features"),
         ({"gsm_base": "gsm-chat-7m"}, "give both --gsm_base and --gsm8k, or neither"),
     ],
 )

@@ -90,6 +90,7 @@ def every_table(
     live: int = 60,
     limit: int | None = None,
     conversations: int = 6000,
+    answers: int = 4096,
     ablations: list[str] = [],  # noqa: B006
     only: list[str] | None = None,
     processes: int = 1,
@@ -108,8 +109,8 @@ def every_table(
         curve_steps: Numbers of training steps of the learning curves.
         live: Number of GSM8K questions that are decoded live; the embedded ones are 40, of two turns each.
         limit: Maximum number of questions of everything else, and of the embedded ones.
-        conversations: Number of embedded conversations, and maximum number of GSM8K's questions that are answered for
-            training, of which ctc.md has 4,096.
+        conversations: Number of embedded conversations that tiny-chat's drafters are trained on.
+        answers: Maximum number of GSM8K's training questions whose answers gsm-chat-7m's drafters are trained on.
         ablations: Further groups of arms to train, as in `benchmarks.learned_drafters`, such as bias or losses.
         only: Names of single parts to run; by default all.
         processes: Number of parts that run at the same time, with one thread each.
@@ -122,7 +123,7 @@ def every_table(
     parts: list[Part] = []
     if gsm_base and gsm8k:
         text = gsm_text(gsm_base, gsm8k, folder, limit, live)
-        parts.append(answers_of_the_base(text, f"{gsm8k}/train.jsonl", conversations))
+        parts.append(answers_of_the_base(text, f"{gsm8k}/train.jsonl", answers))
         parts += tables_of_a_base(text, folder, ablations, seeds, steps, curve_steps)
     parts += tables_of_a_base(tiny_text(conversations, limit), folder, ablations, seeds, steps, curve_steps)
     parts += without_base(folder)

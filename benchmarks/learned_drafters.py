@@ -77,6 +77,13 @@ ARMS = {
         Arm(
             "ctc_10_8_muon", "CTC", {**BASE_BIAS, "num_frames": 10, "num_labels": 8, "num_anchors": 24, **TOKENS}, MUON
         ),
+        Arm(
+            "ctc_10_selfless_muon",
+            "CTC",
+            {**BASE_BIAS, "num_frames": 10, "num_labels": 10, "merge_repeats": False, "num_anchors": 24, **TOKENS},
+            MUON,
+        ),
+        Arm("ctc_selfless_muon", "CTC", {**BASE_BIAS, **FRAMES, "merge_repeats": False, **FUSED, **TOKENS}, MUON),
         Arm("block_deep_muon", "Block", {"num_frames": 12, **BASE_BIAS, **TRUNK, **DEEP, **TOKENS}, MUON),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
         Arm("ctc_deep", "CTC", {"markov_rank": 64, **LONG_FRAMES, **DEEP}),
@@ -126,7 +133,7 @@ GROUPS = {
     "bias": ["block_markov_base", "ctc_markov_base", "ctc_fused_base", "ctc_deep_base"],
     "muon": ["medusa_muon", "hydra_muon", "eagle_muon", "block_muon", "ctc_muon", "ctc_deep_muon"],
     "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "ctc_deep_muon"],
-    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon"],
+    "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon", "ctc_10_selfless_muon"],
     "tokens": ["ctc_10_8_base", "ctc_10_8_tokens", "block_10_base", "block_10_tokens"],
     "long": ["eagle_8", "block_8_base", "block_10_base", "ctc_10_8_base", "ctc_12_10_base"],
     "options": ["ctc_markov", "ctc_distilled", "ctc_survival", "ctc_12_8", "ctc", "ctc_root_first", "ctc_causal"],

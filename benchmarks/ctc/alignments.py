@@ -128,10 +128,11 @@ def acceptance(
     factors = () if markov is None else (F.embedding(previous, markov.left), markov.right)
     if isinstance(drafter, CTC):
         emissions = emit(frames, labels, base_weights.head, drafter.blank_row, drafter.blank_bias[0], *factors)
-        states = alignment.states(emissions.enter, emissions.stay, emissions.blank, labels)
+        states = alignment.states(emissions.enter, emissions.stay, emissions.blank, labels, drafter.merge_repeats)
         everywhere = alignment.expected_acceptance(alignment.exact_and_prefix(*states)[1])
         own = emissions.enter.diagonal(dim1=1, dim2=2).clone()  # (A, U): frame u enters label u
-        own[:, 1:][labels[:, 1:] == labels[:, :-1]] = -torch.inf  # without a blank, the frames would collapse
+        if drafter.merge_repeats:  # without a blank, equal frames would collapse
+            own[:, 1:][labels[:, 1:] == labels[:, :-1]] = -torch.inf
         return torch.stack([everywhere, alignment.expected_acceptance(own.cumsum(-1))], dim=-1)
     logits = drafter.logits(frames, base_weights)[:, : labels.shape[1]]
     if markov is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ class Text:
         evaluated: The same for `drafters eval`.
         group: Arms that are compared with all seeds.
         curves: Those of them that have learning curves; the longest training comes first.
-        split: A CTC and a block drafter, whose alignments are looked at.
+        split: CTC and block drafters, whose alignments are looked at.
         live: Arms that are decoded with.
         needs: The part that writes the training text, if there is one.
     """
@@ -146,9 +147,9 @@ def tiny_text(conversations: int, limit: int | None) -> Text:
         ["--questions", "", "--benchmark", "embedded", *few],
         ["--benchmark", "embedded", *few],
         group="best_long",
-        curves=("ctc_10_8_muon", "block_10_muon", "eagle_8", "hydra", "medusa"),
-        split=("ctc_10_8_muon", "block_10_muon"),
-        live=("eagle_8", "block_10_muon", "ctc_10_8_muon"),
+        curves=("ctc_10_selfless_muon", "ctc_10_8_muon", "block_10_muon", "eagle_8", "hydra", "medusa"),
+        split=("ctc_10_8_muon", "ctc_10_selfless_muon", "block_10_muon"),
+        live=("eagle_8", "block_10_muon", "ctc_10_8_muon", "ctc_10_selfless_muon"),
     )
 
 
@@ -261,6 +262,7 @@ def run(parts: Sequence[Part], folder: Path, processes: int) -> None:
     Raises:
         ValueError: A command failed, or a part that is done was made by another command.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and stop the commands below
     (folder / "parts").mkdir(parents=True, exist_ok=True)
     waiting = [part for part in parts if not read_record(part, folder)["is_done"]]
     running: list[Running] = []

@@ -10,13 +10,18 @@ IMPOSSIBLE = -1e30
 """Log-probability of the impossible; finite, so that the difference of two of them is finite too."""
 
 
-def collapse(frames: Tensor, blank: int) -> list[int]:
+def collapse(frames: Tensor, blank: int, merge_repeats: bool = True) -> list[int]:
     """Merge repeated frames, then drop blanks (the CTC paper's beta inverse, section 2.3).
+
+    Without ``merge_repeats`` only blanks are dropped (selfless-CTC, arXiv 2110.03098).
 
     >>> collapse(torch.tensor([7, 7, 0, 7, 5]), blank=0)
     [7, 7, 5]
+    >>> collapse(torch.tensor([7, 7, 0, 7, 5]), blank=0, merge_repeats=False)
+    [7, 7, 7, 5]
     """
-    return [token for token in frames.unique_consecutive().tolist() if token != blank]
+    kept = frames.unique_consecutive() if merge_repeats else frames
+    return [token for token in kept.tolist() if token != blank]
 
 
 def is_possible(log_probs: Tensor) -> Tensor:
@@ -77,7 +82,9 @@ class _Recursion(torch.autograd.Function):
         return d_entered, d_stay, d_blank, None
 
 
-def states(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def states(
+    enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor, merge_repeats: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the states of an alignment after each frame (Graves 2006, section 4.1).
 
     b_t(g) and n_t(g) are the probabilities that frames 1..t collapse to g and end in a blank or in g's last token, and
@@ -87,25 +94,32 @@ def states(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor) -> tuple[
         n_t(g.c) = p_t(c | c) * n_{t-1}(g.c) + e_t(g.c)
         b_t(g)   = p_t(blank | last g) * (b_{t-1}(g) + n_{t-1}(g))
 
-    The first label can always enter, even if it equals the root, because nothing has been emitted before it.
+    The first label can always enter, even if it equals the root, because nothing has been emitted before it. If equal
+    neighbours are not merged, every label can enter and none can stay: n_t(g.c) = e_t(g.c) without the condition.
 
     Args:
         enter: (A, T, U) log p_t(y_u | y_{u-1}), where y_0 is the root.
         stay: (A, T, U) log p_t(y_u | y_u). Equal to ``enter`` if the distribution depends only on the frame.
         blank: (A, T, U + 1) log p_t(blank | y_u), u = 0..U; or (A, T, 1) if it depends only on the frame.
         labels: (A, U) token ids; only their equality with the previous label matters.
+        merge_repeats: As in `collapse`.
 
     Returns:
         With time first, ``entered`` (T, A, U), log e_t for t = 1..T; ``blank_end`` and ``label_end`` (T + 1, A, U + 1),
         log b_t and log n_t for t = 0..T. States that no alignment reaches are at most ``IMPOSSIBLE`` / 2.
     """
     barred = enter.new_zeros(labels.shape)
-    barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
+    if merge_repeats:
+        barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
+    else:
+        stay = torch.full_like(stay, IMPOSSIBLE)
     blank = blank.expand(-1, -1, labels.shape[1] + 1)
     return _Recursion.apply(*(x.transpose(0, 1).contiguous() for x in (enter, stay, blank)), barred)
 
 
-def prefix_log_probs(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def prefix_log_probs(
+    enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor, merge_repeats: bool = True
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities that T frames collapse to, or begin with, each prefix of a label.
 
     P(text = g) = b_T(g) + n_T(g) and P(text begins with g.c) = sum_t e_t(g.c), with the arguments and the recursion of
@@ -115,7 +129,7 @@ def prefix_log_probs(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor)
         ``exact`` (A, U + 1), log P(the text is y_1..y_u) for u = 0..U, and ``prefix`` (A, U), log P(the text begins
         with y_1..y_u) for u = 1..U. Prefixes that no alignment reaches are at most ``IMPOSSIBLE`` / 2.
     """
-    return exact_and_prefix(*states(enter, stay, blank, labels))
+    return exact_and_prefix(*states(enter, stay, blank, labels, merge_repeats))
 
 
 def exact_and_prefix(entered: Tensor, blank_end: Tensor, label_end: Tensor) -> tuple[Tensor, Tensor]:

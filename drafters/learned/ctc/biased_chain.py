@@ -10,7 +10,9 @@ from drafters.learned.layers.markov import Markov
 from drafters.learned.trees.chains import Chains
 
 
-def chains(logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int) -> Chains:
+def chains(
+    logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int, merge_repeats: bool = True
+) -> Chains:
     """What `prefix_search.chain` finds among the candidates, by operations of fixed shape and without a copy.
 
     The recursion is the one of `prefix_search.search`. Its two sums over frames are triangular products here, so a
@@ -22,6 +24,7 @@ def chains(logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, nu
         candidates: (A, C) tokens that may enter a chain, distinct in each row.
         markov: Bias on the logits given the previous token.
         num_tokens: M, at least 1.
+        merge_repeats: As in `alignment.collapse`.
     """
     num_frames, vocab_size = logits.shape[1], logits.shape[2] - 1
     every_symbol = logits.softmax(-1)
@@ -49,15 +52,17 @@ def chains(logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, nu
         if len(tokens) == num_tokens:
             return Chains(torch.stack(tokens, 1), torch.stack(probs, 1))
         own = frames.gather(-1, taken[:, None].expand(-1, num_frames, 1))[..., 0]  # (A, T)
-        # A repetition of the token before has to enter from a blank; from the token itself it would collapse.
-        source = blank_end + label_end.masked_fill(taken == before, 0.0)
+        # Where equal neighbours are merged, a repetition of the token before has to enter from a blank.
+        source = blank_end + (label_end.masked_fill(taken == before, 0.0) if merge_repeats else label_end)
         enter = source[:, :-1] * own * factors.gather(1, taken) * scales
         factors, scales = bias_after(last)
         none = frames[..., -1] * factors[:, -1:] * scales
-        label_end = _accumulate(own * factors.gather(1, taken) * scales, enter)
+        stays = own * factors.gather(1, taken) * scales
+        label_end = _accumulate(stays, enter) if merge_repeats else pad(enter, (1, 0))
         blank_end = _accumulate(none, label_end[:, :-1] * none)
-        repetition = (blank_end[:, :-1] * scales * own).sum(-1, keepdim=True) * factors.gather(1, taken)
-        scores = _child_probs(frames, factors, scales, blank_end + label_end).scatter(1, taken, repetition)
+        scores = _child_probs(frames, factors, scales, blank_end + label_end)
+        if merge_repeats:
+            scores = scores.scatter(1, taken, (blank_end[:, :-1] * stays).sum(-1, keepdim=True))
         scores, before = scores.minimum(path), taken  # rounding must not lift a child above its parent
 
 

@@ -64,15 +64,17 @@ class Prefixes:
         blank_end: (G, T + 1) b_t, probability that frames 1..t collapse to the prefix and end in a blank, t = 0..T.
         label_end: (G, T + 1) n_t, probability that they collapse to the prefix and end in its last token.
         probs: (G,) P(the text begins with the prefix).
+        merge_repeats: As in `alignment.collapse`.
     """
 
     tokens: Tensor
     blank_end: Tensor
     label_end: Tensor
     probs: Tensor
+    merge_repeats: bool = True
 
 
-def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefixes:
+def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_repeats: bool = True) -> Prefixes:
     """Run the prefix recursion for all prefixes at once. With l the last token of g,
 
         enter_t(g.c) = p_t(c | l) * [b_{t-1}(g) + (c != l) * n_{t-1}(g)]
@@ -81,12 +83,13 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefix
         P(text begins with g.c) = sum_t enter_t(g.c)
 
     Nothing is emitted in the empty prefix, so its l is the root, and the first token can enter even if it equals the
-    root.
+    root. If equal neighbours are not merged, every token can enter from n, and n_t(g.c) = enter_t(g.c).
 
     Args:
         frames: Distributions of the frames; with biases, the biases of these prefixes.
         tokens: (G,) last tokens. Prefix 0 is the empty one, and its token is the root, or V if that cannot be drafted.
         parents: (G,) index of each prefix without its last token; that of prefix 0 is ignored.
+        merge_repeats: As in `alignment.collapse`.
     """
     own = torch.arange(len(tokens), device=tokens.device)
     parents = parents.clamp(min=0)
@@ -94,7 +97,10 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefix
     enter[0] = 0.0
     stay = frames.at(own, tokens)
     blank = frames.at(own, torch.full_like(tokens, frames.blank))
-    enters_from_label = (tokens != tokens[parents]).to(enter)
+    if merge_repeats:
+        enters_from_label = (tokens != tokens[parents]).to(enter)
+    else:
+        stay, enters_from_label = torch.zeros_like(stay), torch.ones_like(enter[:, 0])
 
     blank_end, label_end = enter.new_zeros(2, frames.num_frames + 1, len(tokens))
     blank_end[0, 0] = 1.0
@@ -106,16 +112,16 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor) -> Prefix
         label_end[t + 1] = stay[:, t] * n + entering
         blank_end[t + 1] = blank[:, t] * (b + n)
     probs[0] = 1.0
-    return Prefixes(tokens, blank_end.T, label_end.T, probs)
+    return Prefixes(tokens, blank_end.T, label_end.T, probs, merge_repeats)
 
 
 def next_token_distribution(frames: FrameDistributions, prefixes: Prefixes) -> Tensor:
     """q(c | g) = P(text begins with g.c) / P(text begins with g) for every token c: (G, V), summing to 1 - stop(g)."""
     blank_end, label_end = prefixes.blank_end[:, :-1], prefixes.label_end[:, :-1]
     begins = frames.mixed(blank_end + label_end)
-    own = torch.arange(len(begins), device=begins.device)
-    # A token is repeated only after a blank.
-    begins[own, prefixes.tokens] = (frames.at(own, prefixes.tokens) * blank_end).sum(-1)
+    if prefixes.merge_repeats:  # then a token is repeated only after a blank
+        own = torch.arange(len(begins), device=begins.device)
+        begins[own, prefixes.tokens] = (frames.at(own, prefixes.tokens) * blank_end).sum(-1)
     return begins[:, :-1] / prefixes.probs[:, None]
 
 

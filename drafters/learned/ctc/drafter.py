@@ -14,11 +14,12 @@ from drafters.checks import check_above_zero, check_at_least
 from drafters.learned.ctc import biased_chain, paper_tree, prefix_search
 from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.learned.ctc.sampled_tree import Bias, draw
-from drafters.learned.layers.markov import markov_bias
+from drafters.learned.layers.markov import Markov, markov_bias
 from drafters.learned.losses import gathered_logits
 from drafters.learned.parallel.drafter import ParallelDrafter
 from drafters.learned.parallel.options import ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees.candidates import CandidateBatch, Candidates
+from drafters.learned.trees.chains import Chains
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -30,11 +31,15 @@ class CTCTrunkOptions(TrunkOptions):
 
     Args:
         blank_bias: Initial value of the blank's bias; a negative one keeps training away from all-blank frames.
+        merge_repeats: Whether frames with equal tokens next to each other are one token, as in the paper: a token can
+            come twice in a row only with a blank frame in between. Otherwise each frame that is not blank is a token
+            (selfless-CTC, arXiv 2110.03098).
     """
 
     num_frames: int = 12
     root_everywhere: bool = True
     blank_bias: float = -2.0
+    merge_repeats: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,15 @@ class CTC(ParallelDrafter):
     ) -> None:
         if trunk.num_frames < loss.num_labels:
             raise ValueError(f"num_frames ({trunk.num_frames}) must be at least num_labels ({loss.num_labels})")
+        if draft.tree == "paper" and not trunk.merge_repeats:
+            raise ValueError("the paper's tree merges repeats: leave out merge_repeats, or set tree to prefix")
         if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability or draft.step_costs):
             raise ValueError(
                 "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank, "
                 "min_probability and step_costs, or set tree to prefix"
             )
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
-        self.loss_options = loss
+        self.loss_options, self.merge_repeats = loss, trunk.merge_repeats
         self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
         self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
@@ -114,6 +121,7 @@ class CTC(ParallelDrafter):
             options,
             warm_up=self._warm_up(batch.step),
             divisor=batch.divisor,
+            merge_repeats=self.merge_repeats,
         )
 
     def _warm_up(self, step: int) -> float:
@@ -135,11 +143,19 @@ class CTC(ParallelDrafter):
         if self.draft_options.tree == "paper":
             return [self._paper_tree(candidates, limits) for candidates in drafts]
         found = prefix_search.search_batch(
-            drafts.probs[..., :-1], drafts.probs[..., -1], drafts.tokens, self.search_limits(limits), drafts.bias
+            drafts.probs[..., :-1],
+            drafts.probs[..., -1],
+            drafts.tokens,
+            self.search_limits(limits),
+            drafts.bias,
+            self.merge_repeats,
         )
         return [self.cut_to_budget(*tree) for tree in found]
 
-    biased_chains = staticmethod(biased_chain.chains)
+    def biased_chains(
+        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
+    ) -> Chains:
+        return biased_chain.chains(logits, roots, candidates, markov, num_tokens, self.merge_repeats)
 
     def _paper_tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
         probs, blank = candidates.probs[:, :-1], candidates.probs[:, -1]
@@ -166,6 +182,7 @@ class CTC(ParallelDrafter):
             eos,
             np.random.default_rng((limits.draft_seed, self.draw_seed)),
             self.draw_temperature,
+            self.merge_repeats,
         )
         return tree if vocabulary is None else vocabulary.tree_of_tokens(tree)
 

@@ -75,18 +75,21 @@ def emit(
     return Emissions(enter, stay, blank - log_sum, exponentials, factors, largest + largest_bias - log_sum)
 
 
-def next_token_probs(emissions: Emissions, states: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+def next_token_probs(
+    emissions: Emissions, states: tuple[Tensor, ...], labels: Tensor, merge_repeats: bool = True
+) -> Tensor:
     """q(v | y_<u) for u = 1..U, the draft's exact distribution of the token after the labels before:
 
         q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
 
     It sums to one minus the probability that the draft stops at g. Where no alignment reaches y_<u the result is finite
-    but meaningless.
+    but meaningless. If equal neighbours are not merged, v may be last g.
 
     Args:
         emissions: Frame distributions of A anchors.
         states: The result of `alignment.states` for them.
         labels: (A, U) labels y_1..y_U.
+        merge_repeats: As `alignment.states` got it.
 
     Returns:
         (A, U, V)
@@ -100,7 +103,7 @@ def next_token_probs(emissions: Emissions, states: tuple[Tensor, ...], labels: T
     q = (anywhere + emissions.log_scale[..., :num_labels]).exp().mT @ emissions.exponentials  # (A, U, V)
     if emissions.factors is not None:
         q = q * emissions.factors[:, :num_labels]
-    # A repetition of the last label needs a blank before it.
-    repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
-    q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
+    if merge_repeats:  # then a repetition of the last label needs a blank before it
+        repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
+        q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
     return q

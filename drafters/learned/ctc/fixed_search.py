@@ -57,6 +57,7 @@ def search(
     factors: Tensor | None = None,
     scales: Tensor | None = None,
     is_chain: bool = False,
+    merge_repeats: bool = True,
 ) -> PrefixTree:
     """The tree that `prefix_search.search` finds, or the path of `prefix_search.chain`, by operations of fixed shape.
 
@@ -78,6 +79,7 @@ def search(
         factors: (C + 1, C + 1) as in `best_first.Bias`, the blank last; given together with ``scales``.
         scales: (C + 1, T) as in `best_first.Bias`.
         is_chain: Whether to keep only the most probable child of each prefix.
+        merge_repeats: As in `alignment.collapse`.
     """
     num_frames, num_candidates = probs.shape
     if factors is None or scales is None:
@@ -92,13 +94,13 @@ def search(
     places = torch.full_like(beam.tokens, ROOT)  # of the beam's nodes
     levels: list[tuple[Tensor, Tensor, Tensor]] = []
     for depth in range(num_frames):
-        scores = _child_probs(beam, probs, factors, scales).masked_fill(repeated, 0.0)
+        scores = _child_probs(beam, probs, factors, scales, merge_repeats).masked_fill(repeated, 0.0)
         scores = scores.masked_fill((ends[beam.tokens] | (depth >= max_depth))[:, None], 0.0)
         best, order = scores.flatten().sort(descending=True, stable=True)
         best, order = best[:width], order[:width]
         parents, children = order // num_candidates, order % num_candidates
         levels.append((children, places[parents], best))
-        beam = _children(beam, parents, children, best, probs, blank, factors, scales)
+        beam = _children(beam, parents, children, best, probs, blank, factors, scales, merge_repeats)
         places = first + torch.arange(len(best), device=probs.device)
         first += len(best)
     children, parents, found = (torch.cat(part) for part in zip(*levels, strict=True))
@@ -116,7 +118,7 @@ def _root(blank: Tensor, factors: Tensor, scales: Tensor) -> _Beam:
     return _Beam(token, row.new_ones(1), row, torch.zeros_like(row))
 
 
-def _child_probs(beam: _Beam, probs: Tensor, factors: Tensor, scales: Tensor) -> Tensor:
+def _child_probs(beam: _Beam, probs: Tensor, factors: Tensor, scales: Tensor, merge_repeats: bool) -> Tensor:
     """Prefix probability (W, C) of each child: the sum over the frames in which it may be emitted first."""
     num_frames, num_candidates = probs.shape
     is_root = beam.tokens == num_candidates
@@ -128,8 +130,10 @@ def _child_probs(beam: _Beam, probs: Tensor, factors: Tensor, scales: Tensor) ->
     for frame in range(num_frames):  # in this order, as the search on the host adds
         scores = scores + sources[:, frame : frame + 1] * probs[frame]
         repeat_scores = repeat_scores + repeats[:, frame : frame + 1]
-    is_repetition = (own[:, None] == torch.arange(num_candidates, device=own.device)) & ~is_root[:, None]
-    scores = torch.where(is_repetition, repeat_scores, scores) * factors[beam.tokens, :num_candidates]
+    if merge_repeats:
+        is_repetition = (own[:, None] == torch.arange(num_candidates, device=own.device)) & ~is_root[:, None]
+        scores = torch.where(is_repetition, repeat_scores, scores)
+    scores = scores * factors[beam.tokens, :num_candidates]
     return scores.minimum(beam.probs[:, None])  # rounding must not lift a child above its parent
 
 
@@ -142,13 +146,15 @@ def _children(
     blank: Tensor,
     factors: Tensor,
     scales: Tensor,
+    merge_repeats: bool,
 ) -> _Beam:
     """The beam (W) of some children of another beam, with their b_t and n_t."""
     above, own_probs = beam.tokens[parents], probs.T[children]  # (W,), (W, T)
-    repeats = (above == children)[:, None]  # has to enter from a blank; from the token itself it would collapse
+    # Where equal neighbours are merged, a repetition has to enter from a blank.
+    repeats = (above == children)[:, None] & merge_repeats
     source = beam.blank_end[parents] + beam.label_end[parents].masked_fill(repeats, 0.0)
     enter = source[:, :-1] * own_probs * factors[above, children][:, None] * scales[above]
-    stay = (own_probs * factors[children, children][:, None] * scales[children]).double()
+    stay = (own_probs * factors[children, children][:, None] * scales[children]).double() * merge_repeats
     none = (blank * factors[children, -1][:, None] * scales[children]).double()
     blank_end = [torch.zeros_like(found)]
     label_end = [torch.zeros_like(found)]

@@ -66,6 +66,7 @@ def ctc_loss(
     warm_up: float = 0.0,
     max_bytes: int = MAX_BYTES,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
+    merge_repeats: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over the anchors that have a label, and metrics.
 
@@ -88,6 +89,7 @@ def ctc_loss(
             beyond U are not trained by it.
         max_bytes: Memory for the tensors of one chunk.
         divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
+        merge_repeats: As in `alignment.collapse`.
 
     Returns:
         The loss, ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
@@ -111,7 +113,7 @@ def ctc_loss(
 
     def sums(frames, labels, valid, teacher=None, teacher_counts=None, **output_weights) -> tuple[Tensor, Tensor]:
         emissions = emit(frames, labels, head, **output_weights)
-        states = alignment.states(emissions.enter, emissions.stay, emissions.blank, labels)
+        states = alignment.states(emissions.enter, emissions.stay, emissions.blank, labels, merge_repeats)
         exact, prefix = alignment.exact_and_prefix(*states)
         counts = valid & is_possible(prefix)
         prefix = torch.where(counts, prefix, 0.0)
@@ -130,7 +132,8 @@ def ctc_loss(
         if options.distillation:
             is_reached = teacher_counts & F.pad(counts[:, :-1], (1, 0), value=True)
             base = gathered_logits.teacher_probs(teacher, head, options.teacher_temperature)
-            divergences = divergence(options.divergence, base, next_token_probs(emissions, states, labels))
+            draft = next_token_probs(emissions, states, labels, merge_repeats)
+            divergences = divergence(options.divergence, base, draft)
             loss = loss + options.distillation * torch.where(is_reached, weight * divergences, 0.0).sum()
         if warm_up:
             own = emissions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u

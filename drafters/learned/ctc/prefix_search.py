@@ -20,6 +20,7 @@ def search(
     eos: Collection[int] = (),
     min_probability: float = 0.0,
     bias: Bias | None = None,
+    merge_repeats: bool = True,
 ) -> tuple[DraftTree, np.ndarray]:
     """The tree whose nodes are the ``num_nodes`` most probable prefixes.
 
@@ -32,6 +33,8 @@ def search(
         n_t(g.c)     = n_{t-1}(g.c) * p_t(c | c) + enter_t(g.c)
         b_t(g)       = (b_{t-1}(g) + n_{t-1}(g)) * p_t(blank | last(g))
         P(text begins with g.c) = sum_t enter_t(g.c)
+
+    If equal neighbours are not merged, every token can enter from n and none stays: n_t(g.c) = enter_t(g.c).
 
     If the distribution does not depend on l, this is the recursion of `alignment.prefix_log_probs` (Graves 2006,
     section 4.1). If it does, a frame is still normalised given what was emitted, so the alignments sum to one.
@@ -48,13 +51,14 @@ def search(
         min_probability: Prefixes less probable than this are left out.
         bias: The distributions after each candidate in factors, if ``probs`` has a single row; the last column of its
             factors is the blank's.
+        merge_repeats: As in `alignment.collapse`.
 
     Returns:
         The tree, most probable node first and thus parents before children, and the (M,) prefix probabilities of its
         nodes. Among equally probable nodes the one whose parent came first is first, then that of the earlier
         candidate.
     """
-    return _single(probs, blank, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability), bias)
+    return _single(probs, blank, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability), bias, merge_repeats)
 
 
 def chain(
@@ -66,19 +70,27 @@ def chain(
     eos: Collection[int] = (),
     min_probability: float = 0.0,
     bias: Bias | None = None,
+    merge_repeats: bool = True,
 ) -> tuple[DraftTree, np.ndarray]:
     """As `search`, but a single path: below each prefix only its most probable child."""
-    return _single(probs, blank, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability, True), bias)
+    return _single(
+        probs, blank, tokens, SearchLimits(num_nodes, max_depth, eos, min_probability, True), bias, merge_repeats
+    )
 
 
-def _single(probs, blank, tokens, limits, bias) -> tuple[DraftTree, np.ndarray]:
+def _single(probs, blank, tokens, limits, bias, merge_repeats) -> tuple[DraftTree, np.ndarray]:
     assert probs.ndim - 1 == blank.ndim, "probs and blank belong together"
     bias = bias and Bias(*(part[None] for part in bias))
-    return search_batch(probs[None], blank[None], tokens[None], limits, bias)[0]
+    return search_batch(probs[None], blank[None], tokens[None], limits, bias, merge_repeats)[0]
 
 
 def search_batch(
-    probs: np.ndarray, blank: np.ndarray, tokens: np.ndarray, limits: SearchLimits, bias: Bias | None = None
+    probs: np.ndarray,
+    blank: np.ndarray,
+    tokens: np.ndarray,
+    limits: SearchLimits,
+    bias: Bias | None = None,
+    merge_repeats: bool = True,
 ) -> list[tuple[DraftTree, np.ndarray]]:
     """What `search`, or `chain`, finds for each of A drafts, in a single call of the compiled search.
 
@@ -88,6 +100,7 @@ def search_batch(
         tokens: (A, C) ids of the candidates.
         limits: What each of the searches may take.
         bias: Factors of A drafts, if ``probs`` has a single row for each.
+        merge_repeats: As in `alignment.collapse`.
     """
     probs = np.ascontiguousarray(probs if probs.ndim == 4 else probs[:, None])
     blank = np.ascontiguousarray(blank if blank.ndim == 3 else blank[:, None], dtype=probs.dtype)
@@ -101,18 +114,18 @@ def search_batch(
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
     usable, ends = (part.reshape(tokens.shape) for part in candidates(tokens.ravel(), limits.eos, num_candidates))
     factors, scales = bias or no_bias(probs, num_candidates + 1)
-    return as_trees(tokens, *_grow_batch(probs, blank, factors, scales, usable, ends, *limits.sizes()))
+    return as_trees(tokens, *_grow_batch(probs, blank, factors, scales, usable, ends, *limits.sizes(), merge_repeats))
 
 
 @njit(cache=True)
-def _grow_batch(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain):
+def _grow_batch(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain, merges):
     """`_grow` for each draft: candidates, parents and probabilities (A, M), and the numbers of nodes (A,)."""
     num_drafts = len(probs)
     chosen, parents = np.zeros((num_drafts, num_nodes), np.int64), np.zeros((num_drafts, num_nodes), np.int64)
     prefix_probs, sizes = np.zeros((num_drafts, num_nodes)), np.zeros(num_drafts, np.int64)
     for draft in range(num_drafts):
         given = probs[draft], blank[draft], factors[draft], scales[draft], usable[draft], ends[draft]
-        own_chosen, own_parents, own_probs = _grow(*given, num_nodes, max_depth, min_probability, is_chain)
+        own_chosen, own_parents, own_probs = _grow(*given, num_nodes, max_depth, min_probability, is_chain, merges)
         size = len(own_chosen)
         chosen[draft, :size], parents[draft, :size], prefix_probs[draft, :size] = own_chosen, own_parents, own_probs
         sizes[draft] = size
@@ -120,7 +133,7 @@ def _grow_batch(probs, blank, factors, scales, usable, ends, num_nodes, max_dept
 
 
 @njit(cache=True)
-def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain):
+def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min_probability, is_chain, merges):
     """Candidates, parents and probabilities of the nodes.
 
     The per-node arrays have one row more than there are nodes: row 0 is the root, row 1 + i is node i.
@@ -143,8 +156,8 @@ def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min
         if num_candidates > 0 and depths[newest] < max_depth and (token < 0 or not ends[token]):
             if token >= 0:
                 above = parents[newest - 1] + 1
-                # A repetition of the token above has to enter from a blank; from the token itself it would collapse.
-                repeats = above > 0 and chosen[above - 1] == token
+                # Where equal neighbours are merged, a repetition of the token above has to enter from a blank.
+                repeats = merges and above > 0 and chosen[above - 1] == token
                 last_above = chosen[above - 1] if above > 0 else num_candidates
                 row_above, bias_above = min(last_above, num_tables - 1), min(last_above, num_biases - 1)
                 for t in range(num_frames):
@@ -152,7 +165,7 @@ def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min
                     enter = source * probs[row_above, t, token] * factors[bias_above, token] * scales[bias_above, t]
                     stay = probs[row, t, token] * factors[bias, token] * scales[bias, t]
                     none = blank[row, t] * factors[bias, num_candidates] * scales[bias, t]
-                    label_end[newest, t + 1] = label_end[newest, t] * stay + enter
+                    label_end[newest, t + 1] = label_end[newest, t] * stay + enter if merges else enter
                     blank_end[newest, t + 1] = (blank_end[newest, t] + label_end[newest, t]) * none
             else:
                 for t in range(num_frames):
@@ -167,7 +180,7 @@ def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min
                         scores[newest, j] += source * probs[row, t, j]
                 if token >= 0:
                     repeat_score += blank_end[newest, t] * scales[bias, t] * probs[row, t, token]
-            if token >= 0:
+            if merges and token >= 0:
                 scores[newest, token] = repeat_score
             for j in range(num_candidates):  # rounding must not lift a child above its parent
                 scores[newest, j] = min(scores[newest, j] * factors[bias, j], prefix_probs[newest]) * usable[j]

@@ -29,6 +29,7 @@ def draw(
     eos: Collection[int],
     generator: np.random.Generator,
     temperature: float = 1.0,
+    merge_repeats: bool = True,
 ) -> DraftTree:
     """Sample texts independently and merge them into one tree.
 
@@ -50,6 +51,7 @@ def draw(
         eos: End-of-sequence tokens; nothing is drafted below them.
         generator: Random generator, independent of the one that acceptance uses. T * N numbers are taken from it.
         temperature: Divides logits and biases.
+        merge_repeats: As in `alignment.collapse`.
 
     Raises:
         ValueError: There is no text, or the temperature is not above 0.
@@ -64,7 +66,7 @@ def draw(
 
     uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
     symbols = sample_alignments(logits, tempered, root, uniforms).cpu()
-    texts = [collapse(frames, blank=logits.shape[1] - 1) for frames in symbols]
+    texts = [collapse(frames, logits.shape[1] - 1, merge_repeats) for frames in symbols]
     tokens, parents, draws = merge(texts, max_nodes, max_depth, eos)
     if not draws:
         return DraftTree()
@@ -73,7 +75,7 @@ def draw(
     above = [ROOT if node == ROOT else index[parents[node]] for node in draws]
     last, above = torch.tensor([last, above]).to(logits.device)
     frames = FrameDistributions(logits, tempered(last) if tempered else None)
-    distribution = next_token_distribution(frames, spell(frames, last, above))
+    distribution = next_token_distribution(frames, spell(frames, last, above, merge_repeats))
     distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
     distributions = (
         ChildDistribution(node, probs, tuple(children))

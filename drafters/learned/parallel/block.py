@@ -8,14 +8,14 @@ from typing import Literal
 from torch import Tensor
 
 from drafters.checks import check_at_least
-from drafters.learned.layers.markov import markov_bias
+from drafters.learned.layers.markov import Markov, markov_bias
 from drafters.learned.losses.cross_entropy import cross_entropy
 from drafters.learned.losses.label_weights import LabelLossOptions
 from drafters.learned.parallel.drafter import ParallelDrafter
 from drafters.learned.parallel.options import ParallelDraftOptions, TrunkOptions
 from drafters.learned.trees import best_first
 from drafters.learned.trees.candidates import CandidateBatch
-from drafters.learned.trees.chains import chains
+from drafters.learned.trees.chains import Chains, chains
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -88,4 +88,7 @@ class Block(ParallelDrafter):
         found = best_first.search_batch(drafts.probs, drafts.tokens, self.search_limits(limits), drafts.bias)
         return [self.cut_to_budget(*tree) for tree in found]
 
-    biased_chains = staticmethod(chains)
+    def biased_chains(
+        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
+    ) -> Chains:
+        return chains(logits, roots, candidates, markov, num_tokens)

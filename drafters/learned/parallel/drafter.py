@@ -139,9 +139,10 @@ class ParallelDrafter(LearnedDrafter):
             found = self.biased_chains(logits, roots, candidates, bias, num_tokens)
         return [self.cut_to_budget(*chain) for chain in found.on_host(search)]
 
-    @staticmethod
     @abstractmethod
-    def biased_chains(logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int) -> Chains:
+    def biased_chains(
+        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
+    ) -> Chains:
         """The most probable chains of candidates (A, C), with a bias; what `grow` would find by a slower way."""
 
     @abstractmethod

@@ -209,7 +209,9 @@ def _write_time(cpu_seconds: float | None, folder: Path) -> None:
 def minutes_of(folders: Sequence[Path]) -> float:
     """Mean CPU time of the trainings in these folders in minutes; NaN if one is unknown, as in older versions."""
     paths = [folder / TIME for folder in folders]
-    seconds = [json.loads(path.read_text(encoding="utf-8"))["cpu_seconds"] if path.exists() else None for path in paths]
+    seconds = [
+        json.loads(path.read_text(encoding="utf-8")).get("cpu_seconds") if path.exists() else None for path in paths
+    ]
     return mean(math.nan if each is None else each for each in seconds) / 60
 
 

@@ -140,10 +140,15 @@ GROUPS = {
 }
 
 
+def fits_paper(arm: Arm) -> bool:
+    """Whether the paper's tree can be built from an arm's frames: it has no bias, and it merges repeats."""
+    return not arm.arguments.get("markov_rank") and arm.arguments.get("merge_repeats", True)
+
+
 def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
     """Return the ways to build a tree from an arm's draft: by name, arguments of the drafter."""
     trees = TREES.get(arm.drafter, {"dynamic": {}})
-    if arm.arguments.get("markov_rank"):  # the paper's tree does not support the bias
+    if not fits_paper(arm):
         trees = {name: arguments for name, arguments in trees.items() if name != "paper"}
     return {name: arguments | {"num_nodes": BUDGETS[-1]} for name, arguments in trees.items()}
 

@@ -122,7 +122,7 @@ def acceptance(
         (A, 2)
     """
     roots = tokens[anchors]
-    frames = drafter(hidden, anchors[None], roots[None], base_weights.embedding)[0]
+    frames = drafter(hidden, anchors[None], roots[None], base_weights.embedding, tokens[None])[0]
     _, markov, _ = drafter.output(base_weights)
     previous = torch.cat([roots[:, None], labels], dim=1)
     factors = () if markov is None else (F.embedding(previous, markov.left), markov.right)

@@ -1,4 +1,4 @@
-"""Make the tables about the CTC drafter again from nothing, by running the commands that make them one by one."""
+"""Make the tables about the CTC drafter again from nothing, by running the commands that make them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from benchmarks.harness import main
 from benchmarks.learned_drafters import ARMS, GROUPS
 from data.files.atomic_write import write_text
 from data.files.bounded_json import read_json
+from data.files.locks import output_lock
 
 DRAFTERS = "drafters"
 RUN_DRAFTERS = "import sys; from train.cli.commands import main; sys.exit(main())"
@@ -34,9 +37,9 @@ class Part:
         program: A module of the benchmarks, or ``drafters``.
         arguments: Its arguments.
         made: The Markdown file with its table; None if it prepares data for the others.
-        needs: Names of the parts that come before it.
-        runs_alone: Whether nothing else may run at the same time, because it measures time. It gets a thread for each
-            process.
+        needs: Names of the parts that must be done first.
+        runs_alone: Whether nothing else may run at the same time, because it measures time. It gets as many threads as
+            there may be processes.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Text:
         questions: Options that choose the questions of a benchmark of ours.
         evaluated: The same for `drafters eval`.
         group: Arms that are compared with all seeds.
-        curves: Those of them that have learning curves; the longest training comes first.
+        curves: Those of them that have learning curves, in the order in which they are trained, the slowest first.
         split: CTC and block drafters, whose alignments are looked at.
         live: Arms that are decoded with.
         needs: The part that writes the training text, if there is one.
@@ -118,6 +121,8 @@ def every_table(
     """
     if (gsm_base is None) != (gsm8k is None):
         raise ValueError("give both --gsm_base and --gsm8k, or neither")
+    if processes < 1 or not seeds or not curve_steps:
+        raise ValueError("--processes must be at least 1, and --seeds and --curve_steps must not be empty")
     if unknown := [name for name in ablations if name not in GROUPS]:
         raise ValueError(f"unknown groups {', '.join(unknown)}: known are {', '.join(GROUPS)}")
     folder = Path(out)
@@ -130,10 +135,11 @@ def every_table(
     parts += without_base(folder)
     if unknown := sorted(set(only or ()) - {part.name for part in parts}):
         raise ValueError(f"unknown parts {', '.join(unknown)}: known are {', '.join(part.name for part in parts)}")
-    try:
-        run([part for part in parts if only is None or part.name in only], folder, processes)
-    finally:
-        write_text(folder / "tables.md", page(parts, folder, processes))
+    with output_lock(folder):
+        try:
+            run([part for part in parts if only is None or part.name in only], folder, processes)
+        finally:
+            write_text(folder / "tables.md", page(parts, folder))
     print(f"wrote {folder / 'tables.md'}")
 
 
@@ -256,36 +262,69 @@ def tables_of_a_base(
 def run(parts: Sequence[Part], folder: Path, processes: int) -> None:
     """Run the commands of the parts that are not done, and keep the time of each.
 
-    A part starts as soon as those that it needs are done and a process is free. If an exception stops this, the
-    commands that are running are stopped, too.
+    A part starts as soon as those that it needs are done and a process is free. If one fails, those that need it are
+    left out, and the others run. If a signal or an exception stops this, the commands that are running are stopped.
 
     Raises:
-        ValueError: A command failed, or a part that is done was made by another command.
+        ValueError: A command failed, a part needs another that is neither done nor among these, or a part that is done
+            was made by another command.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and stop the commands below
-    (folder / "parts").mkdir(parents=True, exist_ok=True)
-    waiting = [part for part in parts if not read_record(part, folder)["is_done"]]
+    waiting = unfinished(parts, folder)
     running: list[Running] = []
-    try:
-        while waiting or running:
-            for ended in [each for each in running if each.process.poll() is not None]:
-                running.remove(ended)
-                ended.write_record(folder)
-                if code := ended.process.returncode:
-                    raise ValueError(f"{ended.part.name} failed with exit code {code}: see {ended.log}")
-            part = next_part(waiting, [each.part for each in running], processes)
-            if part is None:
-                time.sleep(0.2)
-                continue
-            waiting.remove(part)
-            print(f"{part.name}: {part.command}", flush=True)
-            running.append(Running(part, processes if part.runs_alone else 1, folder))
-    finally:
-        for each in running:
-            each.process.terminate()
-        for each in running:
-            each.process.wait()
-            each.write_record(folder)
+    failed: list[Running] = []
+    with terminating() as is_terminated:
+        try:
+            while (waiting or running) and not is_terminated.is_set():
+                for ended in [each for each in running if each.process.poll() is not None]:
+                    running.remove(ended)
+                    ended.write_record(folder)
+                    if ended.process.returncode:
+                        failed.append(ended)
+                        waiting = without_dependents(waiting, ended.part.name)
+                part = next_part(waiting, [each.part for each in running], processes)
+                if part is None:
+                    time.sleep(0.1)
+                    continue
+                waiting.remove(part)
+                print(f"{part.name}: {part.command}", flush=True)
+                running.append(Running(part, processes if part.runs_alone else 1, folder))
+        finally:
+            for each in running:
+                each.process.terminate()
+            for each in running:
+                each.process.wait()
+                each.write_record(folder)
+    if is_terminated.is_set():
+        sys.exit(128 + signal.SIGTERM)
+    if failed:
+        names = ", ".join(f"{each.part.name} (see {each.log})" for each in failed)
+        raise ValueError(f"these parts failed: {names}; run the same command again once the cause is mended")
+
+
+def unfinished(parts: Sequence[Part], folder: Path) -> list[Part]:
+    """The parts that are not done.
+
+    Raises:
+        ValueError: One needs a part that is neither done nor among them, or was done by another command.
+    """
+    left = [part for part in parts if not is_done(part, folder)]
+    names = {part.name for part in left}
+    for part in left:
+        for name in part.needs:
+            if name not in names and not read_record(name, folder)["is_done"]:
+                raise ValueError(f"{part.name} needs {name}, which is not done: add it to --only")
+    return left
+
+
+def without_dependents(parts: Sequence[Part], failed: str) -> list[Part]:
+    """The parts that do not need a failed one, also not through others; each stands behind those that it needs."""
+    blocked, left = {failed}, []
+    for part in parts:
+        if blocked.intersection(part.needs):
+            blocked.add(part.name)
+        else:
+            left.append(part)
+    return left
 
 
 def next_part(waiting: Sequence[Part], running: Sequence[Part], processes: int) -> Part | None:
@@ -296,6 +335,17 @@ def next_part(waiting: Sequence[Part], running: Sequence[Part], processes: int) 
     ready = [part for part in waiting if not unfinished.intersection(part.needs)]
     together = [part for part in ready if not part.runs_alone]
     return next(iter(together if together or running else ready), None)
+
+
+@contextmanager
+def terminating() -> Iterator[Event]:
+    """An event that SIGTERM sets, instead of ending the process at once."""
+    event = Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Running:
@@ -310,6 +360,7 @@ class Running:
     def __init__(self, part: Part, threads: int, folder: Path) -> None:
         self.part, self.started = part, time.monotonic()
         self.log = folder / "parts" / f"{part.name}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         started = ["-c", RUN_DRAFTERS] if part.program == DRAFTERS else ["-m", part.program]
         variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
         with self.log.open("ab") as output:
@@ -321,37 +372,41 @@ class Running:
         """Keep the time so far, added to that of earlier attempts, and whether the part is done."""
         record = {
             "command": self.part.command,
-            "seconds": read_record(self.part, folder)["seconds"] + time.monotonic() - self.started,
+            "seconds": read_record(self.part.name, folder)["seconds"] + time.monotonic() - self.started,
             "is_done": self.process.returncode == 0,
         }
-        write_text(record_path(self.part, folder), json.dumps(record) + "\n")
+        write_text(record_path(self.part.name, folder), json.dumps(record) + "\n")
 
 
-def record_path(part: Part, folder: Path) -> Path:
-    return folder / "parts" / f"{part.name}.json"
+def record_path(name: str, folder: Path) -> Path:
+    return folder / "parts" / f"{name}.json"
 
 
-def read_record(part: Part, folder: Path) -> dict[str, Any]:
-    """What is known of a part: its command, the seconds that it took so far, and whether it is done.
+def read_record(name: str, folder: Path) -> dict[str, Any]:
+    """What is known of a part: its last command, the seconds that it took so far, and whether it is done."""
+    path = record_path(name, folder)
+    return read_json(path) if path.exists() else {"command": "", "seconds": 0.0, "is_done": False}
+
+
+def is_done(part: Part, folder: Path) -> bool:
+    """Whether a part is done.
 
     Raises:
         ValueError: It was done by another command.
     """
-    path = record_path(part, folder)
-    if not path.exists():
-        return {"command": part.command, "seconds": 0.0, "is_done": False}
-    known = read_json(path)
+    known = read_record(part.name, folder)
     if known["is_done"] and known["command"] != part.command:
+        path = record_path(part.name, folder)
         raise ValueError(f"{part.name} was made by another command, see {path}: give another --out, or delete it")
-    return known
+    return known["is_done"]
 
 
-def page(parts: Sequence[Part], folder: Path, processes: int) -> str:
+def page(parts: Sequence[Part], folder: Path) -> str:
     """The tables that are done, each below its command and the minutes that it took, and what all parts took."""
-    records = [(part, read_record(part, folder)) for part in parts]
-    done = [(part, record) for part, record in records if record["is_done"]]
+    records = [(part, read_record(part.name, folder)) for part in parts]
+    done = [(part, record) for part, record in records if record["is_done"] and record["command"] == part.command]
     hours = sum(record["seconds"] for _, record in records) / 3600
-    sections = [f"{len(done)} of {len(parts)} parts are done. They took {hours:.1f} hours, {processes} at a time."]
+    sections = [f"{len(done)} of {len(parts)} parts are done. The time of all parts adds up to {hours:.1f} hours."]
     for part, record in done:
         if part.program == "benchmarks.learned_drafters" and part.made is None:
             continue  # a single training, whose time is in the tables

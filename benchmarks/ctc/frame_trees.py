@@ -51,7 +51,8 @@ def frames_at(
         return frames
     for part in anchors.split(drafter.chunk_anchors):
         roots = input_ids[part]
-        states = drafter(hidden[None], part[None], roots[None], base_weights.embedding)[0]  # (A, T, D)
+        given = hidden[None], part[None], roots[None], base_weights.embedding, input_ids[None]
+        states = drafter(*given)[0]  # (A, T, D)
         weights, _, vocabulary = drafter.output(base_weights)
         logits, num_drafted = drafter.logits(states, weights), len(weights.head)
         for candidates in choose(logits, roots, num_drafted, drafter.num_candidates, vocabulary=vocabulary):

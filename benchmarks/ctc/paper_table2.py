@@ -34,7 +34,7 @@ import torch
 from benchmarks.ctc.frame_trees import WAYS, Build, frames_at
 from benchmarks.experiment import GreedyAnswer, SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, show
-from benchmarks.learned_drafters import ARMS
+from benchmarks.learned_drafters import ARMS, fits_paper
 from data.files.atomic_write import write_text
 from drafters import CTC, Block, Medusa, checkpoint
 from inference.engine.base import Base, load_base
@@ -156,7 +156,7 @@ def table2(
         threads: Number of torch threads; 0 keeps the default.
         table: Markdown file to write the table to.
     """
-    fitting = [name for name, arm in ARMS.items() if arm.drafter in WAYS and not arm.arguments.get("markov_rank")]
+    fitting = [name for name, arm in ARMS.items() if arm.drafter in WAYS and fits_paper(arm)]
     if unfit := [name for name in arms if name not in fitting]:
         raise ValueError(f"arms {', '.join(unfit)} do not fit into this table: use some of {', '.join(fitting)}")
     if not arms or not seeds or not budgets or min(budgets) < 1:

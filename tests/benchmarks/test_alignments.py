@@ -31,34 +31,39 @@ def text():
 
 
 @torch.inference_mode()
-def frame_probs(drafter, hidden, root, anchor, weights):
+def frame_probs(drafter, hidden, tokens, anchor, weights):
     """p_t(v | l) for T frames, V last tokens and all symbols: (T, V, W)."""
-    frames = drafter(hidden, torch.tensor([[anchor]]), torch.tensor([[root]]), weights.embedding)[0, 0]
+    root = int(tokens[anchor])
+    frames = drafter(hidden, torch.tensor([[anchor]]), torch.tensor([[root]]), weights.embedding, tokens[None])[0, 0]
     bias = drafter.output(weights)[1]
     rows = torch.zeros(V, 1) if bias is None else bias(torch.arange(V))
     return (drafter.logits(frames, weights)[:, None] + rows).softmax(-1)
 
 
+@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize("reads_tokens", [True, False])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_ctc_sums_over_all_frame_sequences(text, rank):
+def test_ctc_sums_over_all_frame_sequences(text, rank, reads_tokens, merges):
     weights, hidden, tokens = text
-    drafter = random_drafter(CTC, num_labels=2, markov_rank=rank)
+    options = {"markov_rank": rank, "tokens_in_context": reads_tokens, "merge_repeats": merges}
+    drafter = random_drafter(CTC, num_labels=2, **options)
     anchors, labels = torch.tensor([3, 6]), torch.tensor([[1, 2], [2, 2]])
     found = acceptance(drafter, hidden, tokens, anchors, labels, weights)
     for anchor, wanted, (everywhere, own) in zip(anchors.tolist(), labels.tolist(), found.tolist(), strict=True):
         root = int(tokens[anchor])
-        probs = frame_probs(drafter, hidden, root, anchor, weights).tolist()
+        probs = frame_probs(drafter, hidden, tokens, anchor, weights).tolist()
         expected = expected_own = 0.0
         for symbols in product(range(V + 1), repeat=4):
             written, last, probability = [], root, 1.0
             for t, symbol in enumerate(symbols):
                 probability *= probs[t][last][symbol]
-                written = collapse(torch.tensor(symbols[: t + 1]), blank=V)
+                written = collapse(torch.tensor(symbols[: t + 1]), V, merges)
                 last = written[-1] if written else root
             for length in (1, 2):
                 if written[:length] == wanted[:length]:
                     expected += probability
-                    expected_own += probability * (collapse(torch.tensor(symbols[:length]), V) == wanted[:length])
+                    own_text = collapse(torch.tensor(symbols[:length]), V, merges)
+                    expected_own += probability * (own_text == wanted[:length])
         assert (everywhere, own) == pytest.approx((expected, expected_own), rel=1e-4)
         assert own < everywhere
 
@@ -71,7 +76,7 @@ def test_block_has_one_alignment(text, rank):
         drafter, hidden, tokens, torch.tensor([5]), torch.tensor([[1, 1]]), weights
     ).tolist()
     root = int(tokens[5])
-    probs = frame_probs(drafter, hidden, root, 5, weights)
+    probs = frame_probs(drafter, hidden, tokens, 5, weights)
     assert everywhere == own == pytest.approx(float(probs[0, root, 1] * (1 + probs[1, 1, 1])), rel=1e-4)
 
 

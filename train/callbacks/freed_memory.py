@@ -16,7 +16,8 @@ LARGEST_INT = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Let glibc reuse freed memory instead of giving it back to the system, and return whether it agreed.
 
-    By default it gives back every large tensor, and the system fills with zeros what the next one of that size gets.
+    By default it gives back blocks larger than any that were freed before, and the end of the heap beyond twice their
+    size; the system fills with zeros what it hands out again. The setting lasts as long as the process.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

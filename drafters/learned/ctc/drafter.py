@@ -92,7 +92,9 @@ class CTC(ParallelDrafter):
         if trunk.num_frames < loss.num_labels:
             raise ValueError(f"num_frames ({trunk.num_frames}) must be at least num_labels ({loss.num_labels})")
         if draft.tree == "paper" and not trunk.merge_repeats:
-            raise ValueError("the paper's tree merges repeats: leave out merge_repeats, or set tree to prefix")
+            raise ValueError(
+                "the paper's tree merges repeats, which this drafter does not: set tree to prefix or chain"
+            )
         if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability or draft.step_costs):
             raise ValueError(
                 "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank, "

@@ -27,7 +27,8 @@ class CTCLossOptions(LabelLossOptions):
     """The CTC drafter's loss.
 
     Args:
-        num_labels: U, number of next tokens that a draft is trained on; at most ``num_frames``, fewer if tokens repeat.
+        num_labels: U, number of next tokens that a draft is trained on; at most ``num_frames``, fewer if tokens repeat
+            and are merged.
         objective: ``ctc``, the paper's sequence loss, or ``prefix``, the weighted log-probabilities of all prefixes,
             which is what verification rewards. The paper's loss has no label weights.
         warm_up_steps: Optimizer steps over which plain cross-entropy fades out, from all of the loss to none. It keeps

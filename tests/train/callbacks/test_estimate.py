@@ -90,13 +90,14 @@ def test_the_largest_batch_holds_the_longest_rows(batch_size, max_tokens, expect
     assert memory.largest_batch([10, 40, 20], settings) == expected
 
 
-# M_MMAP_THRESHOLD of 64 KiB: the allocator keeps little that is freed.
+# M_MMAP_THRESHOLD of 64 KiB, which training would raise: the allocator keeps little that is freed.
 MEASURED_FIT = """
 import ctypes, sys
 ctypes.CDLL(None).mallopt(-3, 2**16)
 from benchmarks.harness import resident_bytes
-from train.callbacks import estimate
+from train.callbacks import estimate, freed_memory
 from train.cli import lightning_command
+freed_memory.keep_freed_memory = bool
 lightning_command.main(sys.argv[1:])
 print("peak", estimate.readable(resident_bytes()[1]))
 """

@@ -229,5 +229,5 @@ def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, ba
 
 
 def test_the_paper_s_tree_is_refused(make_ctc):
-    with pytest.raises(ValueError, match="the paper's tree merges repeats: leave out merge_repeats, or set tree"):
+    with pytest.raises(ValueError, match="the paper's tree merges repeats, which this drafter does not: set tree"):
         make_ctc(merge_repeats=False, tree="paper")

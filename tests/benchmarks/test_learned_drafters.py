@@ -1,6 +1,7 @@
 """The experiments with learned drafters run in a tiny setting and print complete tables."""
 
 import json
+import math
 import shutil
 import time
 
@@ -61,11 +62,24 @@ def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(
     assert [arm[:2] for arm in arms] == [["medusa", tree] for tree in ("best-first", "chain")] + [
         ["ctc", tree] for tree in ("prefix", "paper", "chain")
     ]
-    assert "64 nodes" in headings and float(arms[0][-1]) == 1.0, "the baseline relative to itself"
+    assert "64 nodes" in headings and float(arms[0][-2]) == 1.0, "the baseline relative to itself"
+    minutes = json.loads((folder / "ctc" / "seed0" / "training.json").read_text())["cpu_seconds"] / 60
+    assert {arm[-1] for arm in arms if arm[0] == "ctc"} == {f"{minutes:.1f}"} and headings[-1] == "CPU minutes"
     for arm in arms:
         lengths = [float(cell.split()[0]) for cell in arm[3:6]]
         assert lengths == sorted(lengths) and lengths[0] >= 1, "more nodes accept no less"
     assert {path.name for path in (folder / "plots").iterdir()} == {"budget.png", "depth.png", "blank_share.png"}
+
+
+def test_the_time_of_trainings_is_unknown_if_that_of_one_is(tmp_path):
+    records = {"new": {"cpu_seconds": 120.0}, "resumed": {"cpu_seconds": None}, "old": {"seconds": 60.0}, "none": None}
+    for name, record in records.items():
+        (tmp_path / name).mkdir()
+        if record is not None:
+            (tmp_path / name / "training.json").write_text(json.dumps(record))
+    assert experiment.minutes_of([tmp_path / "new"] * 2) == 2.0
+    for name in ("resumed", "old", "none"):
+        assert math.isnan(experiment.minutes_of([tmp_path / "new", tmp_path / name]))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from benchmarks.learned_drafters import ARMS, GROUPS
 from data.files.atomic_write import write_text
 from data.files.bounded_json import read_json
 from data.files.locks import output_lock
+from train.callbacks.preemption import EXIT_CODES
 
 DRAFTERS = "drafters"
 RUN_DRAFTERS = "import sys; from train.cli.commands import main; sys.exit(main())"
@@ -295,7 +296,7 @@ def run(parts: Sequence[Part], folder: Path, processes: int) -> None:
                 each.process.wait()
                 each.write_record(folder)
     if is_terminated.is_set():
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(EXIT_CODES[signal.SIGTERM])
     if failed:
         names = ", ".join(f"{each.part.name} (see {each.log})" for each in failed)
         raise ValueError(f"these parts failed: {names}; run the same command again once the cause is mended")
@@ -331,8 +332,8 @@ def next_part(waiting: Sequence[Part], running: Sequence[Part], processes: int) 
     """The first part that can start now; None if there is none. What runs alone waits until nothing else can run."""
     if len(running) >= processes or any(part.runs_alone for part in running):
         return None
-    unfinished = {part.name for part in [*waiting, *running]}
-    ready = [part for part in waiting if not unfinished.intersection(part.needs)]
+    not_done = {part.name for part in [*waiting, *running]}
+    ready = [part for part in waiting if not not_done.intersection(part.needs)]
     together = [part for part in ready if not part.runs_alone]
     return next(iter(together if together or running else ready), None)
 

@@ -125,12 +125,13 @@ def _child_probs(beam: _Beam, probs: Tensor, factors: Tensor, scales: Tensor, me
     own = beam.tokens.clamp(max=num_candidates - 1)  # its column; the root has none
     before, blanks = (beam.blank_end + beam.label_end)[:, :-1], beam.blank_end[:, :-1]
     sources = before * scales[beam.tokens]  # (W, T)
-    repeats = blanks * scales[beam.tokens] * probs.T[own]  # a repetition has to follow a blank
     scores, repeat_scores = sources.new_zeros(len(own), num_candidates), sources.new_zeros(len(own), 1)
     for frame in range(num_frames):  # in this order, as the search on the host adds
         scores = scores + sources[:, frame : frame + 1] * probs[frame]
-        repeat_scores = repeat_scores + repeats[:, frame : frame + 1]
-    if merge_repeats:
+    if merge_repeats:  # then a repetition has to follow a blank
+        repeats = blanks * scales[beam.tokens] * probs.T[own]
+        for frame in range(num_frames):
+            repeat_scores = repeat_scores + repeats[:, frame : frame + 1]
         is_repetition = (own[:, None] == torch.arange(num_candidates, device=own.device)) & ~is_root[:, None]
         scores = torch.where(is_repetition, repeat_scores, scores)
     scores = scores * factors[beam.tokens, :num_candidates]

@@ -178,7 +178,7 @@ def _grow(probs, blank, factors, scales, usable, ends, num_nodes, max_depth, min
                 if source > 0.0:
                     for j in range(num_candidates):
                         scores[newest, j] += source * probs[row, t, j]
-                if token >= 0:
+                if merges and token >= 0:
                     repeat_score += blank_end[newest, t] * scales[bias, t] * probs[row, t, token]
             if merges and token >= 0:
                 scores[newest, token] = repeat_score

@@ -114,6 +114,18 @@ def make_predictable(model):
     head.weight = torch.nn.Parameter(favoured, requires_grad=False)
 
 
+def fresh_cache(base, tokens):
+    """Return the cache after one plain forward of a base over token ids."""
+    import torch
+    from transformers import DynamicCache
+
+    from inference.engine.layers import cache_argument
+
+    cache = DynamicCache(config=base.model.config)
+    base.model(torch.tensor([tokens]), use_cache=True, **cache_argument(base.model, cache))
+    return cache
+
+
 class PseudoBase:
     """The attributes that a session reads from a base."""
 

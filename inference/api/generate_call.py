@@ -36,7 +36,8 @@ STATELESS_PROCESSORS = {
     logits_process.SuppressTokensAtBeginLogitsProcessor,
     logits_process.SuppressTokensLogitsProcessor,
 }
-MODEL_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+CACHE_NAMES = {"cache", "past_key_values"}  # since transformers 5.24 and before it
+MODEL_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"} | CACHE_NAMES
 EXTRA_OUTPUTS = ("output_attentions", "output_hidden_states")
 SCORE_OUTPUTS = ("output_scores", "output_logits")
 
@@ -85,8 +86,9 @@ def check_supported(
     for name, value in model_kwargs.items():
         if value is not None and name not in MODEL_INPUTS:
             raise unsupported(name)
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise unsupported("past_key_values")
+    for name in sorted(CACHE_NAMES):
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise unsupported(f"a cache of your own ({name}=...)")
 
 
 def check_supported_in_batch(

@@ -194,6 +194,16 @@ def takes_argument(model_class: type[nn.Module], name: str) -> bool:
     return False
 
 
+@torch.compiler.assume_constant_result
+def _cache_name(model_class: Any) -> str:
+    return "cache" if takes_argument(model_class, "cache") else "past_key_values"
+
+
+def cache_argument(module: Any, cache: Cache) -> dict[str, Cache]:
+    """Return the cache as a keyword argument of a model or layer: since transformers 5.24 it is named ``cache``."""
+    return {_cache_name(module.__class__): cache}
+
+
 def attention_spans(config: PretrainedConfig) -> dict[str, int]:
     """Return the number of positions of a window or chunk for each kind of attention in a base.
 
@@ -247,10 +257,10 @@ def run_base(
         input_ids=input_ids,
         position_ids=position_ids,
         attention_mask=_mask_argument(masks),
-        past_key_values=cache,
         use_cache=True,
         output_hidden_states=bool(layers),
         return_dict=True,
+        **cache_argument(base, cache),
         **keep,
     )
     return outputs.logits[0, last], {layer: outputs.hidden_states[layer] for layer in layers}
@@ -286,9 +296,9 @@ def compute_hidden_states(
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=_mask_argument(masks),
-            past_key_values=cache,
             use_cache=True,
             output_hidden_states=any(layer != -1 for layer in layers),
+            **cache_argument(decoder, cache),
         )
         states = {layer: outputs.hidden_states[layer] for layer in layers if layer != -1}
         return {**states, -1: outputs.last_hidden_state}
@@ -296,6 +306,7 @@ def compute_hidden_states(
     rotary = decoder.rotary_emb(state, position_ids=position_ids)
     states = {0: state} if 0 in layers else {}
     decoder_layers = decoder.layers._modules.values()  # iterating over the ModuleList itself is slower
+    cached = cache_argument(decoder.layers[0], cache)
     for number, (decoder_layer, kind) in enumerate(
         zip(decoder_layers, attention_kinds(decoder.config), strict=True), start=1
     ):
@@ -304,8 +315,8 @@ def compute_hidden_states(
             attention_mask=masks[kind],
             position_embeddings=rotary,
             position_ids=position_ids,
-            past_key_values=cache,
             use_cache=True,
+            **cached,
         )
         if number in layers:
             states[number] = state

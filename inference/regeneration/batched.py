@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from inference.engine.base import Base
-from inference.engine.layers import attention_kinds
+from inference.engine.layers import attention_kinds, cache_argument
 from inference.engine.sampling import KeyedSampler, draw_tokens
 
 SHRINK = 0.75  # finished rows leave the batch once at most this share of its rows is unfinished
@@ -54,9 +54,9 @@ def decode_batch(
             fed,
             attention_mask=attended[:, :end],
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **cache_argument(base.model, cache),
         ).logits
         if samplers:
             numbers = [samplers[row].uniform(len(prompts[row]) + len(answers[row])) for row in rows]

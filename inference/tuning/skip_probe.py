@@ -14,6 +14,7 @@ from drafters.tree import DraftTree
 from inference.engine.base import Base
 from inference.engine.cache import make_cache
 from inference.engine.layer_skipping import sublayers, without_sublayers
+from inference.engine.layers import cache_argument
 from inference.engine.runner import Runner
 
 
@@ -63,7 +64,8 @@ class Probe:
         )
         self.fed, self.positions = tokens.gather(1, positions).to(device), positions.to(device)
         self.cache = make_cache("dynamic", base.model.config)
-        self.model(input_ids=tokens.to(device), past_key_values=self.cache, use_cache=True)
+        self.cached = cache_argument(self.model, self.cache)
+        self.model(input_ids=tokens.to(device), use_cache=True, **self.cached)
 
     @torch.inference_mode()
     def agrees(self, attention: Sequence[int], mlp: Sequence[int]) -> Tensor:
@@ -73,8 +75,8 @@ class Probe:
                 input_ids=self.fed,
                 position_ids=self.positions,
                 attention_mask=self.mask,
-                past_key_values=self.cache,
                 use_cache=True,
+                **self.cached,
             )
         finally:
             self.cache.keep(self.length, [])

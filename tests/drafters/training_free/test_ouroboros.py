@@ -12,6 +12,7 @@ from drafters.training_free.pool import NgramPool
 from inference.engine.draft_session import DraftModelSession
 from inference.engine.sampling import KeyedSampler
 from inference.engine.session import Session
+from tests.conftest import fresh_cache
 
 NO_EOS = frozenset()
 VOCAB = 6
@@ -303,8 +304,7 @@ def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, cac
         longest = max(longest, cost.accepted)
         for one in (session, inner.session):
             with torch.inference_mode():
-                text = torch.tensor([one.seq[: one.runner.cached]])
-                fresh = base.model(text, use_cache=True).past_key_values
+                fresh = fresh_cache(base, one.seq[: one.runner.cached])
             for held, expected in zip(one.runner._cache.layers, fresh.layers, strict=True):
                 torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=1e-9)
                 torch.testing.assert_close(held.values, expected.values, rtol=0, atol=1e-9)

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from drafters import ANPD
 from inference import Speculation, load_base, speculate
+from inference.engine.layers import cache_argument
 from inference.engine.sampling import KeyedSampler
 from inference.evaluation.verify import generate_reference
 
@@ -299,7 +300,6 @@ def test_sampled_tokens_follow_the_processed_distribution(make_base, oracle, war
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"past_key_values": DynamicCache()}, "past_key_values"),
         ({"position_ids": torch.arange(5)[None] + 1}, "position_ids"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "padding on the left"),
         ({"max_new_tokens": 60}, "lower max_new_tokens"),
@@ -311,6 +311,12 @@ def test_options_that_would_change_the_text_are_refused_in_one_line(base, argume
     with pytest.raises(ValueError, match=said) as caught:
         base.model.generate(PROMPT, custom_generate=speculate, **{"max_new_tokens": 5} | arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cache_of_the_users_own_is_refused(base):
+    with pytest.raises(ValueError, match=r"a cache of your own \((cache|past_key_values)=...\)"):
+        own = cache_argument(base.model, DynamicCache())
+        base.model.generate(PROMPT, custom_generate=speculate, max_new_tokens=5, **own)
 
 
 def test_an_assistant_model_and_input_embeddings_are_refused(base, make_base):

@@ -13,6 +13,7 @@ from inference.engine.draft_session import DraftModelSession
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
+from tests.conftest import fresh_cache
 
 PROMPTS = [1, 2, 3, 17]
 SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
@@ -50,7 +51,7 @@ def assert_fresh(session):
     """Assert that the cache equals that of one forward over the session's own text."""
     runner = session.runner
     assert 0 < runner.cached < len(session.seq)
-    fresh = runner.base.model(torch.tensor([session.seq[: runner.cached]]), use_cache=True).past_key_values
+    fresh = fresh_cache(runner.base, session.seq[: runner.cached])
     for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=1e-9)
         torch.testing.assert_close(held.values, expected.values, rtol=0, atol=1e-9)

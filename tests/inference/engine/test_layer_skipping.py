@@ -18,11 +18,13 @@ from inference.engine.layer_skipping import (
     sublayers,
     without_sublayers,
 )
+from inference.engine.layers import cache_argument
 from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 from inference.evaluation.verify import generate_reference
 from inference.registry import catalogue
+from tests.conftest import fresh_cache
 
 BASES = [
     ("llama", "sdpa"),
@@ -82,8 +84,8 @@ def drafted_by(base, skips, seq, cached, num_tokens, eos=frozenset(), threshold=
     """The draft by plain forwards: the prefix by the base, the rest by the zeroed base on the prefix's cache."""
     model, tokens = zeroed(base, skips), []
     while len(tokens) < num_tokens:
-        cache = base.model(torch.tensor([seq[:cached]]), use_cache=True).past_key_values
-        distribution = model(torch.tensor([[*seq[cached:], *tokens]]), past_key_values=cache).logits[0, -1].softmax(-1)
+        cache = cache_argument(model, fresh_cache(base, seq[:cached]))
+        distribution = model(torch.tensor([[*seq[cached:], *tokens]]), **cache).logits[0, -1].softmax(-1)
         tokens.append(distribution.argmax().item())
         if tokens[-1] in eos or distribution.max() < threshold:
             break
@@ -102,7 +104,7 @@ def primed(base, prompt, cached, cache="static"):
 
 @torch.inference_mode()
 def assert_cache_is_fresh(runner, committed, tolerance):
-    fresh = runner.base.model(torch.tensor([committed]), use_cache=True).past_key_values
+    fresh = fresh_cache(runner.base, committed)
     for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
         assert held.get_seq_length() == len(committed) == runner.cached
         torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
@@ -168,8 +170,8 @@ def test_drawn_drafts_come_with_the_distributions_they_were_drawn_from(make_base
     model = zeroed(base, skips)
     assert len(written.distributions) == len(written.tokens) == 5
     for count, distribution in enumerate(written.distributions):
-        cache = base.model(torch.tensor([prompt[:8]]), use_cache=True).past_key_values
-        logits = model(torch.tensor([[*prompt[8:], *written.tokens[:count]]]), past_key_values=cache).logits[0, -1:]
+        cache = cache_argument(model, fresh_cache(base, prompt[:8]))
+        logits = model(torch.tensor([[*prompt[8:], *written.tokens[:count]]]), **cache).logits[0, -1:]
         torch.testing.assert_close(distribution, sampler.probabilities(logits)[0], rtol=0, atol=1e-6)
         assert distribution[written.tokens[count]] > 0
     again = KeyedSampler(0.7, top_k=9, seed=3)

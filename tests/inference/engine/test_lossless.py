@@ -22,6 +22,7 @@ from inference.engine.runner import Runner
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session
 from inference.evaluation.verify import first_divergence
+from tests.conftest import fresh_cache
 
 LENGTH = 26
 SHORT = 12  # where a property shows within two cycles of the text
@@ -355,7 +356,7 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_forward(
     for emitted, _ in writing.decode(prompt, SHORT):
         seq += emitted
         assert runner.cached == len(seq) - 1
-        fresh = base.model(torch.tensor([seq[:-1]]), use_cache=True).past_key_values
+        fresh = fresh_cache(base, seq[:-1])
         for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
             torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
             torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)

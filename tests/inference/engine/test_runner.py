@@ -9,6 +9,7 @@ from drafters import DraftTree, RequiredOutputs
 from inference.engine.base import Base
 from inference.engine.cache import make_cache
 from inference.engine.runner import Runner
+from tests.conftest import fresh_cache
 
 NOTHING = RequiredOutputs()
 BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
@@ -24,17 +25,11 @@ def flat_logits(base, tokens):
     return base.model(torch.tensor([tokens])).logits[0, -1]
 
 
-@torch.inference_mode()
-def fresh_cache(base, tokens):
-    cache = base.model(torch.tensor([tokens]), use_cache=True).past_key_values
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
 def assert_cache_is_fresh(runner, tokens, tolerance):
     assert runner.cached == len(tokens) == runner._cache.get_seq_length()
-    for layer, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens), strict=True):
-        for got, fresh in zip((layer.keys, layer.values), expected, strict=True):
-            torch.testing.assert_close(got, fresh, rtol=0, atol=tolerance)
+    for held, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens).layers, strict=True):
+        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
+        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("kind", "attention"), BASES)

@@ -18,6 +18,7 @@ from inference.engine.runner import Runner, causal_tree_mask
 from inference.engine.sampling import Greedy, KeyedSampler
 from inference.engine.session import Session, common_prefix
 from inference.evaluation.verify import generate_reference
+from tests.conftest import fresh_cache
 
 DRAFTERS = ["none", "anpd", "prompt_lookup", "ctc", "ctc_deep", "adversarial", "oracle"]
 BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa")]
@@ -46,7 +47,7 @@ def naive(base, prompt, max_new_tokens, eos=NO_EOS, sampler=None):
 
 @torch.inference_mode()
 def assert_cache_is_fresh(runner, committed, tolerance):
-    fresh = runner.base.model(torch.tensor([committed]), use_cache=True).past_key_values
+    fresh = fresh_cache(runner.base, committed)
     for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
         torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
         torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)

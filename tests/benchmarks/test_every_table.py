@@ -32,6 +32,7 @@ def arguments(folder, **others):
 @pytest.mark.slow
 def test_all_parts_run_and_only_once(tmp_path, repository, monkeypatch):
     monkeypatch.chdir(repository)  # where checkpoints/tiny-chat is
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # threads that wait leave the cores to the other tests
     folder = tmp_path / "tables"
     every_table.every_table(**arguments(folder))
     page = (folder / "tables.md").read_text()

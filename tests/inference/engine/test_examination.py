@@ -213,18 +213,20 @@ def test_a_runner_follows_hooks(fresh_base):
 
 @pytest.mark.slow
 def test_a_runner_follows_adapters_that_are_switched(fresh_base):
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     base, prompt = fresh_base("Qwen3"), [5, 6, 7, 8]
     plain = written_text(base, prompt)
-    base.model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False), base.model)
     base.model.requires_grad_(False)
     adapted = written_text(base, prompt)
     assert adapted == own_text(base, prompt) != plain
-    base.model.disable_adapters()
-    assert written_text(base, prompt) == own_text(base, prompt) == plain
-    base.model.enable_adapters()
-    assert written_text(base, prompt) == own_text(base, prompt) == adapted
+    for is_on, expected in ((False, plain), (True, adapted)):
+        for module in base.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.enable_adapters(is_on)
+        assert written_text(base, prompt) == own_text(base, prompt) == expected
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 ENGINES := .venv-engines
 RUN := runs/quickstart
-DRAFTERS = --drafter anpd --drafter prompt_lookup --drafter ctc=$(RUN)/ctc
+DRAFTERS = --drafter anpd --drafter ctc=$(RUN)/ctc
 TORCH_ARGS ?=
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
@@ -25,7 +25,7 @@ $(BIN)/.installed: pyproject.toml
 quickstart: install
 	$(BIN)/lightning fit --config quickstart.yaml --trainer.default_root_dir $(RUN) --ckpt_path last $(FIT_ARGS)
 	$(BIN)/drafters export $(RUN)/checkpoints/best.ckpt $(RUN)/ctc --overwrite
-	$(BIN)/drafters verify --base checkpoints/tiny-chat $(DRAFTERS) $(EVAL_ARGS)
+	$(BIN)/drafters verify --base checkpoints/tiny-chat $(DRAFTERS) --limit 10 $(EVAL_ARGS)
 	$(BIN)/drafters eval --base checkpoints/tiny-chat $(DRAFTERS) --benchmark embedded --repeats 1 \
 		--out $(RUN)/eval --overwrite $(EVAL_ARGS)
 

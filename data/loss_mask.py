@@ -115,10 +115,22 @@ class _Texts:
         self.whole = self._text(messages)
         used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
         self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
+        if not self._shows_all_calls():
+            raise ValueError("the chat template leaves out a tool call")
 
     def _text(self, messages: Sequence[dict], is_prompt: bool = False) -> str:
         options = {"tools": self.tools, "tokenize": False, "add_generation_prompt": is_prompt}
         return _apply(list(messages), self.tokenizer, self.template, **options)
+
+    def _shows_all_calls(self) -> bool:
+        """Whether the template writes the name of each tool that is called, wherever it is called."""
+        renamed, num_calls = [], 0
+        for message in self.messages:
+            calls = message.get("tool_calls", [])
+            named = [call | {"function": call["function"] | {"name": self.stand_in}} for call in calls]
+            renamed.append(message | {"tool_calls": named} if named else message)
+            num_calls += len(named)
+        return not num_calls or self._text(renamed).count(self.stand_in) >= num_calls
 
     def answer(self, turn: int, after: int) -> tuple[int, int]:
         """Return the half-open range of an answer in the text of the whole conversation.

@@ -169,6 +169,24 @@ def test_tool_calls_are_refused_by_a_template_that_does_not_show_them(tokenizer)
         encode(parse(WITH_TOOLS, 0), tokenizer, "vicuna_v1.1")
 
 
+def test_a_call_that_the_template_leaves_out_is_refused(tokenizer, monkeypatch):
+    """DeepSeek-R1's writes a call only where the text is null, and transformers makes that an empty text.
+
+    The tools before it have its name too, so that the name alone does not show the call.
+    """
+    shown = "{{ c.function.name if m.content is none }}"
+    template = (
+        "{{ tools }}{%- for m in messages -%}[{{ m.role }}]{{ m.content }}"
+        "{%- for c in m.tool_calls -%}SHOWN{%- endfor -%}{{ '</s>' if m.role == 'assistant' }}{%- endfor -%}"
+        "{{ '[assistant]' if add_generation_prompt }}"
+    )
+    monkeypatch.setitem(TEMPLATES, "tried", template.replace("SHOWN", "{{ c.function.name }}"))
+    assert learned(parse(WITH_TOOLS, 0), tokenizer, "tried")[0] == ["add</s>", "It is 5.</s>", "<b>6</b></s>"]
+    monkeypatch.setitem(TEMPLATES, "tried", template.replace("SHOWN", shown))
+    with pytest.raises(ValueError, match="the chat template leaves out a tool call"):
+        encode(parse(WITH_TOOLS, 0), tokenizer, "tried")
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

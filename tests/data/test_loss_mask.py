@@ -170,7 +170,7 @@ def test_tool_calls_are_refused_by_a_template_that_does_not_show_them(tokenizer)
 
 
 def test_a_call_that_the_template_leaves_out_is_refused(tokenizer, monkeypatch):
-    """DeepSeek-R1's writes a call only where the text is null, and transformers makes that an empty text.
+    """DeepSeek-R1-Distill's writes a call only where the text is null, and transformers makes that an empty text.
 
     The tools before it have its name too, so that the name alone does not show the call.
     """

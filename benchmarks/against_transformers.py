@@ -15,12 +15,12 @@ import torch
 from benchmarks.harness import ResultTable, alternate, main, num_millions, random_llama, show, spread
 from data import benchmarks
 from drafters import Drafter, DraftModel, NoDrafter, PromptLookup
-from inference.api.prompts import encode_messages
-from inference.engine.base import Base, Dtype, load_base, resolve_device
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.runner import Runner
-from inference.engine.session import Session, StepCost, check_prompt
-from inference.evaluation.verify import first_divergence
+from inference.prompts import encode_messages
+from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session, StepCost, check_prompt
+from inference.verify import first_divergence
 
 PAIRS = ("vanilla", "prompt lookup", "draft model")
 OURS, THEIRS = "ours", "transformers"

@@ -15,7 +15,7 @@ from benchmarks.experiment import SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, run_command, show
 from benchmarks.learned_drafters import ARMS, BEST_TREES, simulate_all
 from benchmarks.training_speed import training_speeds
-from inference.engine.base import load_base
+from inference.verifier.base import load_base
 
 LEARNED = ["medusa", "hydra", "hydra++", "eagle", "eagle3", "block", "block_markov", "ctc", "ctc_markov", "ctc_deep"]
 LIVE = ["medusa", "hydra", "eagle", "eagle3", "block_markov", "ctc_markov", "ctc_deep"]

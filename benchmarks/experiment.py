@@ -20,12 +20,12 @@ import yaml
 from torch import Tensor
 
 from data.benchmarks import load_questions
-from data.files.atomic_write import atomic_write, write_text
+from data.files import atomic_write, write_text
 from drafters import checkpoint
 from drafters.protocol import LearnedDrafter
-from inference.engine.base import Base, base_hash
 from inference.evaluation.answering import encode_question
-from inference.regeneration.batched import decode_batch
+from inference.regenerate.batched import decode_batch
+from inference.verifier.base import Base, base_hash
 from train.callbacks.preemption import EXIT_CODES
 from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.cli import lightning_cli

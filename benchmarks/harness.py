@@ -23,12 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 import drafters
-from data.files.atomic_write import write_text
-from data.files.bounded_yaml import read_yaml
+from data.files import read_yaml, write_text
 from drafters import recipe
-from inference.engine.base import Base
-from inference.runs.progress import progress_bars
-from inference.runs.timing import processor_name
+from inference.progress import progress_bars
+from inference.timing import processor_name
+from inference.verifier.base import Base
 from train.cli.lightning_command import find_config
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from benchmarks.experiment import (
 )
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafter_plots import plot
-from inference.engine.base import Base, load_base
+from inference.verifier.base import Base, load_base
 
 # The trunk of the CTC drafter, for cross-entropy.
 TRUNK = {"root_everywhere": True, "frames_differ": True, "num_anchors": 24}

@@ -17,21 +17,19 @@ from benchmarks.harness import ResultTable, call_in_new_process, main, resident_
 from data import embedded
 from data.benchmarks import Question
 from data.conversation import ROLES
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, read_json, write_text
 from data.shipped import find_base
 from drafters import DraftTree, LearnedDrafter, Limits, RequiredOutputs, StepResult
-from inference.engine.base import BaseInfo, load_base, load_base_info
-from inference.engine.options import SamplingOptions
-from inference.engine.runner import Runner
+from inference import drafter_specs
 from inference.evaluation.conclusion import write_results
 from inference.evaluation.evaluate import decode, outcome_of
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.results_folder import results_folder
-from inference.registry import catalogue
 from inference.reporting import report
 from inference.reporting.answer_viewer import Decode
+from inference.verifier.base import BaseInfo, load_base, load_base_info
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
 
 BENCHMARK = "long"
 MIB = 2**20
@@ -79,7 +77,7 @@ def long_context(
     plan = EvaluationPlan(
         base=str(stretched),
         dtype="float32",
-        drafters=catalogue.labels(["none", *(drafter or ["joint", "prompt_lookup"])]),
+        drafters=drafter_specs.labels(["none", *(drafter or ["joint", "prompt_lookup"])]),
         questions={BENCHMARK: questions},
         caps={BENCHMARK: max_new_tokens},
         template="tokenizer",
@@ -148,7 +146,7 @@ def _draft_table(plan: EvaluationPlan, lengths: list[int]) -> ResultTable:
     """Time and cache of one draft behind texts of these lengths, of every learned drafter with a cache."""
     base = load_base(plan.base)
     runner = Runner(base)
-    made = {name: catalogue.make(spec, runner) for name, spec in plan.drafters.items()}
+    made = {name: drafter_specs.make(spec, runner) for name, spec in plan.drafters.items()}
     drafters = {name: each for name, each in made.items() if isinstance(each, LearnedDrafter)}
     shape, config = base.shape, base.model.config
     bytes_per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * shape.head_dim

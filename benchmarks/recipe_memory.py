@@ -9,15 +9,15 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import drafters
 from benchmarks.harness import ResultTable, main, show
-from data.files.bounded_yaml import read_yaml
+from data.files import read_yaml
 from data.hub import split_revision
 from drafters import recipe
-from inference.engine.base import Base
+from inference.verifier.base import Base
 from train.callbacks.estimate import readable
 from train.callbacks.memory import Setting, memory_parts, peak_memory
 from train.callbacks.rehearsal import BatchSize
 from train.cli.lightning_command import find_config
-from train.modules.strategies import FSDP2
+from train.strategies import FSDP2
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

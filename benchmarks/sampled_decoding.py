@@ -14,12 +14,12 @@ from benchmarks.experiment import SharedSettings, train
 from benchmarks.harness import ResultTable, main, run_command, show
 from benchmarks.learned_drafters import ARMS
 from data.benchmarks import Question, load_questions
-from inference.api.prompts import encode_question
-from inference.engine.base import Base, load_base
-from inference.engine.sampling import KeyedSampler
+from inference.prompts import encode_question
 from inference.results import folders
 from inference.results.metrics import Summary
 from inference.results.records import Answer
+from inference.verifier.base import Base, load_base
+from inference.verifier.sampling import KeyedSampler
 
 TRAINING_FREE = [
     *("prompt_lookup", "anpd", "token_recycling", "lookahead", "self_draft", "joint:num_nodes=4", "joint"),

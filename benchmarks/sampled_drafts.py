@@ -18,14 +18,13 @@ import drafters
 from benchmarks.harness import ResultTable, main, show
 from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
-from inference import generate
-from inference.engine.base import Base, load_base, tokenizer_hash
-from inference.engine.options import SamplingOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
-from inference.evaluation.equality import Text, next_probabilities
-from inference.registry import catalogue
+from inference import drafter_specs, generate
+from inference.equality import Text, next_probabilities
+from inference.verifier.base import Base, load_base, tokenizer_hash
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 Door = Callable[[Base, Sequence[int], str, int, SamplingOptions], Sequence[int]]
 PROMPT = [3, 4, 5]
@@ -90,7 +89,7 @@ def by_generate(
 def by_eval(base: Base, prompt: Sequence[int], spec: str, num_tokens: int, sampling: SamplingOptions) -> Sequence[int]:
     """The objects that one process of `drafters eval` makes, and `verify` and `sweep` as well."""
     runner = Runner(base)
-    return Session(runner, catalogue.make(spec, runner), sampling.sampler()).run(prompt, num_tokens).tokens
+    return Session(runner, drafter_specs.make(spec, runner), sampling.sampler()).run(prompt, num_tokens).tokens
 
 
 DOORS: dict[str, Door] = {"generate": by_generate, "eval": by_eval}
@@ -165,7 +164,7 @@ def sampled_drafts(
     with TemporaryDirectory() as folder:
         loaded = load_base(base or str(save_toy_base(Path(folder) / "base")), "float32", torch.device("cpu"))
         tokens = list(loaded.tokenizer(prompt).input_ids) if base else PROMPT
-        specs = {catalogue.label(spec): spec for spec in drafter} or save_toy_drafters(loaded, Path(folder))
+        specs = {drafter_specs.label(spec): spec for spec in drafter} or save_toy_drafters(loaded, Path(folder))
         expected = text_distribution(loaded, tokens, num_tokens, SamplingOptions(temperature, top_k))
         table = ResultTable("Sampled drafts", ["drafter", *(f"{door}: chi-squared, p" for door in DOORS)])
         for name, spec in {"none": "none", **specs}.items():

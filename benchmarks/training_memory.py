@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from benchmarks.harness import SHAPES, ResultTable, drafter_recipe, llama_config, main, show
 from data.tokenizer import load_tokenizer
-from inference.engine.base import Dtype
+from inference.verifier.base import Dtype
 
 TOKENIZER = "checkpoints/tiny-chat"
 SHARD_BYTES = 1e9

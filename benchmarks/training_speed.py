@@ -29,11 +29,11 @@ from benchmarks.harness import (
 from data.module import ShareGPTData
 from drafters import recipe
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter, TrainingBatch
-from inference.engine.base import Base, Dtype, resolve_device, shape_of
-from inference.runs.progress import progress_bars
+from inference.progress import progress_bars
+from inference.verifier.base import Base, Dtype, resolve_device, shape_of
 from train.callbacks.rehearsal import BatchSize, rehearse
 from train.feature_store.base_features import compute_features
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
-from data.files.bounded_json import MalformedJSON, parse_json
+from data.files import MalformedJSON, parse_json
 from data.loss_mask import REASONING, mask_without_marks, render
 from data.reasoning import with_thinking
 from data.tokenizer import short_hash, tokenizer_hash

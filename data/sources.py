@@ -7,8 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.files.bounded_json import MalformedJSON, parse_json, refuse_repeated_keys
-from data.files.regular import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, UNREADABLE, kind_of, read_document, read_lines
+from data.files import (
+    MAX_DOCUMENT_BYTES,
+    MAX_LINE_BYTES,
+    UNREADABLE,
+    MalformedJSON,
+    kind_of,
+    parse_json,
+    read_document,
+    read_lines,
+    refuse_repeated_keys,
+)
 from data.hub import cached_if_unreachable
 from data.tokenizer import first_line
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.files.bounded_json import MalformedJSON, parse_json
-from data.files.regular import UNREADABLE, read_lines
+from data.files import UNREADABLE, MalformedJSON, parse_json, read_lines
 
 MAX_TEXT_BYTES = 1 << 30  # of a line, or of a .json file
 FIELDS = ("text",), ("question", "answer"), ("instruction", "input", "output"), ("instruction", "input", "response")

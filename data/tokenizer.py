@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.files.regular import check_folder
+from data.files import check_folder
 from data.hub import connection_error, split_revision
 from data.shipped import find_base
 

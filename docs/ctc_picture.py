@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from drafters.learned.ctc import prefix_search
-from drafters.learned.ctc.alignment import collapse
+from drafters.ctc import prefix_search
+from drafters.ctc.alignment import collapse
 
 WORDS, BLANK = ["very", "good"], 2
 FRAMES = np.array([[0.4, 0.1, 0.5], [0.2, 0.5, 0.3], [0.1, 0.5, 0.4]])

@@ -28,7 +28,7 @@ def folders() -> list[str]:
         below = (path.relative_to(ROOT) for path in (ROOT / package).rglob("*"))
         inner = [path.as_posix() for path in below if (ROOT / path).is_dir() and len(path.parts) <= 3]
         if package not in ("docs", "tests", "checkpoints"):
-            found += sorted(path for path in inner if "__pycache__" not in path)
+            found += sorted(path for path in inner if "__pycache__" not in path and not path.endswith("/page"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Draws docs/rooms.svg: the packages and their rooms, each room above those it may import.
+"""Draws docs/rooms.svg: the packages and their parts, each part above those it may import.
 
 ``python docs/rooms_picture.py`` draws it from the table that tests/test_layering.py enforces.
 """
@@ -9,7 +9,6 @@ import importlib.util
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-Rooms = dict[str, set[str]]
 COLOURS = {"train": "#dbe4ff", "inference": "#d3f9d8", "drafters": "#fff3bf", "data": "#ffe3e3"}
 SAYS = {
     "train": "composes: LightningModules, commands, export",
@@ -20,36 +19,35 @@ SAYS = {
 WIDTH, CHIP, ROW, PAD = 940, 28, 38, 14
 
 
-def rooms() -> dict[str, Rooms]:
-    """What each room may import of its own package."""
+def rooms() -> dict[str, list[list[str]]]:
+    """The parts of each package by rows; a part may import those of lower rows."""
     spec = importlib.util.spec_from_file_location("layering", ROOT / "tests" / "test_layering.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ROOMS
+    return {
+        name: [line.split() for line in lines.split("\n")[::-1] if line.strip()]
+        for name, lines in module.LAYERS.items()
+    }
 
 
-def levels(allowed: Rooms) -> list[list[str]]:
-    """The rooms by rows, the ones that import nothing last."""
-    depth: dict[str, int] = {}
-
-    def depth_of(room: str) -> int:
-        if room not in depth:
-            depth[room] = 1 + max((depth_of(other) for other in allowed[room]), default=-1)
-        return depth[room]
-
-    for room in allowed:
-        depth_of(room)
-    return [[room for room in allowed if depth[room] == level] for level in sorted(set(depth.values()), reverse=True)]
+def wrapped(names: list[str], width: float) -> list[list[str]]:
+    """Break a row of names where it is full."""
+    rows: list[list[str]] = [[]]
+    for name in names:
+        if rows[-1] and sum(map(width_of, [*rows[-1], name])) > width:
+            rows.append([])
+        rows[-1].append(name)
+    return rows
 
 
-def title(package: str, room: str) -> str:
-    return room.removeprefix("learned.") if room else f"{package}/*.py"
+def width_of(name: str) -> float:
+    return 26 + 7.6 * len(name)
 
 
-def box(package: str, allowed: Rooms, x: int, y: int, width: int) -> tuple[str, int]:
-    """A package with its rooms, and the height it takes."""
-    rows = levels(allowed)
+def box(package: str, rows: list[list[str]], x: int, y: int, width: int) -> tuple[str, int]:
+    """A package with its parts, and the height it takes. A row that is too long goes on in the next one."""
+    rows = [part for row in rows for part in wrapped(row, width - 2 * PAD)]
     height = 44 + ROW * len(rows) + PAD - (ROW - CHIP)
     parts = [
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="10" fill="{COLOURS[package]}" stroke="#868e96"/>',
@@ -58,13 +56,11 @@ def box(package: str, allowed: Rooms, x: int, y: int, width: int) -> tuple[str, 
     for row, names in enumerate(rows):
         left = x + PAD
         for name in names:
-            label = title(package, name)
-            wide = 18 + 7.6 * len(label)
+            wide = width_of(name) - 8
             top = y + 42 + row * ROW
             parts.append(f'<rect x="{left:.0f}" y="{top}" width="{wide:.0f}" height="{CHIP}" rx="6" fill="white"/>')
-            parts.append(f'<text x="{left + 9:.0f}" y="{top + 19}" font-size="13">{label}</text>')
+            parts.append(f'<text x="{left + 9:.0f}" y="{top + 19}" font-size="13">{name}</text>')
             left += wide + 8
-        assert left <= x + width, f"the rooms of {package} do not fit into one row"
     return "\n".join(parts), height
 
 

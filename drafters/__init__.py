@@ -3,12 +3,12 @@
 from typing import Any
 
 from drafters.combined.merged import Merged
-from drafters.learned.autoregressive.eagle import EAGLE
-from drafters.learned.autoregressive.eagle3 import EAGLE3
-from drafters.learned.ctc.drafter import CTC
-from drafters.learned.heads.hydra import Hydra
-from drafters.learned.heads.medusa import Medusa
-from drafters.learned.parallel.block import Block
+from drafters.ctc.drafter import CTC
+from drafters.eagle.eagle import EAGLE
+from drafters.eagle.eagle3 import EAGLE3
+from drafters.heads.hydra import Hydra
+from drafters.heads.medusa import Medusa
+from drafters.parallel.block import Block
 from drafters.protocol import (
     BaseShape,
     BaseWeights,

@@ -13,9 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data.files.atomic_write import atomic_write
-from data.files.bounded_json import read_json
-from data.files.checksums import CHECKSUMS, check_files
+from data.files import CHECKSUMS, atomic_write, check_files, read_json
 from drafters import recipe, registry
 from drafters.protocol import BaseShape, LearnedDrafter
 

@@ -233,7 +233,7 @@ class NoDrafter(Drafter):
 
 
 class LearnedDrafter(nn.Module, ABC):
-    """A drafter with weights, trained on a frozen base by `train.modules.drafter_training.DrafterTraining`.
+    """A drafter with weights, trained on a frozen base by `train.module.DrafterTraining`.
 
     A subclass is registered by `drafters.registry.register`. Its constructor takes a `BaseShape` first; the other
     arguments are its recipe, which the YAML, the training checkpoint and the exported folder share. Options are grouped

@@ -7,21 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inference.api.generation import Generated, IncrementalDetokenizer, generate, stream
-    from inference.api.speculation import Speculation, speculate
-    from inference.engine.base import Base, load_base
+    from inference.generation import Generated, IncrementalDetokenizer, generate, stream
+    from inference.speculation import Speculation, speculate
+    from inference.verifier.base import Base, load_base
 
 __all__ = ["Base", "Generated", "IncrementalDetokenizer", "Speculation", "generate", "load_base", "speculate", "stream"]
 
 _HOMES = {
-    "Base": "engine.base",
-    "load_base": "engine.base",
-    "Generated": "api.generation",
-    "IncrementalDetokenizer": "api.generation",
-    "generate": "api.generation",
-    "stream": "api.generation",
-    "Speculation": "api.speculation",
-    "speculate": "api.speculation",
+    "Base": "verifier.base",
+    "load_base": "verifier.base",
+    "Generated": "generation",
+    "IncrementalDetokenizer": "generation",
+    "generate": "generation",
+    "stream": "generation",
+    "Speculation": "speculation",
+    "speculate": "speculation",
 }
 
 

@@ -71,7 +71,7 @@ def toy_base(
     import transformers
     from transformers import AutoModelForCausalLM, GPT2Config
 
-    from inference.engine.base import Base
+    from inference.verifier.base import Base
 
     common = {"vocab_size": vocab, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.4}
     if kind == "gpt2":
@@ -119,7 +119,7 @@ def fresh_cache(base, tokens):
     import torch
     from transformers import DynamicCache
 
-    from inference.engine.layers import cache_argument
+    from inference.verifier.layers import cache_argument
 
     cache = DynamicCache(config=base.model.config)
     base.model(torch.tensor([tokens]), use_cache=True, **cache_argument(base.model, cache))
@@ -176,7 +176,7 @@ class PseudoRunner:
     def forward(self, pending, tree, required_outputs):
         import torch
 
-        from inference.engine.runner import ForwardOutput
+        from inference.verifier.runner import ForwardOutput
 
         tree.validate(self.vocab_size)
         assert pending and max(tree.depths, default=0) <= self.context_length - self.cached - len(pending)

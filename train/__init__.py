@@ -11,18 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from train.base_training import BaseTraining
     from train.callbacks.averaged_weights import AveragedWeights
-    from train.modules.base_training import BaseTraining
-    from train.modules.drafter_training import DrafterTraining
-    from train.modules.strategies import FSDP2
+    from train.module import DrafterTraining
+    from train.strategies import FSDP2
 
 __all__ = ["FSDP2", "AveragedWeights", "BaseTraining", "DrafterTraining"]
 
 _MODULES = {
     "AveragedWeights": "train.callbacks.averaged_weights",
-    "BaseTraining": "train.modules.base_training",
-    "DrafterTraining": "train.modules.drafter_training",
-    "FSDP2": "train.modules.strategies",
+    "BaseTraining": "train.base_training",
+    "DrafterTraining": "train.module",
+    "FSDP2": "train.strategies",
 }
 
 

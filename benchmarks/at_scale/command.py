@@ -13,21 +13,20 @@ from benchmarks.at_scale.measurements import NONE, SearchClock, measure, plot_sc
 from benchmarks.at_scale.widening import widen_base, widen_drafter
 from benchmarks.harness import SHAPES, origin, show
 from data.benchmarks import Question
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json
+from data.files import read_json, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
-from inference.engine.base import Base, load_base, resolve_device
-from inference.engine.layers import pack_weights
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference import drafter_specs
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
-from inference.registry import catalogue
+from inference.progress import progress_bars
 from inference.reporting import plots
 from inference.results import metrics, records
 from inference.results.records import Answer
-from inference.runs.progress import progress_bars
+from inference.verifier.base import Base, load_base, resolve_device
+from inference.verifier.layers import pack_weights
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from train.callbacks.estimate import peak_bytes
 
 TEMPLATE = "tokenizer"
@@ -84,7 +83,7 @@ def at_scale(
     small = load_base(base, "float32", resolve_device(device))
     options = QuestionOptions(benchmark, questions, offset, limit, max_new_tokens, TEMPLATE)
     chosen = options.select(small, options.load()).questions
-    drafters = {name: catalogue.make(spec, Runner(small)) for name, spec in specs.items()}
+    drafters = {name: drafter_specs.make(spec, Runner(small)) for name, spec in specs.items()}
     small_answers = decode(small, drafters, specs, chosen, max_new_tokens, 1, f"{base} at its own shape")
     wide = widen_base(
         small, f"{base} at {shape}", SHAPES[shape], max(vocab_size, small.shape.vocab_size), _dtype(dtype)
@@ -128,8 +127,8 @@ def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:
     """
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
-    specs = catalogue.labels([NONE, *(spec for spec in drafters if spec != NONE)])
-    if skipping := [spec for spec in specs.values() if catalogue.split(spec)[0] == "self_speculative"]:
+    specs = drafter_specs.labels([NONE, *(spec for spec in drafters if spec != NONE)])
+    if skipping := [spec for spec in specs.values() if drafter_specs.split(spec)[0] == "self_speculative"]:
         raise ValueError(f"{skipping[0]} would skip layers that were added and do nothing: leave it out")
     return specs
 
@@ -146,7 +145,7 @@ def decode(
     """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
     runner = Runner(base)
     sessions = {
-        name: Session(runner, each, budget=catalogue.make_budget(each, specs[name], "fixed"))
+        name: Session(runner, each, budget=drafter_specs.make_budget(each, specs[name], "fixed"))
         for name, each in drafters.items()
     }
     answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
@@ -179,11 +178,11 @@ def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str,
 def _wide(spec: str, drafter: Drafter, small: Base, runner: Runner) -> Drafter:
     """The drafter of the wide base: a learned one is widened, also in a merged one, and any other is made anew."""
     if not isinstance(drafter, LearnedDrafter | Merged):
-        return catalogue.make(spec, runner)
-    init_args = checkpoint.read_config(Path(str(catalogue.split(spec)[1]))).init_args
+        return drafter_specs.make(spec, runner)
+    init_args = checkpoint.read_config(Path(str(drafter_specs.split(spec)[1]))).init_args
     if isinstance(drafter, LearnedDrafter):
         return widen_drafter(drafter, init_args, small.shape, runner.base)
-    merged = cast(Merged, catalogue.make(spec, Runner(small)))  # anew, as the first one knows the texts by now
+    merged = cast(Merged, drafter_specs.make(spec, Runner(small)))  # anew, as the first one knows the texts by now
     merged.learned = widen_drafter(merged.learned, init_args, small.shape, runner.base)
     return merged
 

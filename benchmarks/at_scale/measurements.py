@@ -11,11 +11,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.harness import ResultTable
-from inference.engine.session import PHASES, StepCost
 from inference.evaluation.answering import without_times
 from inference.reporting.plots import FADED, PALETTE
 from inference.results import metrics, records
 from inference.results.records import Answer
+from inference.verifier.session import PHASES, StepCost
 
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
 NONE = "none"  # the base alone

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from benchmarks.at_scale.axes import Attention, Axes, Axis
 from drafters import recipe
-from drafters.learned.layers.markov import BaseMarkov
+from drafters.nn.markov import BaseMarkov
 from drafters.protocol import BaseShape, LearnedDrafter
-from inference.engine.base import Base, shape_of
-from inference.engine.layers import PLAIN_MODEL_TYPES
+from inference.verifier.base import Base, shape_of
+from inference.verifier.layers import PLAIN_MODEL_TYPES
 
 CARRIED = 2.0**-40  # in the reserved dimension; its square vanishes in every sum of squares
 PADDING_PENALTY = 2.0**20

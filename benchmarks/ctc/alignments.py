@@ -14,10 +14,10 @@ from benchmarks.experiment import decoded_answers
 from benchmarks.harness import ResultTable, main, show
 from drafters import CTC, Block
 from drafters.checkpoint import load
-from drafters.learned.ctc import alignment
-from drafters.learned.ctc.emissions import emit
+from drafters.ctc import alignment
+from drafters.ctc.emissions import emit
 from drafters.protocol import BaseWeights, LearnedDrafter
-from inference.engine.base import BareBase, Base, load_base
+from inference.verifier.base import BareBase, Base, load_base
 
 KINDS = "a token twice in a row", "a digit", "a line break", "anything else"
 

@@ -19,9 +19,7 @@ from typing import Any
 
 from benchmarks.harness import main
 from benchmarks.learned_drafters import ARMS, GROUPS
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json
-from data.files.locks import output_lock
+from data.files import output_lock, read_json, write_text
 from train.callbacks.preemption import EXIT_CODES
 
 DRAFTERS = "drafters"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from drafters import CTC, Block, Medusa
-from drafters.learned.ctc import paper_tree, prefix_search
-from drafters.learned.trees import best_first
-from drafters.learned.trees.candidates import choose
+from drafters.ctc import paper_tree, prefix_search
 from drafters.protocol import BaseWeights
 from drafters.tree import ROOT, DraftTree
+from drafters.trees import best_first
+from drafters.trees.candidates import choose
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, resident_bytes, show, spread
-from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
-from drafters.learned.layers.markov import Markov
-from drafters.learned.losses.anchors import AnchoredFrames
-from drafters.learned.losses.chunks import MAX_BYTES
-from drafters.learned.losses.cross_entropy import cross_entropy
-from inference.engine.base import Dtype, resolve_device
+from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.chunks import MAX_BYTES
+from drafters.losses.cross_entropy import cross_entropy
+from drafters.nn.markov import Markov
+from inference.verifier.base import Dtype, resolve_device
 
 PLAIN, CTC, PREFIX, MARKOV, CROSS = "plain F.ctc_loss", "ctc", "prefix", "prefix, Markov bias", "cross-entropy"
 DISTILLED = "prefix, Markov bias, distillation"

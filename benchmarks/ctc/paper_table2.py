@@ -35,9 +35,9 @@ from benchmarks.ctc.frame_trees import WAYS, Build, frames_at
 from benchmarks.experiment import GreedyAnswer, SharedSettings, decoded_answers, train
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS, fits_paper
-from data.files.atomic_write import write_text
+from data.files import write_text
 from drafters import CTC, Block, Medusa, checkpoint
-from inference.engine.base import Base, load_base
+from inference.verifier.base import Base, load_base
 
 MODULES = {
     "Medusa": "linear heads + cross-entropy",

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.harness import ResultTable, alternate, main, show
 from drafters import DraftTree
-from drafters.learned.ctc import paper_tree, prefix_search
-from drafters.learned.trees import best_first
+from drafters.ctc import paper_tree, prefix_search
+from drafters.trees import best_first
 
 OURS, BY_TOKEN, PLAIN, PAPER = "prefix", "prefix, distributions by token", "prefix beam, Python", "paper"
 BEST_FIRST = "best-first"

@@ -11,8 +11,8 @@ from benchmarks.experiment import decoded_answers, simulate
 from benchmarks.harness import ResultTable, main, show
 from data.module import ShareGPTData
 from drafters import checkpoint, recipe
-from inference.engine.base import load_base
-from train.modules.draft_vocabulary import choose_draft_tokens
+from inference.verifier.base import load_base
+from train.draft_vocabulary import choose_draft_tokens
 
 
 def vocabulary_sizes(

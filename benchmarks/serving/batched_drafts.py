@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.harness import ResultTable, alternate, llama_config, main, show
 from drafters import CTC, Block
-from drafters.learned.ctc.drafter import CTCDraftOptions, CTCTrunkOptions
-from drafters.learned.ctc.loss import CTCLossOptions
-from drafters.learned.parallel.block import BlockDraftOptions, BlockTrunkOptions
-from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.ctc.drafter import CTCDraftOptions, CTCTrunkOptions
+from drafters.ctc.loss import CTCLossOptions
+from drafters.parallel.block import BlockDraftOptions, BlockTrunkOptions
+from drafters.parallel.drafter import ParallelDrafter
 from drafters.protocol import BaseShape, BaseWeights, Limits
 
 ALONE, TOGETHER = "one by one", "together"

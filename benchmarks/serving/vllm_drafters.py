@@ -21,17 +21,17 @@ import torch
 from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, run_command, show
 from data import benchmarks
 from drafters import checkpoint
-from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.parallel.drafter import ParallelDrafter
 from drafters.protocol import Drafter
 from drafters.registry import registered
-from inference.api.prompts import encode_messages
-from inference.engine.base import Base, load_base
-from inference.engine.runner import Runner
-from inference.engine.session import Session
-from inference.registry import catalogue
-from inference.serving.vllm.served_drafter import ServedBase, chain_builder, read_parallel, spec_of
+from inference import drafter_specs
+from inference.prompts import encode_messages
+from inference.verifier.base import Base, load_base
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+from inference.vllm.served_drafter import ServedBase, chain_builder, read_parallel, spec_of
 
-ROOM = "inference.serving.vllm"
+ROOM = "inference.vllm"
 NONE = "none"
 BLOCK_SIZE = 32
 HEADINGS = ["drafter", "batch", "= vLLM", "= generate", "base steps", "own chain", "acceptance", "tok / CPU s", "ratio"]
@@ -97,7 +97,7 @@ def vllm_drafters(
     asked = [encode_messages(loaded, [("user", question.turns[0])], "tokenizer") for question in questions]
     expected = _generate(loaded, asked, max_new_tokens)
     with TemporaryDirectory() as scratch:
-        specs = {name: spec_of(spec) for name, spec in catalogue.labels(drafter).items()}
+        specs = {name: spec_of(spec) for name, spec in drafter_specs.labels(drafter).items()}
         arms = {name: _arm(spec, loaded, num_tokens, Path(scratch) / name) for name, spec in specs.items()}
         options = {NONE: {}, **{name: arm.engine_options for name, arm in arms.items()}}
         of_vllm = [name for name, own in options.items() if own and "additional_config" not in own]
@@ -167,7 +167,7 @@ def _count_own_steps(
 
 def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
     """How vLLM and this project's engine run a drafter; Medusa, EAGLE and EAGLE-3 are exported first."""
-    name, folder, text = catalogue.split(spec)
+    name, folder, text = drafter_specs.split(spec)
     served = ServedBase(base.name, base.tokenizer, base.shape)
     learned = registered()[name].learned_class
     if learned is None:
@@ -177,7 +177,7 @@ def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
         path, config = read_parallel(spec, served, num_tokens)
         options = _custom("parallel_proposer.ParallelProposer", spec, num_tokens)
     else:
-        config = catalogue.learned_config(name, learned, folder, text, base)
+        config = drafter_specs.learned_config(name, learned, folder, text, base)
         path, draft = Path(folder or ""), config.init_args["draft"]
         draft["tree"] = "chain"
         if "depth" in draft:

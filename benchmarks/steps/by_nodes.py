@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
 from drafters import DraftTree, RequiredOutputs
-from inference.engine.base import Base, Dtype, load_base, resolve_device
-from inference.engine.runner import Runner
 from inference.tuning.step_cost import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
+from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.runner import Runner
 
 VANILLA = "vanilla"
 RESERVE = 1024  # tokens reserved after the context, at least the size of the largest step

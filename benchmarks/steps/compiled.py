@@ -12,9 +12,9 @@ import torch
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
 from drafters import DraftTree, RequiredOutputs
 from inference.compiled.runner import NUM_ROWS, make_runner
-from inference.engine.base import Base, Dtype, load_base, resolve_device
-from inference.engine.runner import Runner
 from inference.tuning.step_cost import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
+from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.runner import Runner
 
 EAGER, COMPILED = "eager", "compiled"
 VOCAB_SIZE = 32_000  # of random bases

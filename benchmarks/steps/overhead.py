@@ -14,9 +14,9 @@ from data import sharegpt
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
 from drafters.registry import registered
-from inference.engine.runner import ForwardOutput, Runner
-from inference.engine.session import PHASES, Session, StepCost
-from inference.registry import catalogue
+from inference import drafter_specs
+from inference.verifier.runner import ForwardOutput, Runner
+from inference.verifier.session import PHASES, Session, StepCost
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,9 +155,9 @@ def drafter_overhead(
     text = _text(data, loaded, max(lengths) + 16 * steps)
     # Drafters without a model and sessions use only what a RecitingRunner has.
     runner = cast(Runner, RecitingRunner(text, len(loaded), loaded))
-    specs = catalogue.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
+    specs = drafter_specs.labels(["none", *(spec for spec in drafter or offered() if spec != "none")])
     sessions = {
-        name: Session(runner, catalogue.make(spec, runner), max_nodes=max_nodes) for name, spec in specs.items()
+        name: Session(runner, drafter_specs.make(spec, runner), max_nodes=max_nodes) for name, spec in specs.items()
     }
     costs = {(name, length): Costs() for name in sessions for length in lengths}
     for session in sessions.values():

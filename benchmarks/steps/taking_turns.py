@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.harness import ResultTable, main, show
 from data.benchmarks import Question, load_questions
-from inference.api.prompts import encode_question
-from inference.engine.base import Base, Dtype, load_base
-from inference.engine.runner import Runner
-from inference.engine.session import Session, StepCost
-from inference.registry import catalogue
-from inference.registry.catalogue import Budget
+from inference import drafter_specs
+from inference.drafter_specs import Budget
+from inference.progress import progress_bars
+from inference.prompts import encode_question
 from inference.results import intervals
-from inference.runs.progress import progress_bars
+from inference.verifier.base import Base, Dtype, load_base
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session, StepCost
 
 WARM_UP_TOKENS = 16
 HEADINGS = ["drafter", "speed-up", "error", "acceptance", "fed", "step without a draft"]
@@ -107,8 +107,8 @@ def taking_turns(
         raise ValueError("turn, repeats and threads must be at least 1")
     torch.set_num_threads(threads)
     loaded = load_base(base, dtype)
-    specs = catalogue.labels(["none", *(spec for spec in drafter if spec != "none")])
-    sessions = {name: catalogue.make_session(spec, Runner(loaded), None, budget) for name, spec in specs.items()}
+    specs = drafter_specs.labels(["none", *(spec for spec in drafter if spec != "none")])
+    sessions = {name: drafter_specs.make_session(spec, Runner(loaded), None, budget) for name, spec in specs.items()}
     chosen = load_questions(benchmark, questions, offset, limit)
     decode(loaded, sessions, chosen[0], template, WARM_UP_TOKENS, turn, random.Random(0))
     # By drafter and question, the answers of all repeats.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from data.benchmarks import arithmetic, dialogue, programs, summaries, translation
 from data.benchmarks.question import Benchmark, Checks, Question, Style
 from data.benchmarks.rows import Rows, file_rows, hub_rows, split_files
-from data.files.validation import MALFORMED
+from data.files import MALFORMED
 
 __all__ = [
     "BENCHMARKS",

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.benchmarks.question import Benchmark, Hub
-from data.files.bounded_json import MalformedJSON, parse_json
-from data.files.regular import UNREADABLE, read_document
+from data.files import UNREADABLE, MalformedJSON, parse_json, read_document
 from data.hub import cached_if_unreachable
 from data.tokenizer import first_line
 

@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.files.atomic_write import DiskError, atomic_write
-from data.files.checksums import checksum
+from data.files import DiskError, atomic_write, checksum
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from data.feature_store.shards import KEY_BYTES, Shard, StoreDtype, row_keys
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json
-from data.files.validation import MALFORMED, validated
+from data.files import MALFORMED, read_json, validated, write_text
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,8 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from data.files.atomic_write import atomic_write
-from data.files.bounded_json import parse_json
+from data.files import atomic_write, parse_json
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree

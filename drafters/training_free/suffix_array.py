@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from data.files.atomic_write import atomic_write
-from data.files.bounded_json import parse_json
+from data.files import atomic_write, parse_json
 from drafters.checks import check_at_least, check_at_most
 
 FORMAT = "drafters-suffix-array-1"

@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from data.files.safe_text import safe_text
+from data.files import safe_text
 
 ACCEPTED = "green"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from inference.engine.session import RESERVED_FOR_DRAFTS, Session, StepCost, common_prefix
+from inference.verifier.session import RESERVED_FOR_DRAFTS, Session, StepCost, common_prefix
 
 
 class ChatSession:

@@ -14,24 +14,23 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from data.files.safe_text import safe_text
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, safe_text
 from data.reasoning import decode_answer
 from drafters.protocol import NoDrafter
-from inference.api.generation import IncrementalDetokenizer
-from inference.api.prompts import encode_messages
+from inference import drafter_specs
 from inference.chat.answer_display import AnswerDisplay
 from inference.chat.chat_session import ChatSession
 from inference.compiled.runner import make_runner
-from inference.engine.base import Base
-from inference.engine.options import ModelOptions, SamplingOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, Sampler
-from inference.engine.session import RESERVED_FOR_DRAFTS, Generation, Session, check_prompt
-from inference.registry import catalogue
-from inference.registry.catalogue import Budget
+from inference.drafter_specs import Budget
+from inference.generation import IncrementalDetokenizer
+from inference.prompts import encode_messages
 from inference.reporting.rows import number
 from inference.results import metrics
+from inference.verifier.base import Base
+from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, Sampler
+from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, check_prompt
 
 WARM_UP_TOKENS = 4
 HELP = {
@@ -126,17 +125,17 @@ class Chat:
 
     def _set_drafter(self, spec: str) -> None:
         if not spec:
-            raise ValueError(f"the drafter is {self.drafter}; known are {catalogue.known()}")
+            raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.known()}")
         self.drafter, self._session = self._build(spec)
 
     def _build(self, spec: str) -> tuple[str, ChatSession]:
         """Build a drafter and a session with it; return the drafter's label and the session."""
-        session = ChatSession(catalogue.make_session(spec, self._runner, self._sampler, self.budget))
+        session = ChatSession(drafter_specs.make_session(spec, self._runner, self._sampler, self.budget))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):
             pass
         session.forget()
-        return catalogue.label(spec), session
+        return drafter_specs.label(spec), session
 
     def _set_system(self, text: str) -> None:
         self.system = text

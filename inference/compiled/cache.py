@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from inference.engine.cache import BufferCache
+from inference.verifier.cache import BufferCache
 
 SHORTEST = 512  # positions of the smallest cache; each larger one is twice as long
 

@@ -14,11 +14,11 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.compiled.cache import LengthBuckets, StepCache
 from inference.compiled.step import SLOTS, VISIBLE, compile_fixed, run_step, step_inputs
-from inference.engine.base import Base
-from inference.engine.cache import CacheKind
-from inference.engine.examination import NOTHING, difference, examine_once, rounding_limits
-from inference.engine.layers import PackedLinear
-from inference.engine.runner import ForwardOutput, Runner
+from inference.verifier.base import Base
+from inference.verifier.cache import CacheKind
+from inference.verifier.examination import NOTHING, difference, examine_once, rounding_limits
+from inference.verifier.layers import PackedLinear
+from inference.verifier.runner import ForwardOutput, Runner
 
 NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
 

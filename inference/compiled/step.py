@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drafters.tree import DraftTree
 from inference.compiled.cache import StepCache
-from inference.engine.layers import run_base
+from inference.verifier.layers import run_base
 
 BACKEND = "inductor"
 IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees

@@ -13,11 +13,11 @@ import torch
 
 from data.benchmarks import Question
 from data.reasoning import decode_answer
-from inference.api.prompts import encode_question
-from inference.engine.base import Base
-from inference.engine.session import Generation, Session
+from inference.prompts import encode_question
 from inference.results.records import Answer, Turn
-from inference.runs.timing import MIN_CORE_SHARE, CoreClock
+from inference.timing import MIN_CORE_SHARE, CoreClock
+from inference.verifier.base import Base
+from inference.verifier.session import Generation, Session
 
 Slot = tuple[int, str]  # the index of a question, and the name of a drafter
 WARM_UP_TOKENS = 16

@@ -8,17 +8,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.files.validation import validated
+from data.files import validated
+from inference import timing
 from inference.evaluation import processes
 from inference.evaluation.answering import Slot, without_times
 from inference.evaluation.plan import NEW_SETTINGS, EvaluationPlan
 from inference.evaluation.worker import read_answers
+from inference.journal import Journal
 from inference.results import metrics, records
 from inference.results.metrics import Summary
 from inference.results.records import Answer
 from inference.results.step_times import TypicalTimes, timing_error
-from inference.runs import timing
-from inference.runs.journal import Journal
 
 T = TypeVar("T")
 PRECISION = 0.05  # relative timing error of a speed-up for which no repeat is added

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.benchmarks import Question
-from data.files.atomic_write import write_text
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, write_text
 from data.reasoning import ReasoningMarks
 from inference.evaluation.quality import needs_code, needs_math_verify, quality_of
 from inference.reporting import report

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 
 from data.tokenizer import first_line
-from inference.api.prompts import BenchmarkPrompts, find_reasoning_marks
-from inference.engine.base import load_base_info, resolve_device
-from inference.engine.options import ModelOptions, SamplingOptions
+from inference import drafter_specs, timing
+from inference.drafter_specs import Budget
 from inference.evaluation import processes
 from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
 from inference.evaluation.conclusion import Outcome, conclude, graded
@@ -24,12 +23,12 @@ from inference.evaluation.quality import needs_code
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.evaluation.results_folder import JOURNALS, delete_journals, describe_run, results_folder
 from inference.evaluation.served.plan import ServerOptions
-from inference.registry import catalogue
-from inference.registry.catalogue import Budget
+from inference.progress import progress_bars
+from inference.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.reporting.loggers import LoggerName, check_logger, log_evaluation, make_logger
-from inference.runs import timing
-from inference.runs.progress import progress_bars
 from inference.sandbox.sandbox import choose_isolation
+from inference.verifier.base import load_base_info, resolve_device
+from inference.verifier.options import ModelOptions, SamplingOptions
 
 OWN_LOOP = ServerOptions()  # which asks for no server
 DEFAULT_DRAFTERS = ("none", "prompt_lookup", "joint")
@@ -144,10 +143,10 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     """
     if options.typical and sampling.temperature == 0:
         raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
-    if options.typical and any(catalogue.is_auto(spec, "fixed") for spec in options.drafter or []):
+    if options.typical and any(drafter_specs.is_auto(spec, "fixed") for spec in options.drafter or []):
         raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
     sampling.sampler()
-    catalogue.read_step_seconds(options.budget)
+    drafter_specs.read_step_seconds(options.budget)
     for name in ("repeats", "max_repeats", "devices"):
         if (number := getattr(options, name)) != "auto" and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
@@ -192,7 +191,7 @@ def make_plan(
         dtype=model.dtype,
         drafters={
             name if name == "none" else f"{name}{lossy}": spec
-            for name, spec in catalogue.labels(["none", *specs]).items()
+            for name, spec in drafter_specs.labels(["none", *specs]).items()
         },
         questions={name: asked.questions for name, asked in selected.items()},
         caps=selection.caps(),

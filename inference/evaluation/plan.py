@@ -12,12 +12,12 @@ import torch
 
 from data.benchmarks import Question
 from data.tokenizer import short_hash
-from inference.engine.base import PREFILL_CHUNK, Dtype
-from inference.engine.options import SamplingOptions
-from inference.registry import builders, catalogue
-from inference.registry.catalogue import Budget
-from inference.runs.fingerprint import fingerprint
-from inference.runs.timing import processor_name
+from inference import drafter_builders, drafter_specs
+from inference.drafter_specs import Budget
+from inference.fingerprint import fingerprint
+from inference.timing import processor_name
+from inference.verifier.base import PREFILL_CHUNK, Dtype
+from inference.verifier.options import SamplingOptions
 
 # The names by which users know some keys of `EvaluationPlan.settings`.
 LABELS = {"caps": "max_new_tokens", "files": "files of the base or a drafter"}
@@ -37,7 +37,7 @@ class EvaluationPlan:
         template: Chat template.
         sampling: How the next token is chosen.
         typical: Whether drafts are accepted by typical acceptance, which is lossy.
-        budget: The budget of drafters whose specs do not decide it; see `catalogue.make_budget`.
+        budget: The budget of drafters whose specs do not decide it; see `drafter_specs.make_budget`.
         devices: The device of each process.
         threads: Number of torch threads of each process.
         repeats: How often every question is decoded; ``auto`` decodes a benchmark until its speed-ups are precise.
@@ -73,7 +73,7 @@ class EvaluationPlan:
     @property
     def automatic(self) -> list[str]:
         """Names of the drafters whose number of fed tokens depends on times."""
-        return [name for name, spec in self.drafters.items() if catalogue.is_auto(spec, self.budget)]
+        return [name for name, spec in self.drafters.items() if drafter_specs.is_auto(spec, self.budget)]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class EvaluationPlan:
         """
         import transformers
 
-        files = {folder for spec in self.drafters.values() if (folder := catalogue.split(spec)[1]) is not None}
+        files = {folder for spec in self.drafters.values() if (folder := drafter_specs.split(spec)[1]) is not None}
         if self.budget not in ("fixed", "auto"):
             files.add(self.budget)
         device = torch.device(self.devices[0])
@@ -104,7 +104,7 @@ class EvaluationPlan:
             "threads": self.threads,
             "repeats": self.repeats,
             "files": {
-                name: fingerprint(name if name == self.base else builders.drafter_folder(name))
+                name: fingerprint(name if name == self.base else drafter_builders.drafter_folder(name))
                 for name in sorted({self.base, *files})
             },
             "machine": f"{machine}, torch {torch.__version__}",

@@ -11,10 +11,10 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-from data.files.terminal import safe_messages
+from data.files import safe_messages
+from inference import timing
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.worker import Worker
-from inference.runs import timing
 
 PRELOADED = ["inference.evaluation.worker", "transformers.models.auto.modeling_auto", "transformers.models.llama"]
 POLLING_SECONDS = 1.0  # between two checks that the other processes are alive

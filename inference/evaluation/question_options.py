@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from data import benchmarks
 from data.benchmarks import Question
-from inference.api.prompts import BenchmarkPrompts, select_questions
-from inference.engine.base import BaseInfo
+from inference.prompts import BenchmarkPrompts, select_questions
+from inference.verifier.base import BaseInfo
 
 
 @dataclass(frozen=True)

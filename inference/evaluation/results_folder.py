@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from inference import drafter_specs
 from inference.evaluation.collected import PRECISION, CollectedAnswers
 from inference.evaluation.plan import LABELS, NEW_SETTINGS, EvaluationPlan
-from inference.registry import catalogue
+from inference.journal import Journal
+from inference.outputs import new_folder
 from inference.reporting.tables import COUNTING_RULE
 from inference.results.conditions import LENGTH_CAP, describe_caps, describe_fingerprints
-from inference.runs.journal import Journal
-from inference.runs.outputs import new_folder
 
 JOURNALS = "journal"  # name of the folder with a journal for each process
 
@@ -86,7 +86,7 @@ def fingerprints(settings: Mapping[str, Any]) -> dict[str, str]:
     """The fingerprints of the base and of the drafters' files, from the settings of a plan, as lines of the context."""
     files = settings["files"]
     specs = {name: spec for name, spec in settings["drafters"].items() if "://" not in spec}
-    own = {name: files.get(catalogue.split(spec)[1], "") for name, spec in specs.items()}
+    own = {name: files.get(drafter_specs.split(spec)[1], "") for name, spec in specs.items()}
     return describe_fingerprints(files[settings["base"]], own)
 
 

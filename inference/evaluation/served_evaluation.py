@@ -12,20 +12,20 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from inference.api.prompts import BenchmarkPrompts
-from inference.engine.base import PREFILL_CHUNK, QUANTIZED_DTYPES, BareBase
-from inference.engine.options import ModelOptions, SamplingOptions
+from inference import timing
 from inference.evaluation.conclusion import Outcome
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.evaluation.results_folder import JOURNALS, delete_journals, fingerprints
 from inference.evaluation.served.arms import JOURNAL, OpenServer, ServedRuns, endpoint, measure_all, vllm
 from inference.evaluation.served.client import OWN_SERVER, ServerClient
 from inference.evaluation.served.plan import BASELINE, SERVER, ServedPlan, ServerOptions, vllm_arms
+from inference.progress import progress_bars
+from inference.prompts import BenchmarkPrompts
 from inference.reporting.tables import COUNTING_RULE
 from inference.results.conditions import LENGTH_CAP, describe_caps
-from inference.runs import timing
-from inference.runs.progress import progress_bars
-from inference.serving.command import installed_vllm
+from inference.verifier.base import PREFILL_CHUNK, QUANTIZED_DTYPES, BareBase
+from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.vllm.command import installed_vllm
 
 ENGINES = {OWN_SERVER: "drafters serve", "vllm": "vLLM"}  # by who owns a server's model
 LOGS = "logs"  # name of the folder with the output of each server that was started

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from data.files.validation import validated
+from data.files import validated
+from inference import drafter_specs, timing
 from inference.compiled.runner import make_runner
-from inference.engine.base import load_base
-from inference.engine.sampling import Sampler, Typical
 from inference.evaluation.answering import Slot, answer_questions, decoding_order
 from inference.evaluation.plan import NEW_SETTINGS, EvaluationPlan
-from inference.registry import catalogue
+from inference.journal import Journal
 from inference.results import records
 from inference.results.records import Answer
-from inference.runs import timing
-from inference.runs.journal import Journal
+from inference.verifier.base import load_base
+from inference.verifier.sampling import Sampler, Typical
 
 
 class Worker:
@@ -48,7 +47,7 @@ class Worker:
                 temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
             )
         self.sessions = {
-            name: catalogue.make_session(spec, runner, exact if spec == "none" else sampler, plan.budget)
+            name: drafter_specs.make_session(spec, runner, exact if spec == "none" else sampler, plan.budget)
             for name, spec in plan.drafters.items()
         }
 

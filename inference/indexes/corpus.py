@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files.atomic_write import scratch_folder
+from data.files import scratch_folder
 from data.texts import text_paths
 from data.tokenizer import load_tokenizer
 from drafters.training_free.corpus import CorpusTable
-from inference.engine.base import tokenizer_hash
 from inference.indexes.documents import encoded, progress
-from inference.runs.outputs import new_file
+from inference.outputs import new_file
+from inference.verifier.base import tokenizer_hash
 
 NUM_FOLLOWING, MAX_CONTEXT = 4, 4  # tokens after a context, and tokens of a context, as in Self-Draft
 BORDER = -1  # separates documents; no n-gram contains it

@@ -7,9 +7,9 @@ from pathlib import Path
 from data.texts import text_paths
 from data.tokenizer import load_tokenizer
 from drafters.training_free.suffix_array import SuffixArray, check_depth
-from inference.engine.base import tokenizer_hash
 from inference.indexes.documents import encoded, progress
-from inference.runs.outputs import new_file
+from inference.outputs import new_file
+from inference.verifier.base import tokenizer_hash
 
 
 def datastore(out: str, tokenizer: str, files: list[str], depth: int = 32, overwrite: bool = False) -> None:

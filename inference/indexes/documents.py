@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from data.texts import read_texts, text_paths
-from inference.runs.progress import progress_bars
+from inference.progress import progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,11 +14,11 @@ from torch import Tensor
 from data.benchmarks import Question
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.api.prompts import encode_question
-from inference.engine.acceptance import accept
-from inference.engine.runner import ForwardOutput
+from inference.prompts import encode_question
 from inference.results import answer_files
 from inference.results.answer_files import RecordedTurn
+from inference.verifier.acceptance import accept
+from inference.verifier.runner import ForwardOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ class NoModel(ValueError):
 
 @dataclass(frozen=True)
 class RecordedBase:
-    """Stands in for `inference.engine.base.Base`, of which only the tokenizer and recorded answers are known.
+    """Stands in for `inference.verifier.base.Base`, of which only the tokenizer and recorded answers are known.
 
     Args:
         name: File of the recorded answers.
@@ -58,7 +58,7 @@ class RecordedBase:
 
 
 class ReplayRunner:
-    """Stands in for `inference.engine.runner.Runner`; it knows the base's next token only along the recorded text.
+    """Stands in for `inference.verifier.runner.Runner`; it knows the base's next token only along the recorded text.
 
     After any beginning of a greedy answer, the most probable token of the base is the next recorded one. So the row of
     a node on the recorded text holds that token, and every other row holds `NOT_RECORDED`, which is never accepted.

@@ -12,20 +12,18 @@ from typing import cast
 from rich.text import Text
 
 from data import benchmarks
-from data.files.atomic_write import write_text
-from data.files.safe_text import escape_markdown
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, escape_markdown, write_text
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
-from inference.engine.runner import Runner
-from inference.engine.session import Session, StepCost
-from inference.registry import catalogue
+from inference import drafter_specs
+from inference.outputs import new_folder
+from inference.progress import progress_bars
 from inference.replay import recordings
 from inference.replay.recordings import NoModel, Recorded, RecordedBase, Recording, Recordings, ReplayRunner
 from inference.reporting.rows import Row, markdown_table, number, rich_table
 from inference.results.metrics import acceptance_length, decode_steps
-from inference.runs.outputs import new_folder
-from inference.runs.progress import progress_bars
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session, StepCost
 
 COUNTING = (
     "Tokens per forward include the prefill, in which a drafter may draft too; the other numbers exclude it. All are "
@@ -99,11 +97,11 @@ def make(spec: str, runner: ReplayRunner) -> Drafter:
     """Build a drafter that can be replayed.
 
     Raises:
-        ValueError: The drafter needs more of the base than its tokens, or `catalogue.make` cannot build it.
+        ValueError: The drafter needs more of the base than its tokens, or `drafter_specs.make` cannot build it.
     """
     try:
         # A drafter that reads only tokens does not touch the runner, and others raise NoModel.
-        drafter = catalogue.make(spec, cast("Runner", runner))
+        drafter = drafter_specs.make(spec, cast("Runner", runner))
         replayable = drafter.history_only and drafter.required_outputs == RequiredOutputs()
     except NoModel:
         replayable = False
@@ -182,7 +180,7 @@ def replay(recording: RecordingOptions, drafter: list[str], out: str | None = No
     if recording.limit is not None and recording.limit < 1:
         raise ValueError(f"limit must be at least 1, not {recording.limit}")
     runner = ReplayRunner(RecordedBase(recording.answers, load_tokenizer(recording.tokenizer)))
-    drafters = {name: make(spec, runner) for name, spec in catalogue.labels(drafter).items()}
+    drafters = {name: make(spec, runner) for name, spec in drafter_specs.labels(drafter).items()}
     recorded = read_recordings(recording, runner.base)
     with progress_bars() as bars:
         replayed = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from data.files.safe_text import escape_markdown
+from data.files import escape_markdown
 from inference.reporting.rows import Row, markdown_table, number
 from inference.results.comparison import MIN_QUESTIONS, Difference, Unpaired
 

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from data.files.safe_text import escape_markdown
+from data.files import escape_markdown
 from inference.reporting.rows import Row, markdown_table, number, rich_table
 from inference.results import intervals
 from inference.results.answer_files import RecordedAnswer

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from data.files.atomic_write import atomic_write, write_text
-from data.files.safe_text import safe_line
+from data.files import atomic_write, safe_line, write_text
 from inference.reporting.rows import Row
 from inference.reporting.tables import Summaries, drafter_rows, footnotes
 from inference.results.folders import EvaluationResults

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json
-from data.files.safe_text import safe_text
-from data.files.validation import MALFORMED
+from data.files import MALFORMED, read_json, safe_text, write_text
+from inference.outputs import new_file
 from inference.reporting.rows import number
 from inference.results.conditions import CONDITIONS, LENGTH_CAP, UNKNOWN, automatic_drafters, base_labels
 from inference.results.folders import EvaluationResults, read
 from inference.results.metrics import Summary
-from inference.runs.outputs import new_file
 
 TEMPLATE = Path(__file__).with_name("leaderboard.html.j2")
 FILTERS = ("base", "dtype", "benchmark", "temperature")

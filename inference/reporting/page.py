@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files.atomic_write import atomic_write, write_text
-from data.files.safe_text import safe_text
+from data.files import atomic_write, safe_text, write_text
 from inference.reporting import plots
 from inference.reporting.answer_viewer import Answers, Decode, choose_answers, cut_note, ended_turns
 from inference.reporting.headline import headline

@@ -11,11 +11,10 @@ from typing import Any
 
 from rich.text import Text
 
-from data.files.atomic_write import write_text
-from data.files.safe_text import escape_markdown
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, escape_markdown, write_text
 from data.reasoning import decode_answer
 from data.tokenizer import load_tokenizer
+from inference.outputs import folder_above
 from inference.reporting import comparison_table, conventions
 from inference.reporting.answer_viewer import Decode
 from inference.reporting.exports import Format, export, latex_table, latex_tables, summary_records
@@ -24,7 +23,6 @@ from inference.reporting.rows import rich_table
 from inference.reporting.tables import COUNTING_RULE, Summaries, markdown, table, with_counting_rule
 from inference.results import answer_files, comparison
 from inference.results.folders import EvaluationResults, read, read_all
-from inference.runs.outputs import folder_above
 
 __all__ = ["markdown", "report", "table", "write_page", "write_report", "write_results"]
 

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from data.files.safe_text import escape_markdown
+from data.files import escape_markdown
 
 
 @dataclass(frozen=True)

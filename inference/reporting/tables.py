@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from data.files.safe_text import escape_markdown
+from data.files import escape_markdown
 from inference.reporting.headline import Summaries as Summaries
 from inference.reporting.headline import headline, name_of
 from inference.reporting.lengths import LENGTH_LEGEND, length_tables
 from inference.reporting.rows import Row, markdown_table, number, rich_table
 from inference.results.metrics import CategorySummary, Summary
-from inference.runs.timing import MIN_CORE_SHARE
+from inference.timing import MIN_CORE_SHARE
 
 COUNTING_RULE = (
     "Acceptance length = emitted tokens / base forwards, prefill excluded, over all questions (micro average)."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from data.files.bounded_json import read_json_lines
+from data.files import read_json_lines
 
 # The keys of a choice that hold the fields of `RecordedTurn`, in their order.
 COLUMNS = ("turns", "new_tokens", "idxs", "wall_time", "token_ids", "ended", "prompt_tokens")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from inference.engine.session import StepCost
 from inference.results import intervals
+from inference.verifier.session import StepCost
 
 Interval = tuple[float, float]
 

@@ -8,9 +8,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from data.files.bounded_json import read_json
-from data.files.validation import MALFORMED, validated
-from inference.registry import catalogue
+from data.files import MALFORMED, read_json, validated
+from inference import drafter_specs
 from inference.results import records
 from inference.results.conditions import CONDITIONS, cap_in, differing, differing_budgets, with_separate_cap
 from inference.results.length_figures import length_figures
@@ -225,7 +224,8 @@ def _distinct_names(group: Sequence[EvaluationResults]) -> dict[tuple[str, str],
     for results in group:
         (context,) = results.contexts.values()
         named = {
-            catalogue.label(spec): spec for spec in re.findall(r"--drafter[= ](\S+)", str(context.get("command", "")))
+            drafter_specs.label(spec): spec
+            for spec in re.findall(r"--drafter[= ](\S+)", str(context.get("command", "")))
         }
         for by_drafter in results.summaries.values():
             own = map(_without_level, by_drafter.values())
@@ -251,7 +251,7 @@ def _with_level(name: str, summary: Summary) -> str:
 
 def _kind_and_folder(spec: str) -> tuple[str, str | None]:
     try:
-        kind, folder, _ = catalogue.split(spec)
+        kind, folder, _ = drafter_specs.split(spec)
     except ValueError:  # such as "ctc (lossy)"
         return spec, None
     return kind, folder

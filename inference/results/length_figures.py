@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from inference.engine.session import StepCost
 from inference.results.draft_figures import GroupAcceptance, group_acceptance
 from inference.results.records import Answer
 from inference.results.step_times import own_times
+from inference.verifier.session import StepCost
 
 SHORTEST = 256  # tokens; each further range begins at twice the length
 

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import numpy as np
 
-from inference.engine.session import PHASES, StepCost
 from inference.results import intervals
 from inference.results.draft_figures import DraftFigures, acceptance_by_depth, draft_figures
 from inference.results.length_figures import LengthFigures, LengthSeconds, length_figures
@@ -17,6 +16,7 @@ from inference.results.reasoning_figures import ReasoningFigures
 from inference.results.records import Answer, Turn
 from inference.results.served_figures import ServedFigures
 from inference.results.step_times import TypicalTimes, timing_error
+from inference.verifier.session import PHASES, StepCost
 
 # Fields of `Summary` and `CategorySummary` that contain times or memory; all others are the same in every run.
 MEASURED = {

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json_lines
-from data.files.validation import MALFORMED, validated
-from inference.engine.session import PHASES, StepCost
+from data.files import MALFORMED, read_json_lines, validated, write_text
+from inference.verifier.session import PHASES, StepCost
 
 COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
 

@@ -7,9 +7,9 @@ from math import log
 from statistics import median
 from typing import Any
 
-from inference.engine.session import StepCost
 from inference.results import intervals
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 MIN_STEPS = 8  # fewer steps have no median of their own
 

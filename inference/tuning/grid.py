@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from inference.registry import catalogue
+from inference import drafter_specs
 
 MAX_VALUES = 1000  # of an axis
 FILE = "file"  # the axis whose values take the place of FILE in NAME=FILE
@@ -67,7 +67,7 @@ def read_axes(texts: Sequence[str], drafter: str) -> list[Axis]:
     Raises:
         ValueError: A text is not an axis, or an argument is set twice, by two axes or by an axis and the spec.
     """
-    axes, (_, folder, arguments) = [read_axis(text) for text in texts], catalogue.split(drafter)
+    axes, (_, folder, arguments) = [read_axis(text) for text in texts], drafter_specs.split(drafter)
     used = [pair.partition("=")[0] for pair in arguments.split(",") if pair] + ([FILE] if folder else [])
     for axis in axes:
         if axis.name in used:
@@ -83,7 +83,7 @@ def cells(drafter: str, axes: Sequence[Axis]) -> list[Cell]:
         drafter: NAME[=FILE][:key=value,...], the part that all cells have in common.
         axes: The arguments that vary; the axis `FILE` replaces the file in the drafter's spec.
     """
-    name, folder, arguments = catalogue.split(drafter)
+    name, folder, arguments = drafter_specs.split(drafter)
     grid = []
     for place in product(*(axis.values for axis in axes)):
         values = {axis.name: value for axis, value in zip(axes, place, strict=True)}

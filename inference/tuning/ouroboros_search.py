@@ -10,17 +10,17 @@ from typing import Literal
 from rich.table import Table
 
 from data.benchmarks import Question
-from data.files.terminal import SafeConsole
-from inference.engine.base import Base, resolve_device
-from inference.engine.options import ModelOptions
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from data.files import SafeConsole
+from inference import drafter_specs
 from inference.evaluation.answering import answer_question
 from inference.evaluation.question_options import QuestionOptions
-from inference.registry import catalogue
+from inference.progress import progress_bars
 from inference.results.records import Turn
-from inference.runs.progress import progress_bars
 from inference.tuning.trials import Trial, TrialFile
+from inference.verifier.base import Base, resolve_device
+from inference.verifier.options import ModelOptions
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 
 # The ranges of the paper's Table 11. Its beta is one more than the level of lookahead decoding (Table 12 and the
 # authors' scripts), so beta = 5 to 7 are levels 4 to 6.
@@ -181,7 +181,7 @@ def decode(
     runner: Runner, spec: str, questions: list[Question], selection: QuestionOptions
 ) -> Iterator[Sequence[Turn]]:
     """Yield the turns of each question's answer, after a warm-up whose phrases are discarded."""
-    session = Session(runner, catalogue.make(spec, runner))
+    session = Session(runner, drafter_specs.make(spec, runner))
     template, max_new_tokens = selection.template, selection.max_new_tokens
     answer_question(session, spec, questions[0], runner.base, template, min(16, max_new_tokens))
     session.drafter.reset()

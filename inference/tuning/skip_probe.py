@@ -11,11 +11,11 @@ from torch import Tensor
 
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
-from inference.engine.base import Base
-from inference.engine.cache import make_cache
-from inference.engine.layer_skipping import sublayers, without_sublayers
-from inference.engine.layers import cache_argument
-from inference.engine.runner import Runner
+from inference.verifier.base import Base
+from inference.verifier.cache import make_cache
+from inference.verifier.layer_skipping import sublayers, without_sublayers
+from inference.verifier.layers import cache_argument
+from inference.verifier.runner import Runner
 
 
 class Probe:

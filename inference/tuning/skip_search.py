@@ -8,25 +8,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data.benchmarks import Question
-from data.files.atomic_write import write_text
-from data.files.terminal import SafeConsole
-from data.files.validation import validated
+from data.files import SafeConsole, validated, write_text
 from drafters import SelfSpeculative
-from inference.api.prompts import BenchmarkPrompts
-from inference.engine.base import Base
-from inference.engine.layer_skipping import LayerSkippingSession, default_skips, sublayers
-from inference.engine.options import ModelOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy
-from inference.engine.session import Session
 from inference.evaluation.question_options import QuestionOptions
-from inference.evaluation.verify import generate_reference
-from inference.runs.journal import Journal
-from inference.runs.outputs import new_file
-from inference.runs.progress import progress_bars
+from inference.journal import Journal
+from inference.outputs import new_file
+from inference.progress import progress_bars
+from inference.prompts import BenchmarkPrompts
 from inference.tuning.bayesian_search import bayesian_search
 from inference.tuning.local_search import Layers, SkipSet, as_layers, search
 from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
+from inference.verifier.base import Base
+from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, sublayers
+from inference.verifier.options import ModelOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy
+from inference.verifier.session import Session
+from inference.verify import generate_reference
 
 
 @dataclass(frozen=True)

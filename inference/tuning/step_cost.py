@@ -11,12 +11,12 @@ from statistics import median
 import numpy as np
 import torch
 
-from data.files.atomic_write import write_text
+from data.files import write_text
 from drafters.protocol import RequiredOutputs
 from drafters.tree import ROOT, DraftTree
-from inference.engine.options import ModelOptions
-from inference.engine.runner import Runner
-from inference.runs.outputs import new_file
+from inference.outputs import new_file
+from inference.verifier.options import ModelOptions
+from inference.verifier.runner import Runner
 
 CHILD_PROBABILITY = 0.6  # of a first child; each further sibling gets this share of the remaining probability
 NUM_WARMUP_STEPS = 3  # for each size

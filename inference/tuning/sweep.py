@@ -14,26 +14,25 @@ from typing import Any
 import torch
 
 from data.benchmarks import Question
-from data.files.terminal import SafeConsole
-from data.files.validation import validated
+from data.files import SafeConsole, validated
 from data.tokenizer import short_hash
-from inference.api.prompts import BenchmarkPrompts
-from inference.engine.base import Base
-from inference.engine.options import ModelOptions, SamplingOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, KeyedSampler
+from inference import drafter_builders, drafter_specs
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
-from inference.registry import builders, catalogue
+from inference.fingerprint import fingerprint
+from inference.journal import Journal
+from inference.outputs import folder_above
+from inference.progress import progress_bars
+from inference.prompts import BenchmarkPrompts
 from inference.results import folders, metrics
 from inference.results.records import Answer
-from inference.runs.fingerprint import fingerprint
-from inference.runs.journal import Journal
-from inference.runs.outputs import folder_above
-from inference.runs.progress import progress_bars
 from inference.tuning import sweep_plots, sweep_report
 from inference.tuning.grid import Cell, cells, read_axes, refuse_mistakes
 from inference.tuning.sweep_report import MeasuredCell
+from inference.verifier.base import Base
+from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, KeyedSampler
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def sweep(
     sweep_report.write(folder, axes, measured, context)
     for metric in sweep_plots.METRICS:
         maps = sweep_plots.panels(axes, {each.cell.place: each.summary[metric] for each in measured})
-        sweep_plots.draw(metric, catalogue.label(drafter), maps, folder / f"{metric}.png")
+        sweep_plots.draw(metric, drafter_specs.label(drafter), maps, folder / f"{metric}.png")
     SafeConsole().print(sweep_report.table(axes, measured))
     print_lines([*sweep_report.conclusions(measured), f"All {len(measured)} cells: {folder / 'sweep.md'}"])
 
@@ -120,7 +119,7 @@ def build_errors(all_cells: Sequence[Cell], runner: Runner) -> dict[Cell, ValueE
     errors = {}
     for cell in all_cells:
         try:
-            catalogue.make(cell.spec, runner)
+            drafter_specs.make(cell.spec, runner)
         except ValueError as error:
             errors[cell] = error
     return errors
@@ -149,8 +148,8 @@ def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: 
 
 
 def _fingerprint(cell: Cell) -> str:
-    file = catalogue.split(cell.spec)[1]
-    return fingerprint(file and builders.drafter_folder(file))
+    file = drafter_specs.split(cell.spec)[1]
+    return fingerprint(file and drafter_builders.drafter_folder(file))
 
 
 def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[MeasuredCell]:
@@ -191,7 +190,7 @@ def measure_cell(cell: Cell, workload: Workload, advance: Callable[[], object]) 
         The drafter's numbers, and the tokens per second of plain decoding.
     """
     runner, options = workload.runner, workload.options
-    sessions = {spec: catalogue.make_session(spec, runner, workload.sampler) for spec in ("none", cell.spec)}
+    sessions = {spec: drafter_specs.make_session(spec, runner, workload.sampler) for spec in ("none", cell.spec)}
     by_drafter: dict[str, list[Answer]] = {name: [] for name in sessions}
     questions = workload.prompts.questions
     for answer in answer_questions(runner.base, sessions, questions, options.template, options.max_new_tokens):

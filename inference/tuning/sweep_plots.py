@@ -14,7 +14,7 @@ from matplotlib.colors import CenteredNorm, Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from data.files.atomic_write import atomic_write
+from data.files import atomic_write
 from inference.tuning.grid import Axis
 
 METRICS = {

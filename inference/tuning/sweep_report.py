@@ -11,8 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from data.files.atomic_write import write_text
-from data.files.safe_text import escape_markdown, safe_line
+from data.files import escape_markdown, safe_line, write_text
 from inference.reporting.rows import number
 from inference.tuning.grid import Axis, Cell
 from inference.tuning.sweep_plots import short

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.files.atomic_write import write_text
-from data.files.bounded_json import read_json
-from data.files.validation import validated
+from data.files import read_json, validated, write_text
+from inference.outputs import folder_above
 from inference.results.metrics import decode_steps
 from inference.results.records import Turn
-from inference.runs.outputs import folder_above
 
 
 @dataclass(frozen=True)

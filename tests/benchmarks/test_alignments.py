@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.ctc.alignments import KINDS, acceptance, alignment_table, check, kind_of
 from drafters import CTC, BaseShape, BaseWeights, Block, Medusa, recipe
-from drafters.learned.ctc.alignment import collapse
-from inference.engine.base import load_base_info
+from drafters.ctc.alignment import collapse
+from inference.verifier.base import load_base_info
 
 V, D = 4, 16
 SHAPE = BaseShape(hidden_size=D, vocab_size=V, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)

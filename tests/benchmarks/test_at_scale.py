@@ -14,9 +14,9 @@ from benchmarks.at_scale import axes, command, measurements, widening
 from benchmarks.at_scale.widening import PADDING_PENALTY, widen_base, widen_drafter
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
-from inference.engine.base import tokenizer_hash
-from inference.engine.runner import Runner
-from inference.engine.session import Session, StepCost
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session, StepCost
 
 SHAPE = 80, 150, 4, 10, 5  # hidden, intermediate, layers, heads, key-value heads; the toy base has 32, 64, 3, 4, 2
 VOCAB = 64

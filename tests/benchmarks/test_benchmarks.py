@@ -17,13 +17,13 @@ from benchmarks.serving import batched_drafts
 from benchmarks.steps import by_nodes, compiled, overhead, taking_turns
 from data.benchmarks import load_questions
 from drafters import DraftTree, NoDrafter, RequiredOutputs
-from drafters.learned.ctc import prefix_search
+from drafters.ctc import prefix_search
 from inference.compiled import step
-from inference.engine.base import load_base
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy
-from inference.engine.session import Session
 from inference.tuning.step_cost import CHILD_PROBABILITY
+from inference.verifier.base import load_base
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy
+from inference.verifier.session import Session
 from train.callbacks.rehearsal import BatchSize
 from train.feature_store.base_features import compute_features
 
@@ -142,13 +142,13 @@ def test_drafter_overhead_in_small(repository, monkeypatch, tmp_path):
 
 
 def test_every_offered_drafter_is_built_without_a_model_or_a_file():
-    from inference.registry import catalogue
+    from inference import drafter_specs
 
     runner = overhead.RecitingRunner([3, 4, 5] * 20, vocab_size=40)
     offered = overhead.offered()
     assert {"none", "anpd", "prompt_lookup"} <= set(offered) and len(set(offered)) == len(offered)
     for spec in offered:
-        session = Session(runner, catalogue.make(spec, runner))
+        session = Session(runner, drafter_specs.make(spec, runner))
         session.begin(runner.text[:10])
         while len(session.seq) < 40:
             session.step(40)

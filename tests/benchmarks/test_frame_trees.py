@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.ctc import frame_trees
 from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
-from drafters.learned.ctc.alignment import collapse
-from drafters.learned.trees import best_first
+from drafters.ctc.alignment import collapse
+from drafters.trees import best_first
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 BLANK = 23

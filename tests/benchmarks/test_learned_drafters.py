@@ -19,8 +19,8 @@ from benchmarks import (
 from benchmarks.ctc import learning_curves, paper_table2
 from data.benchmarks import Question
 from drafters import checkpoint
-from inference.engine.base import load_base
 from inference.results.records import Answer, Turn
+from inference.verifier.base import load_base
 
 
 def rows(markdown):

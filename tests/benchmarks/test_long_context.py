@@ -7,9 +7,9 @@ import pytest
 from benchmarks import long_context
 from drafters import BaseShape, checkpoint
 from drafters.checkpoint import DrafterConfig
-from inference.engine.base import load_base_info, tokenizer_hash
 from inference.reporting import plots
 from inference.results.folders import read
+from inference.verifier.base import load_base_info, tokenizer_hash
 
 SHAPE = BaseShape(hidden_size=192, vocab_size=1024, num_layers=8, num_heads=6, head_dim=32, intermediate_size=512)
 OPTIONS = {"trunk": {"num_frames": 4}, "loss": {"num_labels": 3}, "draft": {"num_nodes": 4}}

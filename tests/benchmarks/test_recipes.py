@@ -16,7 +16,7 @@ from data.hub import COMMIT, split_revision
 from data.tokenizer import load_tokenizer
 from drafters import recipe
 from train.callbacks.memory import peak_memory
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 ROOT = Path(__file__).parents[2]
 RECIPES = "qwen3_8b", "llama3_8b", "vicuna_7b"

@@ -7,13 +7,12 @@ import torch
 
 from benchmarks import sampled_drafts
 from benchmarks.sampled_drafts import OPTIONS, PROMPT, by_eval, by_generate, chi_squared, text_distribution
-from inference import Speculation, generate, stream
+from inference import Speculation, drafter_specs, generate, stream
 from inference.chat.chat_session import ChatSession
-from inference.engine.base import load_base
-from inference.engine.options import SamplingOptions
-from inference.engine.runner import Runner
-from inference.engine.session import Session
-from inference.registry import catalogue
+from inference.verifier.base import load_base
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 
 SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
 NUM_SEEDS, IMPROBABLE = 100, 1e-3
@@ -46,7 +45,7 @@ def test_a_new_drafter_for_every_request_does_not_change_the_distribution(toy, e
 def test_drafts_from_a_constant_seed_are_detected(toy, expected, name, constant_seed):
     base, specs = toy
     runner = Runner(base)
-    drafter = constant_seed(catalogue.make(specs[name], runner))
+    drafter = constant_seed(drafter_specs.make(specs[name], runner))
     sessions = [Session(runner, drafter, replace(SAMPLING, seed=seed).sampler()) for seed in range(NUM_SEEDS)]
     texts = [tuple(session.run(PROMPT, NUM_TOKENS).tokens) for session in sessions]
     assert chi_squared(texts, expected)[2] < IMPROBABLE
@@ -57,7 +56,7 @@ def test_drafts_from_a_constant_seed_are_detected(toy, expected, name, constant_
 def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(toy, name):
     base, specs = toy
     runner, arguments = Runner(base), {"max_new_tokens": 12, "temperature": 1.5, "eos": []}
-    used = catalogue.make(specs[name], runner)
+    used = drafter_specs.make(specs[name], runner)
     chat = ChatSession(Session(runner, used))
     speculation = Speculation(used, base.tokenizer)
     texts = []
@@ -91,7 +90,7 @@ def test_a_trained_base_that_drafts_for_itself_keeps_its_distribution(constant_s
     prompt, sampling = base.tokenizer("Name a colour.").input_ids, SamplingOptions(1.0, 3)
     expected = text_distribution(base, prompt, 2, sampling)
     runner = Runner(base)
-    drafter = catalogue.make(f"draft_model={base.name}:num_draft=1,temperature=1.5,top_k=3", runner)
+    drafter = drafter_specs.make(f"draft_model={base.name}:num_draft=1,temperature=1.5,top_k=3", runner)
     for each, agrees in ((drafter, True), (constant_seed(drafter), False)):
         sessions = [Session(runner, each, replace(sampling, seed=seed).sampler()) for seed in range(60)]
         texts = [tuple(session.run(prompt, 2).tokens) for session in sessions]

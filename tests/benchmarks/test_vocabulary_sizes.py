@@ -6,7 +6,7 @@ import torch
 from benchmarks.ctc.vocabulary_sizes import vocabulary_sizes
 from drafters import BaseShape, checkpoint
 from drafters.checkpoint import DrafterConfig
-from inference.engine.base import load_base, tokenizer_hash
+from inference.verifier.base import load_base, tokenizer_hash
 
 BASE = "checkpoints/tiny-chat"
 SHAPE = BaseShape(hidden_size=192, vocab_size=1024, num_layers=8, num_heads=6, head_dim=32, intermediate_size=512)

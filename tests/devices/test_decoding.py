@@ -6,13 +6,13 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import drafters
 from drafters import recipe
-from inference.engine import runner as runner_module
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.layer_skipping import LayerSkippingSession
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, KeyedSampler, Typical
-from inference.engine.session import Session
-from tests.inference.engine import test_lossless as lossless
+from inference.verifier import runner as runner_module
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.layer_skipping import LayerSkippingSession
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, KeyedSampler, Typical
+from inference.verifier.session import Session
+from tests.inference.verifier import test_lossless as lossless
 
 LENGTH, PROMPT = 8, lossless.prompt_of(17)
 KNOWN = [*PROMPT, *lossless.prompt_of(LENGTH)]  # for the drafters that look up n-grams
@@ -141,7 +141,7 @@ def test_a_step_is_that_of_the_host_and_makes_the_stated_number_of_copies(decode
     costs, copies = decode_on_both(name, "takes drafts")
     to_host, to_device = most(copies)
     assert to_host == copies_of(name)[0] and to_device <= copies_of(name)[1], copies
-    assert all(places[-1].startswith("inference/engine/session.py") for places, _ in copies)  # the accepted tokens
+    assert all(places[-1].startswith("inference/verifier/session.py") for places, _ in copies)  # the accepted tokens
     assert name in ("none", "token_recycling", "lookahead") or any(cost.accepted for cost in costs)
 
 

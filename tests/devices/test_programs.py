@@ -8,11 +8,11 @@ from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation, generate
-from inference.engine.base import base_hash
-from inference.engine.runner import Runner
-from inference.regeneration.batched import decode_batch
-from inference.registry.catalogue import make
-from tests.inference.engine import test_lossless as lossless
+from inference.drafter_specs import make
+from inference.regenerate.batched import decode_batch
+from inference.verifier.base import base_hash
+from inference.verifier.runner import Runner
+from tests.inference.verifier import test_lossless as lossless
 
 PROMPTS = [list(lossless.prompt_of(length)) for length in (5, 9)]
 

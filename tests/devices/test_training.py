@@ -6,9 +6,9 @@ import torch
 import drafters
 from drafters import recipe
 from drafters.protocol import TrainingBatch
-from tests.inference.engine import test_lossless as lossless
+from tests.inference.verifier import test_lossless as lossless
+from train.divisor import SharedDivisor
 from train.feature_store.base_features import compute_features
-from train.modules.divisor import SharedDivisor
 from train.validation.base_answers import with_own_answers
 from train.validation.simulate import simulate_answers
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.learned.ctc import paper_tree, prefix_search, sampled_tree
-from drafters.learned.ctc.alignment import collapse, expected_acceptance, prefix_log_probs, states
-from drafters.learned.ctc.distributions import FrameDistributions, next_token_distribution, spell, stop_probability
-from drafters.learned.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
-from drafters.learned.layers.markov import Markov
-from drafters.learned.losses.anchors import AnchoredFrames
-from drafters.learned.losses.divergences import divergence
+from drafters.ctc import paper_tree, prefix_search, sampled_tree
+from drafters.ctc.alignment import collapse, expected_acceptance, prefix_log_probs, states
+from drafters.ctc.distributions import FrameDistributions, next_token_distribution, spell, stop_probability
+from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.divergences import divergence
+from drafters.nn.markov import Markov
 from drafters.tree import ROOT
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -406,7 +406,7 @@ def test_every_function_the_page_names_exists():
     named = re.findall(r"`(alignment|distributions|prefix_search|paper_tree|sampled_tree)\.(\w+)`", PAGE)
     assert len(named) >= 5
     for module, function in named:
-        assert callable(getattr(importlib.import_module(f"drafters.learned.ctc.{module}"), function))
+        assert callable(getattr(importlib.import_module(f"drafters.ctc.{module}"), function))
 
 
 @pytest.mark.slow

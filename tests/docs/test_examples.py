@@ -9,8 +9,8 @@ import torch
 
 from drafters import DraftTree, Limits
 from inference import generate, load_base
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from tests.conftest import toy_base
 from train.cli import commands, lightning_command
 

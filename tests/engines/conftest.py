@@ -21,14 +21,14 @@ from data import benchmarks
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint, recipe, registry
 from drafters.protocol import TrainingBatch
-from inference.api.prompts import encode_messages
-from inference.engine.base import load_base
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference.prompts import encode_messages
+from inference.verifier.base import load_base
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 
 NUM_PROMPTS, NUM_TOKENS, CHAIN, NUM_STEPS = 12, 64, 6, 70
 BASE, EOS = "checkpoints/tiny-chat", 2
-ROOM = "inference.serving.vllm"
+ROOM = "inference.vllm"
 CLASSES = {"parallel": f"{ROOM}.parallel_proposer.ParallelProposer", "text": f"{ROOM}.text_proposer.TextProposer"}
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 8, "block_size": 32, "max_model_len": 512}
 RECIPES = {

@@ -7,8 +7,8 @@ import torch
 from scipy.stats import chisquare
 
 from drafters import checkpoint
-from inference.serving.vllm.parallel_proposer import ParallelProposer
-from inference.serving.vllm.served_drafter import ServedBase, read_parallel, spec_of
+from inference.vllm.parallel_proposer import ParallelProposer
+from inference.vllm.served_drafter import ServedBase, read_parallel, spec_of
 
 NUM_SAMPLES = 300
 

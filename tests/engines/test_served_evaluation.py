@@ -7,7 +7,7 @@ import pytest
 from data import benchmarks
 from drafters import checkpoint
 from inference.results import folders
-from inference.serving.vllm.served_drafter import ServedBase, read_parallel, spec_of
+from inference.vllm.served_drafter import ServedBase, read_parallel, spec_of
 from train.cli.commands import main
 
 NUM_TOKENS = 64

@@ -4,8 +4,8 @@ import pytest
 
 from inference.indexes.corpus import corpus
 from inference.indexes.datastore import datastore
-from inference.serving.vllm.served_drafter import ServedBase, chain_builder
-from inference.serving.vllm.text_proposer import Followers
+from inference.vllm.served_drafter import ServedBase, chain_builder
+from inference.vllm.text_proposer import Followers
 
 
 @pytest.fixture(scope="module")

@@ -301,10 +301,10 @@ def write_small_files(folder, tiny):
 
 
 def read_small_files(folder, name):
-    from drafters.learned.trees.budget import read_costs
-    from inference.engine.layer_skipping import read_skips
-    from inference.registry.catalogue import _read_entry
+    from drafters.trees.budget import read_costs
+    from inference.drafter_specs import _read_entry
     from inference.tuning.trials import TrialFile
+    from inference.verifier.layer_skipping import read_skips
 
     readers = {
         "cost.json": read_costs,
@@ -316,8 +316,8 @@ def read_small_files(folder, name):
 
 
 def recorded_answers():
-    from inference.engine.session import StepCost
     from inference.results.records import Answer, Turn
+    from inference.verifier.session import StepCost
 
     step = StepCost(2, 1, 1, 3, 0, 0, (0.1, 0.2, 0.0, 0.0, 0.1))
     turn = Turn("Hello", [5, 6, 7, 8], 9, [step, step], 0.5)
@@ -360,8 +360,8 @@ def read_results(folder, name):
 
 
 def write_journals(folder, tiny):
+    from inference.journal import Journal
     from inference.results import metrics, records
-    from inference.runs.journal import Journal
 
     answers = recorded_answers()
     with Journal(folder / "answers.jsonl", {"base": "b", "caps": {"x": 3}}) as journal:
@@ -382,9 +382,9 @@ def write_journals(folder, tiny):
 def read_journals(folder, name):
     from inference.evaluation.collected import _read_load
     from inference.evaluation.worker import read_answers
-    from inference.regeneration.regenerate import _read_batch
-    from inference.regeneration.responders import LocalResponder
-    from inference.runs.journal import Journal
+    from inference.journal import Journal
+    from inference.regenerate.regenerate import _read_batch
+    from inference.regenerate.responders import LocalResponder
     from inference.tuning.skip_search import read_survival
     from inference.tuning.sweep import _read_cell
 
@@ -442,8 +442,8 @@ def write_base(folder, tiny):
 
 def read_base(folder, name):
     from data.conversation import encode_prompt
-    from inference.api.generation import generate
-    from inference.engine.base import load_base, load_base_info
+    from inference.generation import generate
+    from inference.verifier.base import load_base, load_base_info
 
     load_base_info(str(folder))
     base = load_base(str(folder))
@@ -474,7 +474,7 @@ def write_replies(folder, tiny):
 
 
 def read_replies(folder, name):
-    from inference.regeneration.endpoint import RequestRefused, _parsed
+    from inference.regenerate.endpoint import RequestRefused, _parsed
 
     try:
         _parsed((folder / name).read_bytes())

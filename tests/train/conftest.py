@@ -19,7 +19,7 @@ import yaml
 from tqdm import tqdm
 
 from data import embedded
-from inference.engine.base import load_base
+from inference.verifier.base import load_base
 from train.cli import commands, lightning_command
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from train.modules.strategies import FSDP2, is_deepspeed
+from train.strategies import FSDP2, is_deepspeed
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 

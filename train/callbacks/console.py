@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.progress import BarColumn, ProgressColumn
 from rich.table import Column
 
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 ADVERTISEMENTS = "💡 Tip", "TPU available: False"
 

@@ -15,11 +15,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.filesize import decimal
 from rich.table import Table
 
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole
 from data.sharegpt import lengths
 from data.tokenizer import first_line
 from train.callbacks.memory import estimate_memory, largest_batch, peak_memory
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 NUM_WARM_UP_STEPS = 2
 NUM_STEPS = 20  # that are timed after the warm-up

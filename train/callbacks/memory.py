@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from drafters.protocol import LearnedDrafter
-from inference.engine.base import Base
+from inference.verifier.base import Base
 from train.callbacks.averaged_weights import AveragedWeights
 from train.callbacks.rehearsal import BatchSize, rehearse, sums_in_float32
-from train.modules.drafter_training import DrafterTraining
-from train.modules.strategies import FSDP2
+from train.module import DrafterTraining
+from train.strategies import FSDP2
 
 HIDDEN = "hidden states of the base"
 FORWARD, LOSS, BACKWARD = "the base's forward", "the drafter's activations", "its backward pass"

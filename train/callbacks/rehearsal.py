@@ -13,10 +13,10 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from drafters.learned.layers.anchor_attention import without_masks
-from drafters.learned.losses.chunks import first_chunk_only
+from drafters.losses.chunks import first_chunk_only
+from drafters.nn.anchor_attention import without_masks
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
-from train.modules.strategies import without_sharding
+from train.strategies import without_sharding
 
 PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default
 

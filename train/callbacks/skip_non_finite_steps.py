@@ -8,8 +8,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from drafters.learned.losses.anchors import valid_positions
-from train.modules.optimizer import is_accumulating
+from drafters.losses.anchors import valid_positions
+from train.optimizer import is_accumulating
 
 
 class SkipNonFiniteSteps(L.Callback):

@@ -9,8 +9,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from drafters.learned.losses import anchors
-from inference.runs.timing import gpu_use
+from drafters.losses import anchors
+from inference.timing import gpu_use
 from train.callbacks.skip_non_finite_steps import total_norm
 
 

@@ -12,13 +12,12 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
-from data.files.atomic_write import write_text
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, write_text
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
-from inference.engine.base import Base
-from train.modules.drafter_training import DrafterTraining
-from train.modules.strategies import gathered
+from inference.verifier.base import Base
+from train.module import DrafterTraining
+from train.strategies import gathered
 from train.validation.simulate import answer_spans
 from train.validation.tree_text import tree_text, word
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files.regular import read_document
+from data.files import read_document
 from data.tokenizer import first_line
 from train.checkpointing.checkpoints import check_complete
 

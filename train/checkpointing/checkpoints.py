@@ -12,8 +12,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from data.files.atomic_write import DiskError, atomic_write
-from data.files.regular import kind_of
+from data.files import DiskError, atomic_write, kind_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

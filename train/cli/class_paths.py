@@ -7,15 +7,13 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from data.files.bounded_yaml import UnboundedYAML, check_yaml
+from data.files import UnboundedYAML, check_yaml
 
 NEW_CLASS_PATHS = {
     "train.base_module.BaseTraining": "train.BaseTraining",
-    "train.modules.base_training.BaseTraining": "train.BaseTraining",
+    "train.base_training.BaseTraining": "train.BaseTraining",
     "train.module.DrafterTraining": "train.DrafterTraining",
-    "train.modules.drafter_training.DrafterTraining": "train.DrafterTraining",
     "train.strategies.FSDP2": "train.FSDP2",
-    "train.modules.strategies.FSDP2": "train.FSDP2",
 }
 
 

@@ -56,11 +56,9 @@ COMMANDS = {
         "replay",
         "measure n-gram drafters exactly on recorded answers, without a base",
     ),
-    "verify": Command(
-        "inference.evaluation.verify", "verify", "show that a drafter changes no token of what the base writes"
-    ),
+    "verify": Command("inference.verify", "verify", "show that a drafter changes no token of what the base writes"),
     "regenerate": Command(
-        "inference.regeneration.regenerate",
+        "inference.regenerate.regenerate",
         "regenerate",
         "let the base answer the prompts of a data set itself, to train on its own text",
     ),
@@ -80,12 +78,12 @@ COMMANDS = {
         ("folder", "out"),
     ),
     "serve": Command(
-        "inference.serving.openai.command",
+        "inference.serve.command",
         "serve",
         "serve a base with a drafter through OpenAI's API, with a web page that shows every step",
     ),
     "serve-command": Command(
-        "inference.serving.command",
+        "inference.vllm.command",
         "serve_command",
         "print the command that serves a base with a drafter in vLLM",
         ("drafter",),
@@ -210,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def lock_of(command: Command, values: dict[str, Any]) -> AbstractContextManager[None]:
     """Return the lock of the place that a command writes to, or a context that does nothing without one."""
-    from data.files.locks import output_lock
+    from data.files import output_lock
 
     # Without --out, `report` writes into the folder that it reads.
     place = values.get("out") or next(iter(values.get("folders") or ()), None)

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from data.files.safe_text import safe_line
-from data.files.terminal import print_traceback, safe_messages
+from data.files import print_traceback, safe_line, safe_messages
 
 EXIT_CODE_OF_CTRL_C = 130
 

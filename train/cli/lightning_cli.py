@@ -20,14 +20,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from data.files.bounded_yaml import read_yaml
-from data.files.locks import output_lock
-from data.files.regular import kind_of
+from data.files import kind_of, output_lock, read_yaml
 from data.module import ShareGPTData
 from drafters import recipe, registry
 from drafters.protocol import LearnedDrafter
-from inference.runs.outputs import folder_above
-from inference.runs.timing import num_cores
+from inference.outputs import folder_above
+from inference.timing import num_cores
 from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate
 from train.callbacks.freed_memory import FreedMemory
@@ -39,7 +37,7 @@ from train.callbacks.tree_samples import TreeSamples
 from train.checkpointing.checkpoints import AtomicCheckpointIO, check_complete, newest_complete, remove_unfinished
 from train.cli import class_paths
 from train.cli.wrong_values import in_plain_words
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 MIN_PROCESSES = 8  # that a machine without a GPU may start for trainer.devices, however few cores it has
 

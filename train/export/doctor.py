@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters import checkpoint
-from inference.engine.base import Base, load_base, resolve_device
+from inference.verifier.base import Base, load_base, resolve_device
 from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
 from train.export.examine import (
     DraftSample,
@@ -52,7 +52,7 @@ def doctor(
     """
     from rich.text import Text
 
-    from data.files.terminal import SafeConsole
+    from data.files import SafeConsole
 
     saved = read_checkpoint(Path(ckpt))
     if "drafter" not in (arguments := hyper_parameters(saved)):

@@ -14,16 +14,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from data.conversation import encode
-from data.files.checksums import CHECKSUMS
+from data.files import CHECKSUMS
 from data.module import ShareGPTData
 from data.sharegpt import load_conversations
 from drafters import recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter, Limits
 from drafters.tree import DraftTree
-from inference.engine.base import Base, base_hash, check_fit
+from inference.verifier.base import Base, base_hash, check_fit
 from train.feature_store.base_features import compute_features
-from train.modules.metrics import AcceptanceLength
+from train.metrics import AcceptanceLength
 from train.validation.base_answers import with_own_answers
 from train.validation.simulate import simulate_answers
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from data.files.atomic_write import write_text
-from data.files.safe_text import code_span, escape_markdown, yaml_line
+from data.files import code_span, escape_markdown, write_text, yaml_line
 from data.tokenizer import load_tokenizer
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
@@ -150,7 +149,7 @@ def _describe_training(saved: dict[str, Any], arguments: dict[str, Any]) -> dict
 
 
 def _export_base(saved: dict[str, Any], arguments: dict[str, Any], folder: Path, max_shard_size: str | None) -> None:
-    from train.modules.base_training import BaseTraining
+    from train.base_training import BaseTraining
 
     try:
         weights = saved["state_dict"]

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.files.atomic_write import atomic_folder
-from data.files.checksums import write_checksums
+from data.files import atomic_folder, write_checksums
 
 WEIGHTS = "model.safetensors", "model.safetensors.index.json"
 

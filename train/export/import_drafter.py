@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from data.files.atomic_write import write_text
-from data.files.safe_text import code_span, escape_markdown, safe_line, yaml_line
+from data.files import code_span, escape_markdown, safe_line, write_text, yaml_line
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter
-from inference.engine.base import Base, load_base
+from inference.verifier.base import Base, load_base
 from train.export.folders import check_output_folder, new_folder
 from train.export.formats.block import read_block
 from train.export.formats.eagle import read_eagle

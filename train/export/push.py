@@ -10,22 +10,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files.checksums import check_files
-from data.files.safe_text import escape_markdown, safe_line, yaml_line
+from data.files import check_files, escape_markdown, safe_line, yaml_line
 from data.hub import reason_of, split_revision
 from data.shipped import find_base
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from drafters.learned.parallel.drafter import ParallelDrafter
+from drafters.parallel.drafter import ParallelDrafter
 from drafters.registry import registered
-from inference.registry import catalogue
+from inference import drafter_specs
+from inference.fingerprint import fingerprint
 from inference.reporting.tables import COUNTING_RULE
 from inference.results import folders
 from inference.results.conditions import LENGTH_CAP, drafter_fingerprint
 from inference.results.folders import EvaluationResults
 from inference.results.metrics import Summary
-from inference.runs.fingerprint import fingerprint
-from inference.serving.vllm import own_methods
+from inference.vllm import own_methods
 
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 HARDWARE_KEYS = "device", "dtype", "decoding", LENGTH_CAP, "template", "versions", "date", "command"
@@ -63,7 +62,7 @@ def push(
     files = [source / name for name in checkpoint.FILES if (source / name).is_file()]
     if source / "model.safetensors" not in files:
         raise ValueError(f"{source} holds no model.safetensors: export the drafter again")
-    name = catalogue.name_of(config)
+    name = drafter_specs.name_of(config)
     card = card_for_hub(source, config, repository, [folders.read(each) for each in results or ()], license)
     for file in files:
         size = len(card.encode()) if file.name == "README.md" else file.stat().st_size
@@ -126,7 +125,7 @@ def card_for_hub(
     path = folder / "README.md"
     if not path.is_file():
         raise ValueError(f"{folder} holds no README.md, the model card: export the drafter again")
-    name, spec = catalogue.name_of(config), f"{repository}@REVISION"
+    name, spec = drafter_specs.name_of(config), f"{repository}@REVISION"
     card = path.read_text(encoding="utf-8").replace("THIS_FOLDER", spec)
     base, _ = split_revision(config.base_name)
     is_of_hub = REPOSITORY.fullmatch(base) and not Path(find_base(config.base_name)).exists()

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.files.atomic_write import write_text
-from data.files.safe_text import code_span, escape_markdown, safe_line, yaml_line
+from data.files import code_span, escape_markdown, safe_line, write_text, yaml_line
 from drafters import EAGLE, EAGLE3, Block, Medusa
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter
-from inference.engine.base import check_fit, load_base
+from inference.verifier.base import check_fit, load_base
 from train.export.formats.block import block_config, block_weights, check_block, check_mask_token
 from train.export.formats.eagle import eagle_config, eagle_weights
 from train.export.formats.eagle3 import eagle3_config, eagle3_weights

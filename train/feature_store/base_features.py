@@ -11,7 +11,7 @@ from torch import Tensor
 from data.feature_store.shards import unpack
 from data.feature_store.store import LAST_HIDDEN, FeatureStore
 from drafters.protocol import TrainingBatch
-from inference.engine.base import Base, base_hash
+from inference.verifier.base import Base, base_hash
 
 
 class BaseFeatures(NamedTuple):

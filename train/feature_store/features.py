@@ -12,11 +12,11 @@ from rich.filesize import decimal
 from data.conversation import resolve_template
 from data.feature_store.shards import BYTES_PER_ROW, StoreDtype, bytes_per_token
 from data.feature_store.store import MANIFEST, Manifest
-from data.files.safe_text import safe_text
+from data.files import safe_text
 from data.sharegpt import Statistics, load_conversations, tokenise
 from data.tokenizer import short_hash, tokenizer_hash
-from inference.engine.base import Base, Dtype, base_hash, load_base, resolve_device
-from inference.runs.outputs import folder_above
+from inference.outputs import folder_above
+from inference.verifier.base import Base, Dtype, base_hash, load_base, resolve_device
 from train.feature_store.base_features import dtype_name
 from train.feature_store.plan import (
     Plan,

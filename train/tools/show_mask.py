@@ -21,7 +21,7 @@ def show_mask(
         max_length: Maximum number of tokens of a conversation; the rest is cut off.
         limit: Number of conversations to print.
     """
-    from data.files.terminal import SafeConsole
+    from data.files import SafeConsole
 
     loaded = load_tokenizer(tokenizer)
     conversations, dropped = load_conversations(files, limit)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from data import embedded
-from data.files.atomic_write import atomic_folder
-from data.files.safe_text import safe_text
+from data.files import atomic_folder, safe_text
 from data.sharegpt import load_conversations
-from inference.runs.outputs import folder_above
+from inference.outputs import folder_above
 
 MAX_VOCABULARY = 1 << 20
 

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from data import sharegpt
 from data.batch import collate
-from data.files.atomic_write import write_text
-from data.files.terminal import SafeConsole
+from data.files import SafeConsole, write_text
 from drafters import Medusa
-from drafters.learned.losses import anchors as anchor_positions
-from drafters.learned.trees import best_first
-from inference.engine.base import Base, Dtype, load_base, resolve_device
-from inference.engine.runner import Runner
-from inference.registry import catalogue
-from inference.runs.outputs import new_file
-from inference.runs.progress import progress_bars
+from drafters.losses import anchors as anchor_positions
+from drafters.trees import best_first
+from inference import drafter_specs
+from inference.outputs import new_file
+from inference.progress import progress_bars
+from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.runner import Runner
 from train.validation.base_answers import Answers, with_own_answers
 
 
@@ -89,12 +88,12 @@ def tree_search(
             "need num_nodes, top_k, limit, max_new_tokens and batch_size of at least 1, not "
             f"{num_nodes}, {top_k}, {limit}, {max_new_tokens} and {batch_size}"
         )
-    if catalogue.split(drafter)[0] != "medusa":
+    if drafter_specs.split(drafter)[0] != "medusa":
         raise ValueError(f"a static tree is made of Medusa's heads: write medusa=FOLDER, not {drafter}")
     path = new_file(out, overwrite)
     conversations, _ = sharegpt.load_conversations(data, limit)
     loaded = load_base(base, dtype, resolve_device(device))
-    medusa = catalogue.make(drafter, Runner(loaded))
+    medusa = drafter_specs.make(drafter, Runner(loaded))
     assert isinstance(medusa, Medusa)
     rows = sharegpt.tokenise(conversations, loaded.tokenizer, template, loaded.context_length)
     if not len(rows):

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from inference.engine.base import Base
+from inference.verifier.base import Base
 from train.validation.simulate import answer_spans
 
 Answers = Literal["greedy", "text"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drafters.protocol import BaseWeights, LearnedDrafter, Limits
 from drafters.tree import DraftTree
-from inference.engine.base import Base
+from inference.verifier.base import Base
 
 
 @dataclass(frozen=True)

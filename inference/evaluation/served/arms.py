@@ -9,19 +9,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from data.files.validation import validated
-from inference.engine.base import BaseInfo
+from data.files import validated
+from inference import timing
 from inference.evaluation.served import vllm_server
 from inference.evaluation.served.client import ServerClient, ServerError
 from inference.evaluation.served.load import NO_TOKEN_IDS, Server, measure
 from inference.evaluation.served.plan import BASELINE, ServedPlan
+from inference.journal import Journal
 from inference.results import records
 from inference.results.metrics import Summary, first_difference, pair_answers
 from inference.results.served_figures import SpeculationCounts, served_name
 from inference.results.served_runs import ServedRun, summarise_run
-from inference.runs import timing
-from inference.runs.journal import Journal
-from inference.serving.command import make_launch
+from inference.verifier.base import BaseInfo
+from inference.vllm.command import make_launch
 
 JOURNAL = "served.jsonl"
 OpenServer = Callable[[str], AbstractContextManager[Server]]

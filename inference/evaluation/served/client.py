@@ -10,11 +10,9 @@ from typing import Any
 
 import openai
 
-from data.files.bounded_json import parse_json
-from data.files.safe_text import MIN_SECRET_LENGTH, safe_line
-from data.files.validation import MALFORMED, validated
+from data.files import MALFORMED, MIN_SECRET_LENGTH, parse_json, safe_line, validated
 from inference.evaluation.served.metrics import read_counts
-from inference.regeneration.endpoint import MAX_REPLY_BYTES, TIMEOUT, BoundedClient, read_key, server_root
+from inference.regenerate.endpoint import MAX_REPLY_BYTES, TIMEOUT, BoundedClient, read_key, server_root
 from inference.results.served_figures import SpeculationCounts
 
 OWN_SERVER = "drafters"  # who owns the model of `drafters serve`

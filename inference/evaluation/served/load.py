@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from data.benchmarks import Question
 from data.reasoning import decode_answer
-from inference.api.prompts import encode_question
-from inference.engine.base import BaseInfo
 from inference.evaluation.served.client import OWN_SERVER, REFUSALS, Completion, ServedModel, ServerClient, ServerError
+from inference.prompts import encode_question
 from inference.results.records import Answer, Turn
 from inference.results.served_runs import ServedRun
+from inference.verifier.base import BaseInfo
 
 Result = TypeVar("Result")
 WARM_UP_TOKENS = 16

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from data.benchmarks import Question
 from data.tokenizer import short_hash
-from inference.registry import builders, catalogue
-from inference.runs.fingerprint import fingerprint
-from inference.serving.command import installed_vllm, make_launch
+from inference import drafter_builders, drafter_specs
+from inference.fingerprint import fingerprint
+from inference.vllm.command import installed_vllm, make_launch
 
 BASELINE = "none"
 SERVER = "server"  # name of the only endpoint, if it has no other
@@ -165,7 +165,9 @@ class ServedPlan:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Everything that the figures depend on but the concurrency: with other numbers, finished runs are kept."""
-        files = {folder for spec in self.arms.values() if "://" not in spec and (folder := catalogue.split(spec)[1])}
+        files = {
+            folder for spec in self.arms.values() if "://" not in spec and (folder := drafter_specs.split(spec)[1])
+        }
         return {
             "engine": self.engine,
             "base": self.base,
@@ -179,7 +181,7 @@ class ServedPlan:
             "dtype": self.dtype,
             "engine_args": list(self.engine_args),
             "files": {
-                name: fingerprint(name if name == self.base else builders.drafter_folder(name))
+                name: fingerprint(name if name == self.base else drafter_builders.drafter_folder(name))
                 for name in sorted({self.base, *files})
             },
             **({"models": list(self.models)} if self.models else {}),
@@ -193,6 +195,6 @@ def vllm_arms(base: str, drafters: list[str] | None, dtype: str) -> tuple[dict[s
         ValueError: vLLM cannot serve one of them, or its version is another one.
     """
     specs = [spec for spec in drafters or DEFAULT_DRAFTERS if spec != BASELINE]
-    arms = catalogue.labels([BASELINE, *specs])
+    arms = drafter_specs.labels([BASELINE, *specs])
     launches = {name: make_launch(base, None if spec == BASELINE else spec, dtype=dtype) for name, spec in arms.items()}
     return arms, frozenset(name for name, launch in launches.items() if launch.remembers)

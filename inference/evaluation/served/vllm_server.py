@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from data.files.safe_text import safe_line
+from data.files import safe_line
 from inference.evaluation.served.client import ServerClient, ServerError
-from inference.serving.command import Launch
+from inference.vllm.command import Launch
 
 START_SECONDS = 1800.0  # for downloading and loading a large base
 POLLING_SECONDS = 0.5

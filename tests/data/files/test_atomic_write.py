@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from data.files.atomic_write import DiskError, atomic_folder, atomic_write, disk_errors, scratch_folder, write_text
+from data.files import DiskError, atomic_folder, atomic_write, disk_errors, scratch_folder, write_text
 
 
 @pytest.fixture

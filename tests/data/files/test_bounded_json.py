@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from data.files import regular
-from data.files.bounded_json import MAX_DEPTH, parse_json, read_json, read_json_lines
-from data.files.validation import validated
+from data import files as regular
+from data.files import MAX_DEPTH, parse_json, read_json, read_json_lines, validated
 
 REFUSED = {
     "half an object": (b'{"a": [1,', "invalid JSON"),

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from data.files.checksums import CHECKSUMS, check_files, checksum, write_checksums
+from data.files import CHECKSUMS, check_files, checksum, write_checksums
 
 
 @pytest.fixture

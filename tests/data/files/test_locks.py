@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from data.files.locks import output_lock
+from data.files import output_lock
 
 
 @pytest.fixture

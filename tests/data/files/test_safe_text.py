@@ -2,7 +2,7 @@ import unicodedata
 
 import pytest
 
-from data.files.safe_text import SECRETS, escape_markdown, redacted, safe_line, safe_text
+from data.files import SECRETS, escape_markdown, redacted, safe_line, safe_text
 
 HARMFUL_BIDIRECTIONAL = ("LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI")
 

@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from data.files.terminal import SafeConsole, print_traceback, safe_messages
+from data.files import SafeConsole, print_traceback, safe_messages
 
 HOSTILE = "\x1b]0;title\x0e \x9b2J \x7f \u202e [bold]b[/] [/] :smile:"
 SHOWN = "␛]0;title␎ �2J ␡ � [bold]b[/] [/] :smile:"

@@ -9,9 +9,9 @@ import drafters
 from drafters import DraftTree
 from drafters.combined.mixing import combine
 from drafters.protocol import Limits, StepResult
-from inference.budget.controller import BudgetController
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
+from inference.budget import BudgetController
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 VOCAB, DEPTH = 5, 4
 

@@ -5,11 +5,11 @@ import pytest
 
 from drafters import DraftModel, DraftTree, HorizontalCascade, Limits, MaxGram, NoDrafter, PromptLookup
 from drafters.training_free.corpus import CorpusTable
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
 from inference.indexes.corpus import count
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
 

@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 import drafters
 from drafters import CorpusCache, DraftTree, Limits
 from drafters.training_free.corpus import CorpusTable
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
 from inference.indexes.corpus import count
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 TEXT = [1, 2, 3, 4, 5, 6] * 3 + [9, 2, 3, 4, 5, 7] + [8, 2, 3, 4, 5, 7] * 2 + [5, 3, 6, 6, 6]
 

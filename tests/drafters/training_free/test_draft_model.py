@@ -8,9 +8,9 @@ import torch
 from drafters import ANPD, DraftModel, PromptLookup
 from drafters.protocol import Limits
 from drafters.training_free.draft_session import DraftedTokens, DraftSession
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
 PROMPTS = [1, 2, 3, 17]
@@ -134,7 +134,7 @@ def test_forward_passes_of_all_draft_models_are_counted(pseudo_runner):
 @pytest.mark.slow
 def test_a_sampled_draft_does_not_change_the_distribution_of_the_text(make_base):
     """The first two tokens after a sampled draft, against the product of the base's conditional probabilities."""
-    from inference.engine.runner import Runner
+    from inference.verifier.runner import Runner
 
     base, other, prompt, distribution = make_base(), make_base(seed=3), [5, 6, 7], {"temperature": 1.5, "top_k": 3}
     inner = DraftModelSession(Runner(other), sampler=KeyedSampler(**distribution, seed=9))

@@ -10,10 +10,10 @@ from drafters.protocol import Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.followers import Followers, FollowerTable, extended
 from drafters.training_free.joint import RUNNERS_UP, Joint
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy, KeyedSampler
-from inference.engine.session import Session
 from inference.indexes.corpus import count
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, KeyedSampler
+from inference.verifier.session import Session
 
 FAR = Limits(max_depth=50)
 

@@ -7,11 +7,11 @@ import pytest
 
 import drafters
 from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
-from inference.registry import catalogue
+from inference import drafter_specs
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
 PARAMETERS = [
@@ -354,10 +354,10 @@ def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_ru
 
 
 def test_a_drafter_spec_takes_its_numbers_but_no_pool(pseudo_runner):
-    drafter = catalogue.make("lookahead:level=4,window=3,guesses=0,drop_last=true", pseudo_runner())
+    drafter = drafter_specs.make("lookahead:level=4,window=3,guesses=0,drop_last=true", pseudo_runner())
     assert (drafter.level, drafter.window, drafter.guesses, drafter.drop_last) == (4, 3, 0, True)
     with pytest.raises(ValueError, match="takes level, window, guesses, pool_from_prompt, drop_last, seed; not"):
-        catalogue.make("lookahead:pool=3", pseudo_runner())
+        drafter_specs.make("lookahead:pool=3", pseudo_runner())
 
 
 @pytest.mark.parametrize("arguments", [{"level": 2}, {"window": 0}, {"guesses": -1}])

@@ -9,9 +9,9 @@ from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.draft_session import DraftedTokens, DraftSession
 from drafters.training_free.pool import NgramPool
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 from tests.conftest import fresh_cache
 
 NO_EOS = frozenset()
@@ -291,7 +291,7 @@ def test_sampled_text_is_lossless(pseudo_runner, seed):
 def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, cache_kind, phrases_draft, length):
     import torch
 
-    from inference.engine.runner import Runner
+    from inference.verifier.runner import Runner
 
     base, prompt, pool = make_base(), [5 + index for index in range(length)], NgramPool()
     truth = Session(Runner(base), DraftModel(DraftModelSession(Runner(base)), 1)).run(prompt, 40).tokens

@@ -10,10 +10,10 @@ import torch
 import drafters
 from drafters import DraftTree, Limits, StepResult, TokenRecycling
 from drafters.training_free.recycling import best_first, paper_template, rank_probability
-from inference.engine.runner import ForwardOutput, Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
-from inference.registry import catalogue
+from inference import drafter_specs
+from inference.verifier.runner import ForwardOutput, Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
 
@@ -194,7 +194,7 @@ def test_sampled_text_equals_that_without_a_drafter(ranked, seed):
 
 
 def test_a_drafter_spec_takes_its_numbers(pseudo_runner):
-    drafter = catalogue.make("token_recycling:num_nodes=16,top_k=3", pseudo_runner())
+    drafter = drafter_specs.make("token_recycling:num_nodes=16,top_k=3", pseudo_runner())
     assert (drafter.num_nodes, drafter.required_outputs.top_k) == (16, 3)
 
 

@@ -11,9 +11,9 @@ from drafters import REST, DraftTree, SuffixArray
 from drafters.protocol import Limits
 from drafters.training_free import retrieval
 from drafters.training_free.retrieval import officially_cut
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
 WIDE = 70_000  # an id that needs more than 16 bits

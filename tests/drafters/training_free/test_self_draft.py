@@ -7,10 +7,10 @@ import pytest
 import drafters
 from drafters import Limits, SelfDraft
 from drafters.training_free.pool import NgramPool
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 PARAMETERS = [
     {},

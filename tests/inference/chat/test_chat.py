@@ -13,10 +13,10 @@ from drafters import NoDrafter
 from inference.chat.answer_display import AnswerDisplay
 from inference.chat.chat_session import ChatSession
 from inference.chat.command import Chat, chat, comparison, interruptible
-from inference.engine.options import ModelOptions, SamplingOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Generation, Session
+from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Generation, Session
 
 LEARNED = ["ctc", "ctc, chain", "ctc_deep", "block", "eagle", "eagle3"]
 TRAINING_FREE = {

@@ -9,10 +9,10 @@ import torch
 
 from inference.chat.command import Chat
 from inference.compiled.runner import make_runner
-from inference.engine import layers
-from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation.evaluate import evaluate
-from inference.evaluation.verify import DistributionOptions, PromptOptions, verify
+from inference.verifier import layers
+from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.verify import DistributionOptions, PromptOptions, verify
 from train.cli.commands import grouped
 
 pytestmark = pytest.mark.slow

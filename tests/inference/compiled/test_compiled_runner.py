@@ -8,14 +8,14 @@ import torch
 from transformers import GenerationConfig
 
 from drafters import DraftTree, RequiredOutputs
-from inference.api.generation import acquire_runner, generate, stream
-from inference.api.speculation import Speculation
 from inference.compiled import step
 from inference.compiled.runner import CompiledRunner, make_runner
 from inference.compiled.step import step_inputs, step_masks
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler
-from inference.engine.session import Session
+from inference.generation import acquire_runner, generate, stream
+from inference.speculation import Speculation
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
 
 PROMPT = [5, 9, 7, 5, 9]
 NOTHING = RequiredOutputs()

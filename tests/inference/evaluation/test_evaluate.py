@@ -15,13 +15,7 @@ import drafters
 from data import benchmarks
 from data.benchmarks import Question
 from drafters.training_free.pool import NgramPool
-from inference.engine import layers
-from inference.engine.base import load_base
-from inference.engine.draft_session import DraftModelSession
-from inference.engine.options import SamplingOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import KeyedSampler, Typical, make_sampler
-from inference.engine.session import PHASES, Session, StepCost
+from inference import drafter_specs
 from inference.evaluation import answering, processes
 from inference.evaluation.answering import (
     answer_question,
@@ -35,13 +29,19 @@ from inference.evaluation.evaluate import evaluate, process_devices
 from inference.evaluation.plan import EvaluationPlan
 from inference.evaluation.results_folder import fingerprints
 from inference.evaluation.worker import Worker
-from inference.registry import catalogue
+from inference.fingerprint import fingerprint
+from inference.journal import Journal
 from inference.reporting import report
 from inference.results import folders, records
 from inference.results.metrics import MEASURED
 from inference.results.records import Answer, Turn
-from inference.runs.fingerprint import fingerprint
-from inference.runs.journal import Journal
+from inference.verifier import layers
+from inference.verifier.base import load_base
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler, Typical, make_sampler
+from inference.verifier.session import PHASES, Session, StepCost
 from train.cli.commands import grouped
 
 FORGETFUL = ["anpd", "prompt_lookup"]
@@ -206,7 +206,7 @@ def test_typical_acceptance_is_used_for_the_drafters_and_not_for_the_base_alone(
     base = load_base(str(asked / "base"))
     question = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))[0]
     for name, rule in (("none", KeyedSampler), ("joint", Typical)):
-        session = Session(Runner(base), catalogue.make(name, Runner(base)), rule(**sampling))
+        session = Session(Runner(base), drafter_specs.make(name, Runner(base)), rule(**sampling))
         expected = answer_question(session, name, question, base, "tokenizer", 14)
         shown = name if rule is KeyedSampler else f"{name} (lossy)"
         assert without_times(found.answers["mt_bench"][shown][0]) == without_times(expected)
@@ -338,7 +338,7 @@ def every_drafter(base, make_drafter):
     """Return drafters of every kind, including some with a draft model."""
     runner = Runner(base)
     named = ["none", *FORGETFUL, *REMEMBERING, "lookahead", "self_speculative", "self_speculative:carry=true"]
-    made = {name: catalogue.make(name, runner) for name in named}
+    made = {name: drafter_specs.make(name, runner) for name in named}
     made |= {name: make_drafter(name, base, []) for name in ("ctc", "block", "eagle", "eagle3")}
     inner = {
         "draft_model": DraftModelSession(Runner(base)),
@@ -386,7 +386,7 @@ def test_a_reset_returns_a_drafter_with_memory_to_its_initial_state(make_base, m
 def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(make_base):
     base = make_base(context=256)
     sessions = {
-        "none": Session(Runner(base), catalogue.make("none", None)),
+        "none": Session(Runner(base), drafter_specs.make("none", None)),
         "joint": Session(Runner(base), drafters.Joint()),
     }
     whole = dict(

@@ -13,7 +13,6 @@ import pytest
 
 from data.benchmarks import Checks, Question, load_questions
 from data.reasoning import ReasoningMarks
-from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation import quality
 from inference.evaluation.evaluate import EvaluationOptions, evaluate
 from inference.evaluation.quality import (
@@ -28,6 +27,7 @@ from inference.evaluation.quality import (
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.results.records import Answer, Turn
 from inference.sandbox.sandbox import choose_isolation, held_locks
+from inference.verifier.options import ModelOptions, SamplingOptions
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 ISOLATION = choose_isolation(allow_weak=True)

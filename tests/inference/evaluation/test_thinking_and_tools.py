@@ -9,15 +9,15 @@ import torch
 from data.benchmarks import Question, load_questions
 from data.reasoning import ReasoningMarks
 from drafters import NoDrafter
-from inference.api.prompts import encode_first_prompt, encode_question, select_questions
-from inference.engine.base import Base, load_base_info
-from inference.engine.runner import Runner
-from inference.engine.session import Session
 from inference.evaluation.answering import answer_question
 from inference.evaluation.conclusion import marks_of
 from inference.evaluation.evaluate import evaluate
+from inference.prompts import encode_first_prompt, encode_question, select_questions
 from inference.reporting import plots
 from inference.results.folders import read
+from inference.verifier.base import Base, load_base_info
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from train.cli.commands import grouped
 
 TOOLS = [{"name": "w20"}, {"name": "w21"}]

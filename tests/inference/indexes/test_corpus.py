@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from drafters.training_free.corpus import CorpusTable
-from inference.engine.base import tokenizer_hash
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference import drafter_specs
 from inference.indexes import corpus as module
 from inference.indexes import documents
 from inference.indexes.corpus import count
-from inference.registry import catalogue
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from train.cli.commands import main
 
 
@@ -102,21 +102,21 @@ def test_a_drafter_accepts_drafts_from_the_written_cache(base, tokenizer, tmp_pa
     assert cache.tokenizer_hash == tokenizer_hash(base.tokenizer)
     assert cache.retrieve([4, 5], 3) == [(6, 7, 8, 9)]
     assert [path.name for path in out.parent.iterdir()] == ["cache"]
-    alone = Session(Runner(base), catalogue.make("none", Runner(base))).run([5, 6, 7], 20).tokens
+    alone = Session(Runner(base), drafter_specs.make("none", Runner(base))).run([5, 6, 7], 20).tokens
     for spec in (f"corpus={out}:num_chains=2", f"self_draft={out}:gram=3,text_ngrams=false", "self_draft"):
-        drafter = catalogue.make(spec, Runner(base))
+        drafter = drafter_specs.make(spec, Runner(base))
         assert Session(Runner(base), drafter).run([5, 6, 7], 20).tokens == alone
-    assert catalogue.make(f"self_draft={out}", Runner(base)).corpus.retrieve([5], 1) == [(6, 7, 8, 9)]
-    assert catalogue.make("self_draft:seed=4", Runner(base)).corpus is None
+    assert drafter_specs.make(f"self_draft={out}", Runner(base)).corpus.retrieve([5], 1) == [(6, 7, 8, 9)]
+    assert drafter_specs.make("self_draft:seed=4", Runner(base)).corpus is None
 
 
 def test_a_cache_of_another_tokenizer_is_refused(base, tmp_path):
     CorpusTable(*count(np.arange(9, dtype=np.int32), 1), tokenizer_hash="0" * 16).save(tmp_path / "cache")
     for spec in (f"corpus={tmp_path / 'cache'}", f"self_draft={tmp_path / 'cache'}"):
         with pytest.raises(ValueError, match=r"built with another tokenizer than that of toy-llama: build it again"):
-            catalogue.make(spec, Runner(base))
+            drafter_specs.make(spec, Runner(base))
     with pytest.raises(ValueError, match="corpus needs its CORPUS"):
-        catalogue.make("corpus", Runner(base))
+        drafter_specs.make("corpus", Runner(base))
 
 
 def test_no_ngram_crosses_a_blank_line_or_the_end_of_a_record(tokenizer, tmp_path):

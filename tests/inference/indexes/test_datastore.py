@@ -5,11 +5,11 @@ import json
 import pytest
 
 from drafters import SuffixArray
-from inference.engine.base import tokenizer_hash
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference import drafter_specs
 from inference.indexes import documents
-from inference.registry import catalogue
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from train.cli.commands import main
 
 
@@ -50,7 +50,7 @@ def documents_of(store):
 
 
 def test_the_command_writes_a_store_that_rest_drafts_from(base, tokenizer, tmp_path, capsys):
-    alone = Session(Runner(base), catalogue.make("none", Runner(base))).run([5, 6, 7], 20).tokens
+    alone = Session(Runner(base), drafter_specs.make("none", Runner(base))).run([5, 6, 7], 20).tokens
     text = write(tmp_path / "a.txt", "w3 w4", "w5", "", " ".join(f"w{token}" for token in (5, 6, 7, *alone)))
     out = tmp_path / "new" / "store"
     run(
@@ -63,7 +63,7 @@ def test_the_command_writes_a_store_that_rest_drafts_from(base, tokenizer, tmp_p
     assert documents_of(store)[:1] + documents_of(store)[2:] == [[3, 4, 5], [8, 9], [10]]
     assert [path.name for path in out.parent.iterdir()] == ["store"]
     for spec in (f"rest={out}", f"rest={out}:num_draft=4,shortest=1,official_cut=true"):
-        result = Session(Runner(base), catalogue.make(spec, Runner(base))).run([5, 6, 7], 20)
+        result = Session(Runner(base), drafter_specs.make(spec, Runner(base))).run([5, 6, 7], 20)
         assert result.tokens == alone
         assert sum(step.accepted for step in result.steps) > 2
 
@@ -72,12 +72,12 @@ def test_a_store_of_another_tokenizer_or_of_too_little_depth_is_refused(base, tm
     SuffixArray.build([[3, 4, 5]], tokenizer_hash="0" * 16).save(tmp_path / "other")
     SuffixArray.build([[3, 4, 5]], 8, tokenizer_hash(base.tokenizer)).save(tmp_path / "flat")
     with pytest.raises(ValueError, match="built with another tokenizer than that of toy-llama: build it again"):
-        catalogue.make(f"rest={tmp_path / 'other'}", Runner(base))
+        drafter_specs.make(f"rest={tmp_path / 'other'}", Runner(base))
     with pytest.raises(ValueError, match="sorted by 8 tokens, and longest \\+ length is 26"):
-        catalogue.make(f"rest={tmp_path / 'flat'}", Runner(base))
-    assert catalogue.make(f"rest={tmp_path / 'flat'}:longest=4,length=4", Runner(base)).longest == 4
+        drafter_specs.make(f"rest={tmp_path / 'flat'}", Runner(base))
+    assert drafter_specs.make(f"rest={tmp_path / 'flat'}:longest=4,length=4", Runner(base)).longest == 4
     with pytest.raises(ValueError, match="rest needs its STORE"):
-        catalogue.make("rest", Runner(base))
+        drafter_specs.make("rest", Runner(base))
 
 
 def test_the_batch_size_does_not_change_the_store(monkeypatch, tokenizer, tmp_path):

@@ -11,15 +11,15 @@ from data.benchmarks import Question, load_questions
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs, registry
 from drafters.checkpoint import DrafterConfig, save
-from inference.engine.base import tokenizer_hash
-from inference.engine.runner import Runner
-from inference.engine.session import Session, StepCost
+from inference import drafter_specs
 from inference.evaluation.answering import answer_question
-from inference.registry import catalogue
 from inference.replay import recordings
 from inference.replay.recordings import NOT_RECORDED, Recorded, RecordedBase, Recording, ReplayRunner
 from inference.replay.replay import ReplayedTurn, decode, make, measure, replay
 from inference.results import metrics, records
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session, StepCost
 from train.cli.commands import grouped
 
 EOS = 2
@@ -70,7 +70,7 @@ def live(base):
 
     def live(spec, max_new_tokens=14):
         runner = Runner(base)
-        session = Session(runner, catalogue.make(spec, runner))
+        session = Session(runner, drafter_specs.make(spec, runner))
         return [answer_question(session, spec, question, base, "tokenizer", max_new_tokens) for question in QUESTIONS]
 
     return live
@@ -118,7 +118,7 @@ def test_a_replay_makes_the_steps_of_live_decoding(pseudo_runner, runner, spec, 
     rng, cap = random.Random(0), 60
     alive = pseudo_runner(seed, context=90, noise=noise)
     alive.base.tokenizer = runner.base.tokenizer
-    drafter = Bushes() if spec == "bushes" else catalogue.make(spec, alive)
+    drafter = Bushes() if spec == "bushes" else drafter_specs.make(spec, alive)
     session = Session(alive, drafter)
     recorded, steps = [], []
     for turn in range(12):  # a drafter that keeps something across texts meets them in the same order

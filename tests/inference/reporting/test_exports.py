@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from inference.engine.session import StepCost
 from inference.reporting import exports, loggers, plots, report
 from inference.results import records
 from inference.results.draft_figures import GroupAcceptance
 from inference.results.metrics import Summary, summarise
 from inference.results.reasoning_figures import ReasoningFigures
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 CONTEXT = {"base": "my_base", "dtype": "float32", "decoding": "greedy", "device": "cpu", "template": "tokenizer"}
 

@@ -9,7 +9,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from inference.engine.session import StepCost
 from inference.reporting import report
 from inference.reporting.leaderboard import all_entries, comparable_sets, leaderboard, result_folders, set_names
 from inference.results.folders import read
@@ -17,6 +16,7 @@ from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
 from inference.results.served_figures import served_name
 from inference.results.served_runs import ServedRun, summarise_run
+from inference.verifier.session import StepCost
 
 BROWSER = shutil.which("chromium")
 CONTEXT = {"base": "tiny", "dtype": "float32", "decoding": "greedy", "device": "cpu", "template": "tokenizer"}

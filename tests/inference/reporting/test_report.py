@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from inference.engine.session import StepCost
 from inference.reporting import answer_viewer, plots, report, tables
 from inference.reporting.headline import Speed, headline, measured_speeds
 from inference.results import folders, records
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 BROWSER = shutil.which("chromium")
 WORDS = ["The", " cat", " <script>alert(1)</script>", "\n sat", " & on", " a", " mat", ".", "</s>"]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.engine.session import StepCost
 from inference.reporting import conventions
 from inference.reporting.report import report
 from inference.results import answer_files, records
 from inference.results.metrics import acceptance_length
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 RECORDED = Path(__file__).parents[4] / "shared" / "data" / "base_outputs" / "ctc_drafter"
 PAPERS, BASELINE = RECORDED / "vicuna-7b-mt_bench-ctc.jsonl", RECORDED / "vicuna-7b-mt_bench-greedy.jsonl"

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from drafters import Drafter, DraftTree, Limits
-from inference.engine.sampling import Greedy
-from inference.engine.session import Session, StepCost
 from inference.results import intervals
 from inference.results.comparison import ERROR_RATE, Unpaired, compare, differing_conditions, unpaired
 from inference.results.folders import EvaluationResults
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
 from inference.results.step_times import TypicalTimes, timing_error
+from inference.verifier.sampling import Greedy
+from inference.verifier.session import Session, StepCost
 
 NUM_QUESTIONS, NUM_TOKENS, NUM_RUNS = 40, 120, 15
 

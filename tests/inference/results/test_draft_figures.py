@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from inference.engine.session import StepCost
 from inference.reporting.tables import draft_rows
 from inference.results import intervals
 from inference.results.draft_figures import (
@@ -18,6 +17,7 @@ from inference.results.draft_figures import (
 )
 from inference.results.metrics import summarise
 from inference.results.records import Answer
+from inference.verifier.session import StepCost
 
 
 def step(emitted, accepted, drafted=4, pending=1, scratch=0):

@@ -4,7 +4,6 @@ from dataclasses import asdict
 
 import pytest
 
-from inference.engine.session import StepCost
 from inference.reporting.lengths import length_tables
 from inference.reporting.plots import applicable
 from inference.reporting.report import write_results
@@ -13,6 +12,7 @@ from inference.results.folders import read, summary_from_json
 from inference.results.length_figures import LengthSeconds, length_figures
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 
 def turn(prompt_tokens, emitted, seconds):

@@ -6,7 +6,6 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from inference.engine.session import PHASES, StepCost
 from inference.results.metrics import (
     MEASURED,
     CategorySummary,
@@ -16,6 +15,7 @@ from inference.results.metrics import (
     summarise,
 )
 from inference.results.records import Answer, Turn, median_answers
+from inference.verifier.session import PHASES, StepCost
 
 SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
 

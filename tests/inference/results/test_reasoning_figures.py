@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 import pytest
 
 from data.reasoning import ReasoningMarks
-from inference.engine.session import StepCost
 from inference.reporting.exports import summary_records
 from inference.reporting.tables import drafter_rows
 from inference.results.draft_figures import GroupAcceptance
@@ -13,6 +12,7 @@ from inference.results.folders import EvaluationResults, summary_from_json
 from inference.results.metrics import summarise
 from inference.results.reasoning_figures import reasoning_figures
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 MARKS = ReasoningMarks(("<think>", "</think>"), (5,), (8,), False)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from inference.engine.session import StepCost
 from inference.results import records
 from inference.results.records import Answer, Turn
+from inference.verifier.session import StepCost
 
 PREFILL = StepCost(
     emitted=1,

@@ -6,9 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference.engine.sampling import Greedy
-from inference.engine.session import Session
-from inference.registry import catalogue
+from inference import drafter_specs
 from inference.results import draft_figures
 from inference.results.records import Answer, Turn, from_json, to_json
 from inference.results.served_figures import (
@@ -20,6 +18,8 @@ from inference.results.served_figures import (
 )
 from inference.results.served_figures import draft_figures as served_draft_figures
 from inference.results.served_runs import ServedRun, summarise_run
+from inference.verifier.sampling import Greedy
+from inference.verifier.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def texts(pseudo_runner):
     """The steps of some texts, with a drafter of chains that often has no draft."""
     runner, texts = pseudo_runner(), []
     for seed in range(8):
-        session = Session(runner, catalogue.make("anpd:order=3", runner), Greedy())
+        session = Session(runner, drafter_specs.make("anpd:order=3", runner), Greedy())
         texts.append([cost for _, cost in session.decode([seed, seed + 1, 3], 60, frozenset())])
     return texts
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from inference.engine.session import StepCost
 from inference.results import intervals
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
 from inference.results.step_times import MIN_STEPS, TypicalTimes, median_costs, timing_error
+from inference.verifier.session import StepCost
 
 NUM_TOKENS = 240
 

@@ -10,11 +10,8 @@ import torch
 
 from data import embedded
 from data.benchmarks import Question
-from inference.engine.base import load_base
-from inference.engine.options import ModelOptions
-from inference.engine.session import StepCost
+from inference import drafter_specs
 from inference.evaluation.question_options import QuestionOptions
-from inference.registry import catalogue
 from inference.results.records import Turn
 from inference.tuning import ouroboros_search as module
 from inference.tuning.ouroboros_search import (
@@ -27,6 +24,9 @@ from inference.tuning.ouroboros_search import (
     search,
 )
 from inference.tuning.trials import Trial, TrialFile
+from inference.verifier.base import load_base
+from inference.verifier.options import ModelOptions
+from inference.verifier.session import StepCost
 
 TRIAL = Trial(tokens=20, seconds=4.0, base_forwards=8, draft_forwards=30, steps=6, gained=15, step_drafts=24)
 
@@ -151,7 +151,7 @@ def run_search(folder, out=None, draft_cost=None, num_phrases=3, **questions):
 
 def places(spec):
     """Gamma, window and level of a spec."""
-    named = dict(pair.split("=") for pair in catalogue.split(spec)[2].split(","))
+    named = dict(pair.split("=") for pair in drafter_specs.split(spec)[2].split(","))
     return tuple(int(named[name]) for name in ("num_draft", "window", "level"))
 
 
@@ -206,11 +206,11 @@ def test_impossible_searches_are_refused(folder, arguments, said):
 
 @pytest.mark.slow
 def test_no_phrases_of_the_warm_up_remain(folder, monkeypatch):
-    from inference.engine.runner import Runner
+    from inference.verifier.runner import Runner
 
     base = load_base(folder)
     spec = Setting(5, 15, 4).spec(folder, 3)
-    sizes, make = [], catalogue.make
+    sizes, make = [], drafter_specs.make
 
     def watched(spec, runner):
         drafter = make(spec, runner)
@@ -218,7 +218,7 @@ def test_no_phrases_of_the_warm_up_remain(folder, monkeypatch):
         drafter.begin = lambda prompt: sizes.append(len(drafter.pool)) or begin(prompt)
         return drafter
 
-    monkeypatch.setattr(catalogue, "make", watched)
+    monkeypatch.setattr(drafter_specs, "make", watched)
     questions = [Question(index, "", (f"How many apples are {index} apples?",)) for index in (2, 3)]
     list(module.decode(Runner(base), spec, questions, QuestionOptions(max_new_tokens=24)))
     warm_up, first, second = sizes

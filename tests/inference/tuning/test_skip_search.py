@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from drafters import DraftTree, RequiredOutputs
-from inference.engine.base import load_base
-from inference.engine.layer_skipping import LayerSkippingSession, read_skips, without_sublayers
-from inference.engine.options import ModelOptions
-from inference.engine.runner import Runner
-from inference.engine.sampling import Greedy
-from inference.evaluation.verify import generate_reference
-from inference.runs.journal import Journal
+from inference.journal import Journal
 from inference.tuning import skip_search as module
 from inference.tuning.bayesian_search import NOISE, bayesian_search, expected_improvement
 from inference.tuning.local_search import as_layers, search
 from inference.tuning.skip_probe import Probe, draft_cost, measured_shares, parameter_shares, speed_up
 from inference.tuning.skip_search import SkipSearchOptions, SkipSearchQuestions, read_survival, skip_search
+from inference.verifier.base import load_base
+from inference.verifier.layer_skipping import LayerSkippingSession, read_skips, without_sublayers
+from inference.verifier.options import ModelOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy
+from inference.verify import generate_reference
 
 PROMPTS = [[5, 6, 7], [9], list(range(3, 15))]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from drafters import DraftTree, RequiredOutputs
-from inference.engine.runner import Runner
 from inference.tuning import step_cost
+from inference.verifier.runner import Runner
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from inference.engine.options import ModelOptions, SamplingOptions
 from inference.evaluation.evaluate import evaluate
 from inference.evaluation.question_options import QuestionOptions
 from inference.tuning import sweep_plots
 from inference.tuning.grid import Axis, Cell, cells, read_axes, read_axis
 from inference.tuning.sweep import sweep
 from inference.tuning.sweep_report import MeasuredCell, noise, ranked
+from inference.verifier.options import ModelOptions, SamplingOptions
 from train.cli.commands import grouped
 
 # ---- the grid

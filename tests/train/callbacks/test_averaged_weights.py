@@ -13,7 +13,7 @@ from torch import nn
 from train.callbacks.averaged_weights import AveragedWeights
 from train.callbacks.resume import ExactResume
 from train.cli import commands, lightning_command
-from train.modules.strategies import FSDP2
+from train.strategies import FSDP2
 
 DECAY = 0.4
 

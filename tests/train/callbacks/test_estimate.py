@@ -15,7 +15,7 @@ from drafters.protocol import TrainingBatch
 from train.callbacks import estimate, memory, rehearsal
 from train.callbacks.averaged_weights import AveragedWeights
 from train.cli import lightning_command
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 KINDS = {
     "CTC": {"num_frames": 6, "num_labels": 4, "num_layers": 2, "markov_rank": 4, "num_anchors": 80},

@@ -51,7 +51,7 @@ def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_r
     """The signal comes in the second validation batch; the first is neither counted twice nor left out."""
 
     def stop_in_validation():
-        from train.modules.drafter_training import DrafterTraining
+        from train.module import DrafterTraining
 
         validate = DrafterTraining.validation_step
 
@@ -80,7 +80,7 @@ def test_a_validation_interrupted_by_a_signal_is_repeated_from_its_start(write_r
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
     def never_ends():
-        from train.modules.drafter_training import DrafterTraining
+        from train.module import DrafterTraining
 
         DrafterTraining.training_step = lambda self, batch, batch_idx: (
             (tmp_path / "in_step").touch(),
@@ -101,7 +101,7 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
 def test_a_benchmark_ends_with_the_exit_code_of_its_training(fork, tiny, tmp_path, number, code):
     def benchmark():
         from benchmarks import experiment
-        from train.modules.drafter_training import DrafterTraining
+        from train.module import DrafterTraining
 
         train = DrafterTraining.training_step
 

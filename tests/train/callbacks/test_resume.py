@@ -173,7 +173,7 @@ def test_after_an_error_within_an_accumulated_step_its_batches_are_repeated(writ
     """The error comes in the second of two accumulated batches, whose gradients no checkpoint holds."""
 
     def fail():
-        from train.modules.drafter_training import DrafterTraining
+        from train.module import DrafterTraining
 
         step = DrafterTraining.training_step
 

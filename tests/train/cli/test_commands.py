@@ -179,7 +179,7 @@ def test_verify_compares_sampled_texts_too(call, trained, tiny):
 
 @pytest.mark.slow
 def test_verify_fails_if_a_drafted_text_differs(call, trained, tiny, monkeypatch):
-    from inference.evaluation import verify
+    from inference import verify
 
     honest = verify.generate_reference
     monkeypatch.setattr(verify, "generate_reference", lambda *arguments: [*honest(*arguments)[:-1], 5])
@@ -210,7 +210,7 @@ def test_show_mask_colours_the_tokens_that_the_loss_is_computed_on(fork, tiny, m
 
 
 def test_tokenizer_trains_a_vocabulary_with_the_chat_template(call, tmp_path):
-    from inference.engine.base import load_tokenizer
+    from inference.verifier.base import load_tokenizer
 
     made = call(commands.main, "tokenizer", "--out", tmp_path / "t", "--count", 60, "--vocab-size", 320)
     assert made.code == 0, made.err
@@ -222,7 +222,7 @@ def test_tokenizer_trains_a_vocabulary_with_the_chat_template(call, tmp_path):
 
 @pytest.mark.slow
 def test_step_cost_writes_a_curve_that_drafters_read(call, tiny, tmp_path):
-    from drafters.learned.trees.budget import read_costs
+    from drafters.trees.budget import read_costs
 
     out = tmp_path / "new" / "cost.json"
     row = ("step-cost", "--base", tiny, "--out", out, "--device", "cpu", "--max-nodes", 6, "--context", 9)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.files.checksums import write_checksums
+from data.files import write_checksums
 from drafters import checkpoint
-from inference.engine.base import load_base
+from inference.verifier.base import load_base
 from train.cli import commands
 
 

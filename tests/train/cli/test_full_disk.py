@@ -10,11 +10,11 @@ import pytest
 
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from inference.engine.base import tokenizer_hash
-from inference.engine.session import StepCost
 from inference.reporting.report import write_results
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.session import StepCost
 from train.cli import commands, lightning_command
 from train.export import vllm
 

@@ -16,13 +16,13 @@ from data.conversation import encode, encode_prompt
 from data.loss_mask import masked_text
 from data.module import ShareGPTData
 from data.sharegpt import load_conversations, tokenise
-from inference.engine.base import load_base
-from inference.engine.options import ModelOptions
-from inference.regeneration import responders
-from inference.regeneration.dialogue import AnswerCounts, Dialogue
-from inference.regeneration.regenerate import Answerer, AnswerOptions, answer_all
-from inference.regeneration.responders import LocalResponder
-from inference.runs.journal import Journal
+from inference.journal import Journal
+from inference.regenerate import responders
+from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.regenerate.regenerate import Answerer, AnswerOptions, answer_all
+from inference.regenerate.responders import LocalResponder
+from inference.verifier.base import load_base
+from inference.verifier.options import ModelOptions
 from train.cli import commands
 
 MAX_NEW_TOKENS = 12

@@ -8,11 +8,11 @@ import pytest
 
 from data.conversation import encode
 from data.sharegpt import load_conversations
-from inference.engine.options import SamplingOptions
-from inference.regeneration.dialogue import Dialogue
-from inference.regeneration.regenerate import Answerer, AnswerOptions, answer_all
-from inference.regeneration.responders import LocalResponder
-from inference.runs.journal import Journal
+from inference.journal import Journal
+from inference.regenerate.dialogue import Dialogue
+from inference.regenerate.regenerate import Answerer, AnswerOptions, answer_all
+from inference.regenerate.responders import LocalResponder
+from inference.verifier.options import SamplingOptions
 from train.cli import commands
 
 THINKING = (

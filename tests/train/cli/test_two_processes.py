@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from data.files.locks import output_lock
+from data.files import output_lock
 from train.cli import commands, lightning_command
 
 NONE = "--base nowhere --drafter anpd"  # a place is locked before anything is loaded

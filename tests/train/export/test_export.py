@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from drafters import CTC, checkpoint, recipe
-from inference.engine.base import load_base, tokenizer_hash
+from inference.verifier.base import load_base, tokenizer_hash
 from train.checkpointing.checkpoint_reader import read_checkpoint
 from train.cli import commands, lightning_command
 from train.export.export import drafter_of

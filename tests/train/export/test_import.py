@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from drafters import EAGLE, EAGLE3, Block, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from inference.engine.base import load_base, tokenizer_hash
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference.verifier.base import load_base, tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from tests.train.export import public_formats
 from train.cli import commands
 from train.export import vllm

@@ -13,17 +13,17 @@ import torch
 from huggingface_hub import constants
 
 from data import hub
-from data.files.checksums import write_checksums
+from data.files import write_checksums
 from data.tokenizer import tokenizer_hash
 from drafters import CTC, checkpoint, recipe
-from inference.engine.base import load_base
-from inference.engine.runner import Runner
-from inference.engine.session import StepCost
-from inference.registry import builders, catalogue
+from inference import drafter_builders, drafter_specs
+from inference.fingerprint import fingerprint
 from inference.results.folders import EvaluationResults
 from inference.results.metrics import summarise
 from inference.results.records import Answer, Turn
-from inference.runs.fingerprint import fingerprint
+from inference.verifier.base import load_base
+from inference.verifier.runner import Runner
+from inference.verifier.session import StepCost
 from train.cli.commands import main
 from train.export.export import model_card
 from train.export.push import _row, card_for_hub
@@ -160,12 +160,12 @@ def test_a_pushed_drafter_is_private_and_loads_at_its_commit(server, folder, bas
     spec = re.search(r"--drafter (ctc=ada/drafter@[0-9a-f]{40})\n", capsys.readouterr().out)[1]
     assert server.private == {"ada/drafter": True}
     assert set(server.commits["ada/drafter"]["main"]) == set(checkpoint.FILES)
-    loaded = catalogue.make(spec, Runner(base))
-    expected = catalogue.make(f"ctc={folder}", Runner(base))
+    loaded = drafter_specs.make(spec, Runner(base))
+    expected = drafter_specs.make(f"ctc={folder}", Runner(base))
     for name, weight in expected.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight)
     asked = len(server.requests)
-    catalogue.make(spec, Runner(base))  # the commit is in the cache
+    drafter_specs.make(spec, Runner(base))  # the commit is in the cache
     assert len(server.requests) == asked
 
 
@@ -175,9 +175,9 @@ def test_a_later_commit_does_not_change_what_a_spec_loads(server, folder, base, 
     (folder / "README.md").write_text("---\n---\nanother card")
     main(["push", str(folder), "ada/drafter", "--public", "true"])
     assert server.private == {"ada/drafter": True} and len(server.commits["ada/drafter"]) == 3
-    found = builders.drafter_folder(catalogue.split(spec)[1])
+    found = drafter_builders.drafter_folder(drafter_specs.split(spec)[1])
     assert "another card" not in (found / "README.md").read_text()
-    latest = builders.drafter_folder("ada/drafter@main")
+    latest = drafter_builders.drafter_folder("ada/drafter@main")
     assert "another card" in (latest / "README.md").read_text()
 
 
@@ -287,7 +287,7 @@ def test_a_refused_token_and_no_token_take_one_line(server, folder, monkeypatch,
 
 def test_what_the_hub_does_not_have_is_refused_in_one_line(server, base):
     with pytest.raises(ValueError, match=r"cannot download ada/none@main: .*; check the name and the revision"):
-        catalogue.make("ctc=ada/none@main", Runner(base))
+        drafter_specs.make("ctc=ada/none@main", Runner(base))
 
 
 def test_an_unreachable_hub_is_refused_at_once(server, folder, monkeypatch, capsys):

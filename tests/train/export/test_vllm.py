@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, recipe
 from drafters.checkpoint import DrafterConfig
-from inference.engine.base import load_base, tokenizer_hash
+from inference.verifier.base import load_base, tokenizer_hash
 from train.cli import commands, lightning_command
 from train.export import vllm
 

@@ -9,10 +9,10 @@ import torch
 from data.feature_store.store import FeatureStore, Manifest
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
-from inference.engine.base import base_hash, load_base
+from inference.verifier.base import base_hash, load_base
 from train.cli import commands, lightning_command
 from train.feature_store.plan import divide_into_shards, parse_layers, require_space
-from train.modules.drafter_training import DrafterTraining
+from train.module import DrafterTraining
 
 DATA = {"files": ["embedded:24"], "max_length": 400}
 LAYERS = (0, 1, -1)

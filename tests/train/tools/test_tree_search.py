@@ -9,11 +9,11 @@ import torch
 from data import embedded
 from drafters import Medusa, TrainingBatch, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.learned.trees import best_first
-from inference.api.prompts import encode_messages
-from inference.engine.base import tokenizer_hash
-from inference.engine.runner import Runner
-from inference.registry import catalogue
+from drafters.trees import best_first
+from inference import drafter_specs
+from inference.prompts import encode_messages
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.runner import Runner
 from train.cli import commands
 from train.tools.tree_search import count_hits
 from train.validation.base_answers import with_own_answers
@@ -123,7 +123,7 @@ def test_the_tree_fits_the_measured_accuracies_and_decodes_losslessly(call, sear
 def test_a_static_tree_is_read_from_its_file_and_replaces_the_dynamic_one(tiny_base, folder, tmp_path):
     path = tmp_path / "tree.json"
     path.write_text('{"static": [[0], [3], [0, 1]]}', encoding="utf-8")
-    drafter = catalogue.make(f"medusa={folder}:static={path}", Runner(tiny_base))
+    drafter = drafter_specs.make(f"medusa={folder}:static={path}", Runner(tiny_base))
     assert drafter.static == [(0,), (3,), (0, 1)]
     hidden = torch.randn(4, tiny_base.shape.hidden_size)
     trees = drafter.draft_at(hidden, torch.arange(4), torch.tensor([1, 3]), tiny_base.base_weights)

@@ -5,10 +5,10 @@ import torch
 
 from data import embedded
 from drafters import CTC, EAGLE, EAGLE3, Block, DraftTree, NoDrafter, TrainingBatch, recipe
-from inference.api.prompts import encode_messages
-from inference.engine.base import load_base
-from inference.engine.runner import Runner
-from inference.engine.session import Session
+from inference.prompts import encode_messages
+from inference.verifier.base import load_base
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
 from train.validation.base_answers import with_own_answers
 from train.validation.simulate import answer_spans, simulate
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from drafters import Block
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights
-from inference.engine.base import Base
+from inference.verifier.base import Base
 from train.export.formats.decoder_layers import layer_config, read_layers
 from train.export.formats.public_checkpoint import PublicCheckpoint, PublicDrafter
 from train.export.formats.speculators import Verifier, check_hidden_layers, speculators_config

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from data.files.validation import validated
+from data.files import validated
 from drafters.protocol import BaseShape
-from inference.engine.base import shape_of
+from inference.verifier.base import shape_of
 from train.export.formats.public_checkpoint import PublicCheckpoint
 
 MAX_SIZE = 1 << 24  # of any number in a configuration

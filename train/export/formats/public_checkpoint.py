@@ -11,10 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.files.bounded_json import read_json
-from data.files.checksums import check_files
-from data.files.regular import check_folder
-from data.files.validation import validated
+from data.files import check_files, check_folder, read_json, validated
 from drafters.protocol import BaseShape
 
 COPIES = "verifier_lm_head.weight", "verifier_norm.weight"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.tokenizer import load_pretrained
-from inference.engine.base import load_base_info
+from inference.verifier.base import load_base_info
 from train.export.formats.public_checkpoint import PublicCheckpoint
 
 

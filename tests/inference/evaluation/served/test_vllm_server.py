@@ -11,7 +11,7 @@ import pytest
 
 from inference.evaluation.served.client import ServerError
 from inference.evaluation.served.vllm_server import cpu_seconds, free_port, running
-from inference.serving.command import Launch
+from inference.vllm.command import Launch
 
 # A server that is healthy at once, with a child process.
 SERVER = """

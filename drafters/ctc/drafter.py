@@ -1,0 +1,195 @@
+"""The CTC drafter: T frames from one pass over the base's hidden states, collapsed into a draft tree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from drafters.checks import check_above_zero, check_at_least
+from drafters.ctc import biased_chain, paper_tree, prefix_search
+from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
+from drafters.ctc.sampled_tree import Bias, draw
+from drafters.losses import gathered_logits
+from drafters.nn.markov import Markov, markov_bias
+from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel.options import ParallelDraftOptions, TrunkOptions
+from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
+from drafters.registry import register
+from drafters.tree import DraftTree
+from drafters.trees.candidates import CandidateBatch, Candidates
+from drafters.trees.chains import Chains
+
+
+@dataclass(frozen=True)
+class CTCTrunkOptions(TrunkOptions):
+    """The network of the CTC drafter; one layer over the last hidden state without a Markov bias is the paper's.
+
+    Args:
+        blank_bias: Initial value of the blank's bias; a negative one keeps training away from all-blank frames.
+        merge_repeats: Whether frames with equal tokens next to each other are one token, as in the paper: a token can
+            come twice in a row only with a blank frame in between. Otherwise each frame that is not blank is a token
+            (selfless-CTC, arXiv 2110.03098).
+    """
+
+    num_frames: int = 12
+    root_everywhere: bool = True
+    blank_bias: float = -2.0
+    merge_repeats: bool = True
+
+
+@dataclass(frozen=True)
+class CTCDraftOptions(ParallelDraftOptions):
+    """How the CTC drafter's frames become a draft tree; decoding may change these options.
+
+    Args:
+        tree: ``prefix``, the most probable collapsed prefixes; ``paper``, the most probable frame sequences, collapsed
+            afterwards; or ``chain``, the most probable single path.
+        draws: Number of texts that decoding samples from the frames instead of building ``tree``, for exact rejection
+            sampling; 0 for none. Of the other options only ``num_nodes`` applies then. Validation and simulation always
+            use ``tree``.
+        draw_temperature: Temperature of the sampled texts.
+        draw_seed: Selects other samples for the same request; the text follows the same distribution.
+    """
+
+    tree: Literal["prefix", "paper", "chain"] = "prefix"
+    draws: int = 0
+    draw_temperature: float = 1.0
+    draw_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(0, draws=self.draws, draw_seed=self.draw_seed)
+        check_above_zero(draw_temperature=self.draw_temperature)
+
+
+@register("ctc")
+class CTC(ParallelDrafter):
+    """Attention draft module with a CTC output (CTC-drafter, section 3), drafting by exact prefix search.
+
+    The queries are T frames: a learned frame embedding and the embedding of the root token. They attend to the base's
+    hidden states strictly before the root. The base's frozen LM head and one trainable blank row give each frame a
+    distribution over V + 1 symbols.
+
+    Args:
+        base: Dimensions of the base; filled in by the trainer.
+        trunk: The network.
+        loss: The loss.
+        draft: The draft tree.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        trunk: CTCTrunkOptions = CTCTrunkOptions(),
+        loss: CTCLossOptions = CTCLossOptions(),
+        draft: CTCDraftOptions = CTCDraftOptions(),
+    ) -> None:
+        if trunk.num_frames < loss.num_labels:
+            raise ValueError(f"num_frames ({trunk.num_frames}) must be at least num_labels ({loss.num_labels})")
+        if draft.tree == "paper" and not trunk.merge_repeats:
+            raise ValueError(
+                "the paper's tree merges repeats, which this drafter does not: set tree to prefix or chain"
+            )
+        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability or draft.step_costs):
+            raise ValueError(
+                "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank, "
+                "min_probability and step_costs, or set tree to prefix"
+            )
+        super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
+        self.loss_options, self.merge_repeats = loss, trunk.merge_repeats
+        self.draws, self.draw_temperature, self.draw_seed = draft.draws, draft.draw_temperature, draft.draw_seed
+        self.samples_drafts = draft.draws > 0
+        self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
+        self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
+        self.register_load_state_dict_pre_hook(_read_scalar_blank_bias)
+        rank, factors = trunk.markov_rank, trunk.markov_factors
+        self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=trunk.draft_vocab_size)
+
+    # ---- training
+
+    def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
+        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
+        anchored, head, bias_factors = self.loss_inputs(batch, base_weights, bool(options.distillation))
+        return ctc_loss(
+            anchored,
+            head,
+            BlankOutput(self.blank_row, self.blank_bias[0]),
+            bias_factors,
+            options,
+            warm_up=self._warm_up(batch.step),
+            divisor=batch.divisor,
+            merge_repeats=self.merge_repeats,
+        )
+
+    def _warm_up(self, step: int) -> float:
+        """The share of plain cross-entropy in the loss at an optimizer step."""
+        num_steps = self.loss_options.warm_up_steps
+        if not (num_steps and self.training):
+            return 0.0
+        return 1 - min(1.0, step / num_steps)
+
+    # ---- drafting
+
+    def logits(self, frames: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits (..., V' + 1) of frame states (..., D), the blank last."""
+        wide = gathered_logits.at_least_float32
+        blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as in the loss
+        return torch.cat([super().logits(frames, base_weights), blank[..., None]], dim=-1)
+
+    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+        if self.draft_options.tree == "paper":
+            return [self._paper_tree(candidates, limits) for candidates in drafts]
+        found = prefix_search.search_batch(
+            drafts.probs[..., :-1],
+            drafts.probs[..., -1],
+            drafts.tokens,
+            self.search_limits(limits),
+            drafts.bias,
+            self.merge_repeats,
+        )
+        return [self.cut_to_budget(*tree) for tree in found]
+
+    def biased_chains(
+        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
+    ) -> Chains:
+        return biased_chain.chains(logits, roots, candidates, markov, num_tokens, self.merge_repeats)
+
+    def _paper_tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
+        probs, blank = candidates.probs[:, :-1], candidates.probs[:, -1]
+        tokens = np.broadcast_to(candidates.tokens, probs.shape)  # all frames have the same ones, as in our own tree
+        num_nodes, depth, eos, *_ = self.search_limits(limits)
+        return paper_tree.search(probs, blank, tokens, num_nodes, depth, eos)[0]
+
+    def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        if not self.draws:
+            return super().draft(frames, root, base_weights, limits)
+        weights, markov, vocabulary = self.output(base_weights)
+        bias: Bias | None = markov
+        eos: Collection[int] = limits.eos
+        if vocabulary is not None:  # then columns are drawn, and the root gets one behind them
+            bias = None if bias is None else vocabulary.bias_after_columns(bias, root)
+            root, eos = len(vocabulary), vocabulary.columns_of(eos)
+        tree = draw(
+            self.logits(frames, weights)[0],
+            bias,
+            root,
+            self.draws,
+            min(self.draft_options.num_nodes, limits.max_nodes),
+            limits.max_depth,
+            eos,
+            np.random.default_rng((limits.draft_seed, self.draw_seed)),
+            self.draw_temperature,
+            self.merge_repeats,
+        )
+        return tree if vocabulary is None else vocabulary.tree_of_tokens(tree)
+
+
+def _read_scalar_blank_bias(drafter: CTC, weights: dict[str, Tensor], prefix: str, *_) -> None:
+    """Read older checkpoints, in which the blank's bias is a scalar."""
+    if (name := f"{prefix}blank_bias") in weights:
+        weights[name] = torch.atleast_1d(weights[name])  # under DeepSpeed's stage 3 it is empty here

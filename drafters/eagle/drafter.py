@@ -1,0 +1,256 @@
+"""Drafters that apply one decoder layer to its own output, one token at a time (EAGLE and its relatives)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from drafters.checks import check_above_zero, check_at_least, check_choices, check_hidden_layers
+from drafters.eagle.layer import DraftLayer
+from drafters.eagle.paths import Paths
+from drafters.nn.draft_cache import DraftCache
+from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
+from drafters.tree import DraftTree
+from drafters.trees import dynamic
+
+
+@dataclass(frozen=True)
+class AutoregressiveDraftOptions:
+    """How the draft layer builds a draft tree; decoding may change these options.
+
+    Args:
+        depth: Levels of a draft tree; each is one pass of the draft layer.
+        width: Nodes expanded at each level.
+        top_k: Children of an expanded node.
+        num_nodes: M, largest number of nodes in a draft tree.
+        min_probability: Nodes whose path is less probable than this are not fed to the base.
+        tree: ``dynamic``, the most probable nodes found (EAGLE-2), or ``chain``, the most probable token at each level.
+        draws: Children sampled at each link of a chain, for exact rejection sampling; 0 takes the most probable token.
+        temperature: Temperature of the sampled children.
+        window: Number of positions that the layer attends to, the node's own and those before it, in training and in
+            decoding; 0 for all. The time and the cache of a draft then do not grow with the text. Must exceed
+            ``depth``.
+    """
+
+    depth: int = 6
+    width: int = 10
+    top_k: int = 10
+    num_nodes: int = 60
+    min_probability: float = 0.0
+    tree: Literal["dynamic", "chain"] = "dynamic"
+    draws: int = 0
+    temperature: float = 1.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.draws and self.tree != "chain":
+            raise ValueError(f"draws ({self.draws}) needs tree: chain; a dynamic tree takes the most probable tokens")
+        check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
+        check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
+        if 0 < self.window <= self.depth:
+            raise ValueError(f"window ({self.window}) must exceed depth ({self.depth}), or be 0 for the whole text")
+        check_above_zero(temperature=self.temperature)
+
+
+class AutoregressiveDrafter(LearnedDrafter):
+    """One decoder layer over pairs of a hidden state and the token that follows it.
+
+    Pair p joins the state of position p with token p + 1. The layer, causal over pairs, predicts the state of position
+    p + 1, from which the distribution of token p + 2 is read. Up to the root the states are the base's; below it they
+    are the layer's own output. A subclass defines the ``loss``, and its states by `enter`, `pair` and `read`.
+
+    Args:
+        base: Dimensions of the base.
+        layer: The decoder layer.
+        hidden_layers: Base layers that the states are made of.
+        draft: Options of the draft tree.
+        chunk_anchors: Anchors drafted at once on a known text.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        layer: DraftLayer,
+        hidden_layers: Sequence[int],
+        draft: AutoregressiveDraftOptions,
+        chunk_anchors: int,
+    ) -> None:
+        super().__init__()
+        check_hidden_layers(hidden_layers, base)
+        self.required_outputs = RequiredOutputs(tuple(hidden_layers))
+        self.draft_options, self.chunk_anchors = draft, chunk_anchors
+        self.samples_drafts, self.window = draft.draws > 0, draft.window
+        self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
+        self.layer = layer
+        self._cache: DraftCache | None = None
+        self._waiting: list[Tensor] = []  # observed hidden states whose next token is not known yet
+
+    # ---- defined by a subclass
+
+    @abstractmethod
+    def enter(self, hidden: Tensor) -> Tensor:
+        """States (..., D) from the base's hidden states (..., F * D)."""
+
+    @abstractmethod
+    def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream (..., D) and the attention input (..., D or 2 * D) of pairs.
+
+        Args:
+            states: (..., D) states.
+            embedded: (..., D) embeddings of the tokens that follow them.
+        """
+
+    @abstractmethod
+    def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits (..., V) of states (..., D)."""
+
+    # ---- training
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.layer.self_attn.o_proj.weight.dtype
+
+    def embed(self, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Embeddings (..., D) of tokens (...), in the drafter's dtype."""
+        return base_weights.embedding[tokens].to(self.dtype)
+
+    def forward(self, states: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
+        """One pass over texts whose states are all known.
+
+        Args:
+            states: (B, S, D) states.
+            tokens: (B, S) the token after each state.
+            base_weights: The base's embedding and LM head.
+
+        Returns:
+            (B, S, D) the predicted state of the next position.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        residual, x = self.pair(states, self.embed(tokens, base_weights))
+        inputs = self.layer.queries_keys_values(x, positions)
+        mask = window_mask(tokens.shape[1], self.window, tokens.device) if self.window else None
+        attended = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None)
+        return self.layer(residual, attended)
+
+    # ---- drafting
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._cache, self._waiting = DraftCache(2, self.window), []
+
+    @torch.inference_mode()
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
+        assert self._cache is not None, "begin() comes before propose()"
+        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1:
+            return DraftTree()
+        self._cache_pairs(seq, self._cache, self.base_weights)
+        num_pairs = self._cache.length
+        if self._cache.num_held == 0:
+            return DraftTree()
+        (keys, values), (residuals, inputs) = self._cache.read()
+        anchor = torch.full((1,), num_pairs, device=keys.device)  # filled on the device: nothing is copied to it
+        paths = Paths(self, self.base_weights, (keys, values), anchor, window=self.window)
+        logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
+        for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
+            logits = paths.step(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
+        tree = self._trees(logits, paths, limits, _draft_generator(limits, logits.device))[0]
+        self.draft_forwards += paths.num_passes
+        return tree
+
+    def _cache_pairs(self, seq: Sequence[int], cache: DraftCache, base_weights: BaseWeights) -> None:
+        """Cache the pairs of observed states, now that their next tokens are known.
+
+        The layer's inputs are cached too, because after a rewind the last remaining pair is the
+        one before a root again.
+        """
+        if not self._waiting:
+            return
+        hidden, self._waiting = torch.cat(self._waiting)[None].to(self.dtype), []
+        if hidden.shape[1] == 0:
+            return
+        states = self.enter(hidden[:, cache.skip(hidden.shape[1]) :])
+        start, device = cache.length, states.device
+        tokens = torch.tensor([seq[start + 1 : start + 1 + states.shape[1]]], device=device)
+        positions = torch.arange(start, start + states.shape[1], device=device)[None]
+        residual, x = self.pair(states, self.embed(tokens, base_weights))
+        keys_values = self.layer.self_attn.keys_values(x, self.layer.rotary(positions))
+        cache.append([keys_values, (residual[:, None], x[:, None])])
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        self._waiting.append(step.committed_hidden())
+
+    def rewind(self, length: int) -> None:
+        if self._cache is not None:
+            self._cache.truncate(length - 1)
+            if self._waiting:
+                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
+
+    def _trees(
+        self,
+        logits: Tensor,
+        paths: Paths,
+        limits: Limits,
+        generator: torch.Generator,
+        with_distributions: bool = True,
+    ) -> list[DraftTree]:
+        options = self.draft_options
+        depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
+        if options.draws:
+            # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
+            depth = min(depth, num_nodes // options.draws)
+            if depth < 1:
+                return [DraftTree()] * len(logits)
+            return dynamic.draw(
+                logits,
+                paths.step,
+                depth,
+                options.draws,
+                options.temperature,
+                generator,
+                limits.eos,
+                with_distributions,
+            )
+        return dynamic.grow(
+            logits, paths.step, depth, self.width, self.top_k, num_nodes, limits.eos, options.min_probability
+        )
+
+    @torch.inference_mode()
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        after_first = anchors[anchors > 0]  # before the first token nothing is observed
+        if min(limits.max_depth, limits.max_nodes, self.draft_options.num_nodes) < 1 or len(after_first) == 0:
+            return [DraftTree()] * len(anchors)
+        states = self.enter(hidden[None, :-1].to(self.dtype))
+        positions = torch.arange(states.shape[1], device=states.device)
+        residual, x = self.pair(states, self.embed(input_ids[None, 1:], base_weights))
+        context = self.layer.self_attn.keys_values(x, self.layer.rotary(positions[None]))
+        trees: list[DraftTree] = []
+        generator = _draft_generator(limits, hidden.device)
+        for part in after_first.split(self.chunk_anchors):
+            paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
+            logits = paths.start(residual[0, part - 1][:, None], x[0, part - 1][:, None])
+            trees += self._trees(logits, paths, limits, generator, with_distributions=False)
+        drafted = iter(trees)
+        return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
+
+
+def window_mask(num_positions: int, window: int, device: torch.device | None = None) -> Tensor:
+    """Which pairs each pair may attend to: itself and those before it in the window; (S, S) bool."""
+    at = torch.arange(num_positions, device=device)
+    distance = at[:, None] - at[None]
+    return (distance >= 0) & (distance < window)
+
+
+def _draft_generator(limits: Limits, device: torch.device) -> torch.Generator:
+    """The random numbers of a proposal."""
+    return torch.Generator(device).manual_seed(limits.draft_seed)

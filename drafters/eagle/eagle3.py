@@ -1,0 +1,224 @@
+"""EAGLE-3: one decoder layer over several fused base layers, trained on its own output as in drafting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drafters.checks import check_at_least
+from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
+from drafters.eagle.layer import DraftLayer
+from drafters.losses import gathered_logits
+from drafters.losses.distillation import distillation_loss
+from drafters.losses.divergences import DivergenceOptions
+from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
+from drafters.nn.transformer import RMSNorm
+from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
+from drafters.registry import register
+
+
+@dataclass(frozen=True)
+class EAGLE3LossOptions(DivergenceOptions):
+    """EAGLE-3's loss.
+
+    Args:
+        num_unroll: Number of draft depths that training runs through.
+        decay: Weight of a depth's loss relative to the depth before.
+        chunk_positions: Positions whose logits are computed at once in training; lower it to save memory.
+        chunk_anchors: Anchors drafted at once in validation; lower it to save memory.
+    """
+
+    num_unroll: int = 7
+    decay: float = 0.8
+    chunk_positions: int = 512
+    chunk_anchors: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, num_unroll=self.num_unroll)
+        check_at_least(1, chunk_positions=self.chunk_positions, chunk_anchors=self.chunk_anchors)
+
+
+@dataclass(frozen=True)
+class EAGLE3DraftOptions(AutoregressiveDraftOptions):
+    """How EAGLE-3's layer builds a draft tree; decoding may change these options."""
+
+    depth: int = 8
+
+
+@dataclass(frozen=True)
+class EAGLE3LayerOptions:
+    """How EAGLE-3's layer computes, as public checkpoints differ in it.
+
+    Args:
+        norm_before_residual: Add the layer's output to the normed state instead of the state itself.
+        has_qk_norm: Norm queries and keys per head, as Qwen3 does.
+    """
+
+    norm_before_residual: bool = False
+    has_qk_norm: bool = False
+
+
+@register("eagle3")
+class EAGLE3(AutoregressiveDrafter):
+    """EAGLE-3 (arXiv 2503.01840): trained on distributions alone, not on features, at every depth of a draft.
+
+    A low, a middle and a high hidden state of the base are fused into one. One layer, whose attention reads it and the
+    embedding of the next token side by side, predicts the next state. The LM head reads the norm of that state, and the
+    next depth continues from the state itself. Training unrolls these steps ("training-time test", section 3.2).
+
+    Args:
+        base: Dimensions of the base; filled in by the trainer.
+        hidden_layers: Base layers that are fused. By default layers 2, L / 2 and L - 3 of L; for a base of fewer than
+            eight layers L / 4, L / 2 and the last hidden state.
+        own_head: Train an LM head of the drafter's own. Otherwise the base's frozen one is used.
+        draft_vocab_size: Number of tokens that the drafter's own head knows; null for the whole vocabulary. Training
+            chooses the tokens that are most frequent in the assistant's text.
+        layer: The layer.
+        loss: The loss.
+        draft: The draft tree.
+    """
+
+    draft_tokens: Tensor | None
+
+    def __init__(
+        self,
+        base: BaseShape,
+        hidden_layers: Sequence[int] = (),
+        own_head: bool = False,
+        draft_vocab_size: int | None = None,
+        layer: EAGLE3LayerOptions = EAGLE3LayerOptions(),
+        loss: EAGLE3LossOptions = EAGLE3LossOptions(),
+        draft: EAGLE3DraftOptions = EAGLE3DraftOptions(),
+    ) -> None:
+        if 0 < draft.window < loss.num_unroll:
+            raise ValueError(f"window ({draft.window}) must be at least num_unroll ({loss.num_unroll}), or 0")
+        draft_layer = DraftLayer(base, num_inputs=2, has_qk_norm=layer.has_qk_norm)
+        layers = hidden_layers or low_middle_high(base.num_layers)
+        super().__init__(base, draft_layer, hidden_layers=layers, draft=draft, chunk_anchors=loss.chunk_anchors)
+        self.loss_options, self.chunk_positions = loss, loss.chunk_positions
+        self.norm_before_residual, self.has_qk_norm = layer.norm_before_residual, layer.has_qk_norm
+        self.vocab_size, size = base.vocab_size, base.hidden_size
+        add_draft_tokens(self, draft_vocab_size, base.vocab_size)
+        if draft_vocab_size and not own_head:
+            raise ValueError(f"draft_vocab_size ({draft_vocab_size}) needs a head of the drafter's own: own_head: true")
+        self.fc = nn.Linear(len(self.required_outputs.hidden_layers) * size, size, bias=False)
+        self.input_layernorm = RMSNorm(size, eps=base.norm_eps)
+        self.hidden_norm = RMSNorm(size, eps=base.norm_eps)
+        self.norm = RMSNorm(size, eps=base.norm_eps)
+        self.lm_head = nn.Linear(size, draft_vocab_size or base.vocab_size, bias=False) if own_head else None
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return self.fc(hidden)
+
+    def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(states)
+        x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        return (normed if self.norm_before_residual else states), x
+
+    def read(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+        logits = self.draft_logits(states, base_weights)
+        if self.draft_tokens is None:
+            return logits
+        return DraftVocabulary(self.draft_tokens, self.vocab_size).spread(logits, -torch.inf)
+
+    def draft_logits(self, states: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits of states (..., D) over the draft vocabulary, or over the whole one if there is none."""
+        normed = self.norm(states)
+        return self.lm_head(normed) if self.lm_head is not None else gathered_logits.base_logits(normed, base_weights)
+
+    def unroll(self, hidden: Tensor, tokens: Tensor, base_weights: BaseWeights, num_steps: int) -> Iterator[Tensor]:
+        """The states of each depth at all positions, each depth continuing from the one before.
+
+        At depth j pair p uses the state that depth j - 1 predicted for its position. It attends to the base's pairs up
+        to p - j, and at each depth in between to the one pair on its own path.
+
+        Args:
+            hidden: (B, S, F * D) hidden states of the base.
+            tokens: (B, S) the token after each position.
+            base_weights: The base's embedding and LM head.
+            num_steps: Number of depths.
+
+        Yields:
+            (B, S, D) predicted states of the next positions, at depths 0, 1, ...; at depth j they are meaningful from
+            position j on.
+        """
+        states, embedded = self.enter(hidden.to(self.dtype)), self.embed(tokens, base_weights)
+        num_positions = tokens.shape[1]
+        positions = torch.arange(num_positions, device=tokens.device)[None]
+        all_keys: list[Tensor] = []
+        all_values: list[Tensor] = []
+        for depth in range(num_steps):
+            residual, x = self.pair(states, embedded)
+            queries, keys, values = self.layer.queries_keys_values(x, positions)
+            all_keys.append(keys)
+            all_values.append(values)
+            mask = unroll_mask(num_positions, depth, tokens.device, self.window)
+            attended = F.scaled_dot_product_attention(
+                queries, torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2), attn_mask=mask
+            )
+            states = self.layer(residual, attended)
+            yield states
+            states = F.pad(states, (0, 0, 1, 0))[:, :-1]
+
+    def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted mean over depths of the divergence, for paths within the assistant's text.
+
+        With a draft vocabulary the base's distribution is that over its tokens, and a path ends before a position at
+        which the base's most probable token is none of them.
+        """
+        options = self.loss_options
+        drafted, vocabulary = restricted(base_weights, self.draft_tokens)
+        is_assistant = batch.loss_mask[:, 2:]  # pair p predicts the token of p + 2
+        if vocabulary is not None:
+            is_assistant = is_assistant & vocabulary.can_draft(batch.labels[:, 1:-1])
+        counts = is_assistant
+        last_hidden = batch.required_last_hidden()[:, 1:-1]
+        total, weights = torch.zeros((), device=counts.device), 0.0
+        losses: list[Tensor] = []
+        inputs = batch.hidden[:, :-2], batch.input_ids[:, 1:-1], base_weights
+        for depth, states in enumerate(self.unroll(*inputs, options.num_unroll)):
+            if depth:
+                counts = is_assistant & F.pad(counts, (1, 0))[:, :-1]
+            counted = counts.nonzero(as_tuple=True)  # found once: the host waits for their number
+            divergences = distillation_loss(
+                options.divergence,
+                states[counted],
+                lambda x: self.draft_logits(x, base_weights),
+                last_hidden[counted],
+                drafted.head,
+                self.chunk_positions,
+            )
+            losses.append(divergences.sum() / batch.divisor(counts.sum()))
+            weight = options.decay**depth
+            total, weights = total + weight * losses[-1], weights + weight
+        return total / weights, {"first_loss": losses[0].detach(), "deepest_loss": losses[-1].detach()}
+
+
+def low_middle_high(num_layers: int) -> tuple[int, ...]:
+    """The base layers that EAGLE-3 fuses by default."""
+    if num_layers < 8:
+        return (num_layers // 4, num_layers // 2, -1)
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def unroll_mask(num_positions: int, depth: int, device: torch.device | None = None, window: int = 0) -> Tensor:
+    """Which pairs of this depth and of those before it each pair may attend to.
+
+    Args:
+        num_positions: S.
+        depth: The depth.
+        device: Device of the mask.
+        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
+
+    Returns:
+        (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
+    """
+    at = torch.arange(num_positions, device=device)
+    offset = at[None] - at[:, None]  # key position - query position
+    base = (offset <= -depth) & (offset > -window) if window else offset <= -depth
+    return torch.cat([base, *(offset == i - depth for i in range(1, depth + 1))], dim=-1)

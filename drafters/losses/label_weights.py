@@ -1,0 +1,105 @@
+"""The weight of each label in a loss: by its depth, or by the probability that a verifier reaches it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from drafters.checks import check_at_least
+from drafters.losses.divergences import DivergenceOptions
+
+Weights = Literal["decay", "survival"]
+Options = TypeVar("Options", bound="LabelLossOptions")
+
+
+@dataclass(frozen=True)
+class LabelLossOptions(DivergenceOptions):
+    """How the labels after an anchor enter the loss.
+
+    Args:
+        weights: Weight of each label: ``decay`` falls with its depth; ``survival`` is the draft's own probability of
+            the labels before it.
+        decay: Weight of label u relative to label u - 1.
+        distillation: Weight of ``divergence``, which distillation minimises; 0 turns distillation off.
+        teacher_temperature: Temperature of the base's distribution in distillation; 0 for its most probable token, as
+            in greedy decoding.
+        label_weight: Weight of the loss of the labels beside distillation.
+        distillation_steps: Optimizer steps over which ``distillation`` rises from 0, and the weight of the labels goes
+            from 1 to ``label_weight``.
+        num_anchors: Anchors sampled from each training sequence.
+    """
+
+    weights: Weights = "decay"
+    decay: float = 0.9
+    distillation: float = 0.0
+    teacher_temperature: float = 1.0
+    label_weight: float = 1.0
+    distillation_steps: int = 0
+    num_anchors: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(0, decay=self.decay, distillation=self.distillation, label_weight=self.label_weight)
+        check_at_least(0, teacher_temperature=self.teacher_temperature, distillation_steps=self.distillation_steps)
+        check_at_least(1, num_anchors=self.num_anchors)
+        if not self.distillation and (self.divergence != "kl" or self.teacher_temperature != 1):
+            raise ValueError(
+                "divergence and teacher_temperature belong to distillation, which is 0: raise it, for example to 1"
+            )
+        if not (self.distillation or self.label_weight):
+            raise ValueError("label_weight and distillation are both 0, so nothing is trained: raise one of them")
+
+    def at_step(self: Options, step: int) -> Options:
+        """The options whose ``distillation`` and ``label_weight`` are those of an optimizer step."""
+        if not self.distillation_steps:
+            return self
+        share = min(1.0, (step + 1) / self.distillation_steps)
+        label_weight = 1 - share * (1 - self.label_weight)
+        return replace(self, distillation=share * self.distillation, label_weight=label_weight)
+
+
+def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """w_u = decay^(u-1) over the labels that count (A, U) bool, normalised to a sum of one: (A, U)."""
+    weights = counts * decay ** torch.arange(counts.shape[1], device=counts.device, dtype=dtype)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def by_survival(prefix: Tensor, counts: Tensor) -> Tensor:
+    """Weights that make a mean of -log P(prefix) increase the expected acceptance: w_u = P_u / sum_i P_i, detached.
+
+    P_u is the probability that the draft's first u tokens are y_1..y_u, so a = sum_u P_u is the number of tokens that a
+    verifier accepts on average from a sampled draft. As grad P_u = P_u grad log P_u,
+
+        grad sum_u w_u * -log P_u = -grad a / a = grad -log a.
+
+    Dividing by a keeps the gradient large while the draft is still poor.
+
+    Args:
+        prefix: (A, U) log P_u, finite.
+        counts: (A, U) bool, the labels that count.
+
+    Returns:
+        (A, U), with sum one where some label counts, else zero.
+    """
+    largest = prefix.detach().masked_fill(~counts, -torch.inf).amax(-1, keepdim=True).clamp(min=-1e30)
+    weights = torch.where(counts, (prefix.detach() - largest).exp(), 0.0)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+
+
+def by_token_survival(log_probs: Tensor, counts: Tensor) -> Tensor:
+    """As `by_survival`, for a mean of -log p_u of single tokens, where P_u = p_1 * ... * p_u (as in D-PACE).
+
+    Token u is part of every prefix that passes through it: w_u = sum_{i >= u} P_i / sum_i P_i, detached.
+
+    Args:
+        log_probs: (A, U) log p_u.
+        counts: (A, U) bool, a leading run.
+
+    Returns:
+        (A, U), decreasing from w_1 = 1; zero where no label counts.
+    """
+    weights = by_survival(torch.where(counts, log_probs.detach(), 0.0).cumsum(-1), counts)
+    return weights.flip(-1).cumsum(-1).flip(-1) * counts

@@ -1,0 +1,161 @@
+"""Transformer layers of the learned drafters: attention over a context and a block, and the trunk made of them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafters.nn.anchor_attention import Mask, attend
+from drafters.nn.rotary import RotaryEmbedding, Rotation, rotate
+from drafters.protocol import BaseShape
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm that computes in the dtype of its weight.
+
+    The weight is float32 in training, while under autocast the states arrive in bfloat16; the fused kernel needs both
+    in one dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Attention(nn.Module):
+    """Multi-head attention whose keys and values may come from a context as well as from the block itself.
+
+    Args:
+        shape: Dimensions of the base.
+        num_inputs: Width of the input that queries, keys and values are projected from, as a multiple of the hidden
+            size.
+        has_qk_norm: Whether queries and keys are normalised per head, as in Qwen3; LLaMA does not.
+    """
+
+    def __init__(self, shape: BaseShape, num_inputs: int = 1, has_qk_norm: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, width = shape.num_heads, shape.head_dim, shape.num_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
+        if num_inputs > 1:
+            # Drawn again instead of built wide at once: a seed then gives the weights it has always given, and the
+            # published EAGLE-3 results can be reproduced.
+            self.q_proj = nn.Linear(num_inputs * shape.hidden_size, width, bias=False)
+            self.k_proj = nn.Linear(num_inputs * shape.hidden_size, width, bias=False)
+            self.v_proj = nn.Linear(num_inputs * shape.hidden_size, width, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if has_qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(shape.head_dim, eps=shape.norm_eps) if has_qk_norm else nn.Identity()
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)  # (B, S, h * d) -> (B, h, S, d)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of inputs (B, S, num_inputs * D): two tensors of (B, h, S, d)."""
+        return rotate(self.k_norm(self._split_heads(self.k_proj(x))), rotation), self._split_heads(self.v_proj(x))
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotated queries (B, h, S, d) of inputs (B, S, num_inputs * D)."""
+        return rotate(self.q_norm(self._split_heads(self.q_proj(x))), rotation)
+
+    def project_output(self, attended: Tensor) -> Tensor:
+        """Merge the heads of an attention result (B, h, S, d) and project it to (B, S, D)."""
+        return self.o_proj(attended.transpose(-3, -2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """The SwiGLU feed-forward layer of LLaMA."""
+
+    def __init__(self, shape: BaseShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class TrunkLayer(nn.Module):
+    """One decoder layer whose attention also reads a context."""
+
+    def __init__(self, shape: BaseShape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = FeedForward(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+
+    def forward(self, x: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+        """Run the layer over frames (B, Q, D).
+
+        They attend to the context's keys and values (B, h, S, d) and to each other, where the mask (B, 1, Q, S + Q)
+        allows it.
+        """
+        normed = self.input_layernorm(x)
+        block_keys, block_values = self.self_attn.keys_values(normed, rotation)
+        queries = self.self_attn.queries(normed, rotation)
+        keys, values = torch.cat([keys, block_keys], -2), torch.cat([values, block_values], -2)
+        h = x + self.self_attn.project_output(attend(queries, keys, values, mask))
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Trunk(nn.Module):
+    """Decoder layers over a block of frames, each reading keys and values projected from the base's hidden states.
+
+    This is the layout of DFlash (arXiv 2602.06036): the hidden states of several base layers are concatenated, fused by
+    one projection, and give every trunk layer its context.
+
+    Args:
+        shape: Dimensions of the base.
+        num_layers: Number of trunk layers.
+        num_fused: F, base layers concatenated as context.
+        reads_tokens: Whether the embedding of each position's token is concatenated too, normed.
+    """
+
+    is_recomputed = False  # activation checkpointing: keep only the inputs of each layer for the backward pass
+
+    def __init__(self, shape: BaseShape, num_layers: int, num_fused: int, reads_tokens: bool = False) -> None:
+        super().__init__()
+        self.rotary = RotaryEmbedding(shape)
+        self.fc = nn.Linear((num_fused + reads_tokens) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.token_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps) if reads_tokens else None
+        self.hidden_norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.layers = nn.ModuleList(TrunkLayer(shape) for _ in range(num_layers))
+        self.norm = RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of base hidden states (B, S, F * D) at positions (B, S), for each layer.
+
+        A trunk that reads tokens needs their embeddings (B, S, D), too.
+        """
+        if self.token_norm is not None:
+            assert embedded is not None, "the trunk reads tokens, and their embeddings were not given"
+            hidden = torch.cat([hidden, self.token_norm(embedded).to(hidden.dtype)], dim=-1)
+        context, rotation = self.hidden_norm(self.fc(hidden)), self.rotary(positions)
+        layers = cast("list[TrunkLayer]", list(self.layers))
+        return [layer.self_attn.keys_values(context, rotation) for layer in layers]
+
+    def forward(
+        self,
+        frames: Tensor,
+        positions: Tensor,
+        context: list[tuple[Tensor, Tensor]],
+        mask: Mask = None,
+    ) -> Tensor:
+        """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may attend."""
+        rotation = self.rotary(positions)
+        for layer, (keys, values) in zip(self.layers, context, strict=True):
+            inputs = frames, rotation, keys, values, mask
+            if self.is_recomputed and torch.is_grad_enabled():
+                frames = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                frames = layer(*inputs)
+        return self.norm(frames)

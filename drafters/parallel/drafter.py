@@ -1,0 +1,330 @@
+"""Drafters that predict T frames in one pass: a trunk over the base's hidden states, and its KV cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from drafters.checks import check_at_least, check_hidden_layers
+from drafters.losses import anchors as anchor_positions
+from drafters.losses import gathered_logits
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.label_weights import LabelLossOptions
+from drafters.nn.anchor_attention import AnchorMask
+from drafters.nn.draft_cache import DraftCache
+from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
+from drafters.nn.markov import BaseMarkov, Markov
+from drafters.nn.transformer import Trunk
+from drafters.parallel.options import ParallelDraftOptions, TrunkOptions
+from drafters.protocol import (
+    UNLIMITED,
+    BaseShape,
+    BaseWeights,
+    LearnedDrafter,
+    Limits,
+    RequiredOutputs,
+    StepResult,
+    TrainingBatch,
+)
+from drafters.tree import DraftTree
+from drafters.trees import budget
+from drafters.trees.best_first import SearchLimits
+from drafters.trees.candidates import CandidateBatch, choose, most_expected
+from drafters.trees.chains import Chains
+
+
+class Output(NamedTuple):
+    """What turns frame states into distributions over the tokens that can be drafted.
+
+    Args:
+        base_weights: The base's embedding, and the rows of its LM head for these tokens, (V', D).
+        bias: The Markov bias as two tables, or None.
+        vocabulary: The draft vocabulary, or None for the whole one.
+    """
+
+    base_weights: BaseWeights
+    bias: Markov | None
+    vocabulary: DraftVocabulary | None
+
+
+class ParallelDrafter(LearnedDrafter):
+    """One pass over T frames per anchor, each with a state that the base's LM head reads.
+
+    A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
+    projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
+    ``loss`` and turns candidate tokens into trees (`grow`), and sets ``markov``, the bias between neighbouring tokens.
+
+    Args:
+        base: Dimensions of the base.
+        trunk: The network.
+        num_labels: U, number of next tokens that a draft is trained on.
+        loss: Options of the loss.
+        draft: Options of the draft tree.
+        frames_differ: Whether each frame has its own input embedding. Otherwise all but frame 0 share one, as in
+            DFlash.
+    """
+
+    markov: Markov | BaseMarkov | None
+    draft_tokens: Tensor | None
+    first_frame = 0  # frames before this one predict nothing
+    # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
+    _output: Output | None = None
+
+    def __init__(
+        self,
+        base: BaseShape,
+        trunk: TrunkOptions,
+        num_labels: int,
+        loss: LabelLossOptions,
+        draft: ParallelDraftOptions,
+        frames_differ: bool,
+    ) -> None:
+        super().__init__()
+        check_at_least(1, num_labels=num_labels)
+        check_hidden_layers(trunk.hidden_layers, base)
+        self.required_outputs = RequiredOutputs(tuple(trunk.hidden_layers))
+        self.num_frames, self.num_labels = trunk.num_frames, num_labels
+        self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
+        self.tokens_in_context = trunk.tokens_in_context
+        self.num_anchors, self.chunk_anchors = loss.num_anchors, 64  # anchors drafted at once on a known text
+        self.vocab_size = base.vocab_size
+        self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
+        self.step_seconds = budget.read_costs(draft.step_costs) if draft.step_costs else None
+        self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
+        num_embeddings = trunk.num_frames if frames_differ else 1
+        self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
+        self._cache: DraftCache | None = None
+        self._waiting: list[Tensor] = []  # observed hidden states that no draft has needed yet
+        add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
+
+    # ---- from frames to trees
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        super().attach_base_weights(base_weights)
+        self._output = None
+        self._output = self.output(base_weights)
+
+    def output(self, base_weights: BaseWeights) -> Output:
+        """The output layer; for the attached base its tables are made only once."""
+        if base_weights is self.base_weights and self._output is not None:
+            return self._output
+        weights, vocabulary = restricted(base_weights, self.draft_tokens)
+        return Output(weights, None if self.markov is None else self.markov.folded(weights), vocabulary)
+
+    def logits(self, frames: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits (..., V') of frame states (..., D) under the LM head's rows (V', D), in float32 at least."""
+        return gathered_logits.base_logits(frames, base_weights)
+
+    def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        """The draft trees below root tokens (A,), from frame states (A, T, D)."""
+        output = self.output(base_weights)
+        return self.trees_of(self.logits(frames, output.base_weights), roots, output, limits)
+
+    def trees_of(self, logits: Tensor, roots: Tensor, output: Output, limits: Limits) -> list[DraftTree]:
+        """The draft trees below root tokens (A,), from logits (A, T, W) and with one copy to the host."""
+        weights, bias, vocabulary = output
+        search, num_frames, vocab_size = self.search_limits(limits), logits.shape[1], len(weights.head)
+        num_tokens = min(search.num_nodes, search.max_depth, num_frames)
+        is_alone = len(roots) == 1  # of one draft, both cost as much
+        if bias is None or vocabulary is not None or not search.is_chain or num_tokens < 1 or is_alone:
+            return self.grow(choose(logits, roots, vocab_size, self.num_candidates, bias, vocabulary), limits)
+        candidates = most_expected(logits, roots, vocab_size, self.num_candidates, bias)
+        with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
+            found = self.biased_chains(logits, roots, candidates, bias, num_tokens)
+        return [self.cut_to_budget(*chain) for chain in found.on_host(search)]
+
+    @abstractmethod
+    def biased_chains(
+        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
+    ) -> Chains:
+        """The most probable chains of candidates (A, C), with a bias; what `grow` would find by a slower way."""
+
+    @abstractmethod
+    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+        """The draft trees of candidates on the host."""
+
+    def search_limits(self, limits: Limits) -> SearchLimits:
+        """What the search of a draft may take."""
+        options = self.draft_options
+        num_nodes, depth = min(options.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
+        return SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
+
+    def cut_to_budget(self, tree: DraftTree, probabilities: np.ndarray) -> DraftTree:
+        """The first nodes of a tree, most probable first: as many as pay for the time that the base needs for them."""
+        size = len(tree)
+        if self.step_seconds is not None:
+            size = budget.best_size(probabilities[: len(self.step_seconds) - 1], self.step_seconds)
+        return DraftTree(tree.tokens[:size], tree.parents[:size], probabilities=probabilities[:size].tolist())
+
+    # ---- from hidden states to frames
+
+    def _block(self, roots: Tensor, anchors: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Input frames (B, A * T, D) and their positions (B, A * T), for roots (B, A) at anchors (B, A)."""
+        root = embedding[roots][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
+        if self.root_everywhere:
+            frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
+        elif len(self.frame_embedding) > 1:
+            frames = self.frame_embedding + nn.functional.pad(root, (0, 0, 0, self.num_frames - 1))
+        else:
+            masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
+            frames = torch.cat([root, masked], dim=-2)
+        positions = anchors[..., None] + torch.arange(self.num_frames, device=anchors.device)
+        return frames.flatten(1, 2), positions.flatten(1)
+
+    def forward(
+        self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor, tokens: Tensor | None = None
+    ) -> Tensor:
+        """Frames of many anchors at once, as in training; the context is projected once per sequence.
+
+        Args:
+            hidden: (B, S, F * D) hidden states of the base.
+            anchors: (B, A) positions.
+            roots: (B, A) tokens at the anchors.
+            embedding: (V, D) the base's embedding.
+            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
+
+        Returns:
+            (B, A, T, D) states of the frames that predict a token, which the LM head reads.
+        """
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        return self._frames(self.context(hidden, positions, tokens, embedding), anchors, roots, embedding)
+
+    def context(
+        self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S).
+
+        The tokens are needed only with ``tokens_in_context``.
+        """
+        dtype = self.frame_embedding.dtype
+        embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
+        return self.trunk.context(hidden.to(dtype), positions, embedded)
+
+    def _frames(
+        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
+    ) -> Tensor:
+        frames, positions = self._block(roots, anchors, embedding)
+        num_context, window = context[0][0].shape[-2], self.draft_options.window
+        mask = AnchorMask(anchors, self.num_frames, num_context, self.causal, window).best()
+        states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+        return states[:, :, self.first_frame :]
+
+    def loss_inputs(
+        self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool
+    ) -> tuple[AnchoredFrames, Tensor, tuple[Tensor, Tensor] | None]:
+        """What the losses take: frames at sampled anchors, the LM head (V', D), and the bias's factors or None.
+
+        With a draft vocabulary the labels are its columns, and end before the first token that cannot be drafted.
+        """
+        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
+        labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
+        roots = batch.input_ids.gather(1, anchors)
+        frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids)
+        valid = (valid & is_valid[..., None]).flatten(0, 1)
+        anchored = AnchoredFrames(frames.flatten(0, 1), labels.flatten(0, 1), valid, roots.flatten())
+        if with_teacher:
+            states, teacher_valid = anchor_positions.deciding(
+                batch.required_last_hidden(), batch.input_ids, batch.labels, anchors, self.num_labels
+            )
+            anchored = replace(anchored, teacher=states.flatten(0, 1), teacher_valid=teacher_valid.flatten(0, 1))
+        weights, vocabulary = restricted(base_weights, self.draft_tokens)
+        factors = None if self.markov is None else self.markov.factors(anchored.previous, weights)
+        if vocabulary is not None:
+            labels, valid = vocabulary.cut(anchored.labels, valid)
+            anchored = replace(anchored, labels=labels, valid=valid)
+        return anchored, weights.head, factors
+
+    # ---- drafting
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._cache, self._waiting = DraftCache(len(self.trunk.layers), self.draft_options.window), []
+
+    @torch.inference_mode()
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
+        assert self._cache is not None, "begin() comes before propose()"
+        if min(limits.max_depth, limits.max_nodes) < 1:
+            return DraftTree()
+        if self._waiting:
+            hidden, self._waiting = torch.cat(self._waiting), []
+            hidden = hidden[self._cache.skip(len(hidden)) :]
+            start, end = self._cache.length, self._cache.length + len(hidden)
+            tokens = torch.tensor([seq[start:end]], device=hidden.device) if self.tokens_in_context else None
+            positions = torch.arange(start, end, device=hidden.device)[None]
+            self._cache.append(self.context(hidden[None], positions, tokens, self.base_weights.embedding))
+        if self._cache.num_held == 0:
+            return DraftTree()
+        device = self.frame_embedding.device
+        # Filled on the device: copying a number there would wait for all kernels that are queued.
+        anchor, root = (
+            torch.full((1,), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
+        )
+        frames = self._frames_after(self._cache.read(), anchor, root, self.base_weights.embedding)
+        self.draft_forwards += 1
+        return self.draft(frames, seq[-1], self.base_weights, limits)
+
+    @torch.inference_mode()
+    def draft_batch(
+        self,
+        context: list[tuple[Tensor, Tensor]],
+        anchors: Tensor,
+        roots: Tensor,
+        base_weights: BaseWeights,
+        limits: Limits,
+    ) -> list[DraftTree]:
+        """The trees of B texts in one pass, for engines that keep the draft module's KV cache themselves.
+
+        Args:
+            context: For each layer the keys and values (B, h, S, d) that `Trunk.context` gave for the positions of each
+                text. Positions from its anchor on may hold anything finite.
+            anchors: (B,) positions of the roots, at most S.
+            roots: (B,) root tokens.
+            base_weights: The base's embedding and LM head.
+            limits: Limits of every proposal.
+        """
+        self.draft_forwards += 1
+        frames = self._frames_after(context, anchors, roots, base_weights.embedding, self.draft_options.window)
+        return self.trees(frames, roots, base_weights, limits)
+
+    def _frames_after(
+        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor, window: int = 0
+    ) -> Tensor:
+        """States (B, T, D) of the predicting frames of B texts, each with a single anchor (B,)."""
+        frames, positions = self._block(roots[:, None], anchors[:, None], embedding)
+        mask = AnchorMask(anchors[:, None], self.num_frames, context[0][0].shape[-2], self.causal, window)
+        is_needed = self.causal or window or len(anchors) > 1  # a single text attends to all of the given context
+        return self.trunk(frames, positions, context, mask.dense() if is_needed else None)[:, self.first_frame :]
+
+    def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        """The proposal of decoding, from frame states (1, T, D) below a root token."""
+        roots = torch.full((1,), root, dtype=torch.long, device=frames.device)
+        return self.trees(frames, roots, base_weights, limits)[0]
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        assert self._cache is not None, "begin() comes before observe()"
+        self._waiting.append(step.committed_hidden())
+
+    def rewind(self, length: int) -> None:
+        if self._cache is not None:
+            self._cache.truncate(length - 1)
+            if self._waiting:
+                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
+
+    @torch.inference_mode()
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        trees: list[DraftTree] = []
+        positions = torch.arange(len(hidden), device=hidden.device)[None]
+        context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
+        for part in anchors.split(self.chunk_anchors):
+            frames = self._frames(context, part[None], input_ids[part][None], base_weights.embedding)[0]
+            trees += self.trees(frames, input_ids[part], base_weights, limits)
+        return trees

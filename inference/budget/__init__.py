@@ -1,1 +1,0 @@
-"""How many draft tokens a step feeds, decided from what earlier steps took and gained."""

@@ -1,0 +1,154 @@
+"""From questions to prompts: chat messages through the base's template, or plain text for a base without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from data.benchmarks import Question
+from data.conversation import encode_prompt, resolve_template
+from data.reasoning import ReasoningMarks, find_marks
+from inference.verifier.base import BaseInfo
+from inference.verifier.session import check_prompt
+
+MAX_LISTED_IDS = 5  # of the questions left out
+
+
+@dataclass(frozen=True)
+class BenchmarkPrompts:
+    """The selected questions of a benchmark, and those left out because their prompts do not fit into the context.
+
+    Args:
+        benchmark: Name of the benchmark.
+        context_length: Context length of the base.
+        questions: Questions whose first prompt leaves room for at least one token.
+        prompts: Token ids of those first prompts.
+        left_out: Ids of the other questions.
+    """
+
+    benchmark: str
+    context_length: int
+    questions: list[Question] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """Return a line that lists the questions left out, or nothing if all fit."""
+        if not self.left_out:
+            return []
+        count, ids = len(self.left_out), ", ".join(map(str, self.left_out[:MAX_LISTED_IDS]))
+        more = f" and {count - MAX_LISTED_IDS} more" if count > MAX_LISTED_IDS else ""
+        return [
+            f"{self.benchmark}: {count} of {count + len(self.questions)} questions, whose prompts do not fit into the "
+            f"base's context of {self.context_length} tokens: {ids}{more}"
+        ]
+
+
+def encode_messages(
+    base: BaseInfo, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Return the token ids of a chat that waits for the assistant's next turn.
+
+    If the tokenizer's own template is asked for and it has none, the base was not trained to chat: it gets the messages
+    as plain text.
+
+    Args:
+        base: The base that reads the prompt.
+        messages: (role, text) pairs; the last one is the user's.
+        template: Name in `data.conversation.TEMPLATES`, or ``tokenizer`` for the tokenizer's own.
+        tools: Definitions of tools for the template.
+    """
+    if template == "tokenizer" and not base.tokenizer.chat_template:
+        return list(base.tokenizer("\n".join(text for _, text in messages)).input_ids)
+    return encode_prompt(messages, base.tokenizer, template, tools)
+
+
+def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
+    """Return the token ids of a question: the chat so far, or for a raw question its text without a template.
+
+    Args:
+        base: The base that reads the prompt.
+        question: The question, whose system prompt and tools come before the chat.
+        messages: (role, text) pairs of the chat so far; the last one is the user's.
+        template: Chat template, as in `encode_messages`.
+    """
+    if question.is_raw:
+        return list(base.tokenizer(messages[-1][1]).input_ids)
+    system = [("system", question.system)] if question.system else []
+    return encode_messages(base, [*system, *messages], template, question.tools)
+
+
+def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> list[int]:
+    """Return the token ids of a question's first prompt.
+
+    Raises:
+        ValueError: The template leaves out the question's system prompt or its tools.
+    """
+    messages = [("user", question.turns[0])]
+    prompt = encode_question(base, question, messages, template)
+    # Another system prompt rather than none, in whose place a template may write the very same one by default.
+    others = {"list of tools": replace(question, tools=())}
+    if question.system:
+        others["system prompt"] = replace(question, system=f"{question.system} .")
+    for name, other in others.items():
+        if other != question and encode_question(base, other, messages, template) == prompt:
+            reason = "a raw prompt passes through no template" if question.is_raw else "the chat template ignores it"
+            raise ValueError(f"it has a {name}, but {reason}: leave it out, or choose another --template")
+    return prompt
+
+
+def find_reasoning_marks(base: BaseInfo, template: str) -> ReasoningMarks | None:
+    """Return the marks by which a chat template delimits the reasoning in an answer; None if it knows none."""
+    if template == "tokenizer" and not base.tokenizer.chat_template:
+        return None
+    text = resolve_template(template, base.tokenizer)
+    return find_marks(text, base.tokenizer, encode_messages(base, [("user", "Why?")], template))
+
+
+def select_questions(
+    base: BaseInfo,
+    benchmark: str,
+    questions: list[Question],
+    template: str,
+    max_new_tokens: int,
+    limit: int | None = None,
+    spaced: bool = False,
+) -> BenchmarkPrompts:
+    """Select the questions whose first prompt fits into the context. (A later turn that is too long ends its answer.)
+
+    Args:
+        base: The base that answers them.
+        benchmark: Name of the benchmark.
+        questions: All questions, in order.
+        template: Chat template, as in `encode_messages`.
+        max_new_tokens: Maximum number of new tokens per turn.
+        limit: Maximum number of questions; questions that do not fit are not counted. None selects all that fit.
+        spaced: Divide the questions into ``limit`` parts of equal length and select the first of each that fits; by
+            default the first ones that fit are selected.
+
+    Raises:
+        ValueError: A prompt is empty, the template refuses a question or leaves out its system prompt or tools,
+            ``max_new_tokens`` is below 1, or no question fits.
+    """
+    selected, num_wanted = BenchmarkPrompts(benchmark, base.context_length), limit or len(questions)
+    part_length = max(1, len(questions) // num_wanted)
+    for index, question in enumerate(questions):
+        if len(selected.questions) >= min(num_wanted, index // part_length + 1 if spaced else num_wanted):
+            continue
+        try:
+            prompt = encode_first_prompt(base, question, template)
+            if len(prompt) >= base.context_length:
+                selected.left_out.append(question.question_id)
+                continue
+            check_prompt(base, prompt, max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{benchmark}, question {question.question_id}: {error}") from error
+        selected.questions.append(question)
+        selected.prompts.append(prompt)
+    if not selected.questions:
+        raise ValueError(
+            f"{benchmark}: none of {len(questions)} prompts fits into the context of {base.name}, which ends at "
+            f"{base.context_length} tokens: shorten the prompts, or take a base that reads more"
+        )
+    return selected

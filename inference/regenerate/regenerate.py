@@ -1,0 +1,313 @@
+"""``drafters regenerate``: let the base answer the prompts of a data set, so that a drafter learns the base's text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from data.conversation import Conversation, resolve_template
+from data.files import atomic_write, safe_text, validated
+from data.reasoning import THINKING_SWITCH
+from data.sharegpt import load_conversations
+from data.time_limit import TooSlow
+from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
+from inference.journal import Journal
+from inference.outputs import new_file
+from inference.progress import throughput_bar
+from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.regenerate.endpoint import Endpoint
+from inference.regenerate.responders import LocalResponder, Request, Responder, ServerResponder
+from inference.verifier.base import base_hash
+from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
+from inference.verifier.sampling import derived_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_SEEDS = 1 << 31  # every server takes a seed of 31 bits
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Which turns are answered, and at what length.
+
+    Args:
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
+        turns: Answer all turns of a conversation, each after the new answers to the earlier ones, or only the first.
+        limit: Maximum number of conversations; by default all.
+        max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
+        max_length: Maximum number of tokens of a conversation; by default the context length of the base.
+        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then, so
+            that no prompt is both trained on and held out.
+        batch_size: Prompts decoded together, fewer if the GPU's memory does not suffice. An interrupted run loses at
+            most this many answers.
+    """
+
+    template: str = "tokenizer"
+    turns: Literal["all", "first"] = "all"
+    limit: int | None = None
+    max_new_tokens: int = 512
+    max_length: int | None = None
+    num_answers: int = 1
+    batch_size: int = 64
+
+    def check(self, sampling: SamplingOptions) -> None:
+        """Raise ValueError if a number is not positive, or several answers would all be the greedy one."""
+        for name in ("limit", "max_new_tokens", "max_length", "num_answers", "batch_size"):
+            _check_positive(name, getattr(self, name))
+        sampling.sampler()  # raises ValueError if a value is out of range
+        if self.num_answers > 1 and not sampling.temperature:
+            raise ValueError(f"{self.num_answers} greedy answers would be equal: give a temperature above 0")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """An OpenAI-compatible server that answers instead of a base in this process.
+
+    Args:
+        endpoint: Address of the server, such as http://localhost:8000/v1; by default the base is loaded instead.
+        model: Name under which the server offers the base.
+        concurrency: Maximum number of requests to the server at the same time.
+    """
+
+    endpoint: str | None = None
+    model: str | None = None
+    concurrency: int = 16
+
+    def check(self) -> None:
+        """Raise ValueError if only one of endpoint and model is given, or concurrency is not positive."""
+        _check_positive("concurrency", self.concurrency)
+        if (self.endpoint is None) != (self.model is None):
+            raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """What answers, ready to work.
+
+    Args:
+        responder: Answers requests.
+        weights: Identifies the weights in a journal.
+        max_length: Maximum number of tokens of a prompt and its answer.
+    """
+
+    responder: Responder
+    weights: str
+    max_length: int
+
+
+def regenerate(
+    base_model: ModelOptions,
+    answers: AnswerOptions,
+    sampling: SamplingOptions,
+    server: ServerOptions,
+    files: list[str],
+    out: str,
+    overwrite: bool = False,
+) -> None:
+    """Let the base answer the prompts of conversations; drafters learn best from the base's own text.
+
+    Training reads the written records back with exactly the tokens that the base wrote. If the command is interrupted,
+    repeat it to continue. With --endpoint, an OpenAI-compatible server answers (with the API key in OPENAI_API_KEY),
+    and only the tokenizer of the base is loaded.
+
+    Args:
+        base_model: The base.
+        answers: Which turns are answered.
+        sampling: How tokens are chosen. Every answer has a seed of its own, made of the seed given, the place of its
+            conversation in the files, the number of the answer and the turn.
+        server: Server that answers instead of the base.
+        files: Conversations, as data.files of a training, such as chats.json or embedded; their own answers are
+            ignored. May be repeated.
+        out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far.
+        overwrite: Replace an existing file, and the partial file of another command.
+    """
+    answers.check(sampling)
+    server.check()
+    path = new_file(out, overwrite)
+    conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
+    tokenizer = load_tokenizer(base_model.base)
+    resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
+    answerer = load_answerer(base_model, server, tokenizer, answers)
+    num_turns = 1 if answers.turns == "first" else None
+    dialogues = [
+        Dialogue(each, tokenizer, answers.template, num_turns, number)
+        for each in conversations
+        for number in range(answers.num_answers)
+    ]
+    settings = recorded_settings(conversations, tokenizer, answers, answerer)
+    if sampling.temperature:
+        settings |= asdict(sampling) | {"num_answers": answers.num_answers}
+    partial_path = path.with_name(f"{path.name}.partial")
+    with Journal(partial_path, settings, existing="replace_if_different" if overwrite else "continue") as journal:
+        with throughput_bar("regenerate", sum(dialogue.num_remaining for dialogue in dialogues)) as advance:
+            counts = answer_all(dialogues, answerer, journal, answers, advance, sampling)
+        if not counts.num_answers:
+            journal.delete()  # so that the next run tries all prompts again
+            raise ValueError(f"no prompt was answered: {counts.dropped}")
+        with atomic_write(path) as new, new.open("w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.writelines(_lines(dialogues))
+        journal.delete()
+    for left_out in (dropped, counts.dropped):
+        if left_out.total:
+            print(safe_text(left_out))
+    print(f"wrote {out}: {summary(dialogues, counts, is_served=server.endpoint is not None)}")
+
+
+def load_answerer(
+    base_model: ModelOptions, server: ServerOptions, tokenizer: PreTrainedTokenizerBase, answers: AnswerOptions
+) -> Answerer:
+    """Connect to the server if one is named, otherwise load the base.
+
+    Raises:
+        ValueError: The address of the server is malformed, the base cannot be loaded, or its context is shorter than
+            ``max_length``.
+    """
+    max_length = answers.max_length
+    if server.endpoint is not None and server.model is not None:
+        endpoint = Endpoint(server.endpoint, server.model, template_arguments(answers.template, tokenizer))
+        responder = ServerResponder(endpoint, server.concurrency)
+        return Answerer(responder, f"{server.model} on a server", max_length or tokenizer.model_max_length)
+    base = base_model.load()
+    if max_length is not None and max_length > base.context_length:
+        raise ValueError(
+            f"max_length is {max_length}, but the context of {base_model.base} ends at {base.context_length}"
+        )
+    return Answerer(LocalResponder(base), base_hash(base), max_length or base.context_length)
+
+
+def template_arguments(template: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """What a server has to tell its own chat template, so that it writes what the template of this name does."""
+    name, _, option = template.partition(":")
+    switch = THINKING_SWITCH.search(resolve_template(name, tokenizer)) if option else None
+    return {switch[1]: option == "thinking=on"} if switch else {}
+
+
+def recorded_settings(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    answers: AnswerOptions,
+    answerer: Answerer,
+) -> dict[str, Any]:
+    """Everything that determines the answers, for the first line of the journal."""
+    return {
+        "format": 1,
+        "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
+        "base": answerer.weights,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": short_hash(resolve_template(answers.template, tokenizer)),
+        "turns": answers.turns,
+        "max_new_tokens": answers.max_new_tokens,
+        "max_length": answerer.max_length,
+    }
+
+
+def answer_all(
+    dialogues: Sequence[Dialogue],
+    answerer: Answerer,
+    journal: Journal,
+    options: AnswerOptions,
+    advance: Callable[[int, int, int], object] = lambda num_done, num_new, num_tokens: None,
+    sampling: SamplingOptions = GREEDY,
+) -> AnswerCounts:
+    """Answer every conversation, turn by turn, in batches of prompts of similar length.
+
+    Replies that the journal holds are taken from it. The batches do not depend on the journal, so an interrupted run
+    ends in the same texts, bit for bit, as long as ``batch_size`` is the same.
+
+    Args:
+        dialogues: The conversations.
+        answerer: Answers their prompts.
+        journal: Holds a line [turn, [[index of the conversation, reply], ...]] for each batch.
+        options: Length limits and batch size.
+        advance: Called with the number of finished answers, the number of those that are new, and their tokens.
+        sampling: How tokens are chosen.
+    """
+    known = {
+        (turn, place): reply
+        for turn, replies in journal.entries(partial(_read_batch, answerer.responder))
+        for place, reply in replies
+    }
+    counts, turn = AnswerCounts(), 0
+    while any(dialogue.num_remaining for dialogue in dialogues):
+        requests: dict[int, Request] = {}
+        for place, dialogue in enumerate(dialogues):
+            if not dialogue.num_remaining:
+                continue
+            num_remaining = dialogue.num_remaining
+            if request := _request(dialogue, options.max_new_tokens, answerer.max_length, counts):
+                seed = derived_seed(sampling.seed, *divmod(place, options.num_answers), turn) % NUM_SEEDS
+                requests[place] = replace(request, sampling=replace(sampling, seed=seed))
+            else:
+                advance(num_remaining, 0, 0)
+        # The longest prompts come first, so that a lack of memory shows at once.
+        order = sorted(requests, key=lambda place: (-len(requests[place].prompt), place))
+        for first in range(0, len(order), options.batch_size):
+            batch = order[first : first + options.batch_size]
+            new = [place for place in batch if (turn, place) not in known]
+            if new:
+                replies = answerer.responder.answer([requests[place] for place in new])
+                journal.append([turn, list(zip(new, replies, strict=True))])
+                known |= {(turn, place): reply for place, reply in zip(new, replies, strict=True)}
+            num_tokens, num_remaining = counts.num_tokens, sum(dialogues[place].num_remaining for place in batch)
+            for place in batch:
+                answerer.responder.add(dialogues[place], requests[place].prompt, known.pop((turn, place)), counts)
+            num_done = num_remaining - sum(dialogues[place].num_remaining for place in batch)
+            advance(num_done, len(new), (counts.num_tokens - num_tokens) if new else 0)
+        turn += 1
+    return counts
+
+
+def _read_batch(responder: Responder, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
+    turn, replies = validated(tuple[int, list[tuple[int, Any]]], entry)
+    return turn, [(place, responder.read(reply)) for place, reply in replies]
+
+
+def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool) -> str:
+    """One line on what was written, and on how well texts and tokens agree."""
+    num_answered = sum(bool(dialogue.is_cut) for dialogue in dialogues)
+    agree = "have as many tokens as the server reports" if is_served else "encode back to the same tokens"
+    parts = [
+        f"{num_answered:,} of {len(dialogues):,} conversations, {counts.num_answers:,} answers, "
+        f"{counts.num_tokens:,} tokens",
+        f"{counts.num_cut:,} answers cut short, which have no EOS",
+        f"{counts.num_round_trip / counts.num_answers:.1%} of the answers {agree}",
+    ]
+    if counts.num_lost:
+        parts.append(f"{counts.num_lost:,} tokens left out of the loss, as a later turn renders them differently")
+    if counts.num_other_prompts:
+        parts.append(
+            f"{counts.num_other_prompts:,} prompts have another length on the server: does it use another chat "
+            "template than --template?"
+        )
+    return "; ".join(parts)
+
+
+def _request(dialogue: Dialogue, max_new_tokens: int, max_length: int, counts: AnswerCounts) -> Request | None:
+    try:
+        prompt = dialogue.prompt()
+    except TooSlow:  # every other prompt would take as long
+        raise
+    except ValueError as error:
+        dialogue.stop(str(error), counts)
+        return None
+    limit = min(max_new_tokens, max_length - len(prompt))
+    if limit < 1:
+        dialogue.stop("the prompt leaves no room for an answer", counts)
+        return None
+    return Request(dialogue.pending_messages, prompt, limit)
+
+
+def _lines(dialogues: Sequence[Dialogue]) -> Iterator[str]:
+    for dialogue in dialogues:
+        if dialogue.is_cut:
+            yield json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _check_positive(name: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise ValueError(f"{name} must be at least 1, not {number}")

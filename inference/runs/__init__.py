@@ -1,4 +1,0 @@
-"""What long-running commands share: output paths, journals, fingerprints of files, progress bars, timing.
-
-Imports nothing of the project.
-"""

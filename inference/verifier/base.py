@@ -1,0 +1,341 @@
+"""The frozen base: loading it, its shape and weights, and the check that a drafter was trained for it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from data.files import check_files
+from data.hub import split_revision
+from data.shipped import find_base
+from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
+from inference.verifier.base_files import check_base_folder
+from inference.verifier.layers import PLAIN_MODEL_TYPES, PackedLinear, capture_hidden_states, pack_weights
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["float32", "bfloat16", "float16", "int8", "nf4"]
+QUANTIZED_DTYPES = "int8", "nf4"
+PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
+
+
+class BaseInfo(Protocol):
+    """What encoding prompts and checking their lengths needs of a base: a `Base`, or a `BareBase` without weights."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+
+class BaseIdentity(Protocol):
+    """What tells whether a drafter was trained for a base."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+    @property
+    def shape(self) -> BaseShape: ...
+
+
+@dataclass(frozen=True)
+class BareBase:
+    """A base whose weights are not loaded.
+
+    Args:
+        name: Folder or hub id it was loaded from.
+        tokenizer: Its tokenizer.
+        context_length: Maximum number of tokens of a text.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen causal language model with its tokenizer.
+
+    Args:
+        name: Folder or hub id it was loaded from.
+        model: The model in evaluation mode; its weights require no gradients.
+        tokenizer: Its tokenizer.
+        check: Whether a runner of the base compares its logits with the model's own; see `examination`.
+        prefill_chunk: Maximum number of tokens of a prompt that one forward of a runner reads; 0 for no maximum.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    check: bool = True
+    prefill_chunk: int = PREFILL_CHUNK
+
+    @property
+    def shape(self) -> BaseShape:
+        """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
+        return shape_of(self.model.config)
+
+    @property
+    def base_weights(self) -> BaseWeights:
+        """The embedding and the weights of the LM head, which learned drafters use."""
+        embedding: Any = self.model.get_input_embeddings()
+        head: Any = self.model.get_output_embeddings()
+        is_packed = isinstance(head, PackedLinear) and head.bias is None
+        return BaseWeights(embedding.weight, head.weight, packed_head=head if is_packed else None)
+
+    def lend_weights_to(self, drafter: LearnedDrafter) -> None:
+        """Make a learned drafter ready to decode: on the base's device, with its weights, and packed as it is."""
+        weights = self.base_weights
+        if weights.packed_head is not None:
+            pack_weights(drafter, at_first_use=True)
+        drafter.to(self.model.device).attach_base_weights(weights)
+
+    def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Run one forward and return hidden states.
+
+        For the model types of `PLAIN_MODEL_TYPES` only the requested layers are kept in memory.
+
+        Args:
+            input_ids: (B, S).
+            layers: F layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
+
+        Returns:
+            The requested layers side by side (B, S, F * D), and the last state after the final norm (B, S, D).
+        """
+        decoder: Any = self.model.base_model  # torch types the attributes of a module as Tensor | Module
+        inner_layers = {layer for layer in layers if layer != -1}
+        if decoder.config.model_type not in PLAIN_MODEL_TYPES:
+            outputs = decoder(input_ids, use_cache=False, output_hidden_states=bool(inner_layers))
+            states = {layer: outputs.hidden_states[layer] for layer in inner_layers}
+        else:
+            with capture_hidden_states(decoder, inner_layers) as states:
+                outputs = decoder(input_ids, use_cache=False)
+            # In transformers, the last layer's output is the state after the final norm.
+            states[len(decoder.layers)] = outputs.last_hidden_state
+        last_hidden = states[-1] = outputs.last_hidden_state
+        return torch.cat([states[layer] for layer in layers], dim=-1), last_hidden
+
+    @torch.no_grad()
+    def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
+        """Decode greedily with transformers' own `generate`.
+
+        Penalties and beams that the base's generation_config asks for are switched off, so the text is the plain
+        argmax.
+
+        Args:
+            input_ids: (B, S) prompts, padded on the left.
+            attention_mask: (B, S).
+            max_new_tokens: Maximum number of new tokens of a text.
+
+        Returns:
+            (B, N) new tokens; texts that end early are padded on the right.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        pad = self.tokenizer.pad_token_id
+        model: Any = self.model
+        return model.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(self.eos) or None,
+            pad_token_id=min(self.eos, default=0) if pad is None else pad,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            # Layers that are sharded over processes run in all of them, until the last one has finished.
+            synced_gpus=isinstance(model.base_model, FSDPModule),
+        )[:, input_ids.shape[1] :]
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a text, prompt included."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Ids of the end-of-sequence tokens."""
+        ids = self.model.generation_config.eos_token_id
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
+
+
+def shape_of(config: PretrainedConfig) -> BaseShape:
+    """Read the sizes that a learned drafter is built from out of a transformers configuration.
+
+    Raises:
+        ValueError: The model does not have the layout of LLaMA.
+    """
+    if not hasattr(config, "intermediate_size"):
+        raise ValueError(f"no learned drafter is built for {config.model_type} models: use one of the LLaMA family")
+    rope = getattr(config, "rope_parameters", None) or {}
+    return BaseShape(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+    )
+
+
+def base_hash(base: Base) -> str:
+    """Return a short hash of a base's weights, computed from their shapes and 32 values of each.
+
+    Further training changes the hash; another folder or another version of transformers does not.
+    """
+    shape = base.shape
+    numbers = shape.num_heads, shape.head_dim, shape.rope_theta, shape.norm_eps  # not visible in the weights
+    digest = hashlib.sha256(repr(numbers).encode())
+    for name, weight in base.model.named_parameters():
+        flat = weight.detach().flatten()
+        indices = torch.linspace(0, len(flat) - 1, min(32, len(flat)), dtype=torch.float64).long()
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        digest.update(flat[indices.to(flat.device)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_base(
+    name: str,
+    dtype: Dtype = "float32",
+    device: str | torch.device = "cpu",
+    check: bool = True,
+    packed: bool = False,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Base:
+    """Load a frozen base from a local folder or a hub id.
+
+    Args:
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), which the base's name does not keep.
+        dtype: Dtype of the weights. ``int8`` and ``nf4`` quantise the linear layers of the decoder layers while loading
+            (bitsandbytes); the embedding, the norms and the LM head, which drafters use, stay in bfloat16.
+        device: Device to load the base to.
+        check: Whether a runner of the base compares its logits with the model's own, and refuses it if they differ.
+        packed: Whether large linear layers keep a second, packed copy of their weights; see `pack_weights`.
+        prefill_chunk: See `Base`.
+
+    Raises:
+        ValueError: The base cannot be loaded; the message says what to do.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    if prefill_chunk < 0:
+        raise ValueError(f"prefill_chunk must be at least 0, not {prefill_chunk}")
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
+    check_base_folder(find_base(name))
+    tokenizer = load_tokenizer(name)
+    check_files(Path(find_base(name)))
+    options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
+    try:
+        model: Any = load_pretrained(AutoModelForCausalLM, name, **options)
+    except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
+        raise ValueError(
+            f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
+        ) from error
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {name} has {len(tokenizer)} tokens and the model {model.config.vocab_size}: "
+            "they do not belong together"
+        )
+    eos = model.generation_config.eos_token_id
+    if not (eos is None or all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]))):
+        raise ValueError(f"the generation_config.json of {name} has the eos_token_id {eos!r}: give token ids")
+    model = model.to(device).eval().requires_grad_(False)
+    if packed:
+        pack_weights(model)
+    return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk)
+
+
+def load_base_info(name: str) -> BareBase:
+    """Load a base's tokenizer and context length without its weights.
+
+    Raises:
+        ValueError: The tokenizer or the configuration cannot be loaded.
+    """
+    from transformers import AutoConfig
+
+    check_base_folder(find_base(name))
+    tokenizer = load_tokenizer(name)
+    try:
+        config = load_pretrained(AutoConfig, name)
+    except Exception as error:  # transformers and the hub client raise errors of their own
+        raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
+    if not isinstance(length := getattr(config, "max_position_embeddings", None), int):
+        raise ValueError(f"the configuration of {name} has no context length (max_position_embeddings)")
+    return BareBase(name, tokenizer, length)
+
+
+def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
+    """Return the arguments that make transformers quantise a model while loading it.
+
+    Raises:
+        ValueError: bitsandbytes or accelerate is not installed.
+    """
+    if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
+        raise ValueError(
+            f"a base in {dtype} needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take bfloat16"
+        )
+    from transformers import BitsAndBytesConfig
+
+    getLogger("bitsandbytes").setLevel(ERROR)  # it warns at every matrix product that int8 multiplies in float16
+    compute_dtype = torch.bfloat16
+    config = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if dtype == "int8"
+        else BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute_dtype)
+    )
+    return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
+
+
+def check_fit(drafter: DrafterConfig, base: BaseIdentity) -> None:
+    """Raise ValueError if a drafter was trained for another base."""
+    expected, actual = asdict(drafter.base), asdict(base.shape)
+    for size in ("hidden_size", "vocab_size", "num_layers"):
+        if expected[size] != actual[size]:
+            raise ValueError(
+                f"this drafter was trained for {drafter.base_name} with {size} {expected[size]}, but {base.name} has "
+                f"{actual[size]}: pass the base it was trained for, or train a drafter for this one"
+            )
+    if drafter.tokenizer_hash != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"this drafter was trained for {drafter.base_name}, whose tokenizer differs from that of {base.name}: "
+            "pass the base it was trained for, or train a drafter for this one"
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device with this name; ``auto`` is the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: ``cuda`` was requested and there is no CUDA device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no CUDA device here: pass --device cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

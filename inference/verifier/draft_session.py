@@ -1,0 +1,90 @@
+"""A session of a smaller model that drafts for the base; the drafters that use one hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Drafter, NoDrafter
+from drafters.training_free.draft_session import DraftedTokens
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler, Sampler
+from inference.verifier.session import Session, common_prefix
+
+
+class DraftModelSession:
+    """A session of a draft model that lasts over the base's steps; implements `drafters.protocol.DraftSession`.
+
+    The cache holds what the draft model wrote. If the base rejects some of it, only the rejected part is dropped.
+
+    Args:
+        runner: The draft model and its KV cache.
+        drafter: Drafts for the draft model in turn; nothing by default.
+        sampler: Picks the draft model's tokens; greedy decoding if not given. Its seed selects other samples for the
+            same request.
+    """
+
+    def __init__(self, runner: Runner, drafter: Drafter | None = None, sampler: Sampler | None = None) -> None:
+        self.session = Session(runner, drafter or NoDrafter(), sampler)
+        self.sampler = sampler
+        self.forwards = 0
+        self.remembers, self.samples_drafts = self.session.drafter.remembers, sampler is not None
+        self._num_known = 0  # leading tokens of the session's text that are known to be the base's text too
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.session.begin(prompt)
+        self._num_known = len(prompt)
+
+    def rewind(self, length: int) -> None:
+        """Trust only the first ``length`` tokens of the text: the others were a draft themselves, and were rejected."""
+        self._num_known = min(self._num_known, length)
+
+    def reset(self) -> None:
+        """Reset the draft model's own drafter."""
+        self.session.drafter.reset()
+
+    def write(
+        self,
+        seq: Sequence[int],
+        num_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        threshold: float = 0.0,
+        draft_seed: int = 0,
+    ) -> DraftedTokens:
+        session = self.session
+        sampler = self.sampler.for_proposal(draft_seed) if isinstance(self.sampler, KeyedSampler) else None
+        session.sampler = sampler or session.sampler
+        # The base's text only grows between two calls, unless `rewind` says otherwise. So the comparison starts behind
+        # what was the same at the last call, and a step costs the same however long the text is.
+        session.resume(seq, common_prefix(session.seq, seq, self._num_known))
+        self._num_known = len(seq)
+        tokens: list[int] = []
+        distributions: list[Tensor] = []
+        forwards_before = session.drafter.draft_forwards
+        for emitted, _ in session.steps(min(len(seq) + num_tokens, session.runner.context_length), eos):
+            self.forwards += 1
+            improbable = self._improbable(emitted, threshold) if threshold else []
+            if improbable:
+                emitted = emitted[: 1 + improbable[0]]
+            tokens += emitted
+            if sampler:
+                distributions += self._distributions(sampler, len(emitted))
+            if improbable:
+                break
+        self.forwards += session.drafter.draft_forwards - forwards_before
+        return DraftedTokens(tokens, distributions)
+
+    @torch.inference_mode()
+    def _distributions(self, sampler: KeyedSampler, count: int) -> list[Tensor]:
+        """The distributions that the last step's first ``count`` tokens were drawn from."""
+        return list(sampler.probabilities(self.session.emitted_logits()[:count]))
+
+    @torch.inference_mode()
+    def _improbable(self, emitted: list[int], threshold: float) -> list[int]:
+        """Indices of the last step's tokens whose probability is below the threshold."""
+        logits = self.session.emitted_logits()
+        tokens = torch.tensor(emitted, device=logits.device)[:, None]
+        is_improbable = logits.float().softmax(-1).gather(1, tokens)[:, 0] < threshold
+        return [index for index, improbable in enumerate(is_improbable.tolist()) if improbable]

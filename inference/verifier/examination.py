@@ -1,0 +1,260 @@
+"""The examination of a base: the logits that a runner computes are compared with those of the model's own forward."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from data.tokenizer import first_line
+from drafters.protocol import RequiredOutputs
+from drafters.tree import DraftTree
+from inference.verifier.layers import attention_spans, longrope_border, takes_argument
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from inference.verifier.base import Base
+
+LONGEST_EXAMINED = 1024  # windows up to this size are examined with a text that is longer than the window
+SHORTEST_EXAMINED = 8
+TREE = (-1, -1, 0, 1)  # parents: two children of the root, and a child of each
+NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes, and one more after the commit
+NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
+NOTHING = RequiredOutputs()
+# Differences, relative to the spread of the logits, that are always and never taken for rounding. Between the two, the
+# limit is a quarter of the difference that a wrong mask and wrong positions make in this base.
+EXACT_LIMITS = 2e-5, 1e-3
+ROUNDED_LIMITS = 0.02, 0.2
+
+
+def check_config(base: Base) -> None:
+    """Raise ValueError if the configuration of a model says that draft trees cannot be fed to it."""
+    model: Any = base.model
+    config = model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{base.name} is an encoder-decoder model: pass a causal language model")
+    for size in ("max_position_embeddings", "vocab_size", "num_hidden_layers"):
+        if not isinstance(getattr(config, size, None), int):
+            raise ValueError(f"{base.name} has no {size} in its config: not supported")
+    if (attention := getattr(config, "_attn_implementation", None)) not in (None, "sdpa", "eager"):
+        raise ValueError(f"{attention} takes no tree mask: load {base.name} with attn_implementation='sdpa'")
+    if not takes_argument(unwrap(model).__class__, "position_ids"):
+        raise ValueError(f"{base.name} takes no position_ids, so draft trees cannot be fed to it: not supported")
+    try:
+        attention_spans(config)
+    except ValueError as error:
+        raise ValueError(f"{base.name} cannot drop rejected drafts: {error}") from error
+
+
+def unwrap(model: Any) -> Any:
+    """Return the model of transformers inside a model of peft; other models are returned as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def model_state(model: Any) -> int:
+    """Return a hash of how a model computes, whatever the values of its weights.
+
+    It changes with the attention implementation, with the dtype or device of a weight, with modules that are replaced
+    or get hooks, and with adapters of peft that are added, removed, switched on or off, or merged.
+    """
+    modules = []
+    for module in model.modules():
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks)  # numbers that are never used again
+        places = [(weight.dtype, weight.device) for weight in module._parameters.values() if weight is not None]
+        modules.append((type(module), hooks, id(vars(module).get("forward")), *places))
+        if hasattr(type(module), "adapter_layer_names"):  # a layer of peft
+            modules.append((*module.active_adapters, module.disable_adapters, *module.merged_adapters))
+    config, head = model.config, id(model.get_output_embeddings())
+    return hash((tuple(modules), getattr(config, "_attn_implementation", None), config.vocab_size, head))
+
+
+def examine_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
+    """Examine a model unless it was examined in its present state.
+
+    Args:
+        model: The model, which keeps the states that were found right.
+        state: `model_state` and the kind of the KV cache.
+        make_runner: Makes the `Runner` to examine, which is not used for anything else.
+
+    Raises:
+        ValueError: As `examine`.
+    """
+    passed = model.__dict__.setdefault("_drafters_examined", set())
+    if state not in passed:
+        examine(make_runner())
+        passed.add(state)
+
+
+@torch.inference_mode()
+def examine(runner: Any) -> None:
+    """Compare the logits of a runner with those of the model's own forward on a few tokens.
+
+    Compared are a plain forward, a forward behind a cache, each node of a small draft tree with its path, and the token
+    after an accepted path. Sliding windows of up to 1,024 positions are exceeded. A last forward has one token at the
+    last position that draft trees may reach, which must not change the logits of the tokens before it (as `longrope`
+    scaling does). That takes seven forwards over a short text; the model is left as it was.
+
+    Args:
+        runner: A `Runner` with an empty cache.
+
+    Raises:
+        ValueError: Logits differ by more than rounding, or the model cannot compute them; the message says where.
+    """
+    model = runner.base.model
+    with _evaluation_mode(model):
+        for length in _lengths(runner):
+            _examine_text(runner, length)
+            runner.reset()
+
+
+def _lengths(runner: Any) -> Iterator[int]:
+    """Yield the lengths of the texts to examine: within and, if it is near, behind the border of longrope scaling."""
+    config = runner.base.model.config
+    spans = [span for span in attention_spans(config).values() if span <= LONGEST_EXAMINED]
+    other_spans = (getattr(config, name, None) for name in ("window_size", "attention_window_size", "local_attention"))
+    spans += [span for span in other_spans if isinstance(span, int) and span <= LONGEST_EXAMINED]
+    wanted = max([SHORTEST_EXAMINED, *(span + NUM_ROWS for span in spans)])
+    border = longrope_border(config) or runner.context_length
+    for length in (min(wanted, border - len(TREE)), border + NUM_ROWS):
+        if NUM_AFTER < length <= min(runner.context_length - len(TREE), LONGEST_EXAMINED + NUM_ROWS):
+            yield length
+
+
+def _examine_text(runner: Any, length: int) -> None:
+    """Compare the logits behind a text of this length, and of a draft tree below its last token."""
+    base = runner.base
+    tokens = _tokens(base.model.config, length + 2 * NUM_AFTER)
+    text, first, second = tokens[:length], tokens[length : length + NUM_AFTER], tokens[length + NUM_AFTER :]
+    own = _own_logits(base, [text + first, text + second])
+    cut, root = length - NUM_AFTER, text[-1:]
+    nodes = [first[0], second[0], first[1], second[1]]
+    own_tree = torch.stack([own[0, 3], own[0, 4], own[1, 4], own[0, 5], own[1, 5]])
+
+    def run(where: str, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        with _one_line_errors(base, where):
+            return runner.forward(pending, tree, NOTHING).logits
+
+    plain = run("a plain forward", text[:cut], DraftTree())
+    runner.commit([])
+    cached = run("a forward behind a cache", text[cut:-1], DraftTree())
+    runner.commit([])
+    wrong = run("a draft tree", root, DraftTree(nodes, range(-1, 3)))  # as if all nodes were one path
+    runner.rollback()
+    tree = run("a draft tree", root, DraftTree(nodes, TREE))
+    runner.commit([1, 3])
+    after = run("a forward after an accepted draft", second[2:], DraftTree())
+    far = _logits_before_far_token(runner, text, root[0])
+
+    limit = _limit(base.model, own, difference(wrong[2:], own_tree[2:]))
+    for where, logits, expected in (
+        ("a plain forward", plain, own[0, :1]),
+        ("a forward behind a cache", cached, own[0, 2:3]),
+        ("a draft tree", tree, own_tree),
+        ("a forward after an accepted draft", after, own[1, 6:]),
+        ("a forward whose last position is far away", far, own[0, :4]),
+    ):
+        if not (found := difference(logits, expected)) <= limit:
+            raise ValueError(
+                f"{base.name} is not supported: in {where} its logits are not those of the model's own forward (they "
+                f"differ by {found:.2g} of their spread, rounding by {limit:.2g} at most); pass check=False to use it "
+                "nevertheless"
+            )
+
+
+def difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the largest root mean square difference of a row, relative to the row's spread (standard deviation).
+
+    Args:
+        logits: (N, V).
+        expected: (N, V).
+    """
+    logits, expected = logits.double(), expected.double()
+    differences = torch.where(logits == expected, 0.0, logits - expected)  # also where both are infinite
+    spread = torch.where(expected.isinf(), expected.new_tensor(torch.nan), expected)
+    spread = (spread - spread.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
+    return (differences.square().mean(-1).sqrt() / spread.clamp(min=1e-30)).max().item()
+
+
+def _limit(model: Any, own: Tensor, effect: float) -> float:
+    """Return the largest difference that counts as rounding.
+
+    Args:
+        model: The model.
+        own: Its logits.
+        effect: Difference that a wrong mask and wrong positions make.
+    """
+    lowest, highest = rounding_limits(model, own.dtype)
+    return min(max(effect / 4, lowest), highest)
+
+
+def rounding_limits(model: Any, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the differences that are always and never taken for rounding.
+
+    Args:
+        model: The model.
+        dtype: Dtype of its logits.
+    """
+    is_exact = {dtype, model.dtype} <= {torch.float32, torch.float64}
+    is_exact &= getattr(model.config, "quantization_config", None) is None
+    is_exact &= torch.get_float32_matmul_precision() == "highest"
+    return EXACT_LIMITS if is_exact else ROUNDED_LIMITS
+
+
+def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:
+    """Return the last `NUM_ROWS` logits (B, NUM_ROWS, V) of the model's own forward over B texts of equal length."""
+    model: Any = base.model
+    keep = {"logits_to_keep": NUM_ROWS} if takes_argument(unwrap(model).__class__, "logits_to_keep") else {}
+    with _one_line_errors(base, "its own forward"):
+        return model(torch.tensor(texts, device=model.device), use_cache=False, **keep).logits[:, -NUM_ROWS:]
+
+
+def _logits_before_far_token(runner: Any, text: list[int], far: int) -> Tensor:
+    """Return the last logits (4, V) of a text in a forward with one more token at the last position of draft trees."""
+    runner.reset()
+    positions = torch.tensor([*range(len(text)), runner.prepare(len(text)) - 1], device=runner.device)
+    with _one_line_errors(runner.base, "a forward whose last position is far away"):
+        return runner.forward_at([*text, far], positions, 5)[:4]
+
+
+def _tokens(config: PretrainedConfig, count: int) -> list[int]:
+    """Return token ids, spread over the vocabulary, that are not special; neighbours differ."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "mask_token_id")
+    special: set[int] = set()
+    for value in (getattr(config, name, None) for name in names):
+        special.update([value] if isinstance(value, int) else value or [])
+    rng = random.Random(0)
+    usable = [
+        token for token in rng.sample(range(config.vocab_size), min(config.vocab_size, 64)) if token not in special
+    ]
+    return [usable[index % len(usable)] for index in range(count)]
+
+
+@contextmanager
+def _one_line_errors(base: Base, where: str) -> Iterator[None]:
+    """Turn errors of transformers and torch inside the block into a refusal that says where they were raised."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # each model raises its own types of errors
+        raise ValueError(
+            f"{base.name} is not supported: {where} fails ({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off inside the block, in every module for itself."""
+    in_training = [module for module in model.modules() if module.training]
+    try:
+        for module in in_training:
+            module.training = False
+        yield
+    finally:
+        for module in in_training:
+            module.training = True

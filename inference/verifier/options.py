@@ -1,0 +1,72 @@
+"""Options that several commands share: which base is loaded, and how its tokens are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from inference.verifier.base import PREFILL_CHUNK, Base, Dtype, load_base, resolve_device
+from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler, make_sampler
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The base that a command loads.
+
+    Args:
+        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub.
+        dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
+        device: Device to run on; auto uses the GPU if there is one.
+        check: Compare the logits of draft trees with those of the base's own forward on a few tokens, and refuse a base
+            where they differ. Pass false only for a base that you know to be right.
+        packed: Keep a second copy of the weights in the layout in which a CPU multiplies few tokens: for a base of a
+            billion parameters in float32, a forward of 16 tokens takes half the time and the base twice the memory.
+            float32 and bfloat16 on a CPU only.
+        prefill_chunk: Maximum number of prompt tokens that one forward reads; 0 for no maximum. Longer prompts are read
+            in several forwards, whose masks and activations need less memory. The text is the same. `regenerate` reads
+            prompts whole.
+    """
+
+    base: str
+    dtype: Dtype = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    check: bool = True
+    packed: bool = False
+    prefill_chunk: int = PREFILL_CHUNK
+
+    def load(self) -> Base:
+        """Load the base; raises ValueError if it cannot be loaded or the device does not exist."""
+        device = resolve_device(self.device)
+        return load_base(self.base, self.dtype, device, self.check, self.packed, self.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How the next token is chosen.
+
+    Args:
+        temperature: Sampling temperature; 0 decodes greedily, and so do values below 0.00001.
+        top_k: Sample from the k most probable tokens only; 0 keeps all tokens.
+        top_p: Sample from the most probable tokens whose probabilities add up to this value; 1 keeps all tokens.
+        seed: Seed of the random sampling. Each draw depends only on the seed and the position of its token.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+
+    def sampler(self, processors: Sequence[LogitsProcessor] = ()) -> Greedy | KeyedSampler:
+        """The sampler with these options, behind logits processors; raises ValueError if a value is out of range."""
+        return make_sampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+
+
+GREEDY = SamplingOptions()

@@ -1,0 +1,350 @@
+"""How the base picks its tokens: greedily, by random draws keyed by seed and position, or by a lossy rule."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters.tree import ROOT, DraftTree
+from inference.verifier.acceptance import accept, accept_deepest
+from inference.verifier.processing import ScoreProcessors
+from inference.verifier.rejection import multi_round_rejection
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+
+LOWEST_TEMPERATURE = 1e-5
+"""Temperatures below are those of greedy decoding, as in vLLM: logits divided by them would overflow."""
+
+
+class Sampler(Protocol):
+    """Decides which draft tokens are accepted and which tokens are emitted.
+
+    A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
+    logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
+    follows it down the tree on the host.
+
+    Args:
+        lossless: Whether the text follows the base's own distribution.
+        seed: Seed of the request; the seeds of its drafts are derived from it (`derived_seed`).
+    """
+
+    @property
+    def lossless(self) -> bool: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        """Device part: compute the decisions.
+
+        Args:
+            logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
+            tree: M nodes.
+            positions: 1 + M positions; the token that row i decides stands at positions[i].
+            text: Token ids up to the root, which logits processors may read.
+            eos: Tokens that end the text, so that nothing needs to be decided after a node with one.
+
+        Returns:
+            (1 + M, C) integers, on the device of the logits or already on the host; what the C columns hold is between
+            `decide` and `accept`.
+        """
+        ...
+
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+        """Host part: return the accepted nodes from the root down, and the emitted tokens."""
+        ...
+
+
+def derived_seed(*keys: int) -> int:
+    """Derive the seed of the random numbers of drafts, in [0, 2^64).
+
+    The text follows the base's distribution only if drafts are independent of the numbers that accept them. Those are
+    seeded by the seed of the request itself (`KeyedSampler.uniform`), the drafts of each step by a hash of it.
+
+    Args:
+        keys: Seed of the request, and the length of the text, which is another one at every step; or the seed of a
+            proposal, and a drafter's own seed.
+    """
+    text = ",".join(str(key) for key in keys)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"draft seed").digest(), "little")
+
+
+def most_probable(logits: Tensor) -> Tensor:
+    """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal.
+
+    On a CPU, numpy is up to forty times faster than torch.
+    """
+    if logits.device.type != "cpu":
+        return logits.argmax(-1)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return torch.from_numpy(logits.numpy().argmax(-1))
+
+
+def draw_tokens(distributions: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Draw one token (N,) from each of the distributions (N, V) by inverse CDF, with N random numbers in [0, 1)."""
+    draws = torch.tensor(numbers, dtype=torch.float64)[:, None]
+    cumulative = distributions.cumsum(-1)
+    index = torch.searchsorted(cumulative, draws.to(distributions.device) * cumulative[:, -1:], right=True)
+    return index.clamp(max=distributions.shape[-1] - 1)[:, 0]
+
+
+class _PickPerNode:
+    """A sampler with one decision per row: the token picked there. The accepted path follows the picks.
+
+    Args:
+        processors: Logits processors that change the base's logits before a token is picked.
+    """
+
+    lossless = True
+    seed = 0
+
+    def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._processors = ScoreProcessors(processors)
+
+    def _decide_along_path(self, tree: DraftTree, pick: Callable[[int], int], eos: frozenset[int]) -> Tensor:
+        """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
+
+        Each token of the path is copied to the host on its own, and so the decisions are on the host.
+
+        Args:
+            tree: M nodes.
+            pick: Returns the token after a node or after `ROOT`; called from the root down.
+            eos: End-of-sequence tokens.
+        """
+        decisions = torch.full((1 + len(tree), 1), -1)
+        node: int | None = ROOT
+        while node is not None:
+            token = pick(node)
+            decisions[1 + node] = token
+            node = None if token in eos else tree.child(node, token)
+        return decisions
+
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+        return accept(tree, [row[0] for row in decisions])
+
+
+class Greedy(_PickPerNode):
+    """Picks the most probable token, the first one if several are equally probable.
+
+    Args:
+        processors: Logits processors that change the base's logits before a token is picked.
+    """
+
+    @property
+    def decides_argmaxes(self) -> bool:
+        """Whether the decisions are the argmaxes of the base's own logits."""
+        return not self._processors
+
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        processors = self._processors
+        if processors.read_text:
+            scores = processors.at_nodes(logits, tree, text)
+            return self._decide_along_path(tree, lambda node: int(most_probable(scores(node))), eos)
+        return most_probable(processors.at_all_rows(logits) if processors else logits)[:, None]
+
+
+class KeyedSampler(_PickPerNode):
+    """Draws from the processed distribution by inverse CDF, with a random number keyed by (seed, position).
+
+    With drafters that do not draw their drafts, one seed gives one text: sample-and-match emits the very draw that the
+    base would have made without a drafter. Draft tokens that were drawn at random (``tree.distributions``) go through
+    multi-round rejection: the text is another one, from the same distribution.
+
+    Args:
+        temperature: Sampling temperature, above 0. Values below `LOWEST_TEMPERATURE` count as this one;
+            `SamplingOptions`, which `eval`, `generate` and the server use, decodes greedily there.
+        top_k: Sample from the k most probable tokens only; 0 keeps all.
+        top_p: Sample from the smallest set of tokens that together have this probability; 1 keeps all.
+        seed: Key of the draws.
+        processors: Logits processors that come before temperature, top_k and top_p.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        for is_valid, requirement, value in (
+            (0 < temperature < inf, "temperature must be a number above 0, or 0 to decode greedily", temperature),
+            (top_k >= 0, "top_k must be at least 0", top_k),
+            (0 < top_p <= 1, "top_p must be above 0 and at most 1", top_p),
+            (seed >= 0, "seed must be at least 0", seed),
+        ):
+            if not is_valid:
+                raise ValueError(f"{requirement}, not {value}")
+        self.seed = seed
+        warpers: list[LogitsProcessor] = []
+        if temperature != 1.0:
+            warpers.append(TemperatureLogitsWarper(max(float(temperature), LOWEST_TEMPERATURE)))
+        if top_k:
+            warpers.append(TopKLogitsWarper(top_k))
+        if top_p < 1.0:
+            warpers.append(TopPLogitsWarper(top_p))
+        super().__init__([*processors, *warpers])
+
+    def for_proposal(self, draft_seed: int) -> KeyedSampler:
+        """Return a sampler from the same distributions for the drafts of one proposal, see `Limits.draft_seed`."""
+        sampler = copy.copy(self)
+        sampler.seed = derived_seed(draft_seed, self.seed)
+        return sampler
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the distributions (N, V) that tokens are drawn from, given logits (N, V).
+
+        Not for processors that read the text.
+        """
+        return self._processors.at_all_rows(logits).double().softmax(-1)
+
+    def pick(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
+        """Draw one token (N,) for each row of (N, V)."""
+        return self._draws(self.probabilities(logits), positions)
+
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        """Draw along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
+
+        On a GPU, a tree without random drafts is drawn for all nodes at once, unless a logits processor reads the text:
+        that is faster than waiting for the device at every node of the path.
+        """
+        if logits.device.type != "cpu" and not tree.distributions and not self._processors.read_text:
+            return self.pick(logits, positions)[:, None]
+        drawn_children = {children.parent: children for children in tree.distributions}
+        scores = self._processors.at_nodes(logits, tree, text)
+
+        def pick(node: int) -> int:
+            position = positions[1 + node]
+            distribution = scores(node).double().softmax(-1)
+            if node in drawn_children:
+                accepted, accepted_token, residual = multi_round_rejection(
+                    distribution[0], drawn_children[node], tree, self._round_numbers(position)
+                )
+                if (token := int(torch.where(accepted, accepted_token, -1))) >= 0:
+                    return token
+                distribution = residual.view(1, -1)
+            return int(self._draws(distribution, [position]))
+
+        return self._decide_along_path(tree, pick, eos)
+
+    def _round_numbers(self, position: int) -> Callable[[int], float]:
+        """The random numbers of the rounds of rejection at a position, by the index of the round."""
+        return lambda index: self.uniform(position, 1 + index)
+
+    def _draws(self, distributions: Tensor, positions: Sequence[int]) -> Tensor:
+        numbers = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # one per depth
+        return draw_tokens(distributions, [numbers[position] for position in positions])
+
+    def uniform(self, position: int, stream: int = 0) -> float:
+        """Return a random number in [0, 1).
+
+        Args:
+            position: Position of the token to be decided.
+            stream: 0 for the draw at this position, j for the j-th round of rejection there.
+        """
+        return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
+
+
+def make_sampler(
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Greedy | KeyedSampler:
+    """Create the sampler for these options: greedy at temperature 0, else draws keyed by seed and position.
+
+    Args:
+        temperature, top_k, top_p, seed, processors: As in `KeyedSampler`.
+
+    Raises:
+        ValueError: A value is out of its range, or top_k or top_p is given with temperature 0.
+    """
+    if not temperature and (top_k or top_p != 1):
+        option = f"top_k {top_k}" if top_k else f"top_p {top_p}"
+        raise ValueError(f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
+    return KeyedSampler(temperature, top_k, top_p, seed, processors) if temperature else Greedy(processors)
+
+
+class Typical(KeyedSampler):
+    """Typical acceptance (Medusa, section 2.3.1), a lossy rule kept for comparison.
+
+    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)). The longest
+    acceptable path is accepted, and the token after it drawn from the base. The text does not follow the base's
+    distribution.
+
+    Args:
+        threshold: Upper limit of the bound; Medusa's delta.
+        alpha: Factor of the bound that depends on the entropy; Medusa's epsilon.
+        temperature, top_k, top_p, seed: As in `KeyedSampler`.
+    """
+
+    lossless = False
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 0.09,
+        alpha: float = 0.3,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if not 0 < threshold <= 1 or alpha <= 0:
+            raise ValueError(f"need 0 < threshold <= 1 and alpha > 0, not {threshold} and {alpha}")
+        self.threshold, self.alpha = threshold, alpha
+
+    def decide(
+        self,
+        logits: Tensor,
+        tree: DraftTree,
+        positions: Sequence[int],
+        text: Sequence[int] = (),
+        eos: frozenset[int] = frozenset(),
+    ) -> Tensor:
+        """Decisions of two columns: whether the node is acceptable, and the token drawn after it."""
+        distributions = self.probabilities(logits)
+        entropy = -torch.special.xlogy(distributions, distributions).sum(-1)  # (1 + M,)
+        bound = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
+        parents = torch.tensor([0, *(1 + parent for parent in tree.parents)], device=distributions.device)
+        tokens = torch.tensor([0, *tree.tokens], device=distributions.device)
+        acceptable = distributions[parents, tokens] > bound[parents]
+        return torch.stack([acceptable.long(), self._draws(distributions, positions)], dim=-1)
+
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+        return accept_deepest(tree, [row[0] for row in decisions], [row[1] for row in decisions])

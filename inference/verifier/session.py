@@ -1,0 +1,340 @@
+"""The decoding loop: propose, forward, accept, commit, observe. The file to read first.
+
+One step extends the text by at least one token and runs the base once:
+
+    propose   the drafter guesses continuations: a draft tree below the last token of the text, the root
+    forward   the base reads the tokens that are not cached yet, the root last, and the whole tree
+    accept    the base picks a token after the root and after each node; the path that follows these picks down the
+              tree is accepted, and the pick after its last node is the bonus token
+    commit    the KV cache keeps the pending tokens and the accepted path, and drops the rejected nodes
+    observe   the drafter learns from what the step showed
+
+The bonus token has not been fed to the base: it is the root of the next step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.tree import DraftTree
+from inference.budget import BudgetController
+from inference.verifier.base import BaseInfo
+from inference.verifier.runner import TreeRunner
+from inference.verifier.sampling import Greedy, Sampler, derived_seed, most_probable
+
+PHASES = ("propose", "forward", "accept", "commit", "observe")
+RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, for the draft trees near it
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of one step, which is one base forward.
+
+    Args:
+        emitted: Tokens the text gained.
+        accepted: Draft tokens among them.
+        fed_pending: Decided tokens fed to the base: the root, or the whole prompt in the first step.
+        fed_candidates: Draft tokens fed that could have been accepted.
+        fed_scratch: Scratch tokens fed: the drafter reads the base's outputs there, they are never accepted.
+        draft_forwards: Forwards of the draft module or draft model.
+        seconds: Wall time of each of `PHASES`. On a GPU, ``accept`` may include waiting for work of earlier phases.
+    """
+
+    emitted: int
+    accepted: int
+    fed_pending: int
+    fed_candidates: int
+    fed_scratch: int
+    draft_forwards: int
+    seconds: tuple[float, ...]
+
+    @property
+    def fed(self) -> int:
+        """Tokens fed to the base."""
+        return self.fed_pending + self.fed_candidates + self.fed_scratch
+
+
+@dataclass
+class Generation:
+    """A decoded text: its new tokens and the cost of each step; the first step is the prefill."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[StepCost] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Session:
+    """Decodes one text at a time with one base and one drafter.
+
+    `run` and `decode` write the continuation of a prompt. Callers that need more control call `begin` or `resume`,
+    then iterate over `steps`.
+
+    Args:
+        runner: The base and its KV cache.
+        drafter: Proposes the draft trees.
+        sampler: Picks the base's tokens; greedy decoding if not given.
+        max_nodes: Maximum number of draft tokens fed per step.
+        budget: Decides how many of them each step feeds; by default as many as the drafter proposes.
+
+    Attributes:
+        last_draft: The draft tree of the last step, as it was fed, and its accepted nodes.
+    """
+
+    def __init__(
+        self,
+        runner: TreeRunner,
+        drafter: Drafter,
+        sampler: Sampler | None = None,
+        max_nodes: int = 1024,
+        budget: BudgetController | None = None,
+    ) -> None:
+        self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
+        self.max_nodes, self.budget = max_nodes, budget
+        self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache
+        self.last_draft: tuple[DraftTree, list[int]] = DraftTree(), []
+        self._decisive_logits: tuple[Tensor, list[int]] | None = None  # logits of the last step and its accepted path
+
+    # ---- the text
+
+    def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
+        """Start a new text with an empty cache that has room for at least ``reserve`` positions."""
+        self.runner.reset(reserve)
+        self.seq = list(prompt)
+        self.drafter.begin(self.seq)
+
+    def prefill(self, num_tokens: int) -> None:
+        """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
+        if num_tokens:
+            self.runner.forward(self.seq[:num_tokens], DraftTree(), RequiredOutputs())
+            self.runner.commit([])
+
+    def resume(self, seq: Sequence[int], num_shared: int) -> None:
+        """Continue with another text that begins like the current one, and keep the cache of what they share.
+
+        The last shared token becomes the root again. If the current text is cut, the drafter is rewound.
+
+        Args:
+            seq: The text to continue with.
+            num_shared: Leading tokens that both texts share, at least 1; see `common_prefix`.
+        """
+        assert 0 < num_shared <= min(len(self.seq), len(seq)), "a text is resumed from a prefix that both share"
+        self.runner.truncate(min(self.runner.cached, num_shared - 1))
+        if num_shared < len(self.seq):
+            self.drafter.rewind(num_shared)
+            del self.seq[num_shared:]
+        self.seq += seq[num_shared:]
+
+    def forget(self) -> None:
+        """Drop the text, so that the next one cannot resume from it."""
+        self.seq = []
+
+    # ---- the loop
+
+    def step(
+        self, end: int, eos: frozenset[int] = frozenset(), max_nodes: int | None = None
+    ) -> tuple[list[int], StepCost]:
+        """Run one step.
+
+        Args:
+            end: Maximum length of the text after the step, prompt included.
+            eos: Tokens that end the text.
+            max_nodes: Maximum number of draft tokens fed in this step; the session's own limit if not given.
+
+        Returns:
+            The tokens that the text gained, and the cost of the step.
+        """
+        runner, drafter, seq, clock = self.runner, self.drafter, self.seq, time.perf_counter
+        length, draft_forwards = len(seq), drafter.draft_forwards
+        budget, max_nodes = self.budget, self.max_nodes if max_nodes is None else max_nodes
+        if budget:
+            max_nodes = budget.request(max_nodes)
+        marks = [clock()]
+
+        seed, reach = derived_seed(self.sampler.seed, length), runner.prepare(length)
+        skip_module = budget is not None and budget.skips_module
+        limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed, skip_module)
+        tree = drafter.propose(seq, limits)
+        tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
+        if budget:
+            tree = tree.first(budget.cut(len(tree), tree.probabilities if _may_be_cut(tree) else ()))
+        _check_tokens(tree, runner.vocab_size)
+        marks.append(clock())
+
+        pending = seq[runner.cached :]
+        outputs = runner.forward(pending, tree, drafter.required_outputs)
+        marks.append(clock())
+
+        accepted, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
+        emitted = _until_eos(emitted[: end - length], eos)
+        num_accepted = min(len(accepted), len(emitted))
+        path = accepted[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
+        marks.append(clock())
+
+        runner.commit(path)
+        marks.append(clock())
+
+        seq += emitted
+        drafter.observe(StepResult(len(pending), tree, outputs.hidden, path, emitted, top_tokens))
+        marks.append(clock())
+
+        self.last_draft = tree, accepted[:num_accepted]
+        self._decisive_logits = outputs.logits, path
+        seconds = tuple(after - before for before, after in pairwise(marks))
+        if budget and len(pending) == 1:
+            propose, *base, observe = seconds
+            budget.observe(accepted, len(emitted), propose + observe, sum(base))
+        return emitted, StepCost(
+            emitted=len(emitted),
+            accepted=num_accepted,
+            fed_pending=len(pending),
+            fed_candidates=tree.num_candidates,
+            fed_scratch=tree.num_scratch,
+            draft_forwards=drafter.draft_forwards - draft_forwards,
+            seconds=seconds,
+        )
+
+    @torch.inference_mode()
+    def _accept(
+        self, logits: Tensor, tree: DraftTree, eos: frozenset[int]
+    ) -> tuple[list[int], list[int], list[list[int]]]:
+        """Decide on the device, copy the decisions to the host once, and accept there.
+
+        Returns:
+            The accepted path, the emitted tokens, and the base's most probable tokens after the root and each node
+            if the drafter requires them.
+        """
+        length = len(self.seq)
+        positions = [length, *(length + depth for depth in tree.depths)]
+        decisions = self.sampler.decide(logits, tree, positions, self.seq, eos)
+        top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
+        if top_k == 1 and isinstance(self.sampler, Greedy) and self.sampler.decides_argmaxes:
+            width = 0  # the decisions are the top tokens, too
+        elif top_k:
+            top = most_probable(logits)[:, None] if top_k == 1 else logits.topk(min(top_k, logits.shape[1])).indices
+            decisions = torch.cat([decisions.to(top.device), top], dim=1)
+        on_host = decisions.tolist()
+        path, emitted = self.sampler.accept(tree, on_host)
+        return path, emitted, [row[width:] for row in on_host] if top_k else []
+
+    def steps(
+        self, end: int, eos: frozenset[int] = frozenset(), drafts_at_once: bool = True
+    ) -> Iterator[tuple[list[int], StepCost]]:
+        """Run steps until the text has ``end`` tokens or gains an end-of-sequence token; see `step`.
+
+        The caller may stop between two steps and resume the text later. If a step is interrupted (by Ctrl-C, say),
+        text, cache and drafter no longer agree, so the session forgets the text.
+
+        Args:
+            end: Maximum length of the text, prompt included.
+            eos: Tokens that end the text.
+            drafts_at_once: Whether the first step may feed draft tokens.
+        """
+        max_nodes = None if drafts_at_once else 0
+        while len(self.seq) < end:
+            try:
+                emitted, cost = self.step(end, eos, max_nodes)
+            except BaseException:
+                self.forget()
+                raise
+            max_nodes = None
+            yield emitted, cost
+            if emitted[-1] in eos:
+                return
+
+    def emitted_logits(self) -> Tensor:
+        """Logits (N, V) that decided the N tokens emitted by the last step."""
+        assert self._decisive_logits is not None, "there was no step yet"
+        logits, path = self._decisive_logits
+        return logits[[0, *(1 + node for node in path)]]
+
+    # ---- whole continuations
+
+    def decode(
+        self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[list[int], StepCost]]:
+        """Yield the tokens that each step emits and its cost. Without the drafter the base would write the same text.
+
+        Ends after an end-of-sequence token, after ``max_new_tokens`` tokens, or where the base's context ends.
+
+        Raises:
+            ValueError: The prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1.
+        """
+        end = self.end_of(prompt, max_new_tokens)
+        self.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)
+        yield from self.steps(end, eos)
+
+    def run(self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()) -> Generation:
+        """Decode to the end; see `decode`."""
+        result, started = Generation(), time.perf_counter()
+        for emitted, cost in self.decode(prompt, max_new_tokens, eos):
+            result.tokens += emitted
+            result.steps.append(cost)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def end_of(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Return the maximum length of prompt and answer together; raises ValueError as `check_prompt` does."""
+        check_prompt(self.runner.base, prompt, max_new_tokens)
+        return min(len(prompt) + max_new_tokens, self.runner.context_length)
+
+
+def common_prefix(text: Sequence[int], other: Sequence[int], num_known: int = 0) -> int:
+    """Return how many leading tokens two texts share.
+
+    Args:
+        text: Token ids.
+        other: Token ids.
+        num_known: Leading tokens known to be the same; the comparison starts after them.
+
+    >>> common_prefix([5, 6, 7], [5, 6, 8, 9])
+    2
+    """
+    num_shared = num_known
+    while num_shared < min(len(text), len(other)) and text[num_shared] == other[num_shared]:
+        num_shared += 1
+    return num_shared
+
+
+def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> None:
+    """Raise ValueError if the prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1."""
+    if not prompt:
+        raise ValueError("the prompt is empty: the base needs at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    if len(prompt) >= base.context_length:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and the context of {base.name} ends at {base.context_length}: "
+            "shorten the prompt"
+        )
+
+
+def _may_be_cut(tree: DraftTree) -> bool:
+    """Whether the first nodes of a tree may be fed alone, chosen by what was drafted.
+
+    Among drawn nodes such a choice would bias the distribution of the text; scratch nodes are needed together.
+    """
+    return not (tree.distributions or tree.num_scratch)
+
+
+def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
+    """Raise ValueError if a token lies outside the vocabulary: the drafter reads a damaged corpus or datastore."""
+    if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
+        token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"the drafter proposes token {token}, but the base has tokens 0 to {vocab_size - 1}: build its file again"
+        )
+
+
+def _until_eos(tokens: list[int], eos: frozenset[int]) -> list[int]:
+    """Cut the tokens after the first end-of-sequence token."""
+    for index, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: index + 1]
+    return tokens

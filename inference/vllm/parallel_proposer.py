@@ -1,0 +1,177 @@
+"""CTC and block drafters as a proposer of vLLM: chains for the whole batch from one pass over their frames."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters import checkpoint
+from drafters.parallel.drafter import ParallelDrafter
+from drafters.protocol import BaseWeights
+from inference.vllm.proposer import Proposer, logger
+from inference.vllm.served_drafter import read_parallel, spec_of
+from inference.vllm.slot_cache import FedBatch, SlotCache, groups
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+GIB = 1 << 30
+
+
+class ParallelProposer(Proposer):
+    """Serves a CTC or block drafter; ``drafter`` is the folder that `drafters export` wrote.
+
+    vLLM gives a proposer of this kind no hidden states. They come from a forward hook on the base's model, and where
+    they belong from the attention metadata of the same forward.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ValueError: The folder is missing or damaged, the drafter is of another kind or was trained for another base,
+            or the engine runs compiled or spreads the base's layers over processes.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        _check_engine(vllm_config)
+        folder, config = read_parallel(spec_of(self.spec), self.base, self.num_tokens)
+        drafter, _ = checkpoint.load(folder, vllm_config.model_config.dtype, config)
+        self.drafter = cast(ParallelDrafter, drafter)
+        if self.drafter.tokens_in_context and _takes_embeddings(vllm_config):
+            raise ValueError(
+                f"{self.base.name} takes embeddings in place of tokens in vLLM, and the drafter reads tokens: "
+                "train one with tokens_in_context: false"
+            )
+        self.weights: BaseWeights | None = None
+        self.inner_layers: tuple[int, ...] = ()
+        self.cache: SlotCache | None = None
+        self.fed: FedBatch | None = None
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Attach the base's embedding and LM head, and a hook that reads its hidden states.
+
+        Raises:
+            ValueError: The model does not give out the hidden states that the drafter reads.
+        """
+        model: Any = target_model
+        try:
+            embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        except AttributeError as error:
+            raise ValueError(f"{self.base.name} has no plain embedding and LM head in vLLM ({error})") from error
+        vocab_size, num_layers = self.base.shape.vocab_size, self.base.shape.num_layers
+        self.weights = BaseWeights(
+            _whole(embedding.data)[:vocab_size], _whole(head.data)[:vocab_size]
+        )  # vLLM pads them
+        self.drafter.to(embedding.device).attach_base_weights(self.weights)
+        wanted = self.drafter.required_outputs.hidden_layers
+        self.inner_layers = tuple(sorted({layer for layer in wanted if layer not in (-1, num_layers)}))
+        if self.inner_layers:
+            if not hasattr(model, "set_aux_hidden_state_layers"):
+                raise ValueError(
+                    f"vLLM gives out no inner hidden states of {type(model).__name__}, and the drafter reads layers "
+                    f"{list(self.inner_layers)}: train one on the last hidden state (hidden_layers: [-1])"
+                )
+            model.set_aux_hidden_state_layers(self.inner_layers)  # counted as ours: i is the output of layer i
+        target_model.register_forward_hook(self._observe, with_kwargs=True)
+
+    @torch.inference_mode()
+    def _observe(self, _module: nn.Module, _args: object, inputs: dict[str, Any], output: Any) -> Tensor:
+        """Store the trunk's keys and values of every position that the base was fed.
+
+        Returns:
+            The last hidden states alone, as vLLM expects them of a base without inner ones.
+        """
+        from vllm.forward_context import get_forward_context
+
+        assert self.weights is not None, "the model was not loaded"
+        last, inner = output if self.inner_layers else (output, ())
+        if self.vllm_config.cache_config.num_gpu_blocks is None:  # a forward that only measures memory
+            return last
+        cache = self._reserved()  # also by a forward that warms up a GPU, so that it does not fail at a request
+        if not (found := get_forward_context().attn_metadata):
+            return last
+        metadata = _only_group(found)
+        num_fed = metadata.num_actual_tokens
+        states = dict(zip(self.inner_layers, inner, strict=True)) | {-1: last, self.base.shape.num_layers: last}
+        hidden = torch.cat([states[layer][:num_fed] for layer in self.drafter.required_outputs.hidden_layers], dim=-1)
+        tokens = inputs["input_ids"][None, :num_fed] if self.drafter.tokens_in_context else None
+        context = self.drafter.context(
+            hidden[None], inputs["positions"][None, :num_fed], tokens, self.weights.embedding
+        )
+        cache.write(metadata.slot_mapping[:num_fed].long(), context)
+        block_size: Any = self.vllm_config.cache_config.block_size
+        if self.fed is None:
+            self.fed = FedBatch.of(metadata, inputs["positions"], block_size)
+        else:
+            self.fed = FedBatch(metadata.block_table, block_size)
+        return last
+
+    def _reserved(self) -> SlotCache:
+        """The cache, with one row for every slot that vLLM has; reserved in full as soon as vLLM knows how many."""
+        cache_config: Any = self.vllm_config.cache_config
+        num_slots = cache_config.num_gpu_blocks * cache_config.block_size
+        if self.cache is None or self.cache.num_slots != num_slots:
+            self.cache = None  # what measuring the memory has reserved
+            self.cache = SlotCache(self.drafter, num_slots)
+            logger.info(
+                "%s: %.2f GiB reserved for the draft module's keys and values, %d slots as in the base's cache",
+                self.spec,
+                self.cache.num_bytes / GIB,
+                num_slots,
+            )
+        return self.cache
+
+    @torch.inference_mode()
+    def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
+        assert self.weights is not None and self.cache is not None and self.fed is not None, "the base was not run"
+        device, chains = self.weights.embedding.device, dict[int, list[int]]()
+        lengths = [len(text) - 1 for text in texts]  # the root is not fed yet
+        for group in groups(lengths, self.cache.max_gathered):
+            anchors = torch.tensor([lengths[text] for text in group])  # their maximum is read here
+            roots = torch.tensor([int(texts[text][-1]) for text in group], device=device)
+            context = self.cache.read(self.fed.slots([rows[text] for text in group], anchors))
+            trees = self.drafter.draft_batch(context, anchors.to(device), roots, self.weights, self.limits)
+            chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
+        return [chains[text] for text in range(len(texts))]
+
+
+def _check_engine(vllm_config: VllmConfig) -> None:
+    """Raise ValueError if vLLM runs the base in a way in which the hook does not see its hidden states."""
+    parallel: Any = vllm_config.parallel_config
+    if not vllm_config.model_config.enforce_eager:
+        raise ValueError("the drafter reads hidden states by a hook, which CUDA graphs leave out: add --enforce-eager")
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError("the drafter needs all layers of the base in one process: set pipeline_parallel_size to 1")
+
+
+def _takes_embeddings(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM hands the base embeddings instead of tokens, as it does for images and for prompts of embeddings."""
+    model: Any = vllm_config.model_config
+    return bool(model.is_multimodal_model or model.enable_prompt_embeds)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """All rows of an embedding or LM head (V, D), of which each process has a part under tensor parallelism.
+
+    Each process drafts for itself, with the whole weights.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+    return weight if get_tensor_model_parallel_world_size() == 1 else tensor_model_parallel_all_gather(weight, dim=0)
+
+
+def _only_group(metadata_by_layer: Any) -> Any:
+    """The attention metadata that all layers share.
+
+    Raises:
+        ValueError: Layers keep their caches in different blocks, as with sliding windows.
+    """
+    different = {id(metadata): metadata for metadata in metadata_by_layer.values()}
+    if len(different) != 1:
+        raise ValueError("vLLM keeps this base's layers in several KV cache groups, which the drafter cannot follow")
+    return different.popitem()[1]

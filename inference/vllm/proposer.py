@@ -1,0 +1,129 @@
+"""What all our proposers share: vLLM's configuration, the limits of a draft, and which requests get one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from logging import Logger, getLogger
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from data.hub import join_revision
+from data.tokenizer import load_tokenizer
+from drafters.protocol import Limits
+from inference.verifier.base import shape_of
+from inference.vllm.served_drafter import ServedBase, check_version
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+logger: Logger = getLogger("vllm.drafters")  # below vLLM's own logger, so that its handlers and levels apply
+KEY = "drafter"
+"""Entry of vLLM's ``--additional-config`` that names the drafter: a folder or a spec."""
+GREEDY_ONLY = "greedy_only"
+"""Entry that says that no request has a temperature above 0; see `sampler_loses_temperatures`."""
+
+
+class Proposer(ABC):
+    """A drafter as vLLM's ``custom_class`` hook calls it (``vllm/v1/spec_decode/custom_class_proposer.py``, 0.32).
+
+        --speculative-config '{"method": "custom_class", "model": "MODULE.CLASS", "num_speculative_tokens": 6}'
+        --additional-config '{"drafter": "FOLDER"}'
+
+    vLLM verifies the chains by its own rejection sampler, so the texts stay the base's own whatever is proposed.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ValueError: The drafter is missing or does not fit the base, or vLLM would verify it wrongly.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        import vllm
+
+        check_version(vllm.__version__)
+        self.vllm_config = vllm_config
+        self.spec = str(_additional(vllm_config).get(KEY) or "")
+        if not self.spec:
+            raise ValueError(f'no drafter is named: add --additional-config \'{{"{KEY}": "FOLDER"}}\'')
+        if not _additional(vllm_config).get(GREEDY_ONLY) and sampler_loses_temperatures():
+            raise ValueError(
+                "this build of vLLM loses the temperatures of requests as soon as it speculates, with any drafter, and "
+                f'draws wrong tokens above temperature 0: send greedy requests only, and say so by "{GREEDY_ONLY}": '
+                "true in --additional-config"
+            )
+        model: Any = vllm_config.model_config
+        assert vllm_config.speculative_config is not None
+        self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
+        tokenizer = load_tokenizer(join_revision(model.tokenizer, model.tokenizer_revision))
+        self.base = ServedBase(model.model, tokenizer, shape_of(model.hf_text_config))
+        self.limits = Limits(self.num_tokens, eos=_end_tokens(model))
+        self.num_drafts = 0
+        """Number of texts that a chain was asked for so far, one per request and step after its prefill."""
+
+    def load_model(self, target_model: nn.Module) -> None:  # noqa: B027 - most proposers need nothing of the model
+        """Read what the drafter needs of the base's model; vLLM calls it once, after loading the model."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a chain for each of R requests; an empty one where a prompt is still being read.
+
+        Args:
+            sampled_token_ids: For each request the tokens that the last step emitted; none within a prompt.
+            num_tokens_no_spec: (R or more,) lengths of the texts, the emitted tokens included.
+            token_ids_cpu: (R or more, S) the texts.
+            slot_mappings: Not used.
+        """
+        rows = [row for row, tokens in enumerate(sampled_token_ids) if tokens]
+        self.num_drafts += len(rows)
+        chains: list[list[int]] = [[] for _ in sampled_token_ids]
+        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+        for row, chain in zip(rows, self.draft(rows, texts) if rows else [], strict=True):
+            chains[row] = [int(token) for token in chain]
+        return chains
+
+    @abstractmethod
+    def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
+        """Return the chains of N requests.
+
+        Args:
+            rows: Their rows in vLLM's batch.
+            texts: Their tokens; the last one is the root, which the base has not read yet.
+        """
+
+
+def sampler_loses_temperatures() -> bool:
+    """Whether vLLM's rejection sampler computes with wrong temperatures, as its CPU build 0.32 does.
+
+    There the kernel that repeats each request's temperature for its draft tokens converts its output to int64, and
+    drops the copy that it has filled (``vllm/utils/cpu_triton_utils.py``, ``_expand_kernel_impl``). Greedy requests
+    are not affected.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    if not current_platform.is_cpu():
+        return False
+    temperatures = torch.rand(2)
+    repeated = expand_batch_to_tokens(temperatures, torch.tensor([1, 3]), 3)
+    return not torch.equal(repeated, temperatures[[0, 1, 1]])
+
+
+def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
+    additional = vllm_config.additional_config
+    return additional if isinstance(additional, dict) else {}
+
+
+def _end_tokens(model_config: Any) -> frozenset[int]:
+    """The end-of-sequence tokens: of the generation configuration, else of the model's."""
+    ids = model_config.try_get_generation_config().get("eos_token_id")
+    ids = model_config.hf_text_config.eos_token_id if ids is None else ids
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

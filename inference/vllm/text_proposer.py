@@ -1,0 +1,121 @@
+"""Drafters that read only tokens, as a proposer of vLLM: n-grams, corpora and datastores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drafters.protocol import Drafter, Limits, StepResult
+from drafters.tree import DraftTree
+from inference.vllm.proposer import Proposer, logger
+from inference.vllm.served_drafter import chain_builder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(eq=False)
+class Follower:
+    """A drafter and the text that it has followed so far.
+
+    Args:
+        drafter: The drafter, which follows one text at a time.
+        tokens: The text; empty before the first one. It grows in place, as the text of a session does.
+        text: (S,) the same as an array, to compare.
+        chain: What it proposed last.
+    """
+
+    drafter: Drafter
+    tokens: list[int] = field(default_factory=list)
+    text: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    chain: DraftTree = field(default_factory=DraftTree)
+
+    def fits(self, text: np.ndarray) -> bool:
+        """Whether a text continues the one that was followed."""
+        length = len(self.tokens)
+        if not 0 < length < len(text) or text[length - 1] != self.tokens[-1]:  # most texts differ there already
+            return False
+        return np.array_equal(self.text, text[:length])
+
+    def propose(self, text: np.ndarray, limits: Limits, fits: bool) -> list[int]:
+        """Observe the tokens that the text gained, or begin a new text, and return a chain.
+
+        Args:
+            text: (S,) its tokens.
+            limits: Limits of the chain.
+            fits: Whether it continues the text that was followed.
+        """
+        if fits:
+            emitted = text[len(self.tokens) :].tolist()
+            path = self.chain.follow(emitted[:-1])
+            self.tokens += emitted
+            self.drafter.observe(StepResult(1, self.chain, None, path, emitted))
+        else:  # the prompt, and the token that its forward gave
+            self.tokens = text.tolist()
+            self.drafter.begin(self.tokens[:-1])
+            self.drafter.observe(StepResult(1, DraftTree(), None, [], self.tokens[-1:]))
+        self.chain = self.drafter.propose(self.tokens, limits)
+        self.text = text.copy()  # vLLM reuses the array
+        return list(self.chain.tokens)
+
+
+class Followers:
+    """As many drafters as texts are decoded at the same time.
+
+    vLLM hands over rows of tokens that it reorders, without the names of their requests. So each drafter is found by
+    its text: of the drafters whose text a row continues, the one that knows most of it goes on. A row that continues
+    none starts anew with the idle drafter that was used last, which keeps what it remembers of earlier texts.
+
+    Args:
+        build: Builds an independent drafter.
+    """
+
+    def __init__(self, build: Callable[[], Drafter]) -> None:
+        self._build = build
+        self._followers: list[Follower] = []  # the one used last comes last
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def forget(self) -> None:
+        """Start every text anew, with new drafters."""
+        self._followers = []
+
+    def propose(self, texts: list[np.ndarray], limits: Limits) -> list[list[int]]:
+        """Return a chain for each text."""
+        longest_first = sorted(self._followers, key=lambda follower: len(follower.tokens), reverse=True)
+        found = []
+        for text in texts:
+            best = next((follower for follower in longest_first if follower.fits(text)), None)
+            if best:
+                longest_first.remove(best)
+            found.append(best)
+        idle = [follower for follower in self._followers if follower not in found]
+        chosen = [best or (idle.pop() if idle else Follower(self._build())) for best in found]
+        self._followers = [*idle, *chosen]
+        return [
+            follower.propose(text, limits, fits=best is not None)
+            for follower, text, best in zip(chosen, texts, found, strict=True)
+        ]
+
+
+class TextProposer(Proposer):
+    """Serves a drafter that reads nothing but tokens; ``drafter`` is its spec, such as ``anpd:order=4``.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Raises:
+        ValueError: The drafter is unknown, or needs more than tokens.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__(vllm_config)
+        self.followers = Followers(chain_builder(self.spec, self.base, self.num_tokens))
+        logger.info("%s drafts chains of up to %d tokens", self.spec, self.num_tokens)
+
+    def draft(self, rows: list[int], texts: list[np.ndarray]) -> list[list[int]]:
+        return self.followers.propose(texts, self.limits)

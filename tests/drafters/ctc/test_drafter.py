@@ -1,0 +1,469 @@
+"""The CTC drafter: its training computes the same function as its drafting."""
+
+import pytest
+import torch
+
+from drafters import BaseWeights, DraftTree, Limits, StepResult, TrainingBatch
+from drafters.nn import draft_cache
+from drafters.nn.draft_cache import DraftCache
+
+S = 20
+
+
+@pytest.fixture
+def text():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
+
+
+def committed(hidden):
+    """Return a step result that cached these positions of the base and accepted no node."""
+    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
+
+
+def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):
+    """Return the frames and trees of every anchor as in the decoding loop, step by step with the draft cache."""
+    drafter.attach_base_weights(base_weights)
+    drafter.begin(ids[: anchors[0]].tolist())
+    frames, trees, done, read = [], [], 0, drafter.trees
+    monkeypatch.setattr(drafter, "trees", lambda x, *others: frames.append(x[0].clone()) or read(x, *others))
+    for anchor in anchors:
+        drafter.observe(committed(hidden[done:anchor]))
+        done = anchor
+        trees.append(drafter.propose(ids[: anchor + 1].tolist(), Limits(max_depth=100)))
+    monkeypatch.undo()
+    return torch.stack(frames), trees
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"markov_rank": 3},
+        {"tree": "chain", "markov_rank": 3},
+        {"markov_rank": 3, "markov_factors": "base"},
+        {"tree": "paper"},
+        {"root_everywhere": False},
+        {"num_layers": 3},
+        {"causal": True, "num_layers": 2},
+        {"hidden_layers": [0, -1], "num_layers": 2},
+        {"window": 4, "causal": True, "num_layers": 2},
+        {"tokens_in_context": True, "hidden_layers": [0, -1], "num_layers": 2},
+    ],
+)
+def test_training_at_an_anchor_equals_decoding_at_that_root(make_ctc, base_weights, text, monkeypatch, arguments):
+    drafter, (hidden, ids) = make_ctc(**arguments), text
+    hidden = torch.cat([hidden * (i + 1) for i in range(len(drafter.required_outputs.hidden_layers))], -1)
+    anchors = [1, 2, 5, 6, 11, 19]
+    at = torch.tensor([anchors])
+    trained = drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None])[0]
+    decoded, trees = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
+    torch.testing.assert_close(decoded, trained, rtol=1e-4, atol=1e-5)
+    assert all(0 < len(tree) <= 12 for tree in trees)
+    assert trees == drafter.draft_at(hidden, ids, at[0], base_weights)
+
+
+@pytest.mark.parametrize("gap", [1, 30])
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
+    make_ctc, base_weights, monkeypatch, gap, reads_tokens
+):
+    """Training and decoding both equal a drafter without a window that is given no other positions."""
+    monkeypatch.setattr(draft_cache, "SLACK", 1)
+    arguments, anchors = {"num_layers": 2, "tokens_in_context": reads_tokens}, list(range(1, 60, gap))
+    drafter, whole = make_ctc(window=5, **arguments), make_ctc(**arguments)
+    hidden, ids = torch.randn(60, 16), torch.randint(0, 23, (60,))
+    at = torch.tensor([anchors])
+    trained = drafter(hidden[None], at, ids[at], base_weights.embedding, ids[None])[0]
+    decoded, _ = decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch)
+    for index, anchor in enumerate(anchors):
+        first = max(0, anchor - 5)
+        root, read = at[:, index], torch.arange(first, anchor)
+        given = whole.context(hidden[None, read], read[None], ids[None, read], base_weights.embedding)
+        (expected,) = whole._frames_after(given, root, ids[root], base_weights.embedding)
+        torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
+    assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
+
+
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_a_rewound_window_fills_up_again(make_ctc, base_weights, reads_tokens):
+    """After a long rewind nothing is left to draft from; as soon as the window is full again, drafts are the same."""
+    hidden, ids = torch.randn(300, 16), torch.randint(0, 23, (300,))
+    drafter = make_ctc(window=5, tokens_in_context=reads_tokens)
+    drafter.attach_base_weights(base_weights)
+    drafter.begin([])
+    drafter.observe(committed(hidden[:250]))
+    drafter.propose(ids[:251].tolist(), Limits(9))
+    drafter.rewind(251 - draft_cache.SLACK)
+    at = torch.tensor([250 - draft_cache.SLACK, 199, 206])
+    expected = drafter.draft_at(hidden, ids, at, base_weights)
+    assert drafter.propose(ids[: at[0] + 1].tolist(), Limits(9)) == expected[0], "few positions are kept for that"
+    drafter.rewind(100)
+    assert len(drafter.propose(ids[:100].tolist(), Limits(9))) == 0
+    drafter.observe(committed(hidden[99:199]))
+    assert drafter.propose(ids[:200].tolist(), Limits(9)) == expected[1]
+    drafter.observe(committed(hidden[199:206]))
+    assert drafter.propose(ids[:207].tolist(), Limits(9)) == expected[2]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 64])
+def test_trees_of_a_known_text_do_not_depend_on_the_chunk_size(make_ctc, base_weights, text, chunk):
+    drafter, (hidden, ids) = make_ctc(), text
+    anchors = torch.arange(1, S)
+    expected = drafter.draft_at(hidden, ids, anchors, base_weights)
+    drafter.chunk_anchors = chunk
+    assert drafter.draft_at(hidden, ids, anchors, base_weights) == expected
+
+
+@pytest.mark.parametrize("arguments", [{}, {"draws": 5}], ids=["search", "drawn"])
+def test_a_bias_from_the_base_trains_searches_and_draws_as_the_tables_it_folds_to(
+    make_ctc, base_weights, text, arguments
+):
+    hidden, ids = text
+    drafter = make_ctc(markov_rank=3, markov_factors="base", num_anchors=S, **arguments)
+    tables = make_ctc(markov_rank=3, num_anchors=S, **arguments)
+    folded = drafter.markov.folded(base_weights).state_dict()
+    others = {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("markov.")}
+    tables.load_state_dict(others | {f"markov.{name}": weight for name, weight in folded.items()})
+    batch = TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S).bool())
+    torch.testing.assert_close(drafter.loss(batch, base_weights)[0], tables.loss(batch, base_weights)[0])
+    anchors = torch.arange(1, S)
+    assert drafter.draft_at(hidden, ids, anchors, base_weights) == tables.draft_at(hidden, ids, anchors, base_weights)
+    proposed = []
+    for each in (drafter, tables):
+        each.attach_base_weights(base_weights)
+        each.begin([])
+        each.observe(committed(hidden[:6]))
+        tree = each.propose(ids[:7].tolist(), Limits(9, draft_seed=1))
+        proposed.append((tree.tokens, tree.parents, [each.probs.tolist() for each in tree.distributions]))
+    assert proposed[0] == proposed[1] and len(proposed[0][0]) > 0
+    assert set(drafter.state_dict()) == {*others, "markov.left", "markov.right", "markov.blank"}
+
+
+def test_training_moves_a_bias_from_the_base(make_ctc, base_weights):
+    """Every token decides the next, and nothing but the bias is trained."""
+    ids = torch.randperm(23, generator=torch.Generator().manual_seed(0)).repeat(3)[None]
+    hidden, mask = torch.zeros(1, 69, 16), torch.ones(1, 69, dtype=torch.bool)
+    drafter = make_ctc(markov_rank=8, markov_factors="base", num_anchors=69)
+    optimizer = torch.optim.AdamW(drafter.markov.parameters(), lr=0.03)
+    losses = []
+    for _ in range(40):
+        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, ids.roll(-1, 1), mask), base_weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("anchor", [1, 7, 12])
+def test_a_frame_never_attends_to_context_at_or_after_its_anchor(make_ctc, base_weights, text, anchor):
+    drafter, (hidden, ids) = make_ctc(num_layers=2), text
+    at = torch.tensor([[anchor]])
+    later, earlier = hidden.clone(), hidden.clone()
+    later[anchor:] += 100.0
+    earlier[anchor - 1] += 100.0
+    frames, with_later, with_earlier = (
+        drafter(h[None], at, ids[at], base_weights.embedding) for h in (hidden, later, earlier)
+    )
+    assert torch.equal(frames, with_later)
+    assert not torch.allclose(frames, with_earlier), "the context before the anchor must matter"
+
+
+@pytest.mark.parametrize("anchor", [2, 7, 12])
+def test_with_tokens_in_the_context_a_frame_reads_those_before_its_anchor(make_ctc, base_weights, text, anchor):
+    drafter, (hidden, ids) = make_ctc(num_layers=2, tokens_in_context=True), text
+    at, later, earlier = torch.tensor([[anchor]]), ids.clone(), ids.clone()
+    later[anchor:] = (later[anchor:] + 1) % 23
+    earlier[anchor - 2] = (earlier[anchor - 2] + 1) % 23
+    frames, with_later, with_earlier = (
+        drafter(hidden[None], at, ids[at], base_weights.embedding, tokens[None]) for tokens in (ids, later, earlier)
+    )
+    assert torch.equal(frames, with_later)
+    assert not torch.allclose(frames, with_earlier), "the tokens before the root must matter"
+
+
+def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc, base_weights, text, shape):
+    """The reference fuses the embeddings, divided by their root mean square, as if the base had given them."""
+    reading, fusing, (hidden, ids) = make_ctc(tokens_in_context=True), make_ctc(hidden_layers=[-1, 0]), text
+    weights = reading.state_dict()
+    gain = weights.pop("trunk.token_norm.weight").uniform_(0.5, 2)
+    fusing.load_state_dict(weights)
+    embedded = base_weights.embedding[ids]
+    normed = embedded / (embedded.square().mean(-1, keepdim=True) + shape.norm_eps).sqrt()
+    fused, at = torch.cat([hidden, normed * gain], -1)[None], torch.tensor([[1, 7, 19]])
+    expected = fusing(fused, at, ids[at], base_weights.embedding)
+    given = reading(hidden[None], at, ids[at], base_weights.embedding, ids[None])
+    torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_of_other_anchors_do_not_leak(make_ctc, base_weights, text):
+    drafter, (hidden, ids) = make_ctc(num_layers=2), text
+    anchors = torch.tensor([[3, 8, 15]])
+    roots = ids[anchors]
+    together = drafter(hidden[None], anchors, roots, base_weights.embedding)
+    for i in range(3):
+        alone = drafter(hidden[None], anchors[:, i : i + 1], roots[:, i : i + 1], base_weights.embedding)
+        torch.testing.assert_close(alone, together[:, i : i + 1], rtol=1e-4, atol=1e-5)
+    changed = roots.clone()
+    changed[0, 1] = (changed[0, 1] + 1) % 23
+    other = drafter(hidden[None], anchors, changed, base_weights.embedding)
+    assert torch.equal(other[:, [0, 2]], together[:, [0, 2]])
+    assert not torch.allclose(other[:, 1], together[:, 1]), "the root must matter"
+
+
+def test_sequences_of_a_batch_do_not_leak(make_ctc, base_weights):
+    drafter = make_ctc()
+    hidden, roots, anchors = torch.randn(3, 9, 16), torch.randint(0, 23, (3, 2)), torch.tensor([[1, 4], [2, 8], [3, 5]])
+    together = drafter(hidden, anchors, roots, base_weights.embedding)
+    rows = [drafter(hidden[i : i + 1], anchors[i : i + 1], roots[i : i + 1], base_weights.embedding) for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_the_draft_cache_grows_beyond_its_first_capacity():
+    cache, held = DraftCache(2), [[], []]
+    for length in (5, 1, 250, 1, 300, 3, 1500, 1):
+        new = [(torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)) for _ in range(2)]
+        cache.append(new)
+        for layer in range(2):
+            held[layer].append(new[layer])
+            for got, expected in zip(cache.read()[layer], zip(*held[layer], strict=True), strict=True):
+                assert torch.equal(got, torch.cat(expected, -2))
+    assert cache.length == 2061
+
+
+def test_accepted_nodes_enter_the_draft_cache_and_rejected_ones_do_not(make_ctc, base_weights, text):
+    """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
+    hidden, ids = text
+    tree = DraftTree([4, 5, 6], [-1, -1, 0])
+    through_tree, plainly = make_ctc(), make_ctc()
+    for drafter in (through_tree, plainly):
+        drafter.attach_base_weights(base_weights)
+        drafter.begin([])
+    fed = torch.stack([hidden[0], hidden[1], hidden[2], torch.full_like(hidden[0], 50.0), hidden[3]])
+    through_tree.observe(StepResult(num_pending=2, tree=tree, hidden=fed, path=[0, 2], emitted=[4, 6, 9]))
+    plainly.observe(committed(hidden[:4]))
+    seq = ids[:5].tolist()
+    assert through_tree.propose(seq, Limits(9)) == plainly.propose(seq, Limits(9))
+    for got, expected in zip(through_tree._cache.read()[0], plainly._cache.read()[0], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_drafter_that_has_observed_no_step_drafts_nothing(make_ctc, base_weights):
+    drafter = make_ctc()
+    drafter.attach_base_weights(base_weights)
+    drafter.begin([1, 2])
+    assert len(drafter.propose([1, 2], Limits(9))) == 0
+
+
+def test_begin_forgets_the_previous_text(make_ctc, base_weights, text):
+    hidden, ids = text
+    fresh, used = make_ctc(), make_ctc()
+    used.attach_base_weights(base_weights)
+    fresh.attach_base_weights(base_weights)
+    used.begin([1])
+    used.observe(committed(hidden[9:17]))
+    for drafter in (fresh, used):
+        drafter.begin(ids[:4].tolist())
+        drafter.observe(committed(hidden[:4]))
+    assert used.propose(ids[:5].tolist(), Limits(9)) == fresh.propose(ids[:5].tolist(), Limits(9))
+
+
+@pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 7)])
+def test_drafts_stay_within_their_limits(make_ctc, base_weights, text, depth, nodes):
+    hidden, ids = text
+    drafter = make_ctc(num_nodes=30)
+    drafter.attach_base_weights(base_weights)
+    drafter.begin([])
+    drafter.observe(committed(hidden[:6]))
+    free = drafter.propose(ids[:7].tolist(), Limits(99))
+    eos = frozenset({free.tokens[0]})
+    tree = drafter.propose(ids[:7].tolist(), Limits(depth, nodes, eos))
+    tree.validate(vocab_size=23)
+    assert len(tree) <= nodes
+    assert max(tree.depths, default=0) <= depth
+    assert not any(parent != -1 and tree.tokens[parent] in eos for parent in tree.parents)
+
+
+def test_weights_of_the_base_are_not_in_the_state_dict(make_ctc, base_weights):
+    drafter = make_ctc()
+    before = set(drafter.state_dict())
+    drafter.attach_base_weights(base_weights)
+    assert set(drafter.state_dict()) == before
+    assert all(weight.data_ptr() != base_weights.head.data_ptr() for weight in drafter.parameters())
+
+
+def test_fewer_frames_than_labels_are_refused(make_ctc):
+    with pytest.raises(ValueError, match="num_frames"):
+        make_ctc(num_frames=3, num_labels=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+def test_it_learns_a_text_that_repeats(make_ctc, base_weights, objective):
+    """The text has period five and its hidden states encode the position in it; after training, drafts are right."""
+    torch.manual_seed(0)
+    period = torch.tensor([3, 8, 8, 14, 20])
+    ids = period.repeat(8)[None].expand(4, -1)
+    labels = ids.roll(-1, 1)
+    hidden = torch.randn(5, 16).repeat(8, 1).expand(4, -1, -1)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    drafter = make_ctc(objective=objective, num_anchors=12)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(120):
+        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, labels, mask), base_weights)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    trees = drafter.draft_at(hidden[0], ids[0], torch.arange(10, 30), base_weights)
+    expected = [ids[0, a + 1 : a + 5].tolist() for a in range(10, 30)]
+    drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
+    assert sum(path in paths for path, paths in zip(expected, drafted, strict=True)) >= 18
+
+
+def test_step_costs_limit_the_size_of_a_tree(make_ctc, base_weights, text, tmp_path):
+    """The first four nodes are free and every further one costs more than it gains."""
+    hidden, ids = text
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"nodes": [0, 4, 5, 12], "seconds": [1.0, 1.0, 9.0, 99.0]}')
+    free, cut = make_ctc(), make_ctc(step_costs=str(costs))
+    anchors = torch.arange(1, S)
+    whole = free.draft_at(hidden, ids, anchors, base_weights)
+    for tree, expected in zip(cut.draft_at(hidden, ids, anchors, base_weights), whole, strict=True):
+        assert tree == DraftTree(expected.tokens[:4], expected.parents[:4])
+
+
+def test_the_papers_tree_has_fewer_nodes_and_a_chain_has_no_branches(make_ctc, base_weights, text):
+    hidden, ids = text
+    anchors = torch.arange(1, S)
+    trees = {
+        tree: make_ctc(tree=tree).draft_at(hidden, ids, anchors, base_weights) for tree in ("prefix", "paper", "chain")
+    }
+    assert sum(map(len, trees["paper"])) < sum(map(len, trees["prefix"]))
+    assert all(list(tree.parents) == list(range(-1, len(tree) - 1)) for tree in trees["chain"])
+
+
+def test_sampled_drafts_have_their_distributions_and_stay_within_their_limits(make_ctc, base_weights, text):
+    hidden, ids = text
+    drafter = make_ctc(draws=5, markov_rank=2)
+    drafter.attach_base_weights(base_weights)
+    drafter.begin([])
+    drafter.observe(committed(hidden[:6]))
+    trees = [drafter.propose(ids[:7].tolist(), Limits(3, 6, draft_seed=seed)) for seed in range(4)]
+    again = drafter.propose(ids[:7].tolist(), Limits(3, 6, draft_seed=0))
+    assert (again.tokens, again.parents) == (trees[0].tokens, trees[0].parents)
+    for tree in trees:
+        tree.validate(vocab_size=23)
+        assert len(tree) <= 6 and max(tree.depths, default=0) <= 3
+        assert {distribution.parent for distribution in tree.distributions} == set(tree.parents)
+    assert len({tuple(tree.tokens) for tree in trees}) > 1
+
+
+def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(make_ctc, base_weights, text):
+    hidden, ids = text
+    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
+    drafter, without = make_ctc(warm_up_steps=4, num_anchors=S), make_ctc(num_anchors=S)
+    without.load_state_dict(drafter.state_dict())  # and the state dict has no step counter
+    plain, _ = without.loss(TrainingBatch(*texts), base_weights)
+    losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(6)]
+    shares = [(loss - plain) / (losses[0] - plain) for loss in losses]
+    torch.testing.assert_close(torch.stack(shares), torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0, 0.0]))
+    drafter.eval()
+    torch.testing.assert_close(drafter.loss(TrainingBatch(*texts), base_weights)[0], plain)
+
+
+def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_in_validation(
+    make_ctc, base_weights, text
+):
+    hidden, ids = text
+    texts = hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), torch.ones(1, S, dtype=torch.bool)
+    settings = {"num_anchors": S, "label_weight": 0.0, "distillation": 1.0, "divergence": "tv"}
+    plain, _ = make_ctc(num_anchors=S).loss(TrainingBatch(*texts), base_weights)
+    distilled, _ = make_ctc(**settings).loss(TrainingBatch(*texts), base_weights)
+    drafter = make_ctc(distillation_steps=4, **settings)
+    losses = [drafter.loss(TrainingBatch(*texts, step=step), base_weights)[0] for step in range(5)]
+    shares = [(loss - plain) / (distilled - plain) for loss in losses]
+    torch.testing.assert_close(torch.stack(shares), torch.tensor([0.25, 0.5, 0.75, 1.0, 1.0]))
+    torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first"), ("markov_factors", "head")]
+)
+def test_unknown_choices_are_refused(make_ctc, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+        make_ctc(**{name: value})
+
+
+def test_the_papers_tree_is_refused_with_frames_that_depend_on_the_previous_token(make_ctc):
+    with pytest.raises(ValueError, match="markov_rank"):
+        make_ctc(tree="paper", markov_rank=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_frames": 0, "num_labels": 0},
+        {"num_labels": 0},
+        {"num_layers": 0},
+        {"num_anchors": 0},
+        {"num_nodes": -1},
+        {"top_k": 0},
+        {"markov_rank": -1},
+        {"decay": -0.5},
+        {"decay": float("nan")},
+        {"warm_up_steps": -5},
+        {"distillation": -1.0},
+        {"min_probability": -0.1},
+        {"draws": -1},
+        {"draw_temperature": 0.0},
+        {"hidden_layers": []},
+        {"hidden_layers": [-2]},
+        {"hidden_layers": [4]},
+    ],
+)
+def test_invalid_arguments_are_refused_by_name(make_ctc, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        make_ctc(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"min_probability": 0.1}, {"step_costs": "costs.json"}])
+def test_the_papers_tree_is_refused_with_options_that_need_node_probabilities(make_ctc, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        make_ctc(tree="paper", **arguments)
+
+
+@pytest.mark.parametrize("objective", ["ctc", "prefix"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_frame_for_one_label_and_more_candidates_than_tokens(make_ctc, base_weights, text, objective, rank):
+    hidden, ids = text
+    sizes = {"num_frames": 1, "num_labels": 1, "top_k": 99, "num_nodes": 99}
+    drafter = make_ctc(objective=objective, markov_rank=rank, distillation=1.0, warm_up_steps=2, **sizes)
+    mask = torch.ones(1, S, dtype=torch.bool)
+    loss, _ = drafter.loss(
+        TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), mask), base_weights
+    )
+    loss.backward()
+    assert loss.isfinite() and all(weight.grad.isfinite().all() for weight in drafter.parameters())
+    for tree in drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights):
+        assert sorted(tree.tokens) == list(range(23)) and set(tree.parents) == {-1}
+
+
+def test_the_context_of_a_known_text_is_read_once_for_any_number_of_chunks(make_ctc, base_weights, text):
+    (hidden, ids), drafter, reads = text, make_ctc(), []
+    drafter.trunk.fc.register_forward_hook(lambda *_: reads.append(1))
+    drafter.chunk_anchors = 2
+    drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights)
+    assert len(reads) == 1
+
+
+def test_the_blank_logit_of_a_bfloat16_drafter_is_as_precise_as_in_its_loss(make_ctc):
+    drafter, frames = make_ctc().bfloat16(), torch.randn(6, 16).bfloat16()
+    head = torch.zeros(23, 16).bfloat16()
+    blank = drafter.logits(frames, BaseWeights(head, head))[..., -1]
+    torch.testing.assert_close(blank, frames.float() @ drafter.blank_row.float() + drafter.blank_bias.float())

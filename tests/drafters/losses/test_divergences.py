@@ -1,0 +1,78 @@
+"""Divergences of a draft's distribution from the base's, against rejection sampling and each other."""
+
+import pytest
+import torch
+
+from drafters.losses.divergences import acceptance, divergence, kl
+from drafters.losses.label_weights import LabelLossOptions
+
+KINDS = ["kl", "tv", "lk", "lk_hybrid"]
+
+
+@pytest.fixture
+def base():
+    return torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
+
+
+@pytest.fixture
+def draft():
+    """Distributions that stop with some probability."""
+    scores = 2 * torch.randn(50, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return scores.softmax(-1)[:, :-1]
+
+
+def test_the_acceptance_is_the_probability_that_rejection_sampling_keeps_a_drawn_token(base, draft):
+    torch.testing.assert_close(acceptance(base, draft), (draft * (base / draft).clamp(max=1)).sum(-1))
+
+
+def test_the_acceptance_of_a_greedy_base_is_the_drafts_probability_of_its_token(draft):
+    token = draft.argmin(-1, keepdim=True)
+    certain = torch.zeros_like(draft).scatter_(-1, token, 1.0)
+    torch.testing.assert_close(acceptance(certain, draft), draft.gather(-1, token)[:, 0])
+    torch.testing.assert_close(divergence("lk", certain, draft), kl(certain, draft))
+
+
+def test_total_variation_is_half_the_distance_with_stopping_as_one_more_token(base, draft):
+    missing = 1 - draft.sum(-1)
+    torch.testing.assert_close(divergence("tv", base, draft), ((base - draft).abs().sum(-1) + missing) / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divergence_is_zero_only_where_the_draft_is_the_base(base, draft, kind):
+    torch.testing.assert_close(divergence(kind, base, base), torch.zeros(50, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert (divergence(kind, base, draft) > 1e-3).all()
+
+
+def test_divergences_bound_each_other(base, draft):
+    """Pinsker's inequality and -log a >= 1 - a; the hybrid lies between its two parts."""
+    divergences = {kind: divergence(kind, base, draft) for kind in KINDS}
+    assert (divergences["tv"] <= 1).all() and (divergences["tv"] <= (divergences["kl"] / 2).sqrt()).all()
+    assert (divergences["tv"] <= divergences["lk"]).all()
+    lower, upper = torch.stack([divergences["kl"], divergences["tv"]]).aminmax(dim=0)
+    assert (lower <= divergences["lk_hybrid"]).all() and (divergences["lk_hybrid"] <= upper).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_that_misses_everything_has_a_finite_divergence_and_gradient(kind):
+    base, draft = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0], requires_grad=True)
+    loss = divergence(kind, base, draft)
+    loss.backward()
+    assert loss.isfinite() and draft.grad.isfinite().all()
+
+
+def test_the_weights_of_distillation_and_labels_change_linearly_over_the_steps():
+    options = LabelLossOptions(distillation=2.0, label_weight=0.2, distillation_steps=4)
+    weights = [(now.distillation, now.label_weight) for now in map(options.at_step, (0, 1, 3, 99))]
+    assert weights == [pytest.approx(pair) for pair in ((0.5, 0.8), (1.0, 0.6), (2.0, 0.2), (2.0, 0.2))]
+    constant = LabelLossOptions(distillation=2.0, label_weight=0.2)
+    assert constant.at_step(0) == constant
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_to_bfloat16_leaves_a_small_divergence_as_exact_as_it_is(kind):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(50, 1000, generator=generator)
+    base, draft = scores.softmax(-1), (scores + 0.02 * torch.randn(50, 1000, generator=generator)).softmax(-1)
+    expected = divergence(kind, base.double(), draft.double()).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(divergence(kind, base, draft), expected, rtol=0.05, atol=0)

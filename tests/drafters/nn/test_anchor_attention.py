@@ -1,0 +1,105 @@
+"""The attention mask between anchors, against hand-drawn ones, and equal results for every kind of mask."""
+
+import pytest
+import torch
+
+from drafters.nn.anchor_attention import AnchorMask, attend
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def drawn(picture):
+    return [[letter == "#" for letter in line.replace(" ", "")] for line in picture.split("\n") if line.strip()]
+
+
+def test_the_mask_of_two_anchors_equals_one_drawn_by_hand():
+    """Anchors 1 and 3 with two frames each over four positions attend to earlier context, then to their own block."""
+    expected = """
+        #... ##..
+        #... ##..
+        ###. ..##
+        ###. ..##
+    """
+    assert AnchorMask(torch.tensor([[1, 3]]), 2, 4).dense()[0, 0].tolist() == drawn(expected)
+
+
+def test_the_causal_mask_of_two_anchors_equals_one_drawn_by_hand():
+    expected = """
+        #... #...
+        #... ##..
+        ###. ..#.
+        ###. ..##
+    """
+    assert AnchorMask(torch.tensor([[1, 3]]), 2, 4, causal=True).dense()[0, 0].tolist() == drawn(expected)
+
+
+def test_the_mask_with_a_window_equals_one_drawn_by_hand():
+    """Of anchors 1 and 3, each attends to at most two positions before it; in pieces the first position is left out."""
+    expected = """
+        #... ##..
+        #... ##..
+        .##. ..##
+        .##. ..##
+    """
+    mask = AnchorMask(torch.tensor([[1, 3]]), 2, 4, window=2)
+    assert mask.dense()[0, 0].tolist() == drawn(expected)
+    (first, _), (second, part) = mask.pieces(1).parts
+    assert (first, second) == (slice(0, 1), slice(1, 3)) and part.shape[-1] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("num_context", "num_frames", "anchors"), [(20, 3, [[4, 9], [1, 19]]), (150, 5, [[1, 80, 149]])]
+)
+def test_flex_attention_equals_attention_with_the_dense_mask(device, causal, num_context, num_frames, anchors):
+    """On a GPU its gradient too; torch has no gradient for it on a CPU, where training uses the dense mask."""
+    mask = AnchorMask(torch.tensor(anchors, device=device), num_frames, num_context, causal)
+    num_queries = mask.anchors.shape[1] * num_frames
+    shapes = [(len(anchors), 2, length, 16) for length in (num_queries, *[num_context + num_queries] * 2)]
+    trains, results = device == "cuda", []
+    inputs = [torch.randn(shape, device=device, requires_grad=trains) for shape in shapes]
+    for kind in (mask.dense(), mask.sparse()):
+        out = attend(*inputs, kind)
+        results.append([out, *(torch.autograd.grad(out.square().sum(), inputs) if trains else [])])
+    for dense, sparse in zip(*results, strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (False, 5)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_attention_in_pieces_equals_attention_with_the_dense_mask(causal, window, size):
+    """Its gradient too; the last piece may be smaller, anchors may come early, and one may lie after the context."""
+    mask = AnchorMask(torch.tensor([[4, 9, 9, 17, 20], [1, 2, 3, 4, 19]]), 3, 20, causal, window)
+    inputs = [torch.randn(2, 2, length, 16, dtype=torch.float64, requires_grad=True) for length in (15, 35, 35)]
+    results = []
+    for kind in (mask.dense(), mask.pieces(size)):
+        out = attend(*inputs, kind)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for whole, pieces in zip(*results, strict=True):
+        torch.testing.assert_close(pieces, whole)
+
+
+def test_pieces_contain_only_what_their_anchors_attend_to():
+    """Four pieces of 25 sorted anchors have half the context on average, and a quarter of the blocks each."""
+    mask = AnchorMask(torch.arange(1, 101)[None], 2, 100)
+    held = [part.numel() for _, part in mask.pieces(25).parts]
+    assert held == [50 * (25 * n + 50) for n in (1, 2, 3, 4)]
+    assert sum(held) < mask.dense().numel() / 2
+
+
+def test_a_sparse_mask_skips_blocks_that_no_query_attends_to():
+    """Those are late context and the blocks of other anchors."""
+    assert AnchorMask(torch.arange(10, 1000, 8)[None], 16, 1024).sparse().sparsity() > 60
+
+
+@pytest.mark.slow
+def test_flex_attention_uses_the_dtype_of_the_values():
+    """Under autocast, queries and keys come from float32 norms and values from a bfloat16 projection."""
+    mask = AnchorMask(torch.tensor([[4, 9]]), 3, 20)
+    queries, keys = torch.randn(1, 2, 6, 16), torch.randn(1, 2, 26, 16)
+    values = torch.randn(1, 2, 26, 16).bfloat16()
+    mixed = attend(queries, keys, values, mask.sparse())
+    assert mixed.dtype == torch.bfloat16
+    torch.testing.assert_close(mixed.float(), attend(queries, keys, values.float(), mask.dense()), rtol=0.05, atol=0.05)

@@ -1,0 +1,71 @@
+"""The size of a tree, chosen by its expected gain and the cost of its nodes."""
+
+import json
+
+import numpy as np
+import pytest
+
+from drafters.trees.budget import best_size, read_costs
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("draft_seconds", [0.0, 0.5, 20.0])
+def test_no_other_size_emits_more_tokens_per_second(seed, draft_seconds):
+    rng = np.random.default_rng(seed)
+    probabilities = np.sort(rng.random(12))[::-1]
+    seconds = 1 + np.cumsum(rng.random(15)) / 2
+    speeds = [(1 + sum(probabilities[:n])) / (draft_seconds + seconds[n]) for n in range(13)]
+    assert best_size(probabilities, seconds, draft_seconds) == max(range(13), key=speeds.__getitem__)
+
+
+def test_small_examples():
+    sure, unsure = np.array([1.0, 1.0]), np.array([0.4, 0.1])
+    assert best_size(sure, np.array([1.0, 1.0, 1.0])) == 2, "all nodes without a cost are used"
+    assert best_size(sure, np.array([1.0, 2.0, 3.0])) == 0, "a node that costs as much as a step is not worth it"
+    assert best_size(unsure, np.array([1.0, 1.2, 1.4])) == 1
+    assert best_size(unsure, np.array([1.0, 1.5, 2.0])) == 0
+    assert best_size(unsure, np.array([1.0, 1.5, 2.0]), draft_seconds=9.0) == 2, "a long draft is worth a wide step"
+    assert best_size(np.empty(0), np.array([1.0])) == 0
+
+
+def test_a_size_of_unknown_cost_is_refused():
+    with pytest.raises(ValueError, match="known for at most 1 nodes, not for 2"):
+        best_size(np.array([0.5, 0.5]), np.array([1.0, 1.0]))
+
+
+def test_costs_between_measured_sizes_are_interpolated(tmp_path):
+    file = tmp_path / "cost.json"
+    file.write_text(json.dumps({"nodes": [0, 1, 2, 4, 8], "seconds": [1, 1.5, 2.0, 2.5, 4.5]}))
+    assert read_costs(file).tolist() == [1.0, 1.5, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "invalid JSON"),
+        ("[1]", "nodes and seconds are needed"),
+        ('{"nodes": [0]}', "nodes and seconds are needed"),
+        ('{"nodes": [0, 1], "seconds": [1.0]}', "lists of equal length"),
+        ('{"nodes": 3, "seconds": [1.0]}', "lists of equal length"),
+        ('{"nodes": [], "seconds": []}', "start at 0"),
+        ('{"nodes": [1, 2], "seconds": [1.0, 1.0]}', "start at 0"),
+        ('{"nodes": [0, 2, 2], "seconds": [1.0, 1.0, 1.0]}', "start at 0"),
+        ('{"nodes": [0, 100000000], "seconds": [1.0, 1.0]}', "at most 1048576 nodes"),
+        ('{"nodes": [0, 1.5], "seconds": [1.0, 1.0]}', "whole numbers"),
+        ('{"nodes": [0, 1], "seconds": [1.0, 0]}', "positive numbers"),
+        ('{"nodes": [0, 1], "seconds": [1.0, NaN]}', "positive numbers"),
+        ('{"nodes": [0, 1], "seconds": [1.0, "2"]}', "positive numbers"),
+    ],
+)
+def test_a_file_that_is_no_cost_curve_is_refused_in_one_line(tmp_path, text, said):
+    file = tmp_path / "cost.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        read_costs(file)
+    assert str(file) in str(error.value) and "drafters step-cost" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ValueError, match="cannot be read"):
+            read_costs(path)

@@ -1,0 +1,165 @@
+"""Candidates and their probabilities, against the softmax over the full vocabulary."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from drafters.ctc import prefix_search
+from drafters.nn.markov import Markov
+from drafters.trees import candidates as module
+from drafters.trees.candidates import choose, expected_frames
+
+A, T, V = 3, 4, 9
+
+
+@pytest.fixture
+def logits():
+    return torch.randn(A, T, V + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.fixture
+def markov():
+    made = Markov(V, 3, V + 1).double()
+    with torch.no_grad():
+        made.left.normal_(generator=torch.Generator().manual_seed(2))
+        made.right.normal_(generator=torch.Generator().manual_seed(1))
+    return made.requires_grad_(False)
+
+
+def distributions(candidates):
+    """The (C + 1, T, C + e) probabilities that a search reads, from their factors."""
+    bias = candidates.bias
+    return torch.tensor(bias.factors[:, None] * candidates.probs * bias.scales[..., None])
+
+
+def test_candidates_are_the_tokens_most_probable_in_any_frame(logits):
+    for anchor, candidates in enumerate(choose(logits, torch.zeros(A, dtype=torch.long), V, 5)):
+        highest = logits[anchor].softmax(-1)[:, :V].amax(0)
+        assert set(candidates.tokens) == set(highest.argsort(descending=True)[:5].tolist())
+        assert len(set(candidates.tokens)) == 5
+
+
+@pytest.mark.parametrize("num_candidates", [1, 5, V, 99])
+def test_their_probabilities_equal_those_of_the_frames(logits, num_candidates):
+    for anchor, candidates in enumerate(choose(logits, torch.zeros(A, dtype=torch.long), V, num_candidates)):
+        distribution = logits[anchor].softmax(-1)
+        assert candidates.probs.shape == (T, min(num_candidates, V) + 1) and candidates.bias is None
+        torch.testing.assert_close(torch.tensor(candidates.probs[:, :-1]), distribution[:, candidates.tokens])
+        torch.testing.assert_close(torch.tensor(candidates.probs[:, -1]), distribution[:, V])
+
+
+def test_without_a_blank_there_is_no_column_for_it(logits):
+    candidates, *_ = choose(logits[..., :V], torch.zeros(A, dtype=torch.long), V, 4)
+    assert candidates.probs.shape == (T, 4)
+    torch.testing.assert_close(torch.tensor(candidates.probs), logits[0, :, :V].softmax(-1)[:, candidates.tokens])
+
+
+@pytest.mark.parametrize("num_candidates", [4, 99])
+def test_with_a_bias_row_l_is_the_distribution_after_candidate_l_and_the_last_row_after_the_root(
+    logits, markov, num_candidates
+):
+    roots = torch.tensor([2, 7, 0])
+    for anchor, candidates in enumerate(choose(logits, roots, V, num_candidates, markov)):
+        before = torch.cat([torch.tensor(candidates.tokens), roots[anchor : anchor + 1]])
+        distribution = (logits[anchor] + markov(before)[:, None]).softmax(-1)  # (C + 1, T, V + 1)
+        torch.testing.assert_close(distributions(candidates), distribution[..., [*candidates.tokens.tolist(), V]])
+
+
+def test_distributions_with_a_bias_are_the_same_under_autocast(logits, markov):
+    """Validation in mixed precision uses the same distribution as decoding."""
+    logits, markov, roots = logits.float(), markov.float(), torch.tensor([2, 7, 0])
+    plain = choose(logits, roots, V, 4, markov)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = choose(logits, roots, V, 4, markov)
+    for one, other in zip(plain, mixed, strict=True):
+        assert (one.tokens == other.tokens).all() and torch.equal(distributions(one), distributions(other))
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 8, 33])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_draft_of_a_batch_has_the_candidates_that_it_has_alone(markov, num_drafts, with_bias, monkeypatch):
+    monkeypatch.setattr(module, "NUM_FACTORS", 5 * 5 * (V + 1))  # of five drafts at once
+    generator = torch.Generator().manual_seed(num_drafts)
+    logits = torch.randn(num_drafts, T, V + 1, generator=generator, dtype=torch.float64)
+    roots, bias = torch.randint(V, (num_drafts,), generator=generator), markov if with_bias else None
+    together = list(choose(logits, roots, V, 4, bias))
+    assert len(together) == num_drafts
+    for draft, found in enumerate(together):
+        (alone,) = choose(logits[draft : draft + 1], roots[draft : draft + 1], V, 4, bias)
+        assert (found.tokens == alone.tokens).all()
+        np.testing.assert_allclose(found.probs, alone.probs, rtol=1e-12)
+        if with_bias:
+            for part, own in zip(found.bias, alone.bias, strict=True):
+                np.testing.assert_allclose(part, own, rtol=1e-12)
+
+
+def frames_that_show(logits, root, markov):
+    """The expected number of frames that show each token: the sum over all sequences of symbols."""
+    expected, num_symbols = torch.zeros(V, dtype=torch.float64), logits.shape[-1]
+    rows = (logits[:, None] + markov(torch.arange(V))[None, :, :num_symbols]).softmax(-1)  # (T, V, W)
+    for symbols in product(range(num_symbols), repeat=len(logits)):
+        last, probability = root, 1.0
+        for frame, symbol in enumerate(symbols):
+            probability *= rows[frame, last, symbol]
+            last = last if symbol == V else symbol
+        for symbol in symbols:
+            if symbol < V:
+                expected[symbol] += probability
+    return expected
+
+
+@pytest.mark.parametrize("num_symbols", [V, V + 1], ids=["block", "ctc"])
+def test_with_all_contexts_the_expected_frames_are_those_of_all_sequences(logits, markov, num_symbols):
+    frames, narrow = logits[:2, :3, :num_symbols], Markov(V, 3, num_symbols).double().requires_grad_(False)
+    narrow.left, narrow.right[:] = markov.left, markov.right[:num_symbols]
+    expected = expected_frames(frames, torch.tensor([5, 2]), V, narrow, num_contexts=V)
+    for found, own, root in zip(expected, frames, (5, 2), strict=True):
+        torch.testing.assert_close(found, frames_that_show(own, root, markov))
+    for num_contexts in (1, 3):
+        fewer = expected_frames(frames, torch.tensor([5, 2]), V, narrow, num_contexts)
+        assert (fewer <= expected + 1e-12).all() and (fewer < expected).any()
+
+
+@pytest.mark.parametrize("num_candidates", [2, 5])
+def test_the_candidates_are_the_tokens_expected_in_most_frames(logits, markov, num_candidates):
+    roots = torch.tensor([2, 7, 0])
+    every = expected_frames(logits, roots, V, markov)
+    for expected, candidates in zip(every, choose(logits, roots, V, num_candidates, markov), strict=True):
+        assert candidates.tokens.tolist() == expected.argsort(descending=True)[:num_candidates].tolist()
+
+
+def test_no_prefix_is_more_probable_than_its_last_token_is_expected(logits, markov):
+    """So whatever is more probable than the least expected candidate is made of candidates."""
+    for frames in logits:
+        (every,) = choose(frames[None], torch.tensor([4]), V, V, markov)
+        tree, probs = prefix_search.search(
+            every.probs[:, :-1], every.probs[:, -1], every.tokens, 500, T, bias=every.bias
+        )
+        (expected,) = expected_frames(frames[None], torch.tensor([4]), V, markov, num_contexts=V)
+        assert all(expected[token] >= p - 1e-12 for token, p in zip(tree.tokens, probs, strict=True))
+
+
+def test_a_token_that_is_sure_only_after_another_is_a_candidate():
+    """In both frames token 6 is the least probable, but it always follows token 3."""
+    logits = torch.zeros(1, 2, V + 1)
+    logits[0, 0, 3], logits[0, :, 6] = 9.0, -2.0
+    markov = Markov(V, 1, V + 1).requires_grad_(False)
+    markov.left.zero_()[3], markov.right[6] = 1.0, 20.0
+    (candidates,) = choose(logits, torch.tensor([0]), V, 2, markov)
+    assert candidates.tokens.tolist() == [3, 6]
+
+
+def test_distributions_that_exclude_each_other_give_no_tree_and_no_error():
+    """A frame may be sure of a token that the bias rules out; nothing is divided by zero."""
+    logits = torch.full((1, 2, V + 1), -1000.0)
+    logits[0, :, 3] = 0.0
+    markov = Markov(V, 1, V + 1).requires_grad_(False)
+    markov.left.fill_(1.0)
+    markov.right[3] = -1000.0
+    (candidates,) = choose(logits, torch.tensor([0]), V, 4, markov)
+    tree, probs = prefix_search.search(
+        candidates.probs[:, :-1], candidates.probs[:, -1], candidates.tokens, 9, 2, bias=candidates.bias
+    )
+    assert len(tree) == 0 and len(probs) == 0

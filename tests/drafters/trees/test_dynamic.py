@@ -1,0 +1,140 @@
+"""Dynamic trees, against an enumeration of every path."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from drafters.tree import ROOT
+from drafters.trees import dynamic
+
+V = 4
+
+
+class Walk:
+    """A table of next-token distributions that depend on the full path; the state of the drafter is the paths."""
+
+    def __init__(self, num_roots, seed=0, sharpness=2.0):
+        self.num_roots, self.seed, self.sharpness = num_roots, seed, sharpness
+        self.paths = [[()] for _ in range(num_roots)]
+        self.num_steps = 0
+
+    def logits(self, root, path):
+        key = hash((self.seed, root, *path)) % 2**31
+        return torch.randn(V, generator=torch.Generator().manual_seed(key), dtype=torch.float64) * self.sharpness
+
+    def first(self):
+        return torch.stack([self.logits(root, ()) for root in range(self.num_roots)])
+
+    def step(self, tokens, slots):
+        self.num_steps += 1
+        self.paths = [
+            [self.paths[root][slot] + (token,) for token, slot in zip(*row, strict=True)]
+            for root, row in enumerate(zip(tokens.tolist(), slots.tolist(), strict=True))
+        ]
+        return torch.stack(
+            [torch.stack([self.logits(root, path) for path in paths]) for root, paths in enumerate(self.paths)]
+        )
+
+    def probability(self, root, path):
+        distributions = [self.logits(root, path[:at]).softmax(-1)[token] for at, token in enumerate(path)]
+        return torch.stack(distributions).prod().item()
+
+    def most_probable(self, root, depth, count, eos=()):
+        every = [path for length in range(1, depth + 1) for path in product(range(V), repeat=length)]
+        every = [path for path in every if not set(path[:-1]) & set(eos)]
+        return sorted(every, key=lambda path: -self.probability(root, path))[:count]
+
+
+def paths_of(tree):
+    return [tuple(tree.path_tokens(node)) for node in range(len(tree))]
+
+
+@pytest.mark.parametrize("eos", [(), (2,), (0, 3)])
+@pytest.mark.parametrize("count", [1, 7, 30, 500])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(depth, count, eos):
+    walk = Walk(num_roots=3)
+    trees = dynamic.grow(walk.first(), walk.step, depth, V**depth, V, count, eos)
+    assert walk.num_steps == depth - 1
+    for root, tree in enumerate(trees):
+        tree.validate(V)
+        assert paths_of(tree) == walk.most_probable(root, depth, count, eos)
+
+
+@pytest.mark.parametrize(("width", "top_k"), [(1, 1), (1, 3), (2, 2), (3, 4), (5, 2)])
+def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
+    depth, count = 4, 9
+    trees = dynamic.grow((walk := Walk(2)).first(), walk.step, depth, width, top_k, count, {1})
+    for root, tree in enumerate(trees):
+        beam, found = [()], []
+        for _ in range(depth):
+            children = []
+            for path in beam:
+                best = Walk(2).logits(root, path).argsort(descending=True)[:top_k].tolist()
+                children += [(*path, token) for token in best]
+            found += children
+            open_ones = [path for path in children if path[-1] != 1]
+            beam = sorted(open_ones, key=lambda path: -walk.probability(root, path))[:width]
+        expected = sorted(found, key=lambda path: -walk.probability(root, path))[:count]
+        tree.validate(V)
+        assert paths_of(tree) == expected
+
+
+def test_a_parent_comes_before_a_child_of_probability_one():
+    certain = torch.tensor([[0.0, 200.0, -200.0, -200.0]])
+    tree = dynamic.grow(certain, lambda tokens, slots: certain[:, None].expand(-1, tokens.shape[1], -1), 5, 3, 2, 5)[0]
+    tree.validate(V)
+    assert paths_of(tree) == [(1,) * length for length in range(1, 6)]
+
+
+def test_the_search_stops_when_every_beam_has_ended():
+    walk = Walk(1)
+    tree = dynamic.grow(walk.first(), walk.step, 4, 3, V, 99, range(V))[0]
+    assert sorted(paths_of(tree)) == [(token,) for token in range(V)]
+
+
+def test_improbable_nodes_are_left_out():
+    whole, cut = (
+        dynamic.grow((walk := Walk(1)).first(), walk.step, 3, 9, V, 99, min_probability=floor)[0]
+        for floor in (0.0, 0.05)
+    )
+    assert paths_of(cut) == [path for path in paths_of(whole) if walk.probability(0, path) >= 0.05]
+    assert 0 < len(cut) < len(whole)
+
+
+def test_every_sampled_child_has_the_distribution_it_was_sampled_from():
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.5, 1.0):
+        walk = Walk(2)
+        trees = dynamic.draw(walk.first(), walk.step, 3, 2, temperature, generator)
+        for root, tree in enumerate(trees):
+            tree.validate(V)
+            assert tree.distributions[0].parent == ROOT and len(tree.distributions) == 3
+            for level, distribution in enumerate(tree.distributions):
+                path = [] if distribution.parent == ROOT else tree.path_tokens(distribution.parent)
+                assert len(path) == level and len(distribution.draws) == 2 and distribution.replacement
+                torch.testing.assert_close(distribution.probs, (walk.logits(root, path) / temperature).softmax(-1))
+                if level:
+                    assert distribution.parent == tree.distributions[level - 1].draws[0], (
+                        "the chain continues below the first sampled token"
+                    )
+
+
+def test_sampled_tokens_follow_the_distribution():
+    walk, counts = Walk(1), torch.zeros(V)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        tree = dynamic.draw(walk.first(), walk.step, 1, 5, 1.0, generator)[0]
+        for node in tree.distributions[0].draws:
+            counts[tree.tokens[node]] += 1
+    expected = walk.first()[0].softmax(-1) * 2000
+    assert ((counts - expected) ** 2 / expected).sum() < 16.3  # the 0.999 quantile with three degrees of freedom
+
+
+def test_a_sampled_chain_stops_at_an_end_token_and_may_omit_its_distributions():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        walk = Walk(1)
+        tree = dynamic.draw(walk.first(), walk.step, 5, 2, 1.0, generator, {0, 1}, with_distributions=False)[0]
+        assert tree.distributions == () and tree.pruned(9, 99, {0, 1}) is tree

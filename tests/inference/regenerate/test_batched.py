@@ -1,0 +1,72 @@
+"""Batched decoding."""
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from inference.generation import generate
+from inference.regenerate.batched import decode_batch
+from inference.verifier.options import SamplingOptions
+
+RNG = random.Random(1)
+PROMPTS = [[RNG.randrange(3, 40) for _ in range(RNG.randrange(1, 20))] for _ in range(14)]
+LIMITS = [RNG.randrange(1, 40) for _ in PROMPTS]
+
+
+@cache
+def generated(base):
+    """What transformers' generate writes for each prompt."""
+    texts = []
+    for prompt, limit in zip(PROMPTS, LIMITS, strict=True):
+        ids = torch.tensor([prompt])
+        texts.append(base.greedy(ids, torch.ones_like(ids), limit)[0].tolist())
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("size", [1, 3, 14])
+def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, kind, size):
+    base = make_base(kind)
+    expected = generated(base)
+    assert len(set(map(len, expected))) > 5, "rows end at different times"
+    assert any(len(answer) < limit for answer, limit in zip(expected, LIMITS, strict=True)), "some end by themselves"
+    written = [
+        answer
+        for first in range(0, 14, size)
+        for answer in decode_batch(base, PROMPTS[first : first + size], LIMITS[first : first + size])
+    ]
+    assert written == expected
+
+
+def test_a_base_with_a_sliding_window_is_refused_in_one_line():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    from inference.verifier.base import Base
+
+    config = MistralConfig(
+        vocab_size=20,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    base = Base("windowed", MistralForCausalLM(config).eval(), None)
+    with pytest.raises(ValueError, match=r"^windowed has layers without full attention \(.*\)$"):
+        decode_batch(base, [[1, 2]], [3])
+
+
+def test_every_sampled_row_is_what_generate_writes_under_its_seed_in_any_batch(make_base):
+    base, options = make_base(), SamplingOptions(temperature=1.3, top_k=20, top_p=0.9, seed=100)
+    samplers = [replace(options, seed=options.seed + row).sampler() for row in range(len(PROMPTS))]
+    whole = generate(base, PROMPTS, max_new_tokens=max(LIMITS), **vars(options))
+    expected = [text.token_ids[:limit] for text, limit in zip(whole, LIMITS, strict=True)]
+    for order in (list(range(len(PROMPTS))), [5, 0, 13, 7]):
+        prompts, limits, drawn, right = ([each[row] for row in order] for each in (PROMPTS, LIMITS, samplers, expected))
+        assert decode_batch(base, prompts, limits, drawn) == right
+    assert decode_batch(base, prompts, limits) != right, "the draws are no argmax"

@@ -1,0 +1,62 @@
+"""Answers that our own server gives to `drafters regenerate`."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+
+from data.conversation import Conversation
+from inference.journal import Journal
+from inference.regenerate.dialogue import Dialogue
+from inference.regenerate.endpoint import Endpoint
+from inference.regenerate.regenerate import Answerer, AnswerOptions, answer_all
+from inference.regenerate.responders import LocalResponder, ServerResponder
+from inference.verifier.options import GREEDY, SamplingOptions
+
+TEMPLATE = (
+    "{%- for m in messages -%}{{- m.content + ' ' -}}"
+    "{%- if m.role == 'assistant' -%}{{- eos_token + ' ' -}}{%- endif -%}{%- endfor -%}"
+)
+UNKNOWN = 0  # a special token, which no text shows
+ASKED = [("w3 w4 w5", "w9"), ("w12", "w7 w8"), ("w20 w21",)]
+
+
+@pytest.fixture(scope="module")
+def chatting(make_base):
+    """A toy base whose tokenizer has a chat template."""
+    tokenizer = deepcopy(make_base().tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return replace(make_base(), tokenizer=tokenizer)
+
+
+@pytest.mark.slow
+def test_our_server_writes_what_the_base_in_this_process_writes(chatting, serve_base, tmp_path):
+    said = [
+        Conversation(str(n), tuple(message for text in texts for message in (("user", text), ("assistant", "-"))))
+        for n, texts in enumerate(ASKED)
+    ]
+
+    def written(responder, name, sampling, num_answers):
+        options = AnswerOptions(max_new_tokens=9, num_answers=num_answers, batch_size=4)
+        dialogues = [
+            Dialogue(each, chatting.tokenizer, "tokenizer", None, n) for each in said for n in range(num_answers)
+        ]
+        with Journal(tmp_path / name, {}) as journal:
+            counts = answer_all(dialogues, Answerer(responder, "", 60), journal, options, sampling=sampling)
+        assert not counts.num_other_prompts
+        return dialogues
+
+    with serve_base(chatting) as running:
+        responders = LocalResponder(chatting), ServerResponder(Endpoint(running.url, "toy"), concurrency=3)
+        for index, (sampling, num_answers) in enumerate([(GREEDY, 1), (SamplingOptions(1.5, top_p=0.9, seed=4), 2)]):
+            local, served = (written(each, f"{index} {n}", sampling, num_answers) for n, each in enumerate(responders))
+            assert [each.messages for each in local] == [each.messages for each in served]
+            assert [each.is_cut for each in local] == [each.is_cut for each in served]
+            pairs = [
+                pair
+                for pair in zip(local, served, strict=True)
+                if not any(pair[0].is_cut) and UNKNOWN not in pair[0].ids
+            ]
+            assert len(pairs) > index and all(one.ids == other.ids for one, other in pairs), "as tokens too"
+    assert [each.id for each in local] == ["0", "0 answer 2", "1", "1 answer 2", "2", "2 answer 2"]
+    assert local[0].messages != local[1].messages, "two answers to one prompt differ"

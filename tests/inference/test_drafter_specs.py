@@ -1,0 +1,290 @@
+"""Drafters by name: the syntax of specs, and one-line errors for invalid ones."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import drafters
+from drafters import checkpoint, recipe, registry
+from drafters.checkpoint import DrafterConfig
+from inference import drafter_specs
+from inference.verifier.base import tokenizer_hash
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+
+
+@pytest.fixture
+def config(base):
+    arguments = {"num_frames": 5, "num_labels": 3, "num_nodes": 9}
+    return DrafterConfig("drafters.CTC", arguments, base.shape, "toy-llama", tokenizer_hash(base.tokenizer))
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(config, name="drafter"):
+        checkpoint.save(tmp_path / name, config.build(), config)
+        return tmp_path / name
+
+    return save
+
+
+def refusal(spec, base):
+    with pytest.raises(ValueError) as caught:
+        drafter_specs.make(spec, Runner(base))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("anpd", ("anpd", None, "")),
+        ("anpd:order=4,num_draft=5", ("anpd", None, "order=4,num_draft=5")),
+        ("ctc=runs/one", ("ctc", "runs/one", "")),
+        ("ctc=runs/one:num_nodes=16", ("ctc", "runs/one", "num_nodes=16")),
+        (r"ctc=C:\runs\one:num_nodes=16", ("ctc", r"C:\runs\one", "num_nodes=16")),
+        (r"ctc=C:\runs\one", ("ctc", r"C:\runs\one", "")),
+        ("ctc=runs/20:15:01/one:top_k=2,num_nodes=3", ("ctc", "runs/20:15:01/one", "top_k=2,num_nodes=3")),
+        ("ctc=runs/lr=1e-3/one", ("ctc", "runs/lr=1e-3/one", "")),
+    ],
+)
+def test_a_spec_is_a_name_a_folder_and_arguments(spec, parts):
+    assert drafter_specs.split(spec) == parts
+
+
+def test_a_label_is_the_spec_without_its_folder():
+    assert drafter_specs.label("ctc=runs/a:b:num_nodes=16") == "ctc:num_nodes=16"
+    assert drafter_specs.label("ctc=runs/a") == "ctc"
+    assert drafter_specs.label("anpd:order=4") == "anpd:order=4"
+
+
+@pytest.mark.parametrize("spec", ["", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1"])
+def test_an_invalid_spec_is_refused(base, spec):
+    assert "is no drafter" in refusal(spec, base)
+
+
+def test_names_without_weights(base):
+    kinds = {"none": drafters.NoDrafter, "anpd": drafters.ANPD, "prompt_lookup": drafters.PromptLookup}
+    for name, kind in kinds.items():
+        assert type(drafter_specs.make(name, Runner(base))) is kind
+
+
+def test_arguments_take_the_type_of_their_default(base):
+    drafter = drafter_specs.make("anpd:order=4,num_draft=5,update=false", Runner(base))
+    assert (drafter.order, drafter.num_draft, drafter.update) == (4, 5, False)
+    assert drafter_specs.make("anpd:update=True", Runner(base)).update is True
+
+
+@pytest.mark.parametrize(
+    ("spec", "by_default", "num_nodes"),
+    [
+        ("joint", True, 16),
+        ("joint:order=2", True, 16),
+        ("joint:num_nodes=4", False, 4),
+        ("joint:num_nodes=auto,order=2", True, 64),
+        ("token_recycling:num_nodes=auto", True, 80),
+    ],
+)
+def test_a_number_of_nodes_fixes_the_budget_and_auto_raises_it(base, spec, by_default, num_nodes):
+    automatic, fixed = (drafter_specs.make_session(spec, Runner(base), budget=budget) for budget in ("auto", "fixed"))
+    assert automatic.drafter.num_nodes == fixed.drafter.num_nodes == num_nodes
+    assert (automatic.budget is not None) == by_default == drafter_specs.is_auto(spec, "auto")
+    assert (fixed.budget is not None) == ("auto" in spec) == drafter_specs.is_auto(spec, "fixed")
+
+
+def test_budgets_of_drafters_that_are_fed_whole_draw_their_drafts_or_draft_nothing(base):
+    sessions = {
+        spec: drafter_specs.make_session(spec, Runner(base), budget="auto")
+        for spec in ("lookahead", "anpd:num_nodes=auto", "none", "self_speculative:temperature=1.0")
+    }
+    assert sessions["lookahead"].budget.is_whole and not sessions["anpd:num_nodes=auto"].budget.is_whole
+    assert sessions["none"].budget is sessions["self_speculative:temperature=1.0"].budget is None
+    drawn = sessions["self_speculative:temperature=1.0"].drafter
+    assert drafter_specs.make_budget(drawn, "self_speculative:num_nodes=auto", "fixed") is not None
+
+
+def test_a_file_of_step_costs_is_an_automatic_budget_that_starts_from_them(base, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"nodes": [0, 4], "seconds": [1.0, 3.0]}))
+    session = drafter_specs.make_session("joint", Runner(base), budget=str(file))
+    assert session.budget._base.expected == [1.0, 1.5, 2.0, 2.5, 3.0] and session.drafter.num_nodes == 16
+    assert drafter_specs.make_session("joint:num_nodes=4", Runner(base), budget=str(file)).budget is None
+    for wrong in ("atuo", str(tmp_path / "nowhere.json")):
+        with pytest.raises(ValueError, match="budget must be fixed, auto or a file of step costs"):
+            drafter_specs.make_session("joint", Runner(base), budget=wrong)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("nothing", "unknown drafter 'nothing'; known are anpd, cascade=MODEL, corpus=CORPUS, "),
+        ("anpd=runs/one", "has no weights"),
+        ("ctc", "needs its folder"),
+        ("ctc:num_nodes=3", "needs its folder"),
+        ("ctc=no/such/folder", "no drafter at"),
+        ("anpd:wings=2", "anpd takes order, num_draft, update; not 'wings=2'"),
+        ("anpd:order=4,", "not ''"),
+        ("none:order=4", "takes no arguments"),
+        ("anpd:order=four", "order must be int, not 'four'"),
+        ("anpd:order=4.5", "order must be int"),
+        ("anpd:update=perhaps", "update must be bool"),
+        ("anpd:order=1", "at least 2"),
+    ],
+)
+def test_an_unknown_name_or_value_is_refused_with_the_valid_ones(base, spec, said):
+    assert said in refusal(spec, base)
+
+
+def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
+    folder, runner = save(config), Runner(base)
+    merged = drafter_specs.make(f"merged={folder}:num_nodes=6,order=2,min_probability=0.001", runner)
+    assert (merged.num_nodes, merged.learned.draft_options.num_nodes, merged.ngrams.order) == (6, 18, 2)
+    assert type(merged.learned) is drafters.CTC and merged.min_probability == 0.001
+    result = Session(runner, merged).run([5, 6, 7], 8)
+    assert result.tokens == Session(runner, drafter_specs.make("none", runner)).run([5, 6, 7], 8).tokens
+    automatic = drafter_specs.make_session(f"merged={folder}:num_nodes=auto", runner)
+    assert automatic.drafter.num_nodes == 64 and not automatic.budget.is_whole
+    assert "need num_nodes >= 1" in refusal(f"merged={folder}:num_nodes=0", base)
+    drawing = save(replace(config, init_args=config.init_args | {"draws": 2}), "drawing")
+    assert "set draws of the learned drafter to 0" in refusal(f"merged={drawing}", base)
+    other = save(replace(config, base=replace(base.shape, num_layers=3)), "other")
+    assert "trained for toy-llama with num_layers 3" in refusal(f"merged={other}", base)
+
+
+@pytest.mark.parametrize("name", ["drafter", "a:b", "lr=1e-3:x"])
+def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, save, name):
+    drafter = drafter_specs.make(f"ctc={save(config, name)}:num_nodes=4,min_probability=0.001", Runner(base))
+    assert (drafter.draft_options.num_nodes, drafter.draft_options.min_probability) == (4, 0.001)
+    assert drafter.num_frames == 5
+    assert drafter.frame_embedding.dtype == base.model.dtype
+    result = Session(Runner(base), drafter).run([5, 6, 7], 8)
+    assert result.tokens == Session(Runner(base), drafter_specs.make("none", Runner(base))).run([5, 6, 7], 8).tokens
+    assert 0 < max(step.fed_candidates for step in result.steps) <= 4
+
+
+def test_top_k_may_exceed_the_vocabulary(base, config, save):
+    drafter = drafter_specs.make(f"ctc={save(config)}:top_k=1000", Runner(base))
+    assert len(Session(Runner(base), drafter).run([5, 6, 7], 8).tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("base=1", "not 'base=1'"),
+        ("wings=2", "not 'wings=2'"),
+        ("num_nodes=x", "num_nodes must be int"),
+        ("hidden_layers=1,-2", "hidden_layers is fixed by training"),
+        ("num_frames=8", "num_frames is fixed by training: {folder} has 5; decoding reads tree, num_nodes, top_k, "),
+        ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
+        (
+            "wings=2",
+            "ctc takes tree, num_nodes, top_k, min_probability, step_costs, window, draws, draw_temperature, ",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
+    folder = save(config)
+    assert said.format(folder=folder) in refusal(f"ctc={folder}:{argument}", base)
+
+
+LEARNED = registry.learned().items()
+DECODING = [(name, key) for name, kind in LEARNED for key in sorted(recipe.draft_defaults(kind))]
+FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaults(kind)]
+OTHER = {
+    **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
+    **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
+    **{"window": 2, ("eagle3", "window"): 7},  # at least num_unroll
+}
+BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
+BESIDE |= {"draw_temperature": ["draws=4"], "draw_seed": ["draws=4"]}
+BESIDE |= {("eagle", "window"): ["depth=1"], ("eagle3", "window"): ["depth=1"]}  # a window exceeds the depth
+
+
+@pytest.fixture
+def save_any(base, tmp_path, monkeypatch):
+    """Save a drafter with random weights and the files that its arguments may name; return its folder."""
+
+    def save(name):
+        kind = registry.learned()[name]
+        fits = base.shape, base.name, tokenizer_hash(base.tokenizer)
+        config = DrafterConfig(f"drafters.{kind.__name__}", {"num_nodes": 16}, *fits)
+        drafter = config.build()
+        for weight in drafter.parameters():
+            torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(weight.numel()))
+        checkpoint.save(tmp_path / "drafter", drafter, config)
+        (tmp_path / "costs.json").write_text(json.dumps({"nodes": [0, 64], "seconds": [0.1, 9.0]}))
+        (tmp_path / "tree.json").write_text(json.dumps({"static": [[0], [1], [0, 1]]}))
+        monkeypatch.chdir(tmp_path)
+        return "drafter"
+
+    return save
+
+
+def drafted(drafter, base):
+    """Return the trees that a drafter proposes while a text is decoded."""
+    trees, propose = [], drafter.propose
+
+    def keeping(seq, limits):
+        trees.append(propose(seq, limits))
+        return trees[-1]
+
+    drafter.propose = keeping
+    Session(Runner(base), drafter).run([5, 6, 7, 8], 12)
+    return [(list(tree.tokens), list(tree.parents)) for tree in trees]
+
+
+def test_the_documentation_lists_the_keys_that_decoding_reads():
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \|$", page.partition("| drafter | keys |")[2], re.MULTILINE)
+    named = {name: set(keys.split(", ")) for names, keys in rows for name in names.split(", ")}
+    assert named == {name: set(recipe.draft_defaults(kind)) for name, kind in LEARNED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "key"), DECODING)
+def test_every_decoding_key_changes_the_draft_trees_of_the_same_weights(base, save_any, name, key):
+    folder, beside = save_any(name), BESIDE.get((name, key), BESIDE.get(key, []))
+
+    def make(*pairs):
+        return drafter_specs.make(f"{name}={folder}" + (f":{','.join(pairs)}" if pairs else ""), Runner(base))
+
+    usual, again, other = make(*beside), make(*beside), make(*beside, f"{key}={OTHER.get((name, key), OTHER.get(key))}")
+    weights = load_file(f"{folder}/model.safetensors")
+    assert other.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weight, weights[part].to(weight)) for part, weight in other.state_dict().items())
+    trees = drafted(usual, base)
+    assert drafted(again, base) == trees
+    assert drafted(other, base) != trees
+
+
+@pytest.mark.parametrize(("name", "key"), FIXED)
+def test_keys_that_only_training_reads_are_refused_at_decoding(base, save_any, name, key):
+    message = refusal(f"{name}={save_any(name)}:{key}=1", base)
+    assert f"{key} is fixed by training: drafter has " in message
+    assert set(message.partition("decoding reads ")[2].split(", ")) == set(
+        recipe.draft_defaults(registry.learned()[name])
+    )
+
+
+@pytest.mark.parametrize(("number", "other"), [("hidden_size", 64), ("vocab_size", 41), ("num_layers", 3)])
+def test_a_drafter_of_another_bases_shape_is_refused(base, config, save, number, other):
+    message = refusal(f"ctc={save(replace(config, base=replace(config.base, **{number: other})))}", base)
+    assert f"{number} {other}" in message
+    assert f"toy-llama has {getattr(base.shape, number)}" in message
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(base, config, save):
+    assert "tokenizer differs" in refusal(f"ctc={save(replace(config, tokenizer_hash='0' * 16))}", base)
+
+
+def test_a_drafter_of_another_kind_is_refused(base, config, save):
+    folder = save(config)
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("drafters.CTC", "drafters.Medusa"))
+    assert "holds a drafters.Medusa, not a ctc" in refusal(f"ctc={folder}", base)

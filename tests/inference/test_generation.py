@@ -1,0 +1,309 @@
+"""`generate` and `stream`: all forms of prompts, complete texts and pieces, and the runners kept with a model."""
+
+import copy
+import gc
+import pickle
+import random
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+
+import inference
+from drafters import ANPD, Drafter, DraftTree
+from inference import generate, load_base, stream
+from inference.generation import IncrementalDetokenizer, acquire_runner
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, KeyedSampler
+from inference.verify import generate_reference
+
+TEXTS = ["naïve café — 3 × 4 € 😀👩‍🚀", "漢字かな交じり文。한국어 ไทย", "plain", "a\u0301\ufffdb \U0001f1e9\U0001f1ea"]
+
+
+@pytest.fixture(scope="module")
+def chat(repository):
+    """The base that ships with the project."""
+    return load_base(str(repository / "checkpoints" / "tiny-chat"))
+
+
+@pytest.fixture(scope="module")
+def babbler(make_base, chat):
+    """A random base with the real tokenizer: it writes complete and incomplete characters."""
+    base = make_base(vocab=len(chat.tokenizer), context=256)
+    return type(base)("babbler", base.model, chat.tokenizer)
+
+
+# ---- texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
+def test_greedy_texts_are_the_bases_own(base, drafter):
+    prompts = [[3, 4, 5], [7], [9, 8, 9, 8, 9]]
+    expected = [generate_reference(base, prompt, 20, Greedy()) for prompt in prompts]
+    written = generate(base, prompts, drafter, max_new_tokens=20)
+    assert [one.token_ids for one in written] == expected
+    assert [one.text for one in written] == [base.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
+
+
+def test_a_drafter_object_is_used_as_it_is(base, oracle):
+    written = generate(base, [3, 4, 5], "none", max_new_tokens=21, eos=[])[0].token_ids
+    drafter = oracle([3, 4, 5, *written], length=6)
+    (one,) = generate(base, [3, 4, 5], drafter, max_new_tokens=21, eos=[])
+    assert one.token_ids == written and [step.emitted for step in one.steps] == [7, 7, 7]
+    assert [len(step.emitted) for step in drafter.steps] == [7, 7, 7]
+
+
+def test_the_cost_of_a_text_is_counted(base):
+    (one,) = generate(base, [3, 4, 3, 4, 3], max_new_tokens=30, eos=[])
+    assert sum(step.emitted for step in one.steps) == len(one.token_ids) == 30
+    assert one.acceptance_length == (30 - one.steps[0].emitted) / (len(one.steps) - 1)
+    assert one.tokens_per_second == 30 / one.seconds
+    assert generate(base, [3], max_new_tokens=1)[0].acceptance_length is None
+
+
+@pytest.mark.slow
+def test_prompt_i_is_sampled_with_seed_plus_i(base):
+    prompts, arguments = [[3, 4], [3, 4]], {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "max_new_tokens": 20}
+    written = generate(base, prompts, seed=5, **arguments)
+    expected = [generate_reference(base, [3, 4], 20, KeyedSampler(0.9, 20, 0.95, seed)) for seed in (5, 6)]
+    assert [one.token_ids for one in written] == expected and expected[0] != expected[1]
+
+
+def test_a_text_ends_at_the_given_end_tokens_or_else_at_the_bases_own(base):
+    free = generate(base, [3, 4, 5], max_new_tokens=20, eos=[])[0].token_ids
+    end = free[6]
+    assert generate(base, [3, 4, 5], max_new_tokens=20, eos=end)[0].token_ids == free[: free.index(end) + 1]
+    assert generate(base, [3, 4, 5], max_new_tokens=20)[0].token_ids == generate_reference(
+        base, [3, 4, 5], 20, Greedy()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_a_transformers_model_is_passed_with_its_tokenizer(chat, cache):
+    arguments = {"max_new_tokens": 12, "cache": cache}
+    assert (
+        generate(chat.model, "What is 3 + 4?", tokenizer=chat.tokenizer, **arguments)[0].token_ids
+        == generate(chat, "What is 3 + 4?", **arguments)[0].token_ids
+    )
+
+
+# ---- prompts
+
+
+@pytest.mark.slow
+def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
+    text = "Name a colour."
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    plain = chat.tokenizer(text).input_ids
+    rendered = chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+    def ids(prompts):
+        return [one.token_ids for one in generate(chat, prompts, max_new_tokens=8)]
+
+    expected = [generate_reference(chat, prompt, 8, Greedy()) for prompt in (plain, rendered)]
+    assert expected[0] != expected[1]
+    assert ids(text) == ids([text]) == ids(plain) == ids([plain]) == expected[:1]
+    assert ids(messages) == ids([messages]) == ids(rendered) == expected[1:]
+    assert ids([text, messages, plain, rendered]) == expected + expected
+    assert ids([]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prompts": 3}, "a prompt must be"),
+        ({"prompts": [None]}, "not NoneType"),
+        ({"prompts": torch.tensor([[3, 4]])}, "not Tensor"),
+        ({"prompts": [[{"role": "user"}]]}, "a prompt must be"),
+        ({"prompts": [{"role": "user", "content": "w3"}]}, "no chat template"),
+        ({"prompts": ""}, "the prompt is empty"),
+        ({"prompts": [3, 40]}, "outside the 40"),
+        ({"prompts": [[3], list(range(3, 40)) * 2]}, "shorten the prompt"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"drafter": "anpb"}, "unknown drafter"),
+        ({"temperature": -1.0}, "temperature must be a number above 0"),
+        ({"cache": "paged"}, "static or dynamic"),
+        ({"tokenizer": object()}, "leave tokenizer out"),
+        ({"base": "folder"}, "load_base"),
+    ],
+)
+def test_bad_input_is_refused_in_one_clear_line(make_base, arguments, said):
+    arguments = {"base": make_base(seed=3), "prompts": [3, 4]} | arguments
+    with pytest.raises(ValueError, match=said) as caught:
+        generate(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_tokenizer_is_refused(base):
+    with pytest.raises(ValueError, match="pass tokenizer="):
+        generate(base.model, [3])
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_fed_draft_trees_are_refused(toy_tokenizer):
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Lfm2Config, MistralConfig, T5Config
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    lfm2 = Lfm2Config(vocab_size=40, num_key_value_heads=2, layer_types=["conv"], **small)
+    with pytest.raises(ValueError, match="cannot drop rejected drafts: it has conv layers"):
+        generate(AutoModelForCausalLM.from_config(lfm2), [3], tokenizer=toy_tokenizer)
+    t5 = AutoModelForSeq2SeqLM.from_config(
+        T5Config(vocab_size=40, d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        generate(t5, [3], tokenizer=toy_tokenizer)
+    full = AutoModelForCausalLM.from_config(
+        MistralConfig(vocab_size=40, num_key_value_heads=2, sliding_window=None, **small)
+    )
+    full.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        generate(full, [3], tokenizer=toy_tokenizer)
+
+
+# ---- pieces
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_are_complete_characters_and_join_to_the_text(chat, text, seed):
+    rng, ids = random.Random(seed), chat.tokenizer(text).input_ids
+    growing, shown = IncrementalDetokenizer(chat.tokenizer), ""
+    while ids:
+        size = rng.randrange(1, 4)
+        shown += growing.add(ids[:size])
+        ids = ids[size:]
+        assert text.startswith(shown)
+    assert shown + growing.finish() == text
+
+
+def test_an_incomplete_character_is_held_back_until_the_end(chat):
+    ids = chat.tokenizer("€").input_ids
+    growing = IncrementalDetokenizer(chat.tokenizer)
+    assert len(ids) == 3 and [growing.add([token]) for token in ids[:2]] == ["", ""]
+    assert growing.finish() == chat.tokenizer.decode(ids[:2])
+    assert growing.add(ids[2:]) == "€"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_streamed_pieces_join_to_the_text_of_generate_even_with_broken_characters(babbler, seed):
+    arguments = {"temperature": 1.0, "seed": seed, "max_new_tokens": 150, "eos": []}
+    pieces = list(stream(babbler, [5, 6, 7], "anpd", **arguments))
+    (one,) = generate(babbler, [5, 6, 7], "anpd", **arguments)
+    assert "".join(pieces) == one.text and "\ufffd" in one.text
+    assert all(pieces) and len(pieces) > 10
+
+
+@pytest.mark.slow
+def test_pieces_are_yielded_while_the_text_is_generated(chat):
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    pieces = stream(chat, messages, max_new_tokens=30)
+    first = next(pieces)
+    (one,) = generate(chat, messages, max_new_tokens=30)
+    assert first + "".join(pieces) == one.text and len(first) < len(one.text)
+
+
+def test_a_decoder_that_puts_spaces_between_tokens_streams_them_too(base):
+    pieces = list(stream(base, "w3 w4 w5", max_new_tokens=20))
+    assert "".join(pieces) == generate(base, "w3 w4 w5", max_new_tokens=20)[0].text
+    assert " " in "".join(pieces)
+
+
+def test_stream_takes_one_prompt_and_refuses_bad_input_at_once(base):
+    with pytest.raises(ValueError, match="one prompt, not 2"):
+        stream(base, [[3], [4]])
+
+
+# ---- runners
+
+
+def test_a_runner_is_kept_with_its_model_and_used_by_one_call_at_a_time(make_base):
+    base = make_base(seed=1)
+    with acquire_runner(base) as first, acquire_runner(base) as second:
+        assert second is not first
+    with acquire_runner(base) as again:
+        assert again is first
+    with acquire_runner(base, "dynamic") as other, acquire_runner(base) as again:
+        assert other is not first and again is first
+
+
+@pytest.mark.slow
+def test_interleaved_streams_do_not_disturb_each_other(base):
+    prompts = [[3, 4, 5], [9, 8, 9, 8]]
+    expected = [one.text for one in generate(base, prompts, max_new_tokens=25, eos=[])]
+    streams = [stream(base, prompt, max_new_tokens=25, eos=[]) for prompt in prompts]
+    shown = ["", ""]
+    for _ in range(30):
+        for index, pieces in enumerate(streams):
+            shown[index] += next(pieces, "")
+    assert shown == expected
+
+
+def test_a_model_that_was_cast_or_given_another_head_gets_a_new_runner(make_base):
+    base = make_base(seed=1, dtype=torch.float32)
+    model = copy.deepcopy(base.model)
+    mine = type(base)("copy", model, base.tokenizer)
+    with acquire_runner(mine) as first:
+        pass
+    with acquire_runner(type(base)("cast", model.to(torch.float64), base.tokenizer)) as second:
+        assert second is not first and second.dtype == torch.float64
+    model.resize_token_embeddings(44)
+    with acquire_runner(mine) as third:
+        assert third is not second and third.vocab_size == 44
+
+
+@pytest.mark.slow
+def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base):
+    base = make_base(seed=1)
+    model = copy.deepcopy(base.model)
+    generate(model, [3, 4], tokenizer=base.tokenizer, max_new_tokens=3)
+    kept = model.__dict__["_drafters_runners"]
+    assert isinstance(kept["static", False], Runner)
+    assert copy.deepcopy(model).__dict__["_drafters_runners"] == {} == pickle.loads(pickle.dumps(kept))
+    gone = weakref.ref(model)
+    del model, kept
+    gc.collect()
+    assert gone() is None
+
+
+class KeepsSeeds(Drafter):
+    """Proposes nothing and keeps the seed of every proposal."""
+
+    def __init__(self):
+        self.seeds = []
+
+    def propose(self, seq, limits):
+        self.seeds.append(limits.draft_seed)
+        return DraftTree()
+
+
+def test_every_proposal_has_its_own_seed_which_the_seed_of_the_request_decides(base):
+    def seeds(seed, temperature=0.9):
+        drafter = KeepsSeeds()
+        generate(base, [3, 4], drafter, max_new_tokens=8, temperature=temperature, seed=seed, eos=[])
+        return drafter.seeds
+
+    assert len(set(seeds(5) + seeds(6) + [5, 6])) == 2 * 8 + 2
+    assert seeds(5) == seeds(5)
+    assert len(set(seeds(0, temperature=0))) == 8
+
+
+# ---- the package
+
+
+@pytest.mark.slow
+def test_the_package_exports_its_names_and_imports_lazily(repository):
+    code = (
+        "import sys, inference; print('torch' in sys.modules); "
+        "import inference.generation, inference.speculation; "
+        "from inference import generate, speculate; print(callable(generate), callable(speculate))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
+    assert all(getattr(inference, name) for name in inference.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        inference.nothing  # noqa: B018

@@ -1,0 +1,136 @@
+"""A journal holds every completed entry, however its run was interrupted."""
+
+import json
+import os
+
+import pytest
+
+from inference.journal import Journal
+
+SETTINGS = {"format": 1, "name": "näme"}
+OTHER = SETTINGS | {"name": "other"}
+ENTRIES = [[0, "a\nb"], {"x": [1, 2]}, 3]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "deep" / "journal"
+    with Journal(path, SETTINGS) as journal:
+        for entry in ENTRIES:
+            journal.append(entry)
+    return path
+
+
+def test_appended_entries_are_read_back(path):
+    with Journal(path, SETTINGS) as journal:
+        assert list(journal) == ENTRIES
+        journal.append("more")
+        assert list(journal) == [*ENTRIES, "more"]
+    with Journal(path, SETTINGS) as journal:
+        assert list(journal) == [*ENTRIES, "more"]
+
+
+def test_a_file_cut_at_any_byte_keeps_its_complete_lines_and_continues(path):
+    content = path.read_bytes()
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        num_complete = max(0, content[:length].count(b"\n") - 1)
+        with Journal(path, SETTINGS) as journal:
+            assert list(journal) == ENTRIES[:num_complete]
+            for entry in ENTRIES[num_complete:]:
+                journal.append(entry)
+        assert path.read_bytes() == content
+
+
+def test_other_settings_are_refused_in_one_line(path):
+    with pytest.raises(
+        ValueError, match=r"was started with name 'näme' instead of 'other': repeat that command"
+    ) as error:
+        Journal(path, OTHER)
+    assert "\n" not in str(error.value)
+    with pytest.raises(
+        ValueError, match=r"was started with different questions: repeat .* start over, or choose another --out$"
+    ):
+        Journal(path, SETTINGS | {"questions": {"embedded": "bc5f"}})
+    with pytest.raises(ValueError, match="was started with different prompts"):
+        Journal(path, SETTINGS | {"questions": {}}, labels={"questions": "prompts"})
+
+
+def test_settings_that_a_journal_of_an_older_version_lacks_are_not_compared(path):
+    newer = SETTINGS | {"processor": "a", "threads": 1}
+    with Journal(path, newer, may_lack=["processor", "threads", "library"]) as journal:
+        journal.append("more")
+    with pytest.raises(ValueError, match="threads None instead of 1: repeat"):
+        Journal(path, newer, may_lack=["processor"])
+    assert json.loads(path.read_bytes().splitlines()[0]) == SETTINGS
+    with Journal(path.with_name("newer"), newer) as journal:
+        journal.append("entry")
+    with pytest.raises(ValueError, match="was started with processor 'a' instead of 'b': repeat"):
+        Journal(path.with_name("newer"), newer | {"processor": "b"}, may_lack=["processor", "threads"])
+
+
+def test_entries_of_other_settings_are_replaced_on_request_by_the_first_new_entry(path):
+    before = path.read_bytes()
+    with Journal(path, SETTINGS, "replace_if_different") as journal:
+        assert list(journal) == ENTRIES
+    with Journal(path, OTHER, "replace_if_different") as journal:
+        assert list(journal) == []
+        assert path.read_bytes() == before
+        journal.append("new")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [OTHER, "new"]
+
+
+def test_all_entries_are_replaced_on_request_by_the_first_new_entry(path):
+    before = path.read_bytes()
+    with Journal(path, SETTINGS, "replace") as journal:
+        assert list(journal) == []
+        assert path.read_bytes() == before
+        journal.append("new")
+    with Journal(path, SETTINGS) as journal:
+        assert list(journal) == ["new"]
+
+
+def test_settings_are_compared_as_json(tmp_path):
+    with Journal(tmp_path / "journal", {"shape": (1, 2)}) as journal:
+        journal.append("entry")
+    with Journal(tmp_path / "journal", {"shape": [1, 2]}) as journal:
+        assert list(journal) == ["entry"]
+
+
+def test_nothing_is_written_before_the_first_entry_and_a_deleted_journal_leaves_no_file(tmp_path):
+    with Journal(tmp_path / "deep" / "journal", SETTINGS) as journal:
+        assert list(journal) == []
+        assert not (tmp_path / "deep").exists()
+        journal.append(1)
+        assert journal.path.exists()
+        journal.delete()
+        assert not journal.path.exists() and list(journal) == []
+
+
+def test_a_damaged_line_in_the_middle_is_named(path):
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b"{oops", *lines[2:]]))
+    with Journal(path, SETTINGS) as journal, pytest.raises(ValueError, match="line 2 is damaged: delete the file"):
+        list(journal)
+
+
+def test_an_entry_of_another_form_is_named_with_its_line(path):
+    path.write_text('{"base": "b"}\n{"n": 1}\n{"n": "x"}\n')
+    entries = Journal(path, {"base": "b"}).entries(lambda entry: entry["n"] + 1)
+    assert next(entries) == 2
+    with pytest.raises(ValueError, match="line 3 is damaged: delete the file"):
+        next(entries)
+
+
+@pytest.mark.parametrize("existing", ["continue", "replace"])
+def test_a_pipe_in_place_of_a_journal_is_refused_at_once(tmp_path, existing):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        Journal(tmp_path / "pipe", {}, existing)
+
+
+@pytest.mark.parametrize("line", ["[" * 5000, '{"x": "\\ud800"}', '{"x": 1' + "0" * 400 + "}"])
+def test_a_hostile_line_is_named(path, line):
+    path.write_text('{"base": "b"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        list(Journal(path, {"base": "b"}))

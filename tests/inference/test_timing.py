@@ -1,0 +1,91 @@
+"""A machine that is too busy to measure on is noticed."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from inference.timing import CoreClock, MachineLoad, load_average, num_cores, processor_name, running_threads
+
+IDLE = {
+    "num_threads": 1,
+    "num_cores": 4,
+    "before": [0.2],
+    "during": [1.2, 1.3],
+    "core_shares": [0.99, 1.0],
+    "gpu_percents": [0],
+}
+
+
+def test_the_processor_is_named():
+    if "model name" in (information := Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""):
+        assert f": {processor_name()}\n" in information
+    assert processor_name()
+
+
+def test_an_idle_machine_gives_no_warning():
+    assert MachineLoad(**IDLE).warnings() == []
+    assert MachineLoad(num_threads=2, num_cores=2).warnings() == [], "without measurements there is no warning"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"before": [3.8]}, "busy before the run: load 3.8"),
+        ({"before": [0.2, 3.8]}, "busy before the run: load 3.8"),
+        ({"during": [1.2, 4.9]}, "load up to 4.9 on 4 cores"),
+        ({"core_shares": [0.9, 0.7]}, "waited for a core 20 % of the time"),
+        ({"gpu_percents": [40]}, "GPU was busy before the run: 40 %"),
+    ],
+)
+def test_each_sign_of_other_work_is_named(change, message):
+    machine = MachineLoad(**IDLE | change)
+    (line,) = machine.warnings()
+    assert message in line
+    assert "4 cores, 1 decoding thread" in machine.describe()
+
+
+def test_decoding_threads_on_all_cores_are_not_other_work():
+    assert MachineLoad(num_threads=4, num_cores=4, before=[0.1], during=[4.2], core_shares=[1.0]).warnings() == []
+    assert MachineLoad(num_threads=4, num_cores=4, before=[1.0]).warnings()
+
+
+def test_a_sleeping_thread_has_no_core():
+    clock = CoreClock()
+    time.sleep(0.2)
+    assert clock.share() < 0.5
+
+
+def test_a_core_clock_counts_only_its_own_thread():
+    stop = threading.Event()
+    other = threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)])
+    clock = CoreClock()
+    other.start()
+    time.sleep(0.2)
+    share = clock.share()
+    stop.set()
+    other.join()
+    assert share < 0.9
+
+
+def test_the_number_of_cores_and_the_load_average_are_plausible():
+    assert num_cores() >= 1
+    average = load_average()
+    assert average is None or average >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux counts running threads")
+def test_threads_that_run_right_now_are_counted():
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(6)]
+    try:
+        time.sleep(0.5)
+        assert running_threads() > 4
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()

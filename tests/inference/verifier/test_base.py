@@ -1,0 +1,178 @@
+"""Loading a base: its shape and weights, and a one-line error for everything that is not a base."""
+
+import gc
+import json
+import shutil
+
+import pytest
+import torch
+
+from inference.verifier.base import Base, load_base, load_tokenizer, resolve_device, shape_of, tokenizer_hash
+
+
+@pytest.fixture(scope="module")
+def whole(make_base, tmp_path_factory):
+    folder, base = tmp_path_factory.mktemp("base"), make_base(dtype=torch.float32)
+    base.model.save_pretrained(folder)
+    base.tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "base")
+
+
+def refusal(name, load=load_base):
+    with pytest.raises(ValueError) as caught:
+        load(str(name))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(name) in message
+    return message
+
+
+def test_a_saved_base_loads_frozen_and_gives_the_same_logits(whole, make_base):
+    base = load_base(str(whole))
+    assert not base.model.training
+    assert not any(weight.requires_grad for weight in base.model.parameters())
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(base.model(ids).logits, make_base(dtype=torch.float32).model(ids).logits)
+    assert base.eos == {2}
+    assert base.context_length == 64
+
+
+def test_a_base_loads_in_the_requested_dtype(whole):
+    assert load_base(str(whole), "bfloat16").model.dtype == torch.bfloat16
+
+
+def test_a_missing_folder_says_what_to_pass(tmp_path):
+    for name in (tmp_path / "nowhere", "nowhere", "./nowhere/at/all", "a/b/c", "~/nowhere"):
+        for load in (load_base, load_tokenizer):
+            assert "pass a folder with config.json and model.safetensors, or a hub id" in refusal(name, load)
+
+
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    assert "pass a folder" in refusal(tmp_path / "model.safetensors")
+
+
+def test_a_folder_without_a_model_says_what_to_pass(tmp_path):
+    assert "pass a folder saved by save_pretrained" in refusal(tmp_path)
+
+
+def test_a_misspelt_relative_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "runs is a folder here, but it holds no bsae" in refusal("runs/bsae")
+
+
+def test_a_hub_id_offline_says_so_at_once():
+    assert "HF_HUB_OFFLINE=1: pass a folder, or go online once" in refusal("nobody/nothing-of-this-name")
+
+
+@pytest.mark.parametrize("kept", [0, 100, -100])
+def test_truncated_weights_are_refused(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "model.safetensors is damaged or cut short" in refusal(folder)
+
+
+def test_missing_or_garbled_parts_are_refused(folder):
+    (folder / "model.safetensors").unlink()
+    assert "no file named model.safetensors" in refusal(folder)
+    (folder / "config.json").write_text("{")
+    assert "config.json line 1: invalid JSON" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "cannot load the base" in refusal(folder)
+
+
+def test_a_base_without_tokenizer_is_refused(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert "cannot load the tokenizer" in refusal(folder)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(folder, toy_tokenizer):
+    tokenizer = load_tokenizer(str(folder))
+    tokenizer.add_tokens(["w40", "w41"])
+    tokenizer.save_pretrained(folder)
+    assert "42 tokens and the model 40: they do not belong together" in refusal(folder)
+
+
+def test_the_hash_of_a_tokenizer_depends_on_its_token_ids(toy_tokenizer, whole, tmp_path):
+    assert tokenizer_hash(toy_tokenizer) == tokenizer_hash(load_tokenizer(str(whole)))
+    other = load_tokenizer(str(whole))
+    other.add_tokens(["w40"])
+    assert tokenizer_hash(other) != tokenizer_hash(toy_tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_shape_of_a_base_is_read_from_its_config(make_base, kind):
+    shape = make_base(kind, layers=3).shape
+    assert (shape.hidden_size, shape.vocab_size, shape.num_layers, shape.num_heads) == (32, 40, 3, 4)
+    assert (shape.head_dim, shape.intermediate_size) == (8, 64)
+
+
+def test_the_drafter_gets_the_rotary_base_and_norm_epsilon_of_the_base():
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5)
+    assert (shape_of(config).rope_theta, shape_of(config).norm_eps) == (5e5, 1e-5)
+
+
+def test_the_base_weights_are_shared_with_the_base_and_not_copied(base):
+    assert base.base_weights.embedding.data_ptr() == base.model.get_input_embeddings().weight.data_ptr()
+    assert base.base_weights.head.data_ptr() == base.model.lm_head.weight.data_ptr()
+
+
+def test_hidden_states_of_several_layers_are_concatenated(make_base):
+    base, ids = make_base(layers=3), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    states = base.hidden_states(ids, (0, 2, -1))[0]
+    assert states.shape == (2, 3, 96)
+    assert torch.equal(states[..., :32], base.base_weights.embedding[ids])
+    torch.testing.assert_close(states[..., 64:], base.hidden_states(ids, (-1,))[0])
+    torch.testing.assert_close(states[..., 64:] @ base.base_weights.head.T, base.model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_hidden_states_are_those_of_transformers(make_base, kind):
+    base, ids = make_base(kind, layers=3), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    every = base.model.base_model(ids, output_hidden_states=True)  # leaves hooks of its own
+    hooks = [len(module._forward_hooks) for module in base.model.modules()]
+    for layers in [(0,), (1,), (2, 1), (3,), (-1, 3, 0, 2, 2)]:
+        states, last = base.hidden_states(ids, layers)
+        assert torch.equal(states, torch.cat([every.hidden_states[layer] for layer in layers], -1))
+        assert torch.equal(last, every.last_hidden_state)
+    assert hooks == [len(module._forward_hooks) for module in base.model.modules()]
+
+
+def test_only_the_requested_layers_are_kept_in_memory(make_base):
+    """The states that are alive when the last layer has run are counted; no other text has this length."""
+    base, alive = make_base(layers=12, seed=3), []
+    count = lambda: sum(type(x) is torch.Tensor and x.shape == (1, 37, 32) for x in gc.get_objects())  # noqa: E731
+    hook = base.model.base_model.norm.register_forward_pre_hook(lambda *_: alive.append(count()))
+    base.hidden_states(torch.ones(1, 37, dtype=torch.long), (2, 9))
+    hook.remove()
+    assert alive[0] < 8
+
+
+@pytest.mark.parametrize(("given", "eos"), [(None, {2}), (7, {7}), ([7, 9], {7, 9})])
+def test_end_of_sequence_tokens_are_the_models_or_else_the_tokenizers(make_base, monkeypatch, given, eos):
+    base = make_base(seed=9)
+    monkeypatch.setattr(base.model.generation_config, "eos_token_id", given)
+    assert Base("toy", base.model, base.tokenizer).eos == eos
+
+
+@pytest.mark.parametrize("eos", [0.5, "2", [2, "x"]])
+def test_end_of_sequence_tokens_that_are_no_ids_are_refused(folder, eos):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": eos}))
+    assert f"has the eos_token_id {eos!r}: give token ids" in refusal(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_missing_gpu_is_refused():
+    with pytest.raises(ValueError, match="pass --device cpu or auto"):
+        resolve_device("cuda")
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")

@@ -1,0 +1,403 @@
+"""Drafts drawn from a CTC drafter do not change the base's distribution.
+
+Shown by enumeration of all drafts and acceptances, and by counting through the whole engine. Wrong rules are detected.
+"""
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from drafters import CTC, Drafter, recipe
+from drafters.ctc.alignment import collapse
+from drafters.ctc.sampled_tree import draw
+from drafters.tree import ROOT
+from inference.verifier.rejection import multi_round_rejection
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
+from tests.inference.verifier import test_eagle_sampling as after_the_prefill
+
+START, UNLIMITED = 1, 99
+ALMOST_ONE = 1 - 1e-15
+
+
+class Scripted:
+    """A generator that returns given numbers."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def random(self, shape):
+        assert self.numbers.shape == shape
+        return self.numbers
+
+
+class World:
+    """A CTC draft of T frames and a base, both random, over V tokens; all texts and trees that can be drawn.
+
+    With the default seed the distributions of draft and base differ much, so that errors show.
+
+    The base's distribution of the next token is another one after every text. Its joint distribution is over T + 1
+    tokens, the most that one step emits.
+    """
+
+    def __init__(self, num_frames, vocab, biased, seed=5):
+        generator = torch.Generator().manual_seed(seed)
+        normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+        self.num_frames, self.vocab = num_frames, vocab
+        self.logits = normal(num_frames, vocab + 1) * 1.2
+        self.table = normal(vocab, vocab + 1) * 1.5 if biased else None
+        self.bias = (lambda tokens: self.table[tokens]) if biased else None
+        self.base = {
+            path: (normal(vocab) * 1.5).softmax(-1)
+            for length in range(num_frames + 1)
+            for path in product(range(vocab), repeat=length)
+        }
+        self.texts, self.numbers = defaultdict(float), {}
+        for symbols in product(range(vocab + 1), repeat=num_frames):
+            numbers, probability = self._middle(symbols)
+            text = tuple(collapse(torch.tensor(symbols), blank=vocab))
+            self.texts[text] += probability
+            self.numbers[text] = numbers  # of one of its alignments; the tree is the same for all
+
+    def _middle(self, symbols):
+        """Numbers (T,) that draw an alignment, and its probability."""
+        last, numbers, probability = START, [], 1.0
+        for frame, symbol in zip(self.logits, symbols, strict=True):
+            distribution = (frame if self.table is None else frame + self.table[last]).softmax(-1)
+            numbers.append((distribution[:symbol].sum() + distribution[symbol] / 2).item())
+            probability *= distribution[symbol].item()
+            last = last if symbol == self.vocab else symbol
+        return np.array(numbers), probability
+
+    @cache  # noqa: B019  a world lives as long as the tests
+    def trees(self, num_texts, max_nodes=UNLIMITED, max_depth=UNLIMITED, eos=()):
+        """Every tree `draw` can give, with its probability."""
+        found = []
+        for texts in product(self.texts, repeat=num_texts):
+            script = Scripted(np.stack([self.numbers[text] for text in texts], axis=1))
+            tree = draw(self.logits, self.bias, START, num_texts, max_nodes, max_depth, eos, script)
+            found.append((tree, np.prod([self.texts[text] for text in texts])))
+        return found
+
+    @cache  # noqa: B019  as above
+    def joint(self, path=()):
+        """The base's distribution of all tokens that follow a path, up to T + 1 in all: (V, ..., V)."""
+        distribution = self.base[path]
+        if len(path) == self.num_frames:
+            return distribution
+        return torch.stack([distribution[token] * self.joint((*path, token)) for token in range(self.vocab)])
+
+
+def threshold(accepted, guess):
+    """Find the number below which a uniform draw is accepted, by bisection unless it is within 1e-9 of a guess."""
+    if (guess < 1e-9 or accepted(guess - 1e-9)) and (guess > 1 - 1e-9 or not accepted(guess + 1e-9)):
+        return guess
+    low, high = 0.0, 1.0
+    for _ in range(28):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted(middle) else (low, middle)
+    return low
+
+
+class Acceptance:
+    """What multi-round rejection does at a node, found by trying it once for each path, draws and distribution."""
+
+    def __init__(self, world):
+        self.world, self.known = world, {}
+
+    def at(self, tree, distribution, path):
+        """The share of numbers that accept each draw after the earlier ones were rejected, and the residual."""
+        tokens = tuple(tree.tokens[node] for node in distribution.draws)
+        key = path, tokens, tuple(distribution.probs.tolist())
+        if key not in self.known:
+            target = self.world.base[path]
+
+            def takes(index, u):
+                taken, choice, _ = multi_round_rejection(
+                    target, distribution, tree, lambda i: u if i == index else ALMOST_ONE
+                )
+                return bool(taken) and choice == tokens[index]
+
+            shares, left = [], target  # what the rule of the papers has left of the base's distribution
+            for index, token in enumerate(tokens):
+                guess = min(1.0, (left[token] / distribution.probs[token]).item())
+                shares.append(threshold(partial(takes, index), guess))
+                left = (left - distribution.probs).clamp(min=0)
+                left = left / left.sum().clamp(min=1e-30)
+            residual = multi_round_rejection(target, distribution, tree, lambda i: ALMOST_ONE)[2]
+            self.known[key] = shares, (residual / residual.sum()).tolist()
+        return self.known[key]
+
+    def emitted(self, tree, weight, into):
+        """Add the probability of each series of tokens that one step may emit."""
+        distributions = {distribution.parent: distribution for distribution in tree.distributions}
+
+        def go_on(node, path, weight):
+            if node not in distributions:
+                after = self.world.base[path].tolist()
+            else:
+                shares, after = self.at(tree, distributions[node], path)
+                for child, share in zip(distributions[node].draws, shares, strict=True):
+                    if share:
+                        go_on(child, (*path, tree.tokens[child]), weight * share)
+                    weight *= 1 - share
+            for token, probability in enumerate(after):
+                into[(*path, token)] += weight * probability
+
+        go_on(ROOT, (), weight)
+
+
+@cache
+def world_of(num_frames, vocab, biased):
+    """A world that tests share: what it remembers is what they would all compute again."""
+    return World(num_frames, vocab, biased)
+
+
+@cache
+def acceptance_in(world):
+    return Acceptance(world)
+
+
+def written_distribution(world, trees):
+    """Distribution of T + 1 tokens, those of a step and the base's after it, over all trees and acceptances."""
+    acceptance, emissions = acceptance_in(world), defaultdict(float)
+    for tree, weight in trees:
+        acceptance.emitted(tree, weight, emissions)
+    distribution = torch.zeros_like(world.joint())
+    for path, probability in emissions.items():
+        distribution[path] += probability * (world.joint(path) if len(path) <= world.num_frames else 1.0)
+    return distribution
+
+
+def distance(world, trees):
+    """Total variation distance between the emitted text's distribution and the base's own."""
+    distribution = written_distribution(world, trees)
+    assert distribution.sum().item() == pytest.approx(1, abs=1e-6)
+    return (distribution - world.joint()).abs().sum().item() / 2
+
+
+each_bias = pytest.mark.parametrize("biased", [False, True], ids=["without bias", "with bias"])
+EXACT = 1e-7
+
+
+@pytest.mark.slow
+@each_bias
+@pytest.mark.parametrize(
+    ("num_frames", "vocab", "num_texts"), [(3, 3, 1), (3, 3, 2), (4, 3, 1), (4, 2, 2), (2, 3, 3), (3, 2, 3)]
+)
+def test_the_emitted_text_follows_the_bases_distribution(num_frames, vocab, num_texts, biased):
+    world = world_of(num_frames, vocab, biased)
+    assert distance(world, world.trees(num_texts)) < EXACT
+
+
+@pytest.mark.slow
+@each_bias
+@pytest.mark.parametrize("num_texts", [2, 3])
+@pytest.mark.parametrize(
+    "limits", [{"max_nodes": n} for n in (1, 2, 3, 4)] + [{"max_depth": 1}, {"max_depth": 2, "max_nodes": 3}], ids=str
+)
+def test_limits_that_cut_the_tree_do_not_change_the_distribution(limits, num_texts, biased):
+    world = world_of(3, 3 if num_texts == 2 else 2, biased)
+    assert distance(world, world.trees(num_texts, **limits)) < EXACT
+
+
+@pytest.mark.slow
+@each_bias
+def test_end_of_sequence_tokens_do_not_change_the_distribution(biased):
+    world = world_of(3, 3, biased)
+    assert distance(world, world.trees(2, max_nodes=3, eos=(2,))) < EXACT
+
+
+@pytest.mark.slow
+def test_the_sampler_accepts_as_the_enumeration_does():
+    world, rng = world_of(3, 3, True), random.Random(0)
+    acceptance = Acceptance(world)
+    lengths = defaultdict(int)
+    for tree, _ in world.trees(2):
+        numbers = defaultdict(rng.random)
+        sampler = KeyedSampler()
+        sampler.uniform = lambda position, stream=0, numbers=numbers: numbers[position, stream]
+        paths = [(), *(tuple(tree.path_tokens(node)) for node in range(len(tree)))]
+        logits = torch.stack([world.base[path].log() for path in paths])
+        _, emitted = sampler.accept(tree, sampler.decide(logits, tree, [len(path) for path in paths]).tolist())
+
+        distributions, node, path = {distribution.parent: distribution for distribution in tree.distributions}, ROOT, ()
+        while node is not None:
+            shares, after = (
+                acceptance.at(tree, distributions[node], path)
+                if node in distributions
+                else ([], world.base[path].tolist())
+            )
+            draws = distributions[node].draws if node in distributions else ()
+            taken = [i for i, share in enumerate(shares) if numbers[len(path), 1 + i] < share]
+            node = draws[taken[0]] if taken else None
+            token = tree.tokens[node] if taken else int(np.searchsorted(np.cumsum(after), numbers[len(path), 0]))
+            path = (*path, token)
+        assert emitted == list(path)
+        lengths[len(path)] += 1
+    assert set(lengths) == {1, 2, 3, 4}
+
+
+# ---- what is wrong is found out
+
+
+def with_distributions(trees, change):
+    for tree, weight in trees:
+        distributions = tuple(
+            replace(distribution, probs=change(tuple(tree.path_tokens(distribution.parent)), distribution.probs))
+            for distribution in tree.distributions
+        )
+        yield replace(tree, distributions=distributions), weight
+
+
+def begins(world, path):
+    return sum(probability for text, probability in world.texts.items() if text[: len(path)] == path)
+
+
+@pytest.mark.slow
+@each_bias
+def test_a_distribution_that_ignores_that_some_texts_end_is_detected(biased):
+    world = world_of(3, 3, biased)
+    trees = with_distributions(
+        world.trees(2), lambda path, distribution: distribution * (1 - world.texts[path] / begins(world, path))
+    )
+    assert distance(world, trees) > 0.01
+
+
+@pytest.mark.slow
+@each_bias
+def test_a_frames_distribution_in_place_of_the_texts_distribution_is_detected(biased):
+    world = world_of(3, 3, biased)
+    trees = with_distributions(world.trees(2), lambda path, distribution: world.logits[len(path), :3].softmax(-1))
+    assert distance(world, trees) > 0.01
+
+
+@pytest.mark.slow
+def test_a_distribution_without_its_bias_is_detected():
+    world, plain = world_of(3, 3, True), world_of(3, 3, False)
+    assert world.logits.equal(plain.logits)
+
+    def of_plain(path, distribution):
+        after = torch.tensor([begins(plain, (*path, token)) for token in range(3)], dtype=torch.float64)
+        return after / after.sum()
+
+    assert distance(world, with_distributions(world.trees(2), of_plain)) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_nodes", [1, 2])
+def test_cutting_nodes_after_the_draw_is_detected(max_nodes):
+    """Then a draw is kept if it equals an earlier one, and dropped otherwise: a bias."""
+    world = world_of(3, 3, False)
+    trees = ((tree.pruned(UNLIMITED, max_nodes, ()), weight) for tree, weight in world.trees(2))
+    assert distance(world, trees) > 0.01
+
+
+# ---- through the whole engine
+
+
+VOCAB, PROMPT, RUNS = 5, [3, 4, 2], 500
+ONE_IN_A_THOUSAND = 56  # 25 cells less one, the rare ones pooled, and some room
+
+
+@pytest.fixture(scope="module")
+def base(make_base):
+    return make_base(vocab=VOCAB, layers=1, hidden=16)
+
+
+class DrawnTexts(Drafter):
+    """Draws from frames that depend on the root, as far from the base's distribution as chance would have it."""
+
+    def __init__(self, biased, num_texts, num_nodes, wrong=False):
+        generator = torch.Generator().manual_seed(3)
+        self.frames = torch.randn(VOCAB, 5, VOCAB + 1, generator=generator) * 1.5
+        table = torch.randn(VOCAB, VOCAB + 1, generator=generator)
+        self.bias = (lambda tokens: table[tokens]) if biased else None
+        self.num_texts, self.num_nodes, self.wrong = num_texts, num_nodes, wrong
+        self.generator = np.random.default_rng((0, 0xC7C))
+        self.deepest = 0
+
+    def propose(self, seq, limits):
+        nodes = min(limits.max_nodes, self.num_nodes)
+        logits, root = self.frames[seq[-1]], seq[-1]
+        tree = draw(
+            logits,
+            self.bias,
+            root,
+            self.num_texts,
+            nodes,
+            limits.max_depth,
+            limits.eos,
+            self.generator,
+            temperature=0.8,
+        )
+        tree.validate(VOCAB)
+        assert tree.pruned(limits.max_depth, nodes, limits.eos) is tree
+        self.deepest = max([self.deepest, *tree.depths])
+        if self.wrong:
+            distributions = tuple(
+                replace(distribution, probs=logits[0, :VOCAB].double().softmax(-1))
+                for distribution in tree.distributions
+            )
+            tree = replace(tree, distributions=distributions)
+        return tree
+
+
+def chi_square(base, drafter):
+    """Of the first two of three tokens of many texts against the base's own joint distribution."""
+    sampler = KeyedSampler()
+
+    def distribution(seq):
+        return sampler.probabilities(base.model(torch.tensor([seq])).logits[0, -1:])[0]
+
+    joint = torch.stack([distribution([*PROMPT, token]) for token in range(VOCAB)])
+    expected = (distribution(PROMPT)[:, None] * joint).flatten() * RUNS
+    counts = torch.zeros(VOCAB * VOCAB, dtype=torch.float64)
+    runner = Runner(base)
+    for seed in range(RUNS):
+        one, two, _ = Session(runner, drafter, KeyedSampler(seed=seed)).run(PROMPT, 3).tokens
+        counts[one * VOCAB + two] += 1
+    often = expected >= 4
+    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
+    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("biased", "num_nodes"), [(False, 64), (True, 3)], ids=["wide", "with bias and cut"])
+def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, biased, num_nodes):
+    drafter = DrawnTexts(biased, 3, num_nodes)
+    assert chi_square(base, drafter) < ONE_IN_A_THOUSAND
+    assert drafter.deepest == 2
+
+
+@pytest.mark.slow
+def test_the_chi_square_detects_a_wrong_distribution(base):
+    assert chi_square(base, DrawnTexts(False, 3, 64, wrong=True)) > ONE_IN_A_THOUSAND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge_repeats", [True, False])
+def test_texts_drawn_from_a_part_of_the_vocabulary_do_not_change_the_joint_distribution(
+    make_base, monkeypatch, merge_repeats
+):
+    """A drafter for four of six tokens; a root may be one of the other two."""
+    monkeypatch.setattr(after_the_prefill, "RUNS", 250)
+    base = make_base(vocab=6, layers=1, hidden=16)
+    options = {"num_frames": 4, "num_labels": 3, "draws": 2, "markov_rank": 2, "draft_vocab_size": 4}
+    options["merge_repeats"] = merge_repeats
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drafter = recipe.build(CTC, base.shape, options | {"draw_temperature": 1.5})
+        torch.nn.init.normal_(drafter.markov.right)
+    drafter.draft_tokens.copy_(torch.tensor([0, 2, 3, 4]))
+    drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
+    statistic, accepted = after_the_prefill.chi_square(base, drafter)
+    assert statistic < after_the_prefill.ONE_IN_A_THOUSAND
+    assert accepted > 0.3, "the test proves little if hardly anything is accepted"

@@ -1,0 +1,283 @@
+"""The session of a draft model: text, cache and distributions are those of fresh forwards, whatever was rejected."""
+
+import random
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+
+from drafters import ANPD, Drafter, DraftModel, DraftTree
+from inference.verifier.base import Base
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, KeyedSampler
+from inference.verifier.session import Session
+from tests.conftest import fresh_cache
+
+PROMPTS = [1, 2, 3, 17]
+SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
+
+
+def prompt_of(length):
+    rng = random.Random(length)
+    return [rng.randrange(3, 40) for _ in range(length)]
+
+
+@cache
+def similar_model(base, seed=1, spread=0.35):
+    """A model that often agrees with the base: the base with a little noise on its weights."""
+    model = deepcopy(base.model)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        for weight in model.parameters():
+            weight += spread * weight.std() * torch.randn_like(weight) if weight.dim() == 2 else 0.0
+    return Base("similar model", model, base.tokenizer)
+
+
+@torch.inference_mode()
+def alone(base, prompt, length, eos=()):
+    """Greedy text without cache and engine: one full forward per token."""
+    seq = list(prompt)
+    while len(seq) < min(len(prompt) + length, base.context_length):
+        seq.append(base.model(torch.tensor([seq])).logits[0, -1].argmax().item())
+        if seq[-1] in eos:
+            break
+    return seq[len(prompt) :]
+
+
+@torch.inference_mode()
+def assert_fresh(session):
+    """Assert that the cache equals that of one forward over the session's own text."""
+    runner = session.runner
+    assert 0 < runner.cached < len(session.seq)
+    fresh = fresh_cache(runner.base, session.seq[: runner.cached])
+    for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=1e-9)
+        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=1e-9)
+
+
+class Guesses(Drafter):
+    """Random chains and branches; with a small vocabulary some of them are right."""
+
+    def __init__(self, seed, vocab):
+        self.rng, self.vocab, self.rewound = random.Random(seed), vocab, []
+
+    def propose(self, seq, limits):
+        paths = [[self.rng.randrange(self.vocab) for _ in range(3)] for _ in range(8)]
+        return DraftTree.from_paths([path[: max(0, limits.max_depth)] for path in paths])
+
+    def rewind(self, length):
+        self.rewound.append(length)
+
+
+# ---- drafting
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("guessing", [False, True])
+def test_a_draft_is_the_draft_models_own_text_after_any_earlier_requests(pseudo_runner, seed, guessing):
+    rng, runner, eos = random.Random(seed), pseudo_runner(seed, vocab=5), frozenset({3})
+    inner = DraftModelSession(runner, Guesses(seed, 5) if guessing else None)
+    for _ in range(2):
+        seq = [rng.randrange(5) for _ in range(rng.choice(PROMPTS))]
+        inner.begin(seq)
+        for _ in range(25):
+            asked, ends = rng.randrange(1, 9), rng.choice([eos, frozenset()])
+            written = inner.write(seq, asked, ends)
+            assert written.tokens == pseudo_runner(seed, vocab=5).greedy(seq, asked, ends)
+            assert written.distributions == []
+            assert inner.session.seq[: len(seq)] == seq
+            assert runner.text == inner.session.seq[:-1], "the cache holds all but the last token"
+            if rng.random() < 0.2:  # the text was a draft itself, and part of it is rejected
+                length = rng.randrange(1, len(seq) + 1)
+                inner.rewind(length)
+                seq = seq[:length]
+            taken = written.tokens[: rng.randrange(len(written.tokens) + 1)]
+            seq = [*seq, *taken, *(rng.randrange(5) for _ in range(rng.randrange(1, 3)))]
+    assert inner.forwards == runner.forwards
+
+
+def test_the_draft_models_own_drafter_is_rewound_to_where_the_text_was_cut(pseudo_runner):
+    drafter = Guesses(0, 12)
+    inner = DraftModelSession(pseudo_runner(), drafter)
+    inner.begin([5, 6])
+    first, second, *_ = inner.write([5, 6], 4).tokens
+    assert drafter.rewound == []
+    inner.write([5, 6, first, (second + 1) % 12], 4)
+    assert drafter.rewound == [3], "the first token was accepted, the second rejected"
+
+
+def test_nothing_is_drafted_beyond_the_draft_models_own_context(pseudo_runner):
+    inner = DraftModelSession(pseudo_runner(context=8))
+    seq = [5, 6, 7, 5, 6]
+    inner.begin(seq)
+    assert inner.write(seq, 9).tokens == pseudo_runner().greedy(seq, 3)
+    for length in (8, 9, 12):  # the base's context may be longer
+        assert inner.write([*seq, *range(length - 5)], 5).tokens == []
+    assert inner.forwards == 3
+
+
+def test_reset_reaches_the_draft_models_own_drafter(pseudo_runner):
+    calls = []
+    drafter = Guesses(0, 12)
+    drafter.reset = lambda: calls.append("reset")
+    DraftModel(DraftModelSession(pseudo_runner(), DraftModel(DraftModelSession(pseudo_runner(), drafter)))).reset()
+    assert calls == ["reset"]
+
+
+# ---- with a base
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
+@pytest.mark.parametrize("length", PROMPTS)
+def test_after_each_step_both_caches_are_those_of_fresh_forwards(make_base, kind, cache_kind, length):
+    base, prompt = make_base(kind), prompt_of(length)
+    inner = DraftModelSession(Runner(similar_model(base), cache_kind))
+    session = Session(Runner(base, cache_kind), DraftModel(inner, num_draft=4))
+    tokens, accepted = [], []
+    for emitted, cost in session.decode(prompt, 16):
+        tokens += emitted
+        accepted.append(cost.accepted)
+        assert_fresh(session)
+        assert_fresh(inner.session)
+        if cost.draft_forwards:
+            read = [*prompt, *tokens[: -len(emitted)]]
+            assert inner.session.seq[: -cost.fed_candidates] == read
+    assert tokens == alone(base, prompt, 16)
+    assert len(set(accepted)) > 1, "some drafts should be accepted and some rejected"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
+@pytest.mark.parametrize("length", [1, 17])
+def test_in_a_cascade_every_cache_is_that_of_a_fresh_forward(make_base, cache_kind, length):
+    base, prompt = make_base(), prompt_of(length)
+    lowest = DraftModelSession(Runner(similar_model(base, seed=2), cache_kind), ANPD(order=3, num_draft=2))
+    middle = DraftModelSession(Runner(similar_model(base), cache_kind), DraftModel(lowest, num_draft=2))
+    asked = []
+    write = lowest.write
+    lowest.write = lambda seq, *arguments: asked.append(list(seq)) or write(seq, *arguments)
+    session = Session(Runner(base, cache_kind), DraftModel(middle, num_draft=5))
+    tokens, refused = [], 0
+    for emitted, cost in session.decode(prompt, 30):
+        tokens += emitted
+        refused += cost.accepted < cost.fed_candidates
+        for one in (session, middle.session, lowest.session):
+            assert_fresh(one)
+        assert lowest.session.seq[: len(asked[-1])] == asked[-1]
+    assert tokens == alone(base, prompt, 30)
+    assert refused
+    assert session.drafter.draft_forwards > lowest.forwards > 0
+
+
+def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base, monkeypatch):
+    base, fed = make_base(), []
+    inner = DraftModelSession(Runner(base))
+    forward = inner.session.runner.forward
+    inner.session.runner.forward = lambda pending, *rest: fed.append(len(pending)) or forward(pending, *rest)
+    steps = Session(Runner(base), DraftModel(inner, num_draft=3)).run(prompt_of(3), 12).steps
+    assert [step.accepted for step in steps] == [3, 3, 3], "a model agrees with itself"
+    assert fed == [3, 1, 1, 2, 1, 1, 2, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(9))
+def test_a_draft_ends_with_an_end_of_sequence_token_at_any_position(make_base, index):
+    base, prompt = make_base(), prompt_of(17)
+    truth = alone(base, prompt, 20)
+    eos = frozenset({truth[index]})
+    expected = alone(base, prompt, 20, eos)
+    for model in (base, similar_model(base)):
+        inner = DraftModelSession(Runner(model))
+        trees = []
+        drafter = DraftModel(inner, num_draft=4)
+        drafter.observe = lambda step, trees=trees: trees.append(step.tree)
+        assert Session(Runner(base), drafter).run(prompt, 20, eos).tokens == expected
+        assert all(token not in eos for tree in trees for token in tree.tokens[:-1])
+        if model is base and len(expected) % 5:  # a model agrees with itself: every fifth token is a bonus
+            assert trees[-1].tokens[-1] in eos
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guessing", [False, True])
+@pytest.mark.parametrize("threshold", [0.3, 0.6, 0.95])
+def test_a_draft_ends_after_the_first_token_below_the_threshold(make_base, threshold, guessing):
+    base, ends = make_base(), 0
+    inner = DraftModelSession(Runner(base), Guesses(0, 40) if guessing else None)
+    if guessing:
+        inner.session.drafter.propose = lambda seq, limits: DraftTree.from_paths(
+            [alone(base, seq, min(3, limits.max_depth))]
+        )
+    for length in PROMPTS:
+        prompt = prompt_of(length)
+        inner.begin(prompt)
+        for _ in range(3):
+            expected, seq = [], list(prompt)
+            while len(expected) < 6:
+                distribution = base.model(torch.tensor([seq])).logits[0, -1].softmax(-1)
+                expected.append(distribution.argmax().item())
+                seq.append(expected[-1])
+                if distribution.max() < threshold:
+                    break
+            assert inner.write(prompt, 6, threshold=threshold).tokens == expected
+            ends += len(expected) < 6
+            prompt = seq
+    assert ends
+
+
+# ---- drawn drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guessing", [False, True])
+@pytest.mark.parametrize("length", PROMPTS)
+def test_drawn_tokens_come_with_the_distribution_they_were_drawn_from(make_base, length, guessing):
+    base, seq = make_base(), prompt_of(length)
+    sampler = KeyedSampler(**SAMPLING, seed=3)
+    inner = DraftModelSession(Runner(base), Guesses(1, 40) if guessing else None, sampler)
+    inner.begin(seq)
+    for _ in range(5):
+        written = inner.write(seq, 5)
+        assert len(written.distributions) == len(written.tokens) == 5
+        whole = base.model(torch.tensor([seq + written.tokens])).logits[0, len(seq) - 1 : -1]
+        torch.testing.assert_close(torch.stack(written.distributions), sampler.probabilities(whole), rtol=0, atol=1e-9)
+        assert all(
+            distribution[token] > 0 for distribution, token in zip(written.distributions, written.tokens, strict=True)
+        )
+        seq = [*seq, *written.tokens[:2], 7]
+
+
+@pytest.mark.slow
+def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(make_base):
+    """Two tokens drawn through a sampled draft of another model, against the product of their conditionals."""
+    base, prompt, distribution = make_base(vocab=40), prompt_of(3), {"temperature": 1.0, "top_k": 3}
+    lowest = DraftModelSession(Runner(similar_model(base)), sampler=KeyedSampler(**distribution, seed=1))
+    inner = DraftModelSession(Runner(base), DraftModel(lowest, num_draft=2), KeyedSampler(**distribution, seed=2))
+    counts, draws = {}, 300
+    for index in range(draws):
+        inner.begin(prompt)
+        pair = tuple(inner.write(prompt, 2, draft_seed=index).tokens)
+        counts[pair] = counts.get(pair, 0) + 1
+    expected = {}
+    probabilities = KeyedSampler(**distribution).probabilities
+    first = probabilities(base.model(torch.tensor([prompt])).logits[0, -1:])[0]
+    for token in first.nonzero()[:, 0].tolist():
+        second = probabilities(base.model(torch.tensor([[*prompt, token]])).logits[0, -1:])[0]
+        for other in second.nonzero()[:, 0].tolist():
+            expected[token, other] = (first[token] * second[other]).item() * draws
+    assert set(counts) <= set(expected)
+    rare = sum(count for count in expected.values() if count < 5)
+    square = sum((counts.get(pair, 0) - count) ** 2 / count for pair, count in expected.items() if count >= 5)
+    assert rare < 30
+    assert square < 27, "chi-square of at most 8 degrees of freedom beyond its 0.9993 quantile"
+
+
+@pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(**SAMPLING)])
+def test_a_draft_model_without_drafter_makes_one_forward_per_token(make_base, sampler):
+    inner = DraftModelSession(Runner(make_base()), sampler=sampler)
+    inner.begin([5, 6, 7])
+    inner.write([5, 6, 7], 6)
+    assert inner.forwards == 6

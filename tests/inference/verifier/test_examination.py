@@ -1,0 +1,258 @@
+"""A base whose logits through a runner are not its own is refused, and examined again when it changes."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafters import DraftTree
+from inference.generation import acquire_runner, generate, stream
+from inference.speculation import Speculation
+from inference.verifier import examination, layers, runner
+from inference.verifier.base import Base, load_base
+from inference.verifier.cache import BufferCache
+from inference.verifier.runner import Runner, causal_tree_mask
+
+
+@pytest.fixture
+def fresh_base(make_model, toy_tokenizer):
+    """Build a base that no other test uses, in a dtype."""
+
+    def make(label="LLaMA", dtype=torch.float32):
+        return Base("toy", copy.deepcopy(make_model(label)).to(dtype), toy_tokenizer)
+
+    return make
+
+
+def own_text(base, prompt, length=20):
+    return base.model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False)[
+        0, len(prompt) :
+    ].tolist()
+
+
+def written_text(base, prompt, length=20, **options):
+    (one,) = generate(base, prompt, "token_recycling", max_new_tokens=length, eos=[], **options)
+    return one.token_ids
+
+
+def negate_logits(module, inputs, outputs):
+    outputs.logits.neg_()
+
+
+# ---- what is found
+
+
+def ignore_the_tree(pending, parents, *place):
+    return causal_tree_mask(pending + len(parents), (), *place)
+
+
+def keep_the_first(cache, length, moved, keep=BufferCache.keep):
+    keep(cache, length + len(moved), [])
+
+
+def see_one_more(config, spans=layers.attention_spans):
+    return {kind: span + (kind == "sliding_attention") for kind, span in spans(config).items()}
+
+
+def see_everything(config):
+    return dict.fromkeys(layers.attention_spans(config), 10**9)
+
+
+def count_from_the_root(tree):
+    return [1] * len(tree)
+
+
+# An error, the family and the comparison that find it, and what is replaced by what.
+WRONG = {
+    "mask": ("LLaMA", "a draft tree", [(runner, "_kept_mask", ignore_the_tree)]),
+    "positions": ("LLaMA", "a draft tree", [(DraftTree, "depths", property(count_from_the_root))]),
+    "commit": ("LLaMA", "after an accepted draft", [(BufferCache, "keep", keep_the_first)]),
+    "window": ("Mistral, sliding window", "a plain forward", [(runner, "attention_spans", see_one_more)]),
+    "no window": ("Gemma 2", "a plain forward", [(runner, "attention_spans", see_everything)]),
+    "border": (
+        "LLaMA, longrope scaling",
+        "last position is far away",
+        [(module, "longrope_border", lambda config: None) for module in (runner, examination)],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_error_of_the_engine_is_found_by_the_examination(fresh_base, monkeypatch, wrong, dtype):
+    label, where, replacements = WRONG[wrong]
+    Runner(fresh_base(label, dtype))  # right without the error
+    for place, name, replacement in replacements:
+        monkeypatch.setattr(place, name, replacement)
+    base = fresh_base(label, dtype)
+    with pytest.raises(ValueError, match=f"toy is not supported: in .*{where}.* its logits are not those") as caught:
+        Runner(base)
+    assert "\n" not in str(caught.value)
+    Runner(replace(base, check=False))
+
+
+@pytest.mark.slow
+def test_a_model_that_changes_its_logits_is_refused_by_every_door(fresh_base, toy_tokenizer):
+    base = fresh_base()
+    base.model.register_forward_hook(negate_logits)
+    with pytest.raises(ValueError, match="in a plain forward its logits are not those of the model's own forward"):
+        Runner(base)
+    for call in (generate, stream):
+        with pytest.raises(ValueError, match="pass check=False"):
+            call(base.model, [3, 4, 5], tokenizer=toy_tokenizer)
+    arguments = {"max_new_tokens": 4, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="pass check=False"):
+        base.model.generate(torch.tensor([[3, 4, 5]]), custom_generate=Speculation(), **arguments)
+    base.model.generate(torch.tensor([[3, 4, 5]]), custom_generate=Speculation(check=False), **arguments)
+    assert len(written_text(base, [3, 4, 5], 4, check=False)) == 4
+
+
+def test_a_subclass_that_passes_its_arguments_on_is_examined(fresh_base):
+    base, prompt = fresh_base(), [5, 6, 7, 8]
+
+    class Subclass(type(base.model)):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    class Negated(Subclass):
+        def forward(self, *args, **options):
+            outputs = super().forward(*args, **options)
+            negate_logits(self, args, outputs)
+            return outputs
+
+    base.model.__class__ = Subclass
+    assert written_text(base, prompt) == own_text(base, prompt)
+    base.model.__class__ = Negated
+    with pytest.raises(ValueError, match="in a plain forward its logits are not those of the model's own forward"):
+        written_text(base, prompt)
+
+
+@pytest.mark.parametrize("label", ["Falcon, ALiBi", "LFM2", "GPT-Neo", "MPT"])
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_what_a_base_cannot_do_is_one_line(make_model, toy_tokenizer, label, cache):
+    with pytest.raises(ValueError, match="not supported") as caught:
+        Runner(Base("strange", make_model(label), toy_tokenizer), cache)
+    assert str(caught.value).startswith("strange ") and "\n" not in str(caught.value)
+
+
+# ---- what it leaves behind
+
+
+@pytest.mark.parametrize("label", ["GPT-2", "Gemma 3", "Phi-3, longrope scaling"])
+def test_the_model_is_left_as_it_was(fresh_base, label):
+    base = fresh_base(label)
+    base.model.train()
+    base.model.base_model.get_input_embeddings().eval()
+    before, training = copy.deepcopy(base.model.state_dict()), [module.training for module in base.model.modules()]
+    config, rng = copy.deepcopy(base.model.config), torch.get_rng_state()
+    Runner(base)
+    assert [module.training for module in base.model.modules()] == training
+    assert all(torch.equal(value, base.model.state_dict()[name]) for name, value in before.items())
+    assert base.model.config.to_dict() == config.to_dict() and torch.equal(rng, torch.get_rng_state())
+    assert not any(module._forward_hooks for module in base.model.modules())
+
+
+@pytest.mark.slow
+def test_a_model_is_examined_once_for_each_kind_of_cache_and_state(fresh_base, monkeypatch):
+    base, examined, examine = fresh_base(), [], examination.examine
+    monkeypatch.setattr(examination, "examine", lambda runner: (examined.append(runner), examine(runner)))
+    for cache in ("static", "static", "dynamic", "static", "dynamic"):
+        written_text(base, [5, 6, 7], 4, cache=cache)
+    assert len(examined) == 2
+    base.model.set_attn_implementation("eager")
+    Runner(base)
+    base.model.set_attn_implementation("sdpa")
+    Runner(base)
+    assert len(examined) == 3
+
+
+# ---- runners follow their model
+
+
+@pytest.mark.slow
+def test_a_runner_follows_the_attention_implementation(fresh_base):
+    base, prompt = fresh_base(), [5, 6, 7, 8]
+    with acquire_runner(base) as first:
+        pass
+    for attention in ("eager", "sdpa"):
+        base.model.set_attn_implementation(attention)
+        assert written_text(base, prompt) == own_text(base, prompt)
+    with acquire_runner(base) as again:
+        assert again is not first
+    base.model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="takes no tree mask"):
+        written_text(base, prompt)
+
+
+@pytest.mark.slow
+def test_a_runner_follows_the_dtype_of_single_weights(fresh_base):
+    base = fresh_base("Qwen2")
+    with acquire_runner(base) as first:
+        pass
+    base.model.to(torch.float64)
+    with acquire_runner(base) as second:
+        assert second is not first and second.dtype == torch.float64
+    assert written_text(base, [5, 6, 7]) == own_text(base, [5, 6, 7])
+
+
+@pytest.mark.slow
+def test_a_runner_follows_hooks(fresh_base):
+    base, prompt = fresh_base(), [5, 6, 7, 8]
+    before = written_text(base, prompt)
+    layer = base.model.base_model.layers[0]
+    hook = layer.register_forward_hook(lambda module, inputs, state: state * 1.5)
+    assert written_text(base, prompt) == own_text(base, prompt) != before
+    hook.remove()
+    hook = base.model.register_forward_hook(negate_logits)
+    with pytest.raises(ValueError, match="in a plain forward"):
+        written_text(base, prompt)
+    hook.remove()
+    assert written_text(base, prompt) == own_text(base, prompt) == before
+
+
+@pytest.mark.slow
+def test_a_runner_follows_adapters_that_are_switched(fresh_base):
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base, prompt = fresh_base("Qwen3"), [5, 6, 7, 8]
+    plain = written_text(base, prompt)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False), base.model)
+    base.model.requires_grad_(False)
+    adapted = written_text(base, prompt)
+    assert adapted == own_text(base, prompt) != plain
+    for is_on, expected in ((False, plain), (True, adapted)):
+        for module in base.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.enable_adapters(is_on)
+        assert written_text(base, prompt) == own_text(base, prompt) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft reads it
+def test_a_model_wrapped_by_peft_is_exact_with_weights_and_refused_with_virtual_tokens(fresh_base):
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    base, prompt = fresh_base(), [5, 6, 7, 8]
+    lora = get_peft_model(copy.deepcopy(base.model), LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
+    wrapped = Base("wrapped", lora.eval(), base.tokenizer)
+    expected = lora.generate(input_ids=torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, 4:].tolist()
+    assert written_text(wrapped, prompt) == expected != written_text(base, prompt)
+    tuned = get_peft_model(base.model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="in a plain forward its logits are not"):
+        written_text(Base("tuned", tuned.eval(), base.tokenizer), prompt)
+
+
+# ---- check=False
+
+
+@pytest.mark.slow
+def test_a_base_can_be_loaded_without_examination(tmp_path, fresh_base, monkeypatch):
+    base = fresh_base()
+    base.model.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(runner, "_kept_mask", ignore_the_tree)
+    Runner(load_base(str(tmp_path), check=False))
+    with pytest.raises(ValueError, match="in a draft tree"):
+        Runner(load_base(str(tmp_path)))

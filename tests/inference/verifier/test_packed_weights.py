@@ -1,0 +1,202 @@
+"""Packed weights give the logits and texts of the plain ones."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+import drafters
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.losses import gathered_logits
+from drafters.protocol import Limits
+from inference.drafter_builders import load_learned
+from inference.verifier import layers
+from inference.verifier.layers import PackedLinear, pack_weights
+from inference.verifier.options import ModelOptions
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no products in bfloat16 for this CPU"
+    ),
+)
+
+
+@pytest.fixture
+def packed(make_base, monkeypatch):
+    """A toy base in float32, and the same with all its linear layers packed."""
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    plain = make_base(context=512, dtype=torch.float32)
+    base = dataclasses.replace(plain, model=copy.deepcopy(plain.model))
+    assert pack_weights(base.model) == 15  # seven in each of two layers, and the LM head
+    return plain, base
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 256, 257])
+def test_the_logits_are_those_of_the_plain_weights(packed, num_tokens):
+    plain, base = packed
+    tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+    torch.testing.assert_close(base.model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_with_a_bias_and_several_dimensions():
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 40)
+    tokens = torch.randn(2, 3, 24)
+    torch.testing.assert_close(PackedLinear(linear)(tokens), linear(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, [2, 16, 256]), pytest.param(torch.bfloat16, [1, 2, 16, 256], marks=BFLOAT16.marks)],
+)
+def test_the_packed_copy_is_used_for_a_few_tokens_only(dtype, expected):
+    layer = PackedLinear(torch.nn.Linear(24, 40, bias=False, dtype=dtype))
+    layer.weight.data.zero_()  # which no counter of changes sees, so the copy keeps the old ones
+    used = [num for num in (1, 2, 16, 256, 257) if layer(torch.ones(1, num, 24, dtype=dtype)).any()]
+    assert used == expected
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [BFLOAT16])
+@pytest.mark.parametrize("alone", [False, True])
+def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype, alone):
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    exact = make_base(context=512, dtype=torch.float32).model
+    exact.to(dtype).float()  # weights that bfloat16 holds exactly
+    model = copy.deepcopy(exact).to(dtype)
+    plain = copy.deepcopy(model)
+    pack_weights(model, alone=alone)
+    for num_tokens in (1, 2, 16, 300):
+        tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        expected = exact(tokens).logits
+        errors = [(each(tokens).logits.float() - expected).abs().max().item() for each in (model, plain)]
+        assert errors[0] < 2 * errors[1] + 1e-3 and errors[1] < 0.1 * expected.abs().max().item()
+
+
+def test_weights_that_are_loaded_or_moved_later_are_packed_again():
+    layer, other, tokens = PackedLinear(torch.nn.Linear(24, 40)), torch.nn.Linear(24, 40), torch.randn(4, 24)
+    layer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(layer(tokens), other(tokens), rtol=1e-5, atol=1e-5)
+    copied = copy.deepcopy(layer)
+    torch.testing.assert_close(copied(tokens), other(tokens), rtol=1e-5, atol=1e-5)
+    halved = layer.bfloat16()(tokens.bfloat16())
+    torch.testing.assert_close(halved.float(), other(tokens), rtol=0.05, atol=0.05)
+
+
+def test_the_parameters_keep_their_names_and_are_not_copied(packed):
+    plain, base = packed
+    assert list(base.model.state_dict()) == list(plain.model.state_dict())
+    layer = torch.nn.Linear(8, 8)
+    assert PackedLinear(layer).weight is layer.weight
+
+
+def test_the_texts_are_those_of_the_plain_weights(packed):
+    prompt = [5, 6, 7, 8, 9, 5, 6, 7]
+    made = drafters.NoDrafter, drafters.PromptLookup
+    texts = [Session(Runner(base), drafter()).run(prompt, 40).tokens for base in packed for drafter in made]
+    assert texts == texts[:1] * 4
+
+
+LEARNED = {
+    "Block": {"num_frames": 4},
+    "CTC": {"num_frames": 6, "num_labels": 4, "markov_rank": 4},
+    "EAGLE": {"depth": 3},
+    "EAGLE3": {"depth": 3},
+    "Hydra": {"num_heads": 3, "own_heads": False},
+    "Medusa": {"num_heads": 3},
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", LEARNED)
+def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, kind, tmp_path):
+    plain, base = packed
+    torch.manual_seed(0)
+    config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], plain.shape, plain.name, "")
+    checkpoint.save(tmp_path, config.build(), config)
+    tokens = torch.randint(2, 40, (20,), generator=torch.Generator().manual_seed(1))
+    trees = []
+    for each in packed:
+        drafter = load_learned(str(tmp_path), config, each)
+        hidden, _ = each.hidden_states(tokens[None], drafter.required_outputs.hidden_layers)
+        anchors = torch.tensor([5, 11, 19])
+        trees.append(drafter.draft_at(hidden[0], tokens, anchors, drafter.base_weights, Limits(8, 12)))
+    for tree, expected in zip(*trees, strict=True):
+        assert tree.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
+        assert sorted(tree.tokens) == sorted(expected.tokens)  # nodes may be equally probable
+    assert any(isinstance(module, PackedLinear) for module in drafter.modules())
+    assert drafter.base_weights.packed_head is base.model.lm_head
+
+
+def test_a_drafter_reads_the_packed_copy_of_the_head(packed):
+    _, base = packed
+    weights, states = base.base_weights, torch.randn(3, base.shape.hidden_size)
+    expected = gathered_logits.logits(states, weights.head)
+    weights.head.data.zero_()  # which no counter of changes sees, so the copy keeps the old ones
+    torch.testing.assert_close(gathered_logits.base_logits(states, weights), expected, rtol=1e-4, atol=1e-4)
+    assert not gathered_logits.base_logits(states.requires_grad_(), weights).any()  # training multiplies the weights
+
+
+def test_a_layer_packed_at_first_use_takes_memory_only_then():
+    layer = PackedLinear(torch.nn.Linear(24, 40), at_first_use=True)
+    layer(torch.ones(1, 24))
+    assert layer._packed is None
+    layer(torch.ones(2, 24))
+    assert layer._packed is not None
+
+
+@torch.inference_mode()
+def test_packed_weights_alone_compute_the_same_without_the_plain_ones(packed):
+    plain, _ = packed
+    model = copy.deepcopy(plain.model)
+    pack_weights(model, alone=True)
+    for num_tokens in (1, 16, 300):
+        tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        torch.testing.assert_close(model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
+    linear = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    assert [module.weight.numel() > 0 for module in linear] == [False] * 14 + [True]  # the LM head's stay
+    base = dataclasses.replace(plain, model=model)
+    texts = [Session(Runner(each), drafters.PromptLookup()).run([5, 6, 7, 5, 6], 40).tokens for each in (plain, base)]
+    assert texts[0] == texts[1]
+
+
+def test_small_layers_stay_as_they_are(make_base):
+    model = make_base(dtype=torch.float32).model
+    assert pack_weights(model) == 0 and not any(isinstance(each, PackedLinear) for each in model.modules())
+
+
+def test_other_dtypes_are_refused(make_base):
+    with pytest.raises(
+        ValueError, match="packed weights need float32 or bfloat16 on a CPU, and these are float16 on cpu"
+    ):
+        pack_weights(make_base(dtype=torch.float16).model)
+
+
+def test_bfloat16_is_refused_where_products_in_it_are_not_supported(make_base, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(
+        ValueError, match="no products in bfloat16 for this CPU: do not pack the weights, or use float32"
+    ):
+        pack_weights(make_base(dtype=torch.bfloat16).model)
+
+
+def test_a_layer_moved_to_bfloat16_needs_no_products_that_the_cpu_lacks(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    layer, tokens = PackedLinear(torch.nn.Linear(24, 40, bias=False)).bfloat16(), torch.ones(4, 24).bfloat16()
+    assert layer(tokens).any()
+    layer.weight.data.zero_()  # a packed copy would keep the old ones
+    assert not layer(tokens).any()
+
+
+def test_model_options_load_packed_weights(make_base, toy_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    make_base(dtype=torch.float32).model.save_pretrained(tmp_path)
+    toy_tokenizer.save_pretrained(tmp_path)
+    assert isinstance(ModelOptions(str(tmp_path), device="cpu", packed=True).load().model.lm_head, PackedLinear)
+    assert not isinstance(ModelOptions(str(tmp_path), device="cpu").load().model.lm_head, PackedLinear)

@@ -1,0 +1,77 @@
+"""Prompts read in several forwards: the outputs and texts of one forward, and no forward larger than a chunk."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from drafters import DraftTree, RequiredOutputs
+from inference.verifier import runner as runner_module
+from inference.verifier.base import Base, load_base
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+
+PROMPT = [random.Random(0).randrange(3, 40) for _ in range(30)]
+TREE = DraftTree([5, 6, 7, 8], [-1, -1, 0, 2])
+LABELS = ["LLaMA", "Mistral, sliding window", "Ministral", "GPT-2"]
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The number of tokens and the largest mask of each forward of the base."""
+    seen, run = [], runner_module.run_base
+
+    def watched(model, ids, positions, masks, *others):
+        seen.append((ids.shape[1], max((mask.numel() for mask in masks.values() if mask is not None), default=0)))
+        return run(model, ids, positions, masks, *others)
+
+    monkeypatch.setattr(runner_module, "run_base", watched)
+    return seen
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("label", LABELS)
+def test_a_prompt_in_chunks_gives_the_outputs_of_one_forward(make_model, toy_tokenizer, forwards, label, cache):
+    base, layers = Base(label, make_model(label, torch.float64), toy_tokenizer, check=False), RequiredOutputs((0, -1))
+    whole = Runner(replace(base, prefill_chunk=0), cache)
+    expected = whole.forward(PROMPT, TREE, layers)
+    assert forwards.pop() == (34, 34 * 34)
+    whole.commit([0, 2])
+    after = whole.forward([9], TREE, layers)
+    for size in (1, 4, 7, 29, 30):
+        runner = Runner(replace(base, prefill_chunk=size), cache)
+        forwards.clear()
+        rows = runner.forward(PROMPT, TREE, layers)
+        torch.testing.assert_close(rows.logits, expected.logits)
+        torch.testing.assert_close(rows.hidden, expected.hidden)
+        assert len(forwards) == -(-30 // size) and max(fed for fed, _ in forwards[:-1] or [(0, 0)]) <= size
+        assert max(mask for _, mask in forwards) <= (size + len(TREE)) * 34
+        runner.commit([0, 2])
+        torch.testing.assert_close(runner.forward([9], TREE, layers).logits, after.logits)
+
+
+@pytest.mark.parametrize("name", ["none", "prompt_lookup", "ctc, window", "eagle", "oracle"])
+def test_texts_and_steps_are_those_of_an_unchunked_prompt(make_base, make_drafter, name):
+    base = make_base(predictable=True)
+    truth = base.greedy(torch.tensor([PROMPT]), torch.ones(1, 30, dtype=torch.long), 20)[0].tolist()
+    answers = []
+    for size in (0, 8):
+        runner = Runner(replace(base, prefill_chunk=size))
+        answers.append(Session(runner, make_drafter(name, base, [*PROMPT, *truth])).run(PROMPT, 20))
+    counts = [[(step.fed, step.accepted) for step in answer.steps] for answer in answers]
+    assert answers[1].tokens == truth and counts[0] == counts[1]
+
+
+def test_a_prompt_behind_the_border_of_longrope_scaling_is_read_at_once(make_model, toy_tokenizer, forwards):
+    """Its angles depend on where a forward ends; prompts that end before the border are read in chunks."""
+    base = Base("longrope", make_model("LLaMA, longrope scaling", torch.float64), toy_tokenizer, False, 4)
+    logits = Runner(base).forward(PROMPT, DraftTree(), RequiredOutputs()).logits
+    torch.testing.assert_close(logits, base.model(torch.tensor([PROMPT])).logits[0, -1:])
+    Runner(base).forward(PROMPT[:10], DraftTree(), RequiredOutputs())
+    assert [fed for fed, _ in forwards] == [30, 4, 4, 2]
+
+
+def test_a_negative_chunk_is_refused():
+    with pytest.raises(ValueError, match="prefill_chunk must be at least 0, not -1"):
+        load_base("checkpoints/tiny-chat", prefill_chunk=-1)

@@ -1,0 +1,215 @@
+"""Multi-round rejection emits from the base's own distribution, by enumeration of all draws; biased rules must fail."""
+
+from functools import partial
+from itertools import permutations, product
+
+import pytest
+import torch
+
+from drafters import Drafter, DraftModel, DraftTree, RequiredOutputs
+from drafters.tree import ROOT, ChildDistribution
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.rejection import multi_round_rejection
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
+
+BASE_DISTRIBUTIONS = {
+    "plain": [0.5, 0.3, 0.15, 0.05],
+    "with a zero": [0.6, 0.0, 0.4, 0.0],
+    "one token": [0.0, 1.0, 0.0, 0.0],
+    "flat": [0.25, 0.25, 0.25, 0.25],
+}
+DRAFT_DISTRIBUTIONS = {
+    "near": [0.4, 0.3, 0.2, 0.1],
+    "far": [0.05, 0.05, 0.3, 0.6],
+    "the same": [0.5, 0.3, 0.15, 0.05],
+    "on two tokens": [0.0, 0.0, 0.5, 0.5],
+}
+
+
+def every_draw(distribution, count, replacement):
+    """All ways of drawing ``count`` tokens, each with its probability."""
+    tokens = [token for token, p in enumerate(distribution) if p > 0]
+    if replacement:
+        for draws in product(tokens, repeat=count):
+            yield draws, torch.tensor([distribution[token] for token in draws], dtype=torch.float64).prod().item()
+        return
+    for draws in permutations(tokens, min(count, len(tokens))):
+        probability, left = 1.0, 1.0
+        for token in draws:
+            probability, left = probability * distribution[token] / left, left - distribution[token]
+        yield draws, probability
+
+
+def tree_of(draws):
+    """The drawn tokens as children of the root; equal draws are one node."""
+    tokens = list(dict.fromkeys(draws))
+    return DraftTree(tokens, [ROOT] * len(tokens)), tuple(tokens.index(token) for token in draws)
+
+
+def threshold(accepted, guess):
+    """Find the number below which a uniform draw is accepted, by bisection unless it is within 1e-9 of a guess."""
+    if (guess < 1e-9 or accepted(guess - 1e-9)) and (guess > 1 - 1e-9 or not accepted(guess + 1e-9)):
+        return guess
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted(middle) else (low, middle)
+    return low
+
+
+def accepts(rule, p, distribution, tree, index, token, u):
+    """Whether draw ``index`` is accepted at ``u``, with all draws before it rejected where that is possible."""
+    taken, choice, _ = rule(p, distribution, tree, lambda i: u if i == index else 1 - 1e-15)
+    return bool(taken) and choice == token
+
+
+def emitted_distribution(rule, base_distribution, draft_distribution, count, replacement):
+    """Distribution of the token that a rule emits after one node, over all draws and all uniform numbers."""
+    p, q = torch.tensor(base_distribution, dtype=torch.float64), torch.tensor(draft_distribution, dtype=torch.float64)
+    emitted = torch.zeros_like(p)
+    for draws, probability in every_draw(draft_distribution, count, replacement):
+        tree, nodes = tree_of(draws)
+        distribution = ChildDistribution(ROOT, q, nodes, replacement)
+        refused = probability
+        left, drawn_from = p, q  # what the papers' rule has left of both distributions
+        for index, token in enumerate(draws):
+            guess = min(1.0, (left[token] / drawn_from[token]).item())
+            share = threshold(partial(accepts, rule, p, distribution, tree, index, token), guess)
+            emitted[token] += refused * share
+            refused *= 1 - share
+            left = (left - drawn_from).clamp(min=0)
+            left = left / left.sum().clamp(min=1e-30)
+            if not replacement:
+                drawn_from = drawn_from.index_fill(0, torch.tensor(token), 0)
+                drawn_from = drawn_from / drawn_from.sum().clamp(min=1e-30)
+        if refused > 1e-7:
+            taken, _, residual = rule(p, distribution, tree, lambda i: 1 - 1e-15)
+            assert not taken
+            emitted += refused * residual / residual.sum()
+    return emitted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replacement", [True, False], ids=["with replacement", "without"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("draft", DRAFT_DISTRIBUTIONS)
+@pytest.mark.parametrize("base", BASE_DISTRIBUTIONS)
+def test_the_emitted_token_follows_the_bases_distribution(base, draft, count, replacement):
+    distribution = emitted_distribution(
+        multi_round_rejection, BASE_DISTRIBUTIONS[base], DRAFT_DISTRIBUTIONS[draft], count, replacement
+    )
+    torch.testing.assert_close(
+        distribution, torch.tensor(BASE_DISTRIBUTIONS[base], dtype=torch.float64), rtol=0, atol=1e-7
+    )
+
+
+def drawn_afresh(distribution, children, tree, uniform):
+    """REST's rule: accept a child with its probability under the base, else sample from the full distribution."""
+    for index, node in enumerate(children.draws):
+        if uniform(index) < distribution[tree.tokens[node]]:
+            return torch.tensor(True), torch.tensor(tree.tokens[node]), distribution
+    return torch.tensor(False), torch.tensor(0), distribution
+
+
+def as_if_put_back(distribution, children, tree, uniform):
+    """Treat draws without replacement as draws with replacement."""
+    return multi_round_rejection(
+        distribution, ChildDistribution(children.parent, children.probs, children.draws, True), tree, uniform
+    )
+
+
+@pytest.mark.parametrize(("rule", "replacement"), [(drawn_afresh, True), (as_if_put_back, False)])
+def test_a_biased_rule_is_detected(rule, replacement):
+    distribution = emitted_distribution(rule, BASE_DISTRIBUTIONS["plain"], DRAFT_DISTRIBUTIONS["far"], 2, replacement)
+    assert distribution.sum().item() == pytest.approx(1)
+    assert (distribution - torch.tensor(BASE_DISTRIBUTIONS["plain"], dtype=torch.float64)).abs().max() > 0.01
+
+
+# ---- through the whole engine
+
+
+VOCAB, PROMPT, RUNS = 6, [3, 4, 5], 800
+
+
+@pytest.fixture(scope="module")
+def bases(make_base):
+    return make_base(vocab=VOCAB, layers=1, hidden=16), make_base(vocab=VOCAB, layers=1, hidden=16, seed=4)
+
+
+class TwoDraws(Drafter):
+    """Draws two children for the root, with or without replacement, from the distribution of a draft model."""
+
+    def __init__(self, runner, replacement):
+        self.runner, self.replacement = runner, replacement
+        self.generator = torch.Generator().manual_seed(0)
+
+    def propose(self, seq, limits):
+        self.runner.reset()
+        distribution = self.runner.forward(seq, DraftTree(), RequiredOutputs()).logits[0].double().softmax(-1)
+        draws = torch.multinomial(distribution, 2, self.replacement, generator=self.generator).tolist()
+        tree, nodes = tree_of(draws)
+        return DraftTree(
+            tree.tokens, tree.parents, distributions=(ChildDistribution(ROOT, distribution, nodes, self.replacement),)
+        )
+
+
+def chi_square(base, drafter, setting, decide=None):
+    """Chi-square of the first two tokens against the base's joint distribution; at most 34 degrees of freedom."""
+    sampler = KeyedSampler(**setting)
+    first = sampler.probabilities(base.model(torch.tensor([PROMPT])).logits[0, -1:])[0]
+    joint = torch.stack(
+        [sampler.probabilities(base.model(torch.tensor([[*PROMPT, t]])).logits[0, -1:])[0] for t in range(VOCAB)]
+    )
+    expected = (first[:, None] * joint).flatten() * RUNS
+    counts = torch.zeros(VOCAB * VOCAB, dtype=torch.float64)
+    runner = Runner(base)
+    for seed in range(RUNS):
+        sampler = KeyedSampler(**setting, seed=seed)
+        if decide:
+            sampler.decide = decide.__get__(sampler)
+        one, two = Session(runner, drafter, sampler).run(PROMPT, 2).tokens
+        counts[one * VOCAB + two] += 1
+    assert not counts[expected == 0].any()
+    often = expected >= 4
+    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
+    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
+
+
+ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.95}], ids=["plain", "warped"])
+def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, setting):
+    base, small = bases
+    drafter = DraftModel(DraftModelSession(Runner(small), sampler=KeyedSampler(1.3, seed=9)), num_draft=2)
+    assert chi_square(base, drafter, setting) < ONE_IN_A_THOUSAND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replacement", [True, False])
+def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(bases, replacement):
+    base, small = bases
+    drafter = TwoDraws(Runner(small), replacement)
+    assert chi_square(base, drafter, {}) < ONE_IN_A_THOUSAND
+
+
+def decide_afresh(sampler, logits, tree, positions, *_):
+    distributions = sampler.probabilities(logits)
+    picks = sampler._draws(distributions, positions)
+    for children in tree.distributions:
+        row = 1 + children.parent
+        taken, token, _ = drawn_afresh(
+            distributions[row], children, tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
+        )
+        picks[row] = torch.where(taken, token, picks[row])
+    return picks[:, None]
+
+
+@pytest.mark.slow
+def test_the_chi_square_detects_a_biased_rule(bases):
+    base, small = bases
+    drafter = TwoDraws(Runner(small), True)
+    assert chi_square(base, drafter, {}, decide_afresh) > ONE_IN_A_THOUSAND

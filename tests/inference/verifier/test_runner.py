@@ -1,0 +1,234 @@
+"""The runner: in the forward over a tree, the logits of each node are those of a plain forward over its path."""
+
+import random
+
+import pytest
+import torch
+
+from drafters import DraftTree, RequiredOutputs
+from inference.verifier.base import Base
+from inference.verifier.cache import make_cache
+from inference.verifier.runner import Runner
+from tests.conftest import fresh_cache
+
+NOTHING = RequiredOutputs()
+BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
+TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}  # eager takes its softmax in float32
+
+
+def random_tree(rng, size):
+    return DraftTree(rng.sample(range(40), size), [rng.randrange(-1, node) for node in range(size)])
+
+
+@torch.inference_mode()
+def flat_logits(base, tokens):
+    return base.model(torch.tensor([tokens])).logits[0, -1]
+
+
+def assert_cache_is_fresh(runner, tokens, tolerance):
+    assert runner.cached == len(tokens) == runner._cache.get_seq_length()
+    for held, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens).layers, strict=True):
+        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
+        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+@pytest.mark.parametrize(("cached", "pending"), [(0, 1), (0, 4), (6, 1), (6, 3)])
+def test_the_logits_of_a_node_are_those_of_a_plain_forward_over_its_path(make_base, kind, attention, cached, pending):
+    base, rng = make_base(kind, attention), random.Random(cached + pending)
+    for size in (0, 1, 5, 12):
+        runner, seq, tree = (
+            Runner(base),
+            [rng.randrange(3, 40) for _ in range(cached + pending)],
+            random_tree(rng, size),
+        )
+        if cached:
+            runner.forward(seq[:cached], DraftTree(), NOTHING)
+            runner.commit([])
+        rows = runner.forward(seq[cached:], tree, NOTHING)
+        assert rows.logits.shape == (1 + size, 40)
+        assert rows.hidden is None
+        for row, path in enumerate([[], *(tree.path_tokens(node) for node in range(size))]):
+            expected = flat_logits(base, seq + path)
+            torch.testing.assert_close(rows.logits[row], expected, rtol=0, atol=TOLERANCE[attention])
+
+
+def test_hidden_states_are_those_of_the_requested_layers(make_base):
+    base = make_base(layers=3)
+    seq, tree, layers = [5, 6, 7], DraftTree([8, 9, 10], [-1, 0, -1]), (0, 2, -1)
+    hidden = Runner(base).forward(seq, tree, RequiredOutputs(layers)).hidden
+    assert hidden.shape == (6, 3 * 32)
+    for node, path in enumerate(([8], [8, 9], [10])):
+        expected = base.hidden_states(torch.tensor([seq + path]), layers)[0][0]
+        torch.testing.assert_close(hidden[:3], expected[:3], rtol=0, atol=1e-9)
+        torch.testing.assert_close(hidden[3 + node], expected[-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("layers", [(-1,), (0, 1, -1)])
+def test_the_last_hidden_state_is_the_input_of_the_lm_head(make_base, layers):
+    base = make_base(layers=3)
+    rows = Runner(base).forward([5, 6, 7], DraftTree(), RequiredOutputs(layers))
+    torch.testing.assert_close(rows.hidden[-1:, -32:] @ base.base_weights.head.T, rows.logits)
+
+
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+def test_no_node_attends_to_a_node_that_is_not_its_ancestor(make_base, kind, attention):
+    base, rng = make_base(kind, attention), random.Random(2)
+    tree = random_tree(rng, 10)
+    ancestor_mask = tree.ancestor_mask()
+
+    def logits(tree):
+        runner = Runner(base)
+        runner.forward([5, 6, 7, 8], DraftTree(), NOTHING)
+        runner.commit([])
+        return runner.forward([9], tree, NOTHING).logits
+
+    before = logits(tree)
+    for changed in range(10):
+        tokens = list(tree.tokens)
+        tokens[changed] = (tokens[changed] + 1) % 40
+        after = logits(DraftTree(tokens, tree.parents))
+        difference = (after - before).abs().amax(-1)
+        assert difference[0] < 1e-12
+        for node in range(10):
+            assert (difference[1 + node] > 1e-6) == bool(ancestor_mask[node, changed])
+
+
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+@pytest.mark.parametrize("path", [[], [0], [0, 1], [2], [2, 4], [2, 4, 5], [0, 3]])
+def test_the_cache_after_a_commit_is_that_of_the_accepted_text(make_base, kind, attention, path):
+    base, tree = make_base(kind, attention), DraftTree([10, 11, 12, 13, 14, 15], [-1, 0, -1, 0, 2, 4])
+    runner, seq = Runner(base), [5, 6, 7]
+    runner.forward(seq, tree, NOTHING)
+    runner.commit(path)
+    seq = seq + [tree.tokens[node] for node in path]
+    assert_cache_is_fresh(runner, seq, TOLERANCE[attention])
+    runner.forward([20], tree, NOTHING)  # and once more on top of gathered entries
+    runner.commit(path)
+    assert_cache_is_fresh(runner, [*seq, 20, *(tree.tokens[node] for node in path)], TOLERANCE[attention])
+
+
+def test_after_truncation_the_rest_of_the_text_has_no_effect(make_base):
+    runner = Runner(make_base())
+    runner.forward([5, 6, 7, 8, 9], DraftTree(), NOTHING)
+    runner.commit([])
+    runner.truncate(5)
+    assert runner.cached == 5
+    runner.truncate(2)
+    assert_cache_is_fresh(runner, [5, 6], 1e-9)
+    rows = runner.forward([30], DraftTree([31], [-1]), NOTHING)
+    torch.testing.assert_close(rows.logits[1], flat_logits(runner.base, [5, 6, 30, 31]), rtol=0, atol=1e-9)
+    runner.commit([0])
+    assert_cache_is_fresh(runner, [5, 6, 30, 31], 1e-9)
+    runner.truncate(0)
+    assert runner.cached == 0
+    with pytest.raises(AssertionError, match="more than it holds"):
+        runner.truncate(1)
+
+
+def test_after_a_reset_the_last_text_has_no_effect(make_base):
+    runner = Runner(make_base())
+    runner.forward([5, 6, 7], DraftTree([8], [-1]), NOTHING)
+    runner.commit([0])
+    runner.reset()
+    rows = runner.forward([9], DraftTree(), NOTHING)
+    torch.testing.assert_close(rows.logits[0], flat_logits(runner.base, [9]), rtol=0, atol=1e-9)
+
+
+def test_the_cache_grows_beyond_its_first_buffer(make_base):
+    base = make_base(context=1024)
+    runner, text = Runner(base), [3 + i * 7 % 37 for i in range(600)]
+    for start, end in [(0, 250), (250, 255), (255, 256), (256, 257), (257, 511), (511, 514), (514, 600)]:
+        runner.forward(text[start:end], DraftTree([4, 5], [-1, 0]), NOTHING)
+        runner.commit([])
+    assert_cache_is_fresh(runner, text, 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_cache_behaves_like_a_list_of_positions(make_base, kind, seed):
+    rng, cache, held = random.Random(seed), make_cache(kind, make_base().model.config), torch.empty(2, 1, 2, 0, 4)
+    for turn in range(25):
+        if turn == 15:
+            cache.clear()
+            held = held[..., :0, :]
+        new = torch.randn(2, 1, 2, rng.choice([1, 2, 9, 200]), 4)
+        start = held.shape[-2]
+        held = torch.cat([held, new], -2)
+        for layer in range(2):
+            for got, expected in zip(cache.update(new[layer], -new[layer], layer), (held, -held), strict=True):
+                assert torch.equal(got, expected[layer])
+        length = rng.randrange(start, held.shape[-2] + 1)
+        moved = sorted(rng.sample(range(length, held.shape[-2]), rng.randrange(held.shape[-2] - length + 1)))
+        cache.keep(length, moved)
+        held = held[..., [*range(length), *moved], :]
+        for layer in range(2):
+            assert torch.equal(cache.layers[layer].keys, held[layer])
+            assert torch.equal(cache.layers[layer].values, -held[layer])
+        assert cache.get_seq_length() == held.shape[-2]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_cache_holds_keys_and_values_of_different_widths(base, kind):
+    cache, keys, values = make_cache(kind, base.model.config), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 4)
+    for start, end in ((0, 3), (3, 5)):
+        for layer in range(2):
+            found = cache.update(keys[:, :, start:end], values[:, :, start:end], layer)
+            assert torch.equal(found[0], keys[:, :, :end]) and torch.equal(found[1], values[:, :, :end])
+    cache.keep(2, [4])
+    for layer in cache.layers:
+        assert torch.equal(layer.keys, keys[:, :, [0, 1, 4]]) and torch.equal(layer.values, values[:, :, [0, 1, 4]])
+
+
+def test_layers_of_different_sizes_need_the_dynamic_cache(base):
+    cache, states = make_cache("static", base.model.config), torch.zeros(1, 2, 3, 4)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match=r"layer 1 has keys and values of its own sizes.* cache='dynamic'"):
+        cache.update(states[:, :1], states[:, :1], 1)
+
+
+def test_accepted_nodes_that_are_in_place_are_not_copied(base, monkeypatch):
+    runner, asked = Runner(base), []
+    tree = DraftTree([5, 6, 7, 8, 9], [-1, 0, 1, 1, -1])
+    for path in ([], [0, 1], [0, 1, 3], [4]):
+        runner.reset()
+        runner.forward([3, 4], tree, NOTHING)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner._cache, "keep", lambda length, moved: asked.append((length, moved)))
+            runner.commit(path)
+    assert asked == [(2, []), (4, []), (4, [5]), (2, [6])]
+
+
+def test_the_static_cache_is_one_buffer_that_is_reused_for_the_next_text(base):
+    runner = Runner(base)
+    runner.reset(reserve=600)
+    for _ in range(2):
+        runner.forward([3, 4, 5], DraftTree(), NOTHING)
+        runner.commit([])
+        buffer = runner._cache.buffer
+        runner.reset()
+    assert buffer is runner._cache.buffer and buffer.is_contiguous()
+    assert buffer.shape[:2] == (2, 2) and buffer.shape[-2] == 600
+
+
+def test_an_unknown_kind_of_cache_is_refused(base):
+    with pytest.raises(ValueError, match="cache must be static or dynamic, not 'paged'"):
+        Runner(base, "paged")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["Mistral, sliding window", "Gemma 2", "gpt-oss", "Llama 4 (text)", "DeepSeek-V3"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_windows_chunks_and_narrow_values_hold_at_every_node_and_after_commits(make_model, toy_tokenizer, label, kind):
+    base, rng = Base(label, make_model(label), toy_tokenizer), random.Random(3)
+    runner, seq, path = Runner(base, kind), [5, 6, 7], []
+    for size in (6, 9, 1, 12, 7, 10):  # beyond the windows of 8 positions
+        tree = random_tree(rng, size)
+        rows = runner.forward(seq[runner.cached :], tree, NOTHING)
+        for row, nodes in enumerate([[], *(tree.path_tokens(node) for node in range(size))]):
+            torch.testing.assert_close(rows.logits[row], flat_logits(base, seq + nodes), rtol=0, atol=1e-3)
+        path = max(map(tree.path_tokens, range(size)), key=len)
+        node = next(node for node in range(size) if tree.path_tokens(node) == path)
+        runner.commit([above for above in range(size) if tree.ancestor_mask()[node, above]])
+        seq += [*path, rng.randrange(3, 40)]
+    assert len(seq) > 20

@@ -1,0 +1,106 @@
+"""Muon and AdamW in one optimizer, against the two stepping side by side."""
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from drafters.nn.markov import BaseMarkov
+from drafters.protocol import BaseShape
+from train import optimizer as optimizers
+from train.muon import Muon
+from train.strategies import FSDP2
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.inner, self.lm_head = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 3), nn.Linear(3, 5)
+        self.trainer = SimpleNamespace(estimated_stepping_batches=8, strategy=None)
+
+    def backward_at(self, step):
+        self.zero_grad()
+        self.lm_head(self.inner(self.table * (1 + step)).tanh()).pow(2).mean().backward()
+
+
+def both_after(module, schedule, num_steps, start=0):
+    for step in range(start, start + num_steps):
+        module.backward_at(step)
+        schedule["optimizer"].step()
+        schedule["lr_scheduler"]["scheduler"].step()
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+SETTINGS = {"learning_rate": 0.02, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "cosine"}
+
+
+def test_linear_layers_follow_muon_and_all_else_adamw():
+    ours, literal = Net(), Net()
+    made = optimizers.muon(ours, **SETTINGS)
+    schedule = made["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    others = [{"params": [literal.table, literal.lm_head.weight], "weight_decay": 0.1}]
+    others.append({"params": [literal.inner.bias, literal.lm_head.bias], "weight_decay": 0.0})
+    by_adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95))
+    by_muon = Muon([literal.inner.weight], lr=0.02, weight_decay=0.1)
+    for step in range(4):
+        literal.backward_at(step)
+        for group in (*by_adamw.param_groups, *by_muon.param_groups):
+            group["lr"] = 0.02 * schedule(step)
+        by_adamw.step()
+        by_muon.step()
+    torch.testing.assert_close(both_after(ours, made, 4), list(literal.parameters()), rtol=0, atol=0)
+
+
+def test_maps_of_the_base_weights_in_a_bias_follow_muon():
+    module = Net()
+    module.bias = BaseMarkov(BaseShape(6, 4, 1, 2, 2, 8), rank=2, has_blank=True)
+    by_muon, by_adamw = optimizers.muon(module, **SETTINGS)["optimizer"].optimizers
+    inner, others = (
+        [id(weight) for group in each.param_groups for weight in group["params"]] for each in (by_muon, by_adamw)
+    )
+    assert inner == [id(weight) for weight in (module.inner.weight, module.bias.left, module.bias.right)]
+    assert id(module.bias.blank) in others and len(others) == 5  # the blank's row, the table, lm_head and two biases
+
+
+def test_a_restored_state_continues_as_the_saved_one():
+    module = Net()
+    made = optimizers.muon(module, **SETTINGS)
+    both_after(module, made, 3)
+    again = Net()
+    restored = optimizers.muon(again, **SETTINGS)
+    again.load_state_dict(module.state_dict())
+    restored["optimizer"].load_state_dict(deepcopy(made["optimizer"].state_dict()))
+    restored["lr_scheduler"]["scheduler"].load_state_dict(made["lr_scheduler"]["scheduler"].state_dict())
+    ends = both_after(module, made, 2, start=3), both_after(again, restored, 2, start=3)
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_the_closure_is_called_once():
+    module, calls = Net(), []
+    made = optimizers.muon(module, **SETTINGS)
+    module.backward_at(0)
+    assert made["optimizer"].step(lambda: calls.append(1) or 7.0) == 7.0
+    assert calls == [1]
+
+
+def test_sharded_weights_are_refused():
+    module = Net()
+    module.trainer.strategy = FSDP2()
+    with pytest.raises(ValueError, match="DDP"):
+        optimizers.muon(module, **SETTINGS)
+
+
+def test_a_training_that_only_time_limits_has_a_constant_rate_but_no_cosine():
+    module = Net()
+    module.trainer.estimated_stepping_batches = torch.inf  # as Lightning says with max_time and max_epochs -1
+    made = optimizers.adamw(module, **SETTINGS | {"schedule": "constant"})
+    (rate,) = set(made["lr_scheduler"]["scheduler"].lr_lambdas)
+    assert [rate(step) for step in (0, 1, 10**6)] == [0.5, 1.0, 1.0]
+    with pytest.raises(
+        ValueError, match=r"give trainer\.max_steps or trainer\.max_epochs too, or take model\.schedule"
+    ):
+        optimizers.adamw(module, **SETTINGS)

@@ -1,0 +1,264 @@
+"""DrafterTraining: the LightningModule that trains every learned drafter on a frozen base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+
+from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
+from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, tokenizer_hash
+from train.divisor import SharedDivisor
+from train.draft_vocabulary import choose_draft_tokens
+from train.feature_store.base_features import choose_layers, compute_features, read_features
+from train.initial_drafter import load_initial
+from train.metrics import AcceptanceLength, DepthAcceptance, conditional
+from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating
+from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
+from train.validation.base_answers import Answers, with_own_answers
+from train.validation.simulate import simulate_answers
+
+MAX_DEPTH = 8  # deepest draft position that validation logs
+
+
+class DrafterTraining(L.LightningModule):
+    """Train a learned drafter on the hidden states and distilled labels of a frozen base.
+
+    The base runs in the same process and is not part of the checkpoint. The labels are its most probable token at
+    every position of the text (CTC-drafter, equations 3 to 5). Validation simulates decoding and logs the acceptance
+    length.
+
+    Args:
+        base: Folder or hub id of the frozen base, also with ``@REVISION``, a commit, tag or branch of the hub.
+        drafter: The drafter to train: class_path and init_args.
+        initial_drafter: Folder of an exported or imported drafter, or ``OWNER/NAME@REVISION`` on the hub, whose weights
+            the training starts from; by default from fresh ones. `drafter` must describe the same drafter, but its
+            ``loss`` and ``draft`` may differ.
+        base_dtype: Dtype that the base runs in.
+        optimizer: ``adamw``, or ``muon`` for the weights of linear layers and AdamW for the others.
+        learning_rate: Peak learning rate; the CTC-drafter paper uses 3e-5.
+        weight_decay: Weight decay of matrices; other parameters have none.
+        warmup_steps: Steps of linear warm-up of the learning rate.
+        schedule: Learning rate after the warm-up: ``constant``, or ``cosine`` decay to zero at the last step.
+        val_answers: Text that validation decodes: the base's own ``greedy`` answers to the held-out prompts, which
+            makes the simulation exact, or the held-out ``text`` itself, which needs no generation.
+        max_val_tokens: Maximum number of tokens of an answer that the base generates for validation, at most half of
+            its context. Prompts that leave less room are left out.
+        activation_checkpointing: Keep only the inputs of the drafter's trunk layers and compute the rest again in the
+            backward pass, which takes less memory and more time.
+        shard_base: Shard the weights of the base's layers over the devices, for a base that does not fit on one; see
+            ``strategy/sharded_base.yaml``.
+    """
+
+    base: Base
+    drafter: LearnedDrafter
+    divisor: SharedDivisor
+    # The sizes that the drafter was built from.
+    shape: BaseShape
+    # The command line that trains, for the model card.
+    command: str | None = None
+    # Whether a checkpoint will replace the weights, which the command line knows before Lightning's trainer does.
+    is_resumed = False
+    # Step and acceptance length of the last validation.
+    measured: dict[str, float] | None = None
+
+    def __init__(
+        self,
+        base: str,
+        drafter: Callable[[BaseShape], LearnedDrafter],
+        initial_drafter: str | None = None,
+        base_dtype: Dtype = "float32",
+        optimizer: OptimizerName = "adamw",
+        learning_rate: float = 3e-5,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        schedule: Schedule = "constant",
+        val_answers: Answers = "greedy",
+        max_val_tokens: int = 128,
+        activation_checkpointing: bool = False,
+        shard_base: bool = False,
+    ) -> None:
+        super().__init__()
+        if shard_base and base_dtype in QUANTIZED_DTYPES:
+            raise ValueError(f"a base in {base_dtype} cannot be sharded: take bfloat16, or leave shard_base off")
+        rates = {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup_steps": warmup_steps}
+        if wrong := [f"{name} must be at least 0, not {value}" for name, value in rates.items() if not value >= 0]:
+            raise ValueError(wrong[0])
+        self.save_hyperparameters()
+        self.optimizer_name, self.learning_rate, self.weight_decay = optimizer, learning_rate, weight_decay
+        self.warmup_steps, self.schedule = warmup_steps, schedule
+        self.val_answers, self.max_val_tokens, self.shard_base = val_answers, max_val_tokens, shard_base
+        # Loading the weights must not move the random generator that shuffles and samples.
+        with torch.random.fork_rng(devices=[]):
+            # An ordinary attribute would put the base into the module's parameters and checkpoints.
+            self.__dict__["base"] = load_base(base, base_dtype)
+        # When resuming or validating, a checkpoint replaces these weights.
+        self.initial_drafter = initial_drafter
+        if initial_drafter:
+            node = self.hparams.get("drafter")
+            self.drafter, self.shape = load_initial(initial_drafter, drafter, node, self.base)
+        else:
+            self.shape = self.base.shape
+            self.drafter = drafter(self.shape)
+            self.drafter.initialise(self.base.base_weights)
+        if activation_checkpointing:
+            enable_activation_checkpointing(self.drafter)
+        self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(MAX_DEPTH)
+        self._generated_batches: dict[int, dict[str, Tensor]] = {}
+        self._base_hash = ""
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, FSDP2):
+            self.trainer.strategy.shard(self.drafter)
+
+    def setup(self, stage: str) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer_object", None)
+        if tokenizer is not None and tokenizer_hash(tokenizer) != tokenizer_hash(self.base.tokenizer):
+            raise ValueError(
+                f"the tokenizer of the data ({data.hparams.tokenizer}) is not that of the base "
+                f"{self.base.name}: leave out --data.tokenizer"
+            )
+        max_length = getattr(getattr(data, "hparams", None), "max_length", 0)
+        if max_length > self.base.context_length:
+            raise ValueError(
+                f"data.max_length is {max_length}, but the context of {self.base.name} ends at "
+                f"{self.base.context_length}: pass --data.max_length {self.base.context_length} or less"
+            )
+        if store := getattr(data, "store", None):
+            choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
+        if stage == "fit" and not (self.is_resumed or self.initial_drafter):  # which bring their own
+            choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
+        if self.shard_base and self.trainer.world_size > 1:
+            self.base_hash()  # needs whole weights
+            shard_layers(self.base, self.trainer.strategy.root_device)
+        # The strategy moves this module only after setup. (transformers' `to` is wrapped in a way that hides its type.)
+        self.base.model.to(self.trainer.strategy.root_device)  # type: ignore[arg-type]
+
+    def base_hash(self) -> str:
+        """Return `base_hash` of the base, which is computed once."""
+        self._base_hash = self._base_hash or base_hash(self.base)
+        return self._base_hash
+
+    def compute_batch(self, input_ids: Tensor, loss_mask: Tensor, step: int = 0) -> TrainingBatch:
+        """Run the base over texts (B, S)."""
+        hidden, last, labels = compute_features(self.base, self.drafter.required_outputs.hidden_layers, input_ids)
+        return TrainingBatch(hidden, last, input_ids, labels, loss_mask, step)
+
+    def training_batch(self, batch: dict[str, Tensor]) -> TrainingBatch:
+        """Add the base's outputs to a batch: those of the feature store if the batch comes from one."""
+        if "hidden" in batch:
+            layers = self.drafter.required_outputs.hidden_layers
+            return read_features(batch, layers, self.base.model.dtype, self.global_step)
+        return self.compute_batch(batch["input_ids"], batch["loss_mask"], self.global_step)
+
+    def on_fit_start(self) -> None:
+        self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.divisor.begin()
+        loss, metrics = self.drafter.loss(
+            replace(self.training_batch(batch), divisor=self.divisor), self.base.base_weights
+        )
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        self.log_dict({f"train/{name}": value for name, value in metrics.items()}, sync_dist=True)
+        return self.divisor.weighted(loss) if self._weights_batches else loss
+
+    @property
+    def _weights_batches(self) -> bool:
+        # DeepSpeed gives no access to its gradients, which the last batch of a step has to correct.
+        return self.trainer.accumulate_grad_batches > 1 and not is_deepspeed(self.trainer)
+
+    def on_after_backward(self) -> None:
+        if self._weights_batches and not is_accumulating(self.trainer):
+            self.divisor.correct(self.drafter.parameters(), self.trainer.accumulate_grad_batches)
+
+    def validation_texts(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Return the texts that validation decodes: a held-out batch, or the base's own answers to its prompts."""
+        if self.val_answers == "text":
+            return batch
+        if batch_idx not in self._generated_batches:
+            self._generated_batches[batch_idx] = with_own_answers(self.base, batch, self.max_val_tokens)
+        return {name: value.to(self.device) for name, value in self._generated_batches[batch_idx].items()}
+
+    def validation_loss(self, outputs: TrainingBatch, batch_idx: int) -> Tensor:
+        """The loss at anchors that are the same in every validation; the random generators stay as they are."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed((self.global_rank << 32) + batch_idx)
+            return self.drafter.loss(outputs, self.base.base_weights)[0]
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        texts = self.validation_texts(batch, batch_idx)
+        outputs = self.compute_batch(texts["input_ids"], texts["loss_mask"])
+        loss = self.validation_loss(outputs, batch_idx)
+        self.log("val/loss", loss, batch_size=len(outputs.labels), sync_dist=True)
+        for emitted in simulate_answers(self.drafter, self.base, outputs.hidden, outputs.input_ids, outputs.loss_mask):
+            self.acceptance_length.update(emitted)
+            self.depth_acceptance.update([count - 1 for count in emitted])
+
+    def on_validation_epoch_end(self) -> None:
+        length = self.acceptance_length.compute()
+        if not self.trainer.sanity_checking:
+            self.measured = {"step": self.global_step, "acceptance_length": float(length)}
+        # The metrics are the same on all processes already; sync_dist keeps Lightning from warning about each.
+        self.log("val/acceptance_length", length, prog_bar=True, sync_dist=True)
+        shares = self.depth_acceptance.compute().tolist()
+        by_depth: dict[str, float] = {}
+        for depth, (share, conditional_share) in enumerate(zip(shares, conditional(shares), strict=True), start=1):
+            by_depth[f"val/accepted_{depth}_or_more"] = share
+            by_depth[f"val/accepted_{depth}_given_{depth - 1}"] = conditional_share
+        self.log_dict(by_depth, sync_dist=True)
+        self.acceptance_length.reset()
+        self.depth_acceptance.reset()
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["base"] = {
+            "shape": vars(self.shape),
+            "name": self.base.name,
+            "tokenizer_hash": tokenizer_hash(self.base.tokenizer),
+            "weights_hash": self.base_hash(),
+        }
+        checkpoint["measured"] = self.measured
+        checkpoint["command"] = self.command
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.measured = checkpoint["measured"]
+        if checkpoint["base"]["tokenizer_hash"] != tokenizer_hash(self.base.tokenizer):
+            raise ValueError(f"the checkpoint was trained for {checkpoint['base']['name']}, not for {self.base.name}")
+        is_fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and checkpoint["base"].get("weights_hash", self.base_hash()) != self.base_hash():
+            raise ValueError(
+                f"the checkpoint was trained on other weights than those of {self.base.name}: give model.base and "
+                "model.base_dtype as they were"
+            )
+        weights = checkpoint.get("state_dict", self.state_dict())  # a sharding strategy has loaded them already
+        ours, theirs = ({n: w.shape for n, w in state.items()} for state in (self.state_dict(), weights))
+        if differing := sorted(dict(ours.items() ^ theirs.items())):
+            raise ValueError(
+                f"the checkpoint holds another drafter than the config ({differing[0]} differs): "
+                "pass the config it was trained with"
+            )
+        # Rotations and norms depend on more of the shape than the weights show.
+        stored = vars(BaseShape(**checkpoint["base"]["shape"]))
+        if others := [name for name, value in vars(self.shape).items() if value != stored[name]]:
+            raise ValueError(
+                f"the checkpoint's drafter was built with {others[0]} {stored[others[0]]}, and this one with "
+                f"{getattr(self.shape, others[0])}: give model.base and model.initial_drafter as they were"
+            )
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = OPTIMIZERS[self.optimizer_name]
+        return optimizer(self, self.learning_rate, self.weight_decay, self.warmup_steps, self.schedule)

@@ -1,28 +1,19 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
-import random
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
-    against_transformers,
     harness,
     training_memory,
     training_speed,
 )
-from benchmarks.ctc import draft_vocabulary, loss_memory, tree_building
-from benchmarks.serving import batched_drafts
-from benchmarks.steps import by_nodes, compiled, overhead, taking_turns
-from data.benchmarks import load_questions
+from benchmarks.steps import by_nodes, compiled, overhead
 from drafters import DraftTree, NoDrafter, RequiredOutputs
-from drafters.ctc import prefix_search
 from inference.compiled import step
 from inference.tuning.step_cost import CHILD_PROBABILITY
 from inference.verifier.base import load_base
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session
 from train.callbacks.rehearsal import BatchSize
 from train.feature_store.base_features import compute_features
@@ -93,36 +84,6 @@ def test_a_random_base_is_causal_and_reproducible(num_kept):
 
 
 @pytest.mark.slow
-def test_against_transformers_in_small(repository, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(repository)
-    sizes = {"max_new_tokens": 10, "num_prompts": 2, "repeats": 2, "num_lookup": 4, "num_draft": 3}
-    monkeypatch.setitem(harness.SHAPES, "100m", (32, 64, 1, 2, 2))
-    out = tmp_path / "out.md"
-    against_transformers.against_transformers(**sizes, dtypes=["float32"], out=str(out))
-    found = [row for row in rows(out.read_text()) if row[0] in against_transformers.PAIRS]
-    assert [row[0] for row in found] == [*against_transformers.PAIRS, *against_transformers.PAIRS]
-    assert all(row[-1] == "2/2" for row in found)  # texts alike
-    assert all(float(row[1]) > 0 and float(row[2]) > 0 for row in found)
-    assert found[0][-2] == "1.00" and float(found[2][-2]) > 1  # its own first layers guess some words
-    assert "tiny-chat" in capsys.readouterr().out
-
-
-def test_a_different_text_stops_the_comparison(make_base):
-    base = make_base(dtype=torch.float32)
-    with pytest.raises(ValueError, match="another text"):
-        against_transformers._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 9]}, "vanilla", "float32")
-    assert against_transformers._gaps(base, [[1, 5, 6]], {0: [7, 8]}, {0: [7, 8]}, "vanilla", "float32") == []
-
-
-def test_batched_drafts_in_small(tmp_path):
-    out, sizes = tmp_path / "out.md", {"vocab_size": 90, "num_frames": 4, "top_k": 3, "markov_rank": 2}
-    batched_drafts.batched_drafts([1, 3], **sizes, num_tokens=3, base="", repeats=2, out=str(out))
-    found = [row for row in rows(out.read_text()) if row[0] in batched_drafts.SEARCHES]
-    assert [row[:2] for row in found] == [[name, size] for name in batched_drafts.SEARCHES for size in ("1", "3")]
-    assert all(float(row[2]) > 0 and float(row[3]) > 0 for row in found)
-
-
-@pytest.mark.slow
 def test_drafter_overhead_in_small(repository, monkeypatch, tmp_path):
     monkeypatch.chdir(repository)
     out = tmp_path / "out.md"
@@ -187,33 +148,6 @@ def test_step_cost_in_small(monkeypatch, tmp_path):
         by_nodes.step_cost("tiny", contexts=[4096])
 
 
-@pytest.mark.slow
-def test_drafters_that_take_turns_write_the_same_texts(repository, monkeypatch, tmp_path):
-    monkeypatch.chdir(repository)
-    out = tmp_path / "out.md"
-    arguments = {"limit": 2, "max_new_tokens": 20, "turn": 3, "repeats": 2}
-    taking_turns.taking_turns(
-        "checkpoints/tiny-chat", ["joint", "prompt_lookup:num_draft=4"], budget="fixed", out=str(out), **arguments
-    )
-    found = {row[0]: row for row in rows(out.read_text()) if len(row) == len(taking_turns.HEADINGS)}
-    assert found["none"][1:] == ["1.000", "0.0 %", "1.00", "1.0", "1.000"]
-    assert 1 < float(found["joint"][3]) < 17 and 1 < float(found["prompt_lookup:num_draft=4"][4]) <= 5
-
-
-def test_a_drafter_that_changes_the_text_is_found_when_it_takes_turns(repository, monkeypatch):
-    class Wrong(Greedy):
-        def accept(self, tree, decisions):
-            path, emitted = super().accept(tree, decisions)
-            return path, [*emitted[:-1], emitted[-1] ^ 1]
-
-    monkeypatch.chdir(repository)
-    base = load_base("checkpoints/tiny-chat")
-    sessions = {"none": Session(Runner(base), NoDrafter()), "wrong": Session(Runner(base), NoDrafter(), Wrong())}
-    (question,) = load_questions("embedded", limit=1)
-    with pytest.raises(ValueError, match="wrong writes another text than the base alone"):
-        taking_turns.decode(base, sessions, question, "tokenizer", 8, 3, random.Random(0))
-
-
 def test_compiled_step_in_small(monkeypatch, tmp_path):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     monkeypatch.setattr(step, "BACKEND", "eager")
@@ -249,53 +183,6 @@ def test_the_bound_of_the_weights_leaves_out_an_embedding_that_is_not_the_head()
 
 
 @pytest.mark.slow
-def test_tree_building_in_small(tmp_path):
-    out = tmp_path / "out.md"
-    tree_building.tree_building([1, 6], num_frames=4, top_k=3, vocab_size=50, num_blocks=2, repeats=2, out=str(out))
-    table = [row for row in rows(out.read_text()) if row[0] not in ("arm", "---")]
-    assert [row[0] for row in table] == [*tree_building.BUILDS, *tree_building.BUILDS]
-    assert all(row[2] == "1.00×" for row in table if row[0] == tree_building.OURS)
-    ours, *others = (float(row[-1]) for row in table[5:] if row[-1])
-    assert all(gain <= ours + 0.001 for gain in others), "no other tree of as many nodes gains more"
-    with pytest.raises(ValueError, match="repeats at least 2"):
-        tree_building.tree_building(repeats=1)
-
-
-def test_the_plain_beam_search_finds_our_tree_if_nothing_is_pruned():
-    """Every token is a candidate of every frame and the beam holds every text, so both searches are exact."""
-    for seed in range(3):
-        frames = tree_building.RandomFrames(num_frames=4, top_k=3, vocab_size=3, seed=seed)
-        plain, ours = tree_building.prefix_beam(frames, 500), tree_building.BUILDS[tree_building.OURS](frames, 500)
-        paths = [{tuple(tree.path_tokens(node)) for node in range(len(tree))} for tree in (plain, ours)]
-        assert paths[0] == paths[1] and len(plain) == len(ours) > 50
-        found = prefix_search.search(frames.probs, frames.blank, frames.tokens, 9, 4)[1].sum()
-        assert tree_building.gain(frames, tree_building.BUILDS[tree_building.OURS](frames, 9)) == pytest.approx(
-            found, rel=1e-5
-        )
-
-
-def test_draft_vocabulary_in_small(tmp_path):
-    out = tmp_path / "out.md"
-    draft_vocabulary.draft_vocabulary(60, 20, hidden_size=16, num_frames=8, context=5, repeats=2, out=str(out))
-    table = [row for row in rows(out.read_text()) if row[0] in draft_vocabulary.KINDS]
-    assert [row[0] for row in table] == [*draft_vocabulary.KINDS] and all(float(row[3]) > 0 for row in table)
-    with pytest.raises(ValueError, match="from 1 to vocab_size"):
-        draft_vocabulary.draft_vocabulary(60, 61)
-
-
-@pytest.mark.slow
-def test_loss_memory_in_small(tmp_path):
-    out = tmp_path / "out.md"
-    sizes = {"num_anchors": 6, "num_frames": 5, "num_labels": 3, "hidden_size": 8, "vocab_size": 50, "rank": 2}
-    loss_memory.loss_memory(**sizes, max_bytes=4000, arms=[*loss_memory.ARMS], device="cpu", repeats=1, out=str(out))
-    table = [row for row in rows(out.read_text()) if row[0] in loss_memory.ARMS]
-    assert [row[0] for row in table] == [*loss_memory.ARMS, *loss_memory.ARMS]
-    assert all(float(row[3]) >= 0 and row[4] == "1.00" for row in table if row[0] == loss_memory.PLAIN)
-    with pytest.raises(ValueError, match="known are plain"):
-        loss_memory.loss_memory(arms=["ctx"])
-
-
-@pytest.mark.slow
 def test_training_speed_in_small(tmp_path):
     out, configs = tmp_path / "out.md", ["eagle.yaml", "medusa.yaml"]
     sizes = {"shape": "draft", "vocab_size": 90, "length": 24, "anchors": [4, 8], "computed_shape": "draft"}
@@ -324,10 +211,3 @@ def test_a_random_base_is_written_in_parts(repository, monkeypatch, tmp_path):
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
     assert base.model.dtype == torch.bfloat16 and base.shape.hidden_size == 256
     assert base.hidden_states(torch.arange(9)[None], [-1])[0].isfinite().all()
-
-
-def test_the_plain_loss_has_our_value_and_our_gradients():
-    anchors = loss_memory.Anchors((6, 5, 3, 8, 50), "float32", torch.device("cpu"), 4000, 2)
-    losses = [anchors.loss(arm) for arm in (loss_memory.PLAIN, loss_memory.CTC)]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, anchors.leaves) for loss in losses), rtol=1e-4, atol=1e-6)

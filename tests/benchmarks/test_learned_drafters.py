@@ -10,16 +10,12 @@ import pytest
 import torch
 
 from benchmarks import (
-    all_drafters,
     experiment,
     learned_drafter_plots,
     learned_drafters,
-    sampled_decoding,
 )
 from benchmarks.ctc import learning_curves, paper_table2
-from data.benchmarks import Question
 from drafters import checkpoint
-from inference.results.records import Answer, Turn
 from inference.verifier.base import load_base
 
 
@@ -304,101 +300,3 @@ def test_other_answers_are_simulated_again(learned_run):
         found.append(experiment.simulate_exported(exported, "chain", {"tree": "chain"}, base, answers, (1, 4)))
         assert found[-1] == experiment.simulate_exported(exported, "chain", {"tree": "chain"}, base, answers, (1, 4))
     assert found[0]["answers"] != found[1]["answers"]
-
-
-@pytest.fixture(scope="module")
-def all_run(learned_run, tmp_path_factory, repository):
-    """A complete run with one arm, a few questions and a few tokens."""
-    folder = tmp_path_factory.mktemp("all")
-    problems = [{"question": f"Tell me about the {word}.", "answer": "#### 1"} for word in ("compass", "clock", "map")]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
-    asked = [{"question_id": n, "category": "all", "turns": [f"Name a {w}.", "Why?"]} for n, w in enumerate("abcd")]
-    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    base = str(repository / "checkpoints" / "tiny-chat")
-    arguments = {
-        "base": base,
-        "train_questions": str(folder / "problems.jsonl"),
-        "gsm8k": str(folder / "problems.jsonl"),
-        "mt_bench": str(folder / "asked.jsonl"),
-        "draft_model": base,
-        "out": str(folder / "run"),
-        "arms": ["medusa"],
-        "live": ["medusa"],
-        "seeds": [0],
-        "steps": 4,
-        "offset": 1,
-        "limit": 2,
-        "live_questions": 2,
-        "max_new_tokens": 8,
-        "budgets": [4, 16],
-        "dtypes": ["float32"],
-        "repeats": "1",
-        "table": str(folder / "table.md"),
-    }
-    all_drafters.all_drafters(**arguments)
-    return folder, arguments
-
-
-@pytest.mark.slow
-def test_all_drafters_are_trained_simulated_and_decoded(all_run):
-    folder, _ = all_run
-    learned, *live = [row for row in rows((folder / "table.md").read_text()) if row[0] not in ("drafter", "---")]
-    assert learned[0] == "medusa" and len(learned) == 3 + 2 * 2
-    assert len(live) == 2 * (1 + 8 + 2), "on each benchmark vanilla, the training-free, and medusa with each budget"
-    first, *others = live[: len(live) // 2]
-    assert first[:4] == ["none", "1.00", "1.00×", "2/2"] and all(row[3] == "2/2" for row in others)
-    answers = folder / "run" / "live" / "mt_bench-float32" / "answers" / "mt_bench" / "none.jsonl"
-    asked = [json.loads(line)["question_id"] for line in answers.read_text().splitlines()]
-    assert asked == [0, 2], "evenly spaced"
-
-
-@pytest.mark.slow
-def test_all_drafters_continues_after_an_interruption(all_run):
-    folder, arguments = all_run
-    kept = [folder / "run" / "text.jsonl", folder / "run" / "medusa" / "seed0" / "drafter" / "model.safetensors"]
-    kept += [folder / "run" / "live" / "gsm8k-float32" / "results.json", folder / "run" / "store" / "manifest.json"]
-    before = [path.stat().st_mtime_ns for path in kept]
-    (folder / "run" / "live" / "mt_bench-float32" / "results.json").unlink()
-    all_drafters.all_drafters(**arguments)
-    assert [path.stat().st_mtime_ns for path in kept] == before
-    assert (folder / "run" / "live" / "mt_bench-float32" / "results.json").exists()
-
-
-@pytest.mark.slow
-def test_sampled_decoding_compares_the_acceptance_rules(learned_run, tmp_path):
-    _, arguments = learned_run
-    table = tmp_path / "table.md"
-    settings = {key: arguments[key] for key in ("base", "out", "benchmark", "files", "steps", "limit")}
-    sampled_decoding.sampled_decoding(
-        **settings,
-        arms=["medusa"],
-        drafter=["prompt_lookup", "self_speculative:num_draft=2,temperature={T}"],
-        temperatures=[0.8],
-        max_new_tokens=8,
-        repeats="1",
-        table=str(table),
-    )
-    exact, typical = (
-        {row[0]: row[1:] for row in rows(part)} for part in table.read_text().split("## Typical acceptance")
-    )
-    assert exact.keys() >= {"none", "prompt_lookup", "self_speculative:num_draft=2,temperature=0.8"}
-    assert {exact[name][-1] for name in ("none", "prompt_lookup", "medusa:num_nodes=16")} == {"2/2"}
-    assert "self_speculative:num_draft=2,temperature=0.8" not in typical, "typical acceptance is no rule for draws"
-    assert typical["none"][:2] == ["1.00", "1.00"] and float(typical["prompt_lookup"][4]) < 0
-
-
-def test_true_equations_are_counted():
-    text = "7 * 9 = 63\n63 + 5 = 69\n68 - 10 = 58\n10 / 4 = 2\n12 / 4 = 3, so 3 = 3"
-    answer = Answer(1, "a", "none", [Turn(text, [], 0, [], 0.0)], [True])
-    assert sampled_decoding.true_equations([answer, answer]) == (6, 10)
-
-
-def test_the_log_probability_is_that_of_the_bases_own_forward(base):
-    question = Question(5, "a", ["w5 w6", "w7"], None)
-    turns = [Turn("w9 w8", [9, 8], 2, [], 0.0), Turn("w3", [3, 2], 6, [], 0.0)]
-    logs = []
-    for text in ([5, 6, 9, 8], [5, 6, 9, 8, 7, 3, 2]):  # a base without a template reads the messages as plain text
-        logits = base.model(torch.tensor([text])).logits[0] / 0.7
-        logs += [float(logits[at - 1].log_softmax(-1)[text[at]]) for at in range(len(text) - 2, len(text))]
-    found = sampled_decoding.log_probability(base, {5: question}, [Answer(5, "a", "none", turns, [True])], 0.7)
-    assert found == pytest.approx(sum(logs) / 4, abs=1e-5)

@@ -1,0 +1,202 @@
+"""Sampled drafts leave the distribution of the text unchanged over requests; drafts of a constant seed are detected.
+
+Every text is a request of its own, as users make them: another seed, and a drafter that is built for it.
+"""
+
+import math
+from collections import Counter
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import drafters
+from drafters import checkpoint, registry
+from drafters.checkpoint import DrafterConfig
+from inference import Speculation, drafter_specs, generate, stream
+from inference.chat.chat_session import ChatSession
+from inference.equality import next_probabilities
+from inference.verifier.base import load_base, tokenizer_hash
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler
+from inference.verifier.session import Session
+
+SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
+NUM_SEEDS, IMPROBABLE = 100, 1e-3
+
+
+PROMPT = [3, 4, 5]
+TOY_VOCAB = 8
+OPTIONS = {  # of the drafters that sample
+    "ctc": "draws=2,num_nodes=8",
+    "eagle": "tree=chain,draws=2,depth=2",
+    "eagle3": "tree=chain,draws=2,depth=2",
+    "draft_model": "num_draft=2,temperature=1",
+}
+
+
+def save_toy_base(folder, seed=0):
+    """Write a random LLaMA of one layer with a vocabulary of eight words, and return its folder."""
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(TOY_VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=TOY_VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_toy_drafters(base, folder):
+    """Write untrained drafters and a draft model for a toy base, and return their specs by name."""
+    folders = {"draft_model": save_toy_base(folder / "draft_model", seed=4)}
+    for name, kind in (("ctc", drafters.CTC), ("eagle", drafters.EAGLE), ("eagle3", drafters.EAGLE3)):
+        options = {"num_frames": 4, "num_labels": 3} if name == "ctc" else {}
+        class_path = registry.class_path(kind)
+        config = DrafterConfig(class_path, options, base.shape, base.name, tokenizer_hash(base.tokenizer))
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            checkpoint.save(folder / name, config.build(), config)
+        folders[name] = folder / name
+    return {name: f"{name}={folders[name]}:{options}" for name, options in OPTIONS.items()}
+
+
+def by_generate(base, prompt, spec, num_tokens, sampling):
+    """One call of `generate`, which builds the drafter."""
+    return generate(base, prompt, spec, max_new_tokens=num_tokens, eos=[], **asdict(sampling))[0].token_ids
+
+
+def by_eval(base, prompt, spec, num_tokens, sampling):
+    """The objects that one process of `drafters eval` makes."""
+    runner = Runner(base)
+    return Session(runner, drafter_specs.make(spec, runner), sampling.sampler()).run(prompt, num_tokens).tokens
+
+
+def text_distribution(base, prompt, num_tokens, sampling):
+    """The probability of every text of ``num_tokens`` tokens that the base may sample, by the model's own forward."""
+    sampler = KeyedSampler(sampling.temperature, sampling.top_k, sampling.top_p)
+    texts = {(): 1.0}
+    for _ in range(num_tokens):
+        rows = next_probabilities(base, prompt, list(texts), sampler)
+        texts = {
+            (*text, token): weight * probability
+            for (text, weight), row in zip(texts.items(), rows, strict=True)
+            for token, probability in enumerate(row.tolist())
+            if probability > 0
+        }
+    return texts
+
+
+def chi_squared(texts, expected):
+    """Pearson's chi-squared of texts; cells in which fewer than five are expected count as one.
+
+    Returns:
+        The statistic (infinite if there is a text that the base never writes), its degrees of freedom, and the
+        probability of a statistic at least as large if the texts follow the distribution.
+    """
+    counts = Counter(texts)
+    if counts.keys() - expected.keys():
+        return math.inf, len(expected) - 1, 0.0
+    total = counts.total()
+    common = [text for text, probability in expected.items() if probability * total >= 5]
+    observed, wanted = [counts[text] for text in common], [expected[text] * total for text in common]
+    rest = total - sum(wanted)
+    if rest >= 5:
+        observed, wanted = [*observed, total - sum(observed)], [*wanted, rest]
+    elif rest > 0:  # with the last of the common cells
+        observed[-1], wanted[-1] = observed[-1] + total - sum(observed), wanted[-1] + rest
+    statistic, p_value = chisquare(observed, wanted)
+    return float(statistic), len(wanted) - 1, float(p_value)
+
+
+@pytest.fixture(scope="module")
+def toy(shared_folder):
+    """The toy base, and the specs of its drafters."""
+    folder = shared_folder("sampled-drafts", save_toy_base)
+    base = load_base(str(folder), "float32", torch.device("cpu"))
+    return base, save_toy_drafters(base, folder)
+
+
+@pytest.fixture(scope="module")
+def expected(toy):
+    return text_distribution(toy[0], PROMPT, NUM_TOKENS, SAMPLING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_new_drafter_for_every_request_does_not_change_the_distribution(toy, expected, name):
+    base, specs = toy
+    requests = (replace(SAMPLING, seed=seed) for seed in range(NUM_SEEDS))
+    texts = [tuple(by_generate(base, PROMPT, specs[name], NUM_TOKENS, request)) for request in requests]
+    assert chi_squared(texts, expected)[2] > IMPROBABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_drafts_from_a_constant_seed_are_detected(toy, expected, name, constant_seed):
+    base, specs = toy
+    runner = Runner(base)
+    drafter = constant_seed(drafter_specs.make(specs[name], runner))
+    sessions = [Session(runner, drafter, replace(SAMPLING, seed=seed).sampler()) for seed in range(NUM_SEEDS)]
+    texts = [tuple(session.run(PROMPT, NUM_TOKENS).tokens) for session in sessions]
+    assert chi_squared(texts, expected)[2] < IMPROBABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(toy, name):
+    base, specs = toy
+    runner, arguments = Runner(base), {"max_new_tokens": 12, "temperature": 1.5, "eos": []}
+    used = drafter_specs.make(specs[name], runner)
+    chat = ChatSession(Session(runner, used))
+    speculation = Speculation(used, base.tokenizer)
+    texts = []
+    for number in range(2):
+        torch.manual_seed(number)
+        seed = int(torch.randint(2**62, ()))  # as `Speculation` takes it from torch's generator
+        torch.manual_seed(number)
+        answer = base.model.generate(
+            torch.tensor([PROMPT]), do_sample=True, temperature=1.5, max_new_tokens=12, custom_generate=speculation
+        )
+        sampling = SamplingOptions(1.5, seed=seed)
+        chat.session.sampler = sampling.sampler()
+        chat.forget()
+        given = [
+            by_generate(base, PROMPT, specs[name], 12, sampling),
+            by_eval(base, PROMPT, specs[name], 12, sampling),
+            generate(base, PROMPT, used, seed=seed, **arguments)[0].token_ids,
+            answer[0, len(PROMPT) :].tolist(),
+            [token for emitted, _ in chat.decode(PROMPT, 12) for token in emitted],
+        ]
+        assert all(text == given[0] for text in given)
+        streamed = "".join(stream(base, PROMPT, specs[name], seed=seed, **arguments))
+        assert streamed == base.tokenizer.decode(given[0], skip_special_tokens=True)
+        texts.append(given[0])
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.slow
+def test_a_trained_base_that_drafts_for_itself_keeps_its_distribution(constant_seed):
+    base = load_base("checkpoints/tiny-chat", "float32", torch.device("cpu"))
+    prompt, sampling = base.tokenizer("Name a colour.").input_ids, SamplingOptions(1.0, 3)
+    expected = text_distribution(base, prompt, 2, sampling)
+    runner = Runner(base)
+    drafter = drafter_specs.make(f"draft_model={base.name}:num_draft=1,temperature=1.5,top_k=3", runner)
+    for each, agrees in ((drafter, True), (constant_seed(drafter), False)):
+        sessions = [Session(runner, each, replace(sampling, seed=seed).sampler()) for seed in range(60)]
+        texts = [tuple(session.run(prompt, 2).tokens) for session in sessions]
+        assert (chi_squared(texts, expected)[2] > IMPROBABLE) == agrees

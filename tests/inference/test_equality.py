@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import sampled_drafts
-from benchmarks.sampled_drafts import PROMPT, chi_squared, text_distribution
 from inference import drafter_specs, equality
 from inference.equality import cell_counts, compare_distributions, sample_base, sample_drafted
 from inference.verifier.base import load_base
 from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
+from tests.inference.verifier import test_sampled_drafts as sampled_drafts
+from tests.inference.verifier.test_sampled_drafts import PROMPT, chi_squared, text_distribution
 
 SAMPLING, NUM_TOKENS, NUM_TEXTS = SamplingOptions(1.5, 2), 4, 100
 

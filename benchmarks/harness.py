@@ -19,11 +19,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 import drafters
-from data.files import read_yaml, write_text
+from data.files import write_text
 from drafters import recipe
 from inference.progress import progress_bars
 from inference.timing import processor_name
@@ -157,7 +158,7 @@ def drafter_recipe(config: str, num_layers: int) -> tuple[type[LearnedDrafter], 
 
     The base layers that it reads are moved to the same relative depth of a base with another number of layers.
     """
-    node = read_yaml(find_config(config))["model"]["drafter"]
+    node = yaml.safe_load(Path(find_config(config)).read_text())["model"]["drafter"]
     kind = getattr(drafters, node["class_path"].rpartition(".")[2])
     arguments = recipe.nested(node["init_args"], recipe.groups(kind))
     for options in (arguments, arguments.get("trunk", {})):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
-from data.files import MalformedJSON, parse_json
 from data.loss_mask import REASONING, mask_without_marks, render
 from data.reasoning import with_thinking
 from data.tokenizer import short_hash, tokenizer_hash
@@ -242,8 +241,8 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = parse_json(arguments)
-            except MalformedJSON as error:
+                arguments = json.loads(arguments)
+            except ValueError as error:
                 raise ValueError("the arguments of a tool call are not JSON") from error
         checked.append(call | {"function": function | {"arguments": arguments}})
     _valid(_as_json(checked, "a tool call"), "a tool call")
@@ -252,7 +251,7 @@ def _tool_calls(calls: object) -> list[dict[str, Any]]:
 
 def _tools(tools: object) -> tuple[dict[str, Any], ...]:
     if isinstance(tools, str):  # as tables hold them
-        tools = parse_json(tools)
+        tools = json.loads(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("tools is not a list of objects")
     _valid(_as_json(tools, "a tool"), "a tool")

@@ -8,14 +8,10 @@ from collections.abc import Sequence
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
-from data.time_limit import TooSlow, time_limit
-
 if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATE_SECONDS = 5.0  # for one text; the sandbox of transformers bounds one loop, not loops in loops
-SEARCH_SECONDS = 5.0  # for the answers of one conversation, which take a few texts each
 PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
 REASONING = "reasoning_content", "thinking"  # names by which templates read the reasoning of a message
 
@@ -34,19 +30,11 @@ def render(
         options: Further options of `apply_chat_template`.
 
     Raises:
-        ValueError: The template refuses the messages, or takes too long.
+        ValueError: The template refuses the messages.
     """
-    with time_limit(TEMPLATE_SECONDS, "the chat template"):
-        encoded = _apply(
-            messages,
-            tokenizer,
-            template,
-            return_dict=True,
-            tokenizer_kwargs={
-                "verbose": False
-            },  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
-            **options,
-        )
+    # No warning about texts beyond the tokenizer's maximum: `encode` cuts them.
+    options |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+    encoded = _apply(messages, tokenizer, template, **options)
     return list(encoded["input_ids"]), list(encoded.get("assistant_masks", []))
 
 
@@ -67,18 +55,12 @@ def mask_without_marks(
 
     Raises:
         ValueError: The template refuses the conversation, or an answer cannot be found in what it writes.
-        TooSlow: The template takes too long for the conversation as a whole.
     """
-    with time_limit(TEMPLATE_SECONDS, "the chat template"):
-        texts = _Texts(messages, tokenizer, template, tools)
+    texts = _Texts(messages, tokenizer, template, tools)
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    try:
-        with time_limit(SEARCH_SECONDS, "to find the answers in what the chat template writes"):
-            answers: list[tuple[int, int]] = []
-            for turn in turns:
-                answers.append(texts.answer(turn, after=answers[-1][1] if answers else 0))
-    except TooSlow as error:  # by its number of turns, which are no reason to refuse the other conversations
-        raise ValueError(str(error)) from error
+    answers: list[tuple[int, int]] = []
+    for turn in turns:
+        answers.append(texts.answer(turn, after=answers[-1][1] if answers else 0))
     encoded = tokenizer(texts.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
     ends = [end for _, end in encoded["offset_mapping"]]

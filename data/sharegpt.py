@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from data.conversation import Conversation, encode, parse, resolve_template
 from data.sources import read_records
-from data.time_limit import TooSlow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -207,8 +206,6 @@ def _encode_all(
     for conversation in tqdm(conversations, desc="tokenise", unit=" conversations", disable=None):
         try:
             ids, mask = encode(conversation, tokenizer, template, max_length)
-        except TooSlow:  # every other conversation would take as long
-            raise
         except ValueError as error:
             refused.add(str(error), f"conversation {conversation.id}")
             continue

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from data.files import (
-    MAX_DOCUMENT_BYTES,
-    MAX_LINE_BYTES,
-    UNREADABLE,
-    MalformedJSON,
-    kind_of,
-    parse_json,
-    read_document,
-    read_lines,
-    refuse_repeated_keys,
-)
+from data.files import cause_of, open_bytes, read_json, reading
 from data.hub import cached_if_unreachable
 from data.tokenizer import first_line
 
@@ -95,18 +86,14 @@ def _read_hub(source: str) -> Iterator[tuple[str, object]]:
 
 def _regular_file(source: str) -> Path:
     path = Path(os.path.expanduser(source))
-    problem = kind_of(path)
-    if problem == "no such file" and os.path.islink(path):
-        raise ValueError(f"{source}: a broken link to {os.readlink(path)}; repair the link")
+    if path.is_file():
+        return path
     hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
-    advice = {
-        "no such file": f"give the path of a {KINDS} file, or `embedded`{hub}",
-        "a folder": f"give the files in it, {KINDS}",
-        "not a regular file": "copy its content to a file first",
-    }
-    if problem:
-        raise ValueError(f"{source}: {problem}; {advice.get(problem, 'give another file')}")
-    return path
+    problem = "a folder" if path.is_dir() else "no such file"
+    advice = (
+        f"give the files in it, {KINDS}" if path.is_dir() else f"give the path of a {KINDS} file, or `embedded`{hub}"
+    )
+    raise ValueError(f"{source}: {problem}; {advice}")
 
 
 def _read_file(source: str, path: Path) -> Iterator[tuple[str, object]]:
@@ -122,59 +109,29 @@ def _read_file(source: str, path: Path) -> Iterator[tuple[str, object]]:
 
 def _read_lines(source: str, path: Path) -> Iterator[tuple[str, object]]:
     number = 0
-    try:
-        for number, line in enumerate(read_lines(path), start=1):
-            if line is None:
-                yield f"line {number}", ValueError(f"a line of more than {MAX_LINE_BYTES >> 20} MiB")
-            elif line.strip():
+    with reading(source, "fetch the file again"), open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
                 yield f"line {number}", _decoded(line)
-    except UNREADABLE as error:
-        problem = f"cannot be read from line {number + 1} on ({error})"
-        raise ValueError(f"{source}: {problem}; fetch the file again") from error
-    if number == 0:
-        raise ValueError(f"{source}: the file is empty; fetch it again")
+        if number == 0:
+            raise ValueError("the file is empty")
 
 
 def _decoded(line: bytes) -> object:
     try:
-        return parse_json(line.strip(), strict=False, make_object=_object)
-    except MalformedJSON as error:
-        return error
+        return json.loads(line.strip().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return ValueError(cause_of(error))
 
 
 def _read_list(source: str, path: Path) -> list[object]:
-    try:
-        data = read_document(path, MAX_DOCUMENT_BYTES)
-    except UNREADABLE as error:
-        raise ValueError(f"{source}: cannot be read ({error}); fetch the file again") from error
-    if not data.strip():
-        raise ValueError(f"{source}: the file is empty; fetch it again")
-    try:
-        value = parse_json(data, strict=False, make_object=_object)
-    except MalformedJSON as error:
-        place = f"{source} line {error.line}" if error.line else source
-        advice = "fetch it again, or remove that record"
-        if str(error).startswith("not UTF-8"):
-            advice = "convert the file to UTF-8"
-        elif error.line:
-            advice = "fetch it again, or name it .jsonl if it has a record a line"
-        raise ValueError(f"{place}: {error}; {advice}") from error
-    if isinstance(value, ValueError):
-        raise ValueError(f"{source}: {value}; fetch it again")
+    value = read_json(path, "fetch it again, or name it .jsonl if it has a record a line")
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [entry for entry in value.values() if isinstance(entry, list)]
     if len(lists) != 1:
         raise ValueError(f"{source}: expected a list of conversations, or an object that holds one list")
     return lists[0]
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """Build an object, or the error in its place: it concerns one record, and only if the object is read."""
-    try:
-        return refuse_repeated_keys(pairs)
-    except MalformedJSON as error:
-        return error
 
 
 def _read_parquet(source: str, path: Path) -> Iterator[tuple[str, object]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.files import UNREADABLE, MalformedJSON, parse_json, read_lines
+from data.files import cause_of, open_bytes, reading
 
-MAX_TEXT_BYTES = 1 << 30  # of a line, or of a .json file
 FIELDS = ("text",), ("question", "answer"), ("instruction", "input", "output"), ("instruction", "input", "response")
 EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`, or `conversations` or `messages`"
 
@@ -50,16 +50,11 @@ def text_paths(files: Sequence[str]) -> list[Path]:
 
 def _lines(file: str, path: Path) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each line, which may be as long as the file."""
-    number = 0
-    try:
-        for number, line in enumerate(read_lines(path, MAX_TEXT_BYTES), start=1):
-            if line is None:
-                raise ValueError(f"{file} line {number}: more than {MAX_TEXT_BYTES >> 20} MiB; split the file")
-            yield f"{file} line {number}", line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} line {number}: not UTF-8 ({error.reason}); convert the file") from error
-    except UNREADABLE as error:
-        raise ValueError(f"{file}: cannot be read after line {number} ({error}); fetch it again") from error
+    with reading(file, "fetch it again"), open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            with reading(f"{file} line {number}", "convert the file"):
+                text = line.decode("utf-8")
+            yield f"{file} line {number}", text
 
 
 def _paragraphs(file: str, path: Path) -> Iterator[str]:
@@ -89,10 +84,10 @@ def _list_of_records(file: str, path: Path) -> Iterator[str]:
 
 def _decoded(file: str, text: str, place: str | None = None) -> object:
     try:
-        return parse_json(text, strict=False, make_object=dict)
-    except MalformedJSON as error:
-        place = place or (f"{file} line {error.line}" if error.line else file)
-        raise ValueError(f"{place}: {error}; repair or remove it") from error
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        place = place or (f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else file)
+        raise ValueError(f"{place}: {cause_of(error)}; repair or remove it") from error
 
 
 def _documents(place: str, record: object) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from data.files import MALFORMED, disk_errors, kind_of, open_regular, parse_json
+from data.files import MALFORMED, disk_errors
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ class Journal:
         self.path = Path(path)
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append
-        if self.path.exists() and (problem := kind_of(self.path)):
-            raise ValueError(f"{path}: {problem}; choose another --out")
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{path} is not a regular file: choose another --out")
         self._num_bytes = 0 if existing == "replace" else self._count_complete_lines()
         if self._num_bytes:
             recorded = next(self._read())
@@ -125,20 +125,20 @@ class Journal:
         """Number of bytes up to the end of the last complete line."""
         if not self.path.exists():
             return 0
-        with open_regular(self.path, is_compressed=False) as stream:
+        with self.path.open("rb") as stream:
             return sum(len(line) for line in stream if line.endswith(b"\n"))
 
     def _read(self) -> Iterator[Any]:
         if not self._num_bytes:
             return
         position = 0
-        with open_regular(self.path, is_compressed=False) as stream:
+        with self.path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 position += len(line)
                 if position > self._num_bytes:
                     return
                 try:
-                    yield parse_json(line)
+                    yield json.loads(line)
                 except ValueError as error:
                     raise self._damage(number) from error
 

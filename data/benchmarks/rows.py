@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.benchmarks.question import Benchmark, Hub
-from data.files import UNREADABLE, MalformedJSON, parse_json, read_document
+from data.files import open_bytes, read_json_lines, reading
 from data.hub import cached_if_unreachable
 from data.tokenizer import first_line
 
-MAX_QUESTION_BYTES = 1 << 30
 ROWS_PER_READ = 16  # rows of a Parquet file that are read at a time; few, because a row may be large
 Rows = Iterator[tuple[str, object]]
 
@@ -65,12 +64,7 @@ def hub_rows(hub: Hub, split: str, benchmark: Benchmark) -> Rows:
 
 
 def _json_rows(file: str) -> Rows:
-    for number, line in enumerate(_lines(file), 1):
-        if line.strip():
-            try:
-                yield f"{file} line {number}", parse_json(line)
-            except MalformedJSON as error:
-                raise ValueError(f"{file} line {number}: {error}; expected an object a line") from error
+    return read_json_lines(_existing(file), "expected an object a line")
 
 
 def _parquet_rows(file: str) -> Rows:
@@ -78,13 +72,10 @@ def _parquet_rows(file: str) -> Rows:
     from pyarrow.parquet import ParquetFile
 
     path = _existing(file)
-    index = num_bytes = 0
+    index = 0
     try:
         with ParquetFile(path) as parquet:
             for batch in parquet.iter_batches(ROWS_PER_READ):
-                num_bytes += batch.nbytes
-                if num_bytes > MAX_QUESTION_BYTES:
-                    raise ValueError(f"{file} holds more than {MAX_QUESTION_BYTES:,} bytes; give a smaller file")
                 for row in batch.to_pylist():
                     yield f"{file} row {index}", row
                     index += 1
@@ -104,12 +95,5 @@ def _existing(file: str) -> Path:
 
 
 def _lines(file: str) -> list[str]:
-    path = _existing(file)
-    try:
-        data = read_document(path, MAX_QUESTION_BYTES)
-    except UNREADABLE as error:
-        raise ValueError(f"{file} is a broken gzip file ({error}); download it again") from error
-    try:
-        return data.decode("utf-8-sig").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 ({error.reason}); convert the file") from error
+    with reading(file, "convert the file, or download it again"), open_bytes(_existing(file)) as stream:
+        return stream.read().decode("utf-8-sig").removesuffix("\n").split("\n")

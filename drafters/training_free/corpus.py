@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from data.files import atomic_write, parse_json
+from data.files import atomic_write
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -107,7 +107,7 @@ class CorpusTable:
             raise ValueError(f"no corpus cache at {path}: make one with `drafters corpus OUT`")
         try:
             with safe_open(path, framework="np") as file:
-                metadata = parse_json((file.metadata() or {}).get("corpus", "{}"))
+                metadata = json.loads((file.metadata() or {}).get("corpus", "{}"))
                 if metadata.pop("format", None) != FORMAT:
                     raise ValueError("another kind of file")
                 gram, sources = metadata.pop("gram"), tuple(metadata.pop("sources"))

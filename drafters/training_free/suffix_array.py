@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from data.files import atomic_write, parse_json
+from data.files import atomic_write
 from drafters.checks import check_at_least, check_at_most
 
 FORMAT = "drafters-suffix-array-1"
@@ -181,8 +181,8 @@ class SuffixArray:
             start = 8 + int.from_bytes(
                 mapped[:8], "little"
             )  # layout of safetensors: length of the header, header, arrays
-            header = parse_json(mapped[8:start])
-            metadata = parse_json(header["__metadata__"]["suffix_array"])
+            header = json.loads(mapped[8:start])
+            metadata = json.loads(header["__metadata__"]["suffix_array"])
             if metadata.pop("format") != FORMAT:
                 raise ValueError("another kind of file")
             arrays: dict[str, Any] = {}

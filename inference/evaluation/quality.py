@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from typing import NoReturn
 
 from data.benchmarks import Question
 from data.reasoning import ReasoningMarks
-from data.time_limit import TooSlow, time_limit
 from inference.results.records import Answer
 from inference.sandbox.sandbox import Isolation, run
 
@@ -123,6 +126,29 @@ def boxed_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str
     return found | ({"not judged": 100 * num_missing / len(judgements)} if num_missing else {})
 
 
+class _Expired(BaseException):
+    """Ends a judgement; math-verify catches every Exception."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `_Expired` in the block once the process has computed for this long; other threads have no limit."""
+
+    def stop(*_: object) -> NoReturn:
+        raise _Expired
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
+        yield
+        return
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
 @cache
 def is_right_formula(reference: str, text: str) -> bool | None:
     """Whether the final formula of a text equals the reference; None if that takes longer than `JUDGEMENT_SECONDS`.
@@ -134,9 +160,9 @@ def is_right_formula(reference: str, text: str) -> bool | None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeouts
     try:
-        with time_limit(JUDGEMENT_SECONDS, "a formula"):
+        with _time_limit(JUDGEMENT_SECONDS):
             return bool(verify(_parsed_reference(reference), parse(text, parsing_timeout=None), timeout_seconds=None))
-    except TooSlow:
+    except _Expired:
         return None
 
 

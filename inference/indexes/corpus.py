@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import scratch_folder
+from data.files import disk_errors
 from data.texts import text_paths
 from data.tokenizer import load_tokenizer
 from drafters.training_free.corpus import CorpusTable
 from inference.indexes.documents import encoded, progress
-from inference.outputs import new_file
+from inference.outputs import folder_above, new_file
 from inference.verifier.base import tokenizer_hash
 
 NUM_FOLLOWING, MAX_CONTEXT = 4, 4  # tokens after a context, and tokens of a context, as in Self-Draft
@@ -47,9 +47,10 @@ def corpus(
     loaded = load_tokenizer(tokenizer)
     with (
         progress(files, "count", MAX_CONTEXT + NUM_FOLLOWING) as (advance, complete),
-        scratch_folder(path) as folder,
+        disk_errors(path),
+        tempfile.TemporaryDirectory(dir=folder_above(path)) as temporary,
     ):
-        num_tokens = 0
+        num_tokens, folder = 0, Path(temporary)
         with (folder / "tokens").open("wb") as stream:
             for ids in encoded(files, loaded, advance):
                 stream.write(np.array([*ids, BORDER], dtype=np.int32).tobytes())

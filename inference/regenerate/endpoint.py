@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 import openai
 
-from data.files import parse_json, validated
+from data.files import validated
 from inference.verifier.options import GREEDY, SamplingOptions
 
 KEY = "OPENAI_API_KEY"
@@ -220,7 +221,7 @@ def read_key(variable: str) -> str | None:
 
 
 def _parsed(body: bytes) -> ChatAnswer:
-    completion = parse_json(body, strict=False)
+    completion = json.loads(body)
     (choice, *_), usage = completion["choices"], completion.get("usage") or {}
     message = choice["message"]
     text, reasoning = message["content"] or "", message.get("reasoning_content") or message.get("reasoning") or ""

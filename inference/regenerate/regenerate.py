@@ -12,7 +12,6 @@ from data.conversation import Conversation, resolve_template
 from data.files import atomic_write, safe_text, validated
 from data.reasoning import THINKING_SWITCH
 from data.sharegpt import load_conversations
-from data.time_limit import TooSlow
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from inference.journal import Journal
 from inference.outputs import new_file
@@ -290,8 +289,6 @@ def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool
 def _request(dialogue: Dialogue, max_new_tokens: int, max_length: int, counts: AnswerCounts) -> Request | None:
     try:
         prompt = dialogue.prompt()
-    except TooSlow:  # every other prompt would take as long
-        raise
     except ValueError as error:
         dialogue.stop(str(error), counts)
         return None

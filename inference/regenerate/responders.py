@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from data.files import redacted, validated, well_formed
+from data.files import redacted, validated
 from inference.regenerate.batched import decode_batch
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.regenerate.endpoint import ChatAnswer, Endpoint, RequestFailed, RequestRefused
@@ -133,5 +133,5 @@ class ServerResponder:
         if "refused" in reply:
             return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
         counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
-        text, reasoning = (well_formed(reply[part]) for part in ("text", "reasoning"))
+        text, reasoning = (reply[part].encode("utf-8", "replace").decode() for part in ("text", "reasoning"))
         return dialogue.add_text(text, reply["is_cut"], reply["num_written"], counts, reasoning)

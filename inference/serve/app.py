@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
-from data.files import MalformedJSON, parse_json
 from inference.serve.decoding import RETRY_AFTER_SECONDS, DecodingThread, Job, Outcome, Progress
 from inference.serve.errors import RATE_LIMIT, SERVER, ApiError
 from inference.serve.replies import Reply
@@ -193,10 +192,10 @@ class _Api:
             raise ApiError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
         try:
             body = await asyncio.wait_for(_body(request), BODY_SECONDS)
-            asked = read_request(kind, parse_json(body))
+            asked = read_request(kind, json.loads(body))
         except asyncio.TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds") from error
-        except MalformedJSON as error:
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body cannot be read: {error}") from error
         self._check_model(asked.model)
         return asked

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from math import inf
 
-from data.files import read_document, safe_line
+from data.files import reading, safe_line
 from inference import drafter_specs
 from inference.drafter_specs import Budget
 from inference.verifier.options import ModelOptions
@@ -55,8 +55,9 @@ class ListenOptions:
         """
         key, source = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
         if self.api_key_file is not None:
-            content, source = read_document(self.api_key_file, MAX_KEY_BYTES), self.api_key_file
-            key = content.decode("ascii", "replace")
+            source = self.api_key_file
+            with reading(source), open(source, encoding="ascii", errors="replace") as stream:
+                key = stream.read(MAX_KEY_BYTES)
         if key is None:
             if not self.is_local:
                 raise ValueError(f"other machines can reach {self.host}: give --api-key-file, or leave --host out")

@@ -1,4 +1,4 @@
-"""Checks of a base's folder before anything is allocated: only files, and sizes that the weights have room for."""
+"""Checks of a base's folder before anything is allocated: sizes that the weights have room for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from data.files import check_folder, read_json
+from data.files import read_json
 
 # The names of sizes in the configurations of LLaMA, GPT-2 and OPT.
 WIDTHS = "hidden_size", "n_embd", "d_model"
@@ -21,14 +21,13 @@ SLACK = 4  # between the sizes of the configuration and the weights: tied and 4-
 
 
 def check_base_folder(folder: str | Path) -> None:
-    """Raise ValueError if a folder holds a FIFO or the like, or if its config.json asks for more than its weights hold.
+    """Raise ValueError if a folder asks in its config.json for more than its weights hold.
 
-    transformers would read the FIFO for ever, and allocate what the configuration says. A hub id is not checked.
+    transformers would allocate what the configuration says. A hub id is not checked.
     """
     folder = Path(folder)
     if not folder.is_dir():
         return
-    check_folder(folder)
     if not (folder / "config.json").exists():
         return
     config = read_json(folder / "config.json")

@@ -11,7 +11,6 @@ from pyarrow import parquet
 
 from data import embedded
 from data.benchmarks import BENCHMARKS, Checks, Question, benchmark_names, find_benchmark, length_cap, load_questions
-from data.benchmarks import rows as rows_module
 from data.benchmarks.question import AS_IT_IS
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
@@ -132,7 +131,7 @@ def test_an_offset_or_limit_out_of_range_is_refused(write, offset, limit):
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     file = tmp_path / "latin.jsonl"
     file.write_bytes('{"question": "Grüße", "answer": ""}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.jsonl is not UTF-8"):
+    with pytest.raises(ValueError, match=r"latin\.jsonl line 1: not UTF-8"):
         load_questions("gsm8k", str(file))
 
 
@@ -256,13 +255,6 @@ def test_a_parquet_file_that_is_not_utf_8_is_named(tmp_path):
         load_questions("file", str(tmp_path / "latin.parquet"))
 
 
-def test_a_parquet_file_that_grows_too_large_is_refused(tmp_path, monkeypatch):
-    parquet.write_table(pyarrow.table({"prompt": ["same "] * 100_000}), tmp_path / "large.parquet")
-    monkeypatch.setattr(rows_module, "MAX_QUESTION_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"large\.parquet holds more than"):
-        load_questions("file", str(tmp_path / "large.parquet"))
-
-
 def test_mathematics_is_asked_with_a_box_whether_or_not_the_file_contains_the_request(write):
     request = "\nPlease reason step by step, and put your final answer within \\boxed{}."
     rows = [{"prompt": f"Find $x$.{request}", "answer": 27}, {"prompt": "Find $y$.", "answer": "3"}]
@@ -363,7 +355,7 @@ def test_a_gzip_file_is_read_and_a_truncated_one_is_named(tmp_path, write):
     (tmp_path / "a.gz").write_bytes(data)
     assert len(load_questions("gsm8k", str(tmp_path / "a.gz"))) == 4
     (tmp_path / "a.gz").write_bytes(data[:-10])
-    with pytest.raises(ValueError, match=r"a\.gz is a broken gzip file"):
+    with pytest.raises(ValueError, match=r"a\.gz: Compressed file ended"):
         load_questions("gsm8k", str(tmp_path / "a.gz"))
 
 

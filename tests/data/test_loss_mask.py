@@ -13,7 +13,6 @@ import pytest
 
 from data.conversation import TEMPLATES, Conversation, encode, parse
 from data.sharegpt import load_conversations, tokenise
-from data.time_limit import TooSlow
 
 SYSTEM = "{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}"
 # As Qwen3: only the answer to the last question shows its reasoning, which is empty if there is none.
@@ -152,16 +151,6 @@ def test_private_use_characters_in_a_text_hide_no_answer(tokenizer, monkeypatch)
     said = Conversation("", (("user", "a\ue000"), ("assistant", "b"), ("user", "c\ue001"), ("assistant", "d")))
     found, _ = learned(said, tokenizer, "tried")
     assert found == ["b</s>", "<think></think>d</s>"]
-
-
-def test_a_conversation_of_too_many_turns_is_refused_by_its_time_as_a_whole(tokenizer, monkeypatch):
-    busy = "".join("{%- for _ in range(99999) -%}{%- endfor -%}" for _ in range(2))
-    monkeypatch.setitem(TEMPLATES, "tried", busy + THINKING)
-    monkeypatch.setattr("data.loss_mask.SEARCH_SECONDS", 0.2)
-    said = Conversation("", (("user", "a"), ("assistant", "b")) * 100)
-    with pytest.raises(ValueError, match=r"to find the answers .* takes more than 0\.2 seconds") as raised:
-        encode(said, tokenizer, "tried")
-    assert not isinstance(raised.value, TooSlow), "which would end the training"
 
 
 def test_tool_calls_are_refused_by_a_template_that_does_not_show_them(tokenizer):

@@ -127,10 +127,3 @@ def test_a_pipe_in_place_of_a_journal_is_refused_at_once(tmp_path, existing):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="not a regular file"):
         Journal(tmp_path / "pipe", {}, existing)
-
-
-@pytest.mark.parametrize("line", ["[" * 5000, '{"x": "\\ud800"}', '{"x": 1' + "0" * 400 + "}"])
-def test_a_hostile_line_is_named(path, line):
-    path.write_text('{"base": "b"}\n' + line + "\n")
-    with pytest.raises(ValueError, match="line 2 is damaged"):
-        list(Journal(path, {"base": "b"}))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import read_document
 from data.tokenizer import first_line
 from train.checkpointing.checkpoints import check_complete
 
@@ -39,7 +38,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if (path / "latest").is_file():
         try:
-            return _read_shards(path / read_document(path / "latest", max_bytes=4096).decode("utf-8").strip())
+            return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{path} is not a complete checkpoint of DeepSpeed ({error!r}): copy it again") from error
     checkpoints = [file for pattern in ("*.ckpt", "checkpoints/*.ckpt") for file in sorted(path.glob(pattern))]

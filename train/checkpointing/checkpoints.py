@@ -12,7 +12,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from data.files import DiskError, atomic_write, kind_of
+from data.files import DiskError, atomic_write
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -82,8 +82,10 @@ def check_complete(path: Path) -> None:
         if not (path / "latest").is_file():
             raise ValueError(f"{path} is not a readable checkpoint (no file latest, which DeepSpeed writes at the end)")
         return
-    if problem := kind_of(path):
-        raise ValueError(f"{path} is not a readable checkpoint ({problem}): give the .ckpt that `lightning fit` wrote")
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is not a readable checkpoint (no such file): give the .ckpt that `lightning fit` wrote"
+        )
     try:
         with ZipFile(path) as file:
             damaged = file.testzip()

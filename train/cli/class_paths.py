@@ -7,8 +7,6 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from data.files import UnboundedYAML, check_yaml
-
 NEW_CLASS_PATHS = {
     "train.base_module.BaseTraining": "train.BaseTraining",
     "train.base_training.BaseTraining": "train.BaseTraining",
@@ -45,8 +43,7 @@ def in_configs() -> None:
     if not hasattr(load, "replaces_class_paths"):
 
         def load_with_new_class_paths(text: str) -> Any:
-            check_yaml(text)
             return with_new_class_paths(load(text))
 
         load_with_new_class_paths.replaces_class_paths = True  # type: ignore[attr-defined]
-        set_loader("yaml", load_with_new_class_paths, exceptions=(yaml.YAMLError, UnboundedYAML))
+        set_loader("yaml", load_with_new_class_paths, exceptions=(yaml.YAMLError,))

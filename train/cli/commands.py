@@ -19,14 +19,12 @@ class Command(NamedTuple):
         function: Name of the function.
         summary: Line in the list of commands.
         positional: Options that may be given by position; a list takes all arguments that are left.
-        makes_folders: Whether the folder of ``out`` is made where it is missing.
     """
 
     module: str
     function: str
     summary: str
     positional: tuple[str, ...] = ()
-    makes_folders: bool = True
 
 
 COMMANDS = {
@@ -117,7 +115,6 @@ COMMANDS = {
         "inference.tuning.ouroboros_search",
         "ouroboros_search",
         "search the hyper-parameters of ouroboros",
-        makes_folders=False,
     ),
     "step-cost": Command(
         "inference.tuning.step_cost",
@@ -212,7 +209,7 @@ def lock_of(command: Command, values: dict[str, Any]) -> AbstractContextManager[
 
     # Without --out, `report` writes into the folder that it reads.
     place = values.get("out") or next(iter(values.get("folders") or ()), None)
-    return output_lock(place, command.makes_folders) if place else nullcontext()
+    return output_lock(place) if place else nullcontext()
 
 
 def option_groups(function: Callable[..., None]) -> dict[str, type]:

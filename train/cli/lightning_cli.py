@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from data.files import kind_of, output_lock, read_yaml
+from data.files import output_lock
 from data.module import ShareGPTData
 from drafters import recipe, registry
 from drafters.protocol import LearnedDrafter
@@ -135,7 +135,7 @@ class DrafterCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Check the checkpoint. Lightning's method would let its hyper-parameters override the command line."""
         path = Path(self.config[self.config.subcommand].get("ckpt_path") or "")
-        if path.is_file() or kind_of(path) == "not a regular file":
+        if path.is_file():
             check_complete(path)
 
     def before_instantiate_classes(self) -> None:
@@ -265,24 +265,11 @@ def names_a_class(configs: list[dict]) -> bool:
     return any(isinstance(model, dict) and "class_path" in model for model in models)
 
 
-def check_paths(value: Any) -> None:
-    """Refuse a FIFO or a device among arguments or in a config, at any depth; jsonargparse would open it, and wait.
-
-    Raises:
-        ValueError: There is one.
-    """
-    if isinstance(value, str) and kind_of(value) == "not a regular file":
-        raise ValueError(f"{value} is not a regular file: give a copy of its content")
-    if isinstance(value, (dict, list)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            check_paths(inner)
-
-
 def read_config(path: str) -> dict:
     """Return the contents of a YAML file, or raise ValueError if it is not a mapping."""
     try:
-        values = read_yaml(path)
-    except (yaml.YAMLError, ValueError) as error:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, OSError) as error:
         raise ValueError(f"{path} is not a readable YAML file: {error}") from error
     if not isinstance(values, dict | None):
         raise ValueError(f"{path} holds no keys: a config looks like configs/ctc.yaml")
@@ -300,9 +287,7 @@ def run(args: list[str], command: str) -> None:
     class_paths.in_configs()
     DrafterCLI.command, DrafterCLI.locks = command, ExitStack()
     sys.argv[1:] = class_paths.in_arguments(args)
-    check_paths([arg.rpartition("=")[2] for arg in args])
     configs = read_configs(args)
-    check_paths(configs)
     has_class = names_a_class(configs)
     with DrafterCLI.locks:
         DrafterCLI(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import openai
 
-from data.files import MALFORMED, MIN_SECRET_LENGTH, parse_json, safe_line, validated
+from data.files import MALFORMED, MIN_SECRET_LENGTH, safe_line, validated
 from inference.evaluation.served.metrics import read_counts
 from inference.regenerate.endpoint import MAX_REPLY_BYTES, TIMEOUT, BoundedClient, read_key, server_root
 from inference.results.served_figures import SpeculationCounts
@@ -117,7 +118,7 @@ class ServerClient:
         """
         body = self._get("/v1/models")
         try:
-            entry = parse_json(body)["data"][0]
+            entry = json.loads(body)["data"][0]
             length = validated(int | None, entry.get("max_model_len"))
             drafter = validated(str | None, entry.get("drafter"))
             name, owner = validated(str, entry["id"]), str(entry.get("owned_by", ""))
@@ -203,7 +204,7 @@ class ServerClient:
         phrase = HTTPStatus(status).phrase if status in HTTPStatus.__members__.values() else ""
         hint = "pass --api-key-env with the variable that holds the server's key" if status in (401, 403) else ""
         try:
-            hint = hint or self._message(parse_json(body))
+            hint = hint or self._message(json.loads(body))
         except MALFORMED:
             hint = hint or "is it an OpenAI-compatible server?"
         return ServerError(f"{self.root}{route} refuses (HTTP {status} {phrase}): {hint}", status)
@@ -240,4 +241,4 @@ def _events(blocks: Iterator[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
                 continue
             if is_done := (data := line[5:].strip()) == b"[DONE]":
                 continue
-            yield now, validated(dict[str, Any], parse_json(data))
+            yield now, validated(dict[str, Any], json.loads(data))

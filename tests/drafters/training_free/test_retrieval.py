@@ -303,7 +303,7 @@ def test_sampled_text_equals_that_without_a_drafter(base):
         assert sum(step.accepted for step in result.steps) > 10
 
 
-@pytest.mark.parametrize("damage", ["types", "border", "nesting", "alignment", "offsets"])
+@pytest.mark.parametrize("damage", ["types", "border", "alignment", "offsets"])
 def test_a_datastore_with_a_damaged_header_is_refused(tmp_path, damage):
     path = tmp_path / "store"
     SuffixArray.build([[1, 2, 3]], 4).save(path)
@@ -314,8 +314,6 @@ def test_a_datastore_with_a_damaged_header_is_refused(tmp_path, damage):
         header = header.replace(b'"U16"', b'"I32"')
     elif damage == "border":
         arrays = arrays.replace(b"\xff\xff", b"\x01\x00")
-    elif damage == "nesting":
-        header = b"[" * 5000
     elif damage == "offsets":
         header = header.replace(b'"data_offsets":[0,', b'"data_offsets":[],"old":[0,')
     else:

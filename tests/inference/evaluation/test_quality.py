@@ -393,5 +393,5 @@ def test_formulas_are_judged_in_any_thread():
 def test_equal_answers_are_judged_once(monkeypatch):
     asked, texts = questions("\\frac{5}{21}"), ["$\\boxed{5/21}$"]
     assert score("math500", asked, texts) == RIGHT_MATHS
-    monkeypatch.setattr(quality, "time_limit", None)  # without which nothing is judged
+    monkeypatch.setattr(quality, "_time_limit", None)  # without which nothing is judged
     assert score("math500", asked, texts) == RIGHT_MATHS

@@ -163,7 +163,7 @@ def test_a_reply_that_drips_for_ever_is_cut_off(raw_server, monkeypatch):
         Endpoint(raw_server(send), "m", max_retries=0).chat([("user", "hi")], 3)
 
 
-@pytest.mark.parametrize("text", ["\\ud800", "[" * 5000])
+@pytest.mark.parametrize("text", ["\\ud800"])
 def test_an_answer_that_no_file_can_hold_is_refused_in_one_line(raw_server, text):
     whole = json.dumps({"choices": [{"message": {"content": "@"}}]}).replace("@", text)
     body = whole.encode() if text.startswith("\\u") else text.encode()

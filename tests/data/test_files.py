@@ -1,0 +1,412 @@
+import errno
+import gzip
+import io
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import unicodedata
+import warnings
+
+import numpy as np
+import pytest
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from safetensors.numpy import save_file
+
+from data.files import (
+    CHECKSUMS,
+    SECRETS,
+    DiskError,
+    SafeConsole,
+    atomic_folder,
+    atomic_write,
+    check_files,
+    checksum,
+    disk_errors,
+    escape_markdown,
+    output_lock,
+    print_traceback,
+    read_json,
+    read_json_lines,
+    reading,
+    redacted,
+    safe_line,
+    safe_messages,
+    safe_text,
+    validated,
+    write_checksums,
+    write_text,
+)
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def killed(action):
+    """Run an action in a process that must not survive it."""
+    if not (child := os.fork()):
+        action()
+        os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+DAMAGED = {
+    "half an object": (b'{"a": [1,', "invalid JSON"),
+    "too deep": (b"[" * 100_000, "recursion"),
+    "not UTF-8": (b'["\xff"]', "not UTF-8"),
+    "nothing": (b"", "invalid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_json_is_one_line_with_the_file_the_line_and_the_remedy(tmp_path, name):
+    text, reason = DAMAGED[name]
+    path = tmp_path / "damaged.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"^\S*damaged.jsonl( line 1)?: .*{reason}.*; fetch it again$"):
+        read_json(path, "fetch it again")
+    path.write_bytes(b"[1]\n\n" + text + b"\n")
+    lines = read_json_lines(path, "fetch it again")
+    assert next(lines) == (f"{path} line 1", [1])
+    if text:
+        with pytest.raises(ValueError, match=rf"^\S*damaged.jsonl line 3: .*{reason}.*; fetch it again$"):
+            next(lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("rows"), "FILE: no 'rows'; copy it"),
+        (OSError(errno.ENOENT, "No such file", "FILE"), "FILE: no such file; copy it"),
+        (AttributeError("has no shape\nand more"), "FILE: has no shape; copy it"),
+        (TypeError(), "FILE: TypeError; copy it"),
+        (ValueError("FILE line 3: known"), "FILE line 3: known"),
+    ],
+)
+def test_any_error_of_reading_becomes_one_line_that_begins_with_the_file(error, said):
+    with pytest.raises(ValueError, match=f"^{said}$"), reading("FILE", "copy it"):
+        raise error
+
+
+def test_gzip_files_are_read_and_damaged_ones_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    rows = [{"row": row, "text": os.urandom(40).hex()} for row in range(999)]
+    whole = gzip.compress("\n".join(map(json.dumps, rows)).encode())
+    path.write_bytes(whole)
+    assert [row for _, row in read_json_lines(path)] == rows
+    for damaged in (whole[:-9], whole[:9999] + b"\xff" * 99 + whole[9999:], b"[1]\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"rows.jsonl.gz"):
+            list(read_json_lines(path))
+
+
+def test_the_types_of_values_are_checked():
+    assert validated(tuple[int, ...], [1, 2]) == (1, 2)
+    with pytest.raises(ValueError, match=r"^1: .*integer"):
+        validated(list[int], [1, None])
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_replaced_when_the_block_ends_and_kept_when_it_fails_or_is_killed(tmp_path):
+    path = tmp_path / "new" / "out.txt"
+    write_text(path, "old")
+    with pytest.raises(KeyError), atomic_write(path) as new:
+        new.write_text("half")
+        assert path.read_text() == "old"
+        raise KeyError
+    assert contents(path.parent) == {"out.txt": "old"}
+
+    def die():
+        with atomic_write(path) as new:
+            new.write_text("a longer half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(die)
+    assert path.read_text() == "old"
+    write_text(path, '{"text": "a\ud83d"}')
+    assert contents(path.parent) == {"out.txt": '{"text": "a\\ud83d"}'}, "half of a surrogate pair as its escape"
+
+
+def test_only_files_replace_files_and_folders_folders(tmp_path):
+    """With the rights of root, /dev/null could be renamed and replaced."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("pipe", "folder", "link"):
+        with pytest.raises(ValueError, match=f"{name} is not a regular file: give another name"):
+            write_text(tmp_path / name, "new")
+    for name in ("pipe", "file", "folder/../pipe"):
+        with pytest.raises(ValueError, match=f"{name} is not a folder"), atomic_folder(tmp_path / name):
+            raise AssertionError
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "file", "link"}
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", ["python", "safetensors"])
+def test_a_full_disk_is_one_line_and_leaves_the_old_file(write, tmp_path, request):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGXFSZ, previous))
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no file may grow beyond 4 KiB
+    path = tmp_path / "out"
+    path.write_text("old")
+    with pytest.raises(DiskError, match=r"out could not be written \(File too large\), and what was there before"):  # noqa: SIM117
+        with atomic_write(path) as new:
+            if write == "python":
+                new.write_bytes(bytes(9999))
+            else:
+                save_file({"x": np.zeros(9999)}, new)
+    assert contents(tmp_path) == {"out": "old"}
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such thing"), disk_errors(tmp_path):
+        raise OSError(errno.ENOENT, "no such thing")
+
+
+def test_a_folder_is_replaced_when_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "out"
+    path.mkdir()
+    for name in ("config.json", "model-1.safetensors", "notes.txt"):
+        (path / name).write_text("old")
+    old = contents(path)
+    with pytest.raises(KeyError), atomic_folder(path, ["model*"]) as new:
+        (new / "config.json").write_text("half")
+        raise KeyError
+    assert contents(path) == old
+    (tmp_path / "link").symlink_to(path)
+    with atomic_folder(tmp_path / "link", ["model*"]) as new:
+        (new / "config.json").write_text("new")
+        (new / "model.safetensors").write_text("new")
+    assert contents(path) == {"config.json": "new", "model.safetensors": "new", "notes.txt": "old"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "out"] and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_a_folder_survives_a_kill_before_between_and_after_the_two_renames(moment, tmp_path):
+    path = tmp_path / "out"
+    path.mkdir()
+    (path / "a").write_text("old")
+    (path / "b").write_text("old")
+
+    def replace_and_die():
+        rename, calls = os.rename, []
+
+        def stop(*names):
+            calls.append(names)
+            if len(calls) == 1 + ["before", "between", "after"].index(moment):
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(*names)
+
+        os.rename = stop
+        with atomic_folder(path) as new:
+            (new / "a").write_text("new")
+
+    killed(replace_and_die)
+    with pytest.raises(KeyError), atomic_folder(path):
+        raise KeyError
+    assert contents(path) == {"a": "new" if moment == "after" else "old", "b": "old"}
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+# --- checksums ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in {"config.json": "{}", "model.safetensors": "weights", "README.md": "card"}.items():
+        (tmp_path / name).write_text(text)
+    write_checksums(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.skipif(not shutil.which("sha256sum"), reason="no sha256sum to compare with")
+def test_the_list_is_what_sha256sum_reads_and_writes(folder):
+    done = subprocess.run(["sha256sum", "--check", CHECKSUMS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "config.json: OK\nmodel.safetensors: OK\n"
+    for line in ("{} *config.json", "{}  ./config.json"):
+        (folder / CHECKSUMS).write_text(line.format(checksum(folder / "config.json")))
+        check_files(folder)
+
+
+def test_each_flipped_byte_and_each_missing_file_is_found_and_a_card_may_be_edited(folder):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    (folder / "README.md").write_text("better")
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        for names in ((), (path.name,)):
+            with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut short, or was edited: .*"):
+                check_files(folder, *names)
+        check_files(folder, "config.json", "README.md")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut short"):
+        check_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("\xff", f"{CHECKSUMS}: .*copy or export"), ("{}  ../../etc/passwd", "passwd is damaged")],
+)
+def test_a_damaged_list_is_refused_and_a_list_names_no_files_outside_its_folder(folder, line, said):
+    (folder / CHECKSUMS).write_text(line.format(checksum(folder / "config.json")), encoding="latin-1")
+    with pytest.raises(ValueError, match=f"{re.escape(str(folder))}/{said}"):
+        check_files(folder)
+
+
+# --- locks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_told_who_holds_the_place_and_a_killed_one_holds_nothing(tmp_path):
+    place = tmp_path / "results" / "out"
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        with output_lock(place):
+            os.write(writer, b"held")
+            time.sleep(60)
+        os._exit(0)
+    assert os.read(reader, 4) == b"held"
+    (tmp_path / "other name").symlink_to(tmp_path / "results")
+    for name in (place, tmp_path / "other name" / "out"):
+        told = rf"out is in use by process {child} on {os.uname().nodename} since \d{{4}}-.*: wait until it ends, or"
+        with pytest.raises(ValueError, match=told), output_lock(name):
+            raise AssertionError
+    with output_lock(tmp_path / "results" / "another"):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with output_lock(place):
+        assert (tmp_path / "results" / ".out.lock").exists()
+    assert not (tmp_path / "results" / ".out.lock").exists()
+
+
+def test_a_folder_in_a_place_that_is_not_writable_holds_its_lock_itself(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with output_lock(tmp_path / "out"):
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_command_that_writes_nothing_leaves_nothing(tmp_path):
+    with output_lock(tmp_path / "a" / "b" / "out"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert not list(tmp_path.iterdir())
+    with output_lock(tmp_path / "out"):
+        (tmp_path / "out").touch()
+    with output_lock(tmp_path / "out"), output_lock(tmp_path / "out" / "deeper"):
+        pass  # no lock fits into a file, and the command itself says what is wrong
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+def test_only_one_of_many_processes_that_take_turns_holds_the_lock(tmp_path):
+    """Each process appends to a file and checks that no other has done so while it holds the lock."""
+    log, children = tmp_path / "log", []
+    for _ in range(4):
+        if not (child := os.fork()):
+            done = 0
+            while done < 25:
+                try:
+                    with output_lock(tmp_path / "out"), log.open("a") as stream:
+                        size = os.fstat(stream.fileno()).st_size
+                        stream.write("x")
+                        stream.flush()
+                        done += 1
+                        if os.fstat(stream.fileno()).st_size != size + 1:
+                            os._exit(1)
+                except ValueError:
+                    time.sleep(0.0005)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert log.stat().st_size == 100
+
+
+# --- text that is safe to show -----------------------------------------------------------------------------------
+
+HOSTILE = "\x1b]0;title\x0e \x9b2J \x7f \u202e [bold]b[/] [/] :smile:"
+SHOWN = "␛]0;title␎ �2J ␡ � [bold]b[/] [/] :smile:"
+HARMFUL_BIDIRECTIONAL = ("LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI")
+
+
+def test_no_control_character_no_mark_of_direction_and_no_half_of_a_pair_is_left():
+    every = "".join(map(chr, range(0x10000)))  # no higher plane has any of them
+    safe = safe_text(every)
+    assert len(safe) == len(every)
+    for character in set(safe):
+        assert unicodedata.category(character) not in ("Cc", "Cs") or character in "\t\n"
+        assert unicodedata.bidirectional(character) not in HARMFUL_BIDIRECTIONAL
+    safe.encode("utf-8")
+    assert safe_text(text := "Grüße, 你好, שלום, 👩‍👩‍👧 a\tb\n") == text
+
+
+def test_a_line_is_one_line_and_a_cell_of_a_table_stays_one_cell():
+    assert safe_line("a\r\nb\rc\x0bd\u2028e\x85f") == "a b c d e f"
+    assert escape_markdown("a|b\r| c\n<b>`x`") == r"a\|b \| c \<b\>\`x\`"
+
+
+@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize("secret", ["sk-123456", "sk-12\n3456", " sk-123456\n"])
+def test_a_secret_is_replaced_by_its_name(name, secret, monkeypatch):
+    monkeypatch.setenv(name, secret)
+    for text in (secret, f"b'Bearer {secret!r}'", f"Bearer {secret.strip()}!"):
+        assert "3456" not in redacted(text) and f"[{name}]" in redacted(text)
+    monkeypatch.setenv(name, "none")
+    assert redacted("none of them") == "none of them", "a value too short for a secret"
+
+
+def table(cell):
+    made = Table(cell)
+    made.add_row(cell)
+    return made
+
+
+@pytest.mark.parametrize("wrap", [str, Text, table], ids=["text", "rich text", "table"])
+def test_a_console_shows_what_would_act_on_the_terminal(wrap):
+    console = SafeConsole(file=io.StringIO(), width=80)
+    console.print(wrap(HOSTILE))
+    console.rule(HOSTILE)
+    assert console.file.getvalue().count(SHOWN[:-6]) == (3 if wrap is table else 2), "a table may cut it"
+
+
+def test_colours_and_live_displays_still_work_on_a_terminal():
+    console = SafeConsole(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    with Live(Text("live"), console=console, auto_refresh=False) as live:
+        console.print(Text(HOSTILE, style="green"))
+        live.refresh()
+    written = console.file.getvalue()
+    assert f"\x1b[32m{SHOWN}\x1b[0m" in written and "\x1b[?25h" in written and "live" in written
+    assert "\x0e" not in written and "\x9b" not in written
+
+
+def test_warnings_log_records_and_tracebacks_are_safe_and_hold_no_secret(monkeypatch, caplog, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-123456")
+    with safe_messages():
+        text = warnings.formatwarning(f"{HOSTILE} sk-123456", UserWarning, "file.py", 1, "")
+        try:
+            raise KeyError(f"{HOSTILE} sk-123456")
+        except KeyError:
+            logging.getLogger("transformers").exception("%s and %s", HOSTILE, "sk-123456")
+            print_traceback(*sys.exc_info())
+        logging.getLogger("transformers").warning("no argument %s")
+    for said in (text, caplog.text, capsys.readouterr().err):
+        assert "sk-123456" not in said and "\x1b" not in said and "[OPENAI_API_KEY]" in said
+    assert SHOWN in text and SHOWN in caplog.text
+    assert "\x1b" in warnings.formatwarning(HOSTILE, UserWarning, "file.py", 1, "")

@@ -138,7 +138,7 @@ def merged(
         order: Number of tokens of the longest n-gram context.
         history: Whether texts decoded earlier are remembered.
         runner_up: Number of the base's most probable tokens remembered after each fed token.
-        corpus: File that ``drafters corpus`` wrote, for n-grams of a fixed text.
+        corpus: File that ``drafters index corpus`` wrote, for n-grams of a fixed text.
     """
     found = drafter_folder(folder)  # one commit for configuration and weights
     config = checkpoint.read_config(found)
@@ -181,7 +181,7 @@ def load_index(load: Callable[[str], Any], command: str, file: str, base: Base) 
     if loaded.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
             f"the {command} {file} was built with another tokenizer than that of {base.name}: "
-            f"build it again with `drafters {command} OUT --tokenizer {base.name}`"
+            f"build it again with `drafters index {command} OUT --tokenizer {base.name}`"
         )
     return loaded
 

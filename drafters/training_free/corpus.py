@@ -104,7 +104,7 @@ class CorpusTable:
             ValueError: The file is missing, damaged, or not a corpus cache.
         """
         if not Path(path).is_file():
-            raise ValueError(f"no corpus cache at {path}: make one with `drafters corpus OUT`")
+            raise ValueError(f"no corpus cache at {path}: make one with `drafters index corpus OUT`")
         try:
             with safe_open(path, framework="np") as file:
                 metadata = json.loads((file.metadata() or {}).get("corpus", "{}"))
@@ -122,7 +122,7 @@ class CorpusTable:
                 raise ValueError("its contexts are not in order")
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} is not a corpus cache ({error}): build it again with `drafters corpus OUT`"
+                f"{path} is not a corpus cache ({error}): build it again with `drafters index corpus OUT`"
             ) from error
         return table
 

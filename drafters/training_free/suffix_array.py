@@ -174,7 +174,7 @@ class SuffixArray:
             ValueError: The file is missing, damaged, or not a datastore.
         """
         if not Path(path).is_file():
-            raise ValueError(f"no datastore at {path}: make one with `drafters datastore OUT`")
+            raise ValueError(f"no datastore at {path}: make one with `drafters index datastore OUT`")
         try:
             with Path(path).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -201,7 +201,7 @@ class SuffixArray:
                 raise ValueError("its text does not end with a border")
         except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
-                f"{path} is not a datastore ({error}): build it again with `drafters datastore OUT`"
+                f"{path} is not a datastore ({error}): build it again with `drafters index datastore OUT`"
             ) from error
         return store
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from inference.indexes.corpus import corpus
-from inference.indexes.datastore import datastore
+from inference.indexes import index
 from inference.vllm.served_drafter import ServedBase, chain_builder
 from inference.vllm.text_proposer import Followers
 
@@ -19,8 +18,8 @@ def files(tiny_chat, expected, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     text = folder / "texts.txt"
     text.write_text("\n\n".join(tiny_chat.tokenizer.decode(text, skip_special_tokens=True) for text in expected))
-    corpus(str(folder / "corpus"), tiny_chat.name, [str(text)], min_count=1)
-    datastore(str(folder / "store"), tiny_chat.name, [str(text)])
+    index("corpus", str(folder / "corpus"), tiny_chat.name, [str(text)], min_count=1)
+    index("datastore", str(folder / "store"), tiny_chat.name, [str(text)])
     return {"corpus": f"corpus={folder}/corpus", "rest": f"rest={folder}/store"}
 
 

@@ -30,8 +30,7 @@ VALID = {
     "show-mask": "--tokenizer @base --files @talk.json --template vicuna_v1.1",
     "features": "--base @base --files @talk.json --out @out --template vicuna_v1.1 --max-length 64 --cache-dir @cache",
     "tokenizer": "@out --files @talk.json --vocab-size 300",
-    "corpus": "@out --tokenizer @base --files @text.txt --min-count 1",
-    "datastore": "@out --tokenizer @base --files @text.txt --depth 4",
+    "index": "corpus @out --tokenizer @base --files @text.txt --min-count 1",
     "tree-search": "--base @base --drafter medusa=@results --data @talk.json --out @out",
     "skip-search": "--base @base --out @out.json --benchmark embedded --limit 1 --max-new-tokens 9 --evaluations 2",
 }

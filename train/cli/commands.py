@@ -99,17 +99,11 @@ COMMANDS = {
         "write the base's hidden states of conversations for training",
     ),
     "tokenizer": Command("train.tools.tokenizer", "tokenizer", "train a small tokenizer on conversations", ("out",)),
-    "corpus": Command(
-        "inference.indexes.corpus",
-        "corpus",
-        "count the n-grams of text files into a corpus cache for self_draft, joint and corpus",
-        ("out",),
-    ),
-    "datastore": Command(
-        "inference.indexes.datastore",
-        "datastore",
-        "sort text files into the datastore of the drafter rest",
-        ("out",),
+    "index": Command(
+        "inference.indexes",
+        "index",
+        "count the n-grams of texts for self_draft, joint and corpus, or sort texts for rest",
+        ("kind", "out"),
     ),
     "ouroboros-search": Command(
         "inference.tuning.ouroboros_search",

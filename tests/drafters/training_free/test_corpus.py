@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 import drafters
 from drafters import CorpusCache, DraftTree, Limits
 from drafters.training_free.corpus import CorpusTable
-from inference.indexes.corpus import count
+from inference.indexes import count
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
@@ -109,7 +109,7 @@ def test_a_file_that_is_no_corpus_cache_is_refused_in_one_line(tmp_path):
     broken = CorpusTable(np.arange(3), np.arange(3), np.zeros((2, 4), np.int32))
     broken.save(tmp_path / "broken")
     for name, said in {
-        "absent": "make one with `drafters corpus OUT`",
+        "absent": "make one with `drafters index corpus OUT`",
         "short": "is not a corpus cache",
         "text": "is not a corpus cache",
         "model": "another kind of file",

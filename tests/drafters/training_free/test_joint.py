@@ -10,7 +10,7 @@ from drafters.protocol import Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.followers import Followers, FollowerTable, extended
 from drafters.training_free.joint import RUNNERS_UP, Joint
-from inference.indexes.corpus import count
+from inference.indexes import count
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session

@@ -130,7 +130,7 @@ def damages(data):
 
 def test_a_file_that_is_no_datastore_is_refused_in_one_line(tmp_path):
     path = tmp_path / "store"
-    with pytest.raises(ValueError, match=r"no datastore at .* make one with `drafters datastore OUT`"):
+    with pytest.raises(ValueError, match=r"no datastore at .* make one with `drafters index datastore OUT`"):
         SuffixArray.open(path)
     SuffixArray.build(documents_of(2)).save(path)
     for data in damages(path.read_bytes()).values():

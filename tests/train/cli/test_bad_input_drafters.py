@@ -57,13 +57,13 @@ def place(tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
     (folder / "latin.jsonl").write_bytes(b'{"question_id": "Gr\xfc\xdfe"}')
     for command in ("corpus", "datastore"):
         for name, base in ((command, "tiny"), (f"{command}-of-others", "other-words")):
-            made, whole = [command, folder / name, "--tokenizer", folder / base], folder / command
+            made, whole = ["index", command, folder / name, "--tokenizer", folder / base], folder / command
             commands.main([*map(str, made), "--files", str(folder / "text.txt")])
         (folder / f"{command}-cut").write_bytes(whole.read_bytes()[:-40])
         (folder / f"{command}-head").write_bytes(whole.read_bytes()[:40])
         (folder / f"{command}-garbled").write_bytes(whole.read_bytes().replace(b"format", b"farmot"))
     (folder / "flat").mkdir()
-    made = ["datastore", "@flat/store", "--tokenizer", "@tiny", "--files", "@text.txt", "--depth", "8"]
+    made = ["index", "datastore", "@flat/store", "--tokenizer", "@tiny", "--files", "@text.txt", "--depth", "8"]
     commands.main([word.replace("@", f"{folder}/") for word in made])
     (folder / "results").mkdir()
     (folder / "results" / "results.json").write_text("{}")
@@ -152,8 +152,8 @@ SPECS = {
     "corpus": "the drafter corpus needs its CORPUS",
     "corpus=@nowhere": "no corpus cache at",
     "corpus=@hollow": "no corpus cache at",
-    "corpus=@corpus-cut": "build it again with `drafters corpus OUT`",
-    "corpus=@corpus-head": "build it again with `drafters corpus OUT`",
+    "corpus=@corpus-cut": "build it again with `drafters index corpus OUT`",
+    "corpus=@corpus-head": "build it again with `drafters index corpus OUT`",
     "corpus=@corpus-garbled": "is not a corpus cache (another kind of file)",
     "corpus=@empty.txt": "is not a corpus cache",
     "corpus=@text.txt": "is not a corpus cache",
@@ -162,9 +162,9 @@ SPECS = {
     "corpus=@corpus:num_chains=0": "num_chains must be at least 1, got 0",
     "rest": "the drafter rest needs its STORE",
     "rest=@nowhere": "no datastore at",
-    "rest=@datastore-cut": "build it again with `drafters datastore OUT`",
-    "rest=@datastore-head": "build it again with `drafters datastore OUT`",
-    "rest=@datastore-garbled": "build it again with `drafters datastore OUT`",
+    "rest=@datastore-cut": "build it again with `drafters index datastore OUT`",
+    "rest=@datastore-head": "build it again with `drafters index datastore OUT`",
+    "rest=@datastore-garbled": "build it again with `drafters index datastore OUT`",
     "rest=@empty.txt": "is not a datastore",
     "rest=@text.txt": "is not a datastore",
     "rest=@corpus": "is not a datastore",
@@ -212,7 +212,7 @@ def test_every_drafter_without_training_is_in_the_table():
     }
 
 
-CORPUS, STORE = "corpus --tokenizer @tiny", "datastore --tokenizer @tiny"
+CORPUS, STORE = "index corpus --tokenizer @tiny", "index datastore --tokenizer @tiny"
 REPLAY = "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @new"
 OUROBOROS = "ouroboros-search --base @tiny --drafter-model @tiny --limit 1 --max-new-tokens 4 --out @new.json"
 SKIPS = "skip-search --base @tiny --limit 1 --max-new-tokens 9 --evaluations 2 --out @new.json"
@@ -220,7 +220,7 @@ STEP_COST = "step-cost --base @tiny --max-nodes 2 --context 4 --repeats 1 --out 
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 --drafter anpd"
 EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 --drafter anpd --out @new"
 ROWS = {
-    # ---- corpus and datastore
+    # ---- index
     **{
         f"{command} {row}": said
         for command in (CORPUS, STORE)

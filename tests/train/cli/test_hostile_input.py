@@ -62,7 +62,7 @@ def place(tiny, tmp_path_factory):
     return folder
 
 
-TEXT = "datastore @store --tokenizer @tiny --files "
+TEXT = "index datastore @store --tokenizer @tiny --files "
 DRAFTERS = {
     # ---- bases
     "verify --drafter anpd --base @base-of-many-layers": "asks for 100,000,000 layers",

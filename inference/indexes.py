@@ -1,0 +1,191 @@
+"""``drafters index``: count the n-grams of texts, or sort texts into the datastore of the drafter rest."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from data.texts import read_texts, text_paths
+from data.tokenizer import load_tokenizer, tokenizer_hash
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.suffix_array import SuffixArray, check_depth
+from inference.outputs import new_file
+from inference.progress import progress_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_FOLLOWING, MAX_CONTEXT = 4, 4  # tokens after a context, and tokens of a context, as in Self-Draft
+BORDER = -1  # separates documents; no n-gram contains it
+BATCH_CHARACTERS = 1 << 20  # encoded at a time
+
+Advance = Callable[[int], object]
+
+
+def index(
+    kind: Literal["corpus", "datastore"],
+    out: str,
+    tokenizer: str,
+    files: list[str],
+    min_count: int = 6,
+    top: int = 20,
+    depth: int = 32,
+    overwrite: bool = False,
+) -> None:
+    """Index texts for drafters: a corpus for self_draft, joint and corpus, a datastore for rest.
+
+    A corpus counts which four tokens follow each sequence of one to four tokens. A datastore sorts the texts by their
+    tokens; it takes 14 bytes per token (16 with more than 65,535 token ids). Both take about 50 bytes of memory per
+    token while they are built.
+
+    A record of a .jsonl or .json file is one document if it has a field `text`; of questions with answers and of
+    conversations, each part is a document. In other files, blank lines separate documents. No n-gram, match or draft
+    crosses the end of a document.
+
+    Args:
+        kind: What is built: corpus or datastore.
+        out: File to write.
+        tokenizer: Folder or hub id of the base, or of its tokenizer.
+        files: Text files, or records as .jsonl or .json, also compressed as .gz. May be repeated.
+        min_count: Leave n-grams out of a corpus that occur less often.
+        top: Maximum number of n-grams of a corpus for each context.
+        depth: Number of tokens by which a datastore is sorted; rest's longest match and draft together.
+        overwrite: Replace an existing file.
+    """
+    if min_count < 1 or top < 1:
+        raise ValueError(f"min_count and top must be at least 1, not {min_count} and {top}")
+    check_depth(depth)
+    path = new_file(out, overwrite)
+    text_paths(files)
+    loaded, sources = load_tokenizer(tokenizer), tuple(Path(file).name for file in files)
+    if kind == "corpus":
+        with progress(files, "count", MAX_CONTEXT + NUM_FOLLOWING) as (advance, complete):
+            tokens = array("i", (token for ids in encoded(files, loaded, advance) for token in (*ids, BORDER)))
+            arrays = count(np.frombuffer(tokens, np.int32), min_count, top, complete)
+        num_tokens = len(tokens) - tokens.count(BORDER)
+        if not len(arrays[0]):
+            raise ValueError(
+                f"no {1 + NUM_FOLLOWING} tokens in a row occur {min_count} times in {num_tokens} tokens: "
+                "give more text, or a smaller --min-count"
+            )
+        CorpusTable(*arrays, tokenizer_hash(loaded), min_count, num_tokens, sources).save(path)
+        print(f"wrote {out}: {len(arrays[2])} n-grams of {len(arrays[0])} contexts from {num_tokens} tokens")
+    else:
+        with progress(files, "sort", depth) as (advance, complete):
+            store = SuffixArray.build(encoded(files, loaded, advance), depth, tokenizer_hash(loaded), sources, complete)
+        store.save(path)
+        print(f"wrote {out}: {len(store.suffixes)} tokens in {store.num_documents} documents")
+
+
+# ---- texts as tokens
+
+
+@contextmanager
+def progress(files: list[str], title: str, total: int) -> Iterator[tuple[Advance, Advance]]:
+    """Show a bar for reading the files and one for the work that follows.
+
+    Yields:
+        A function to call with the number of characters just read, and one to call with the part of ``total`` that is
+        complete.
+    """
+    size = sum(path.stat().st_size for path in text_paths(files))
+    with progress_bars("percent") as bars:
+        reading, working = bars.add_task("read", total=size), bars.add_task(title, total=total)
+
+        def complete_work(amount: int) -> None:
+            # Characters and bytes differ in number, above all in .gz files, so the first bar is filled here.
+            bars.update(reading, completed=size)
+            bars.update(working, completed=amount)
+
+        yield lambda num_characters: bars.advance(reading, num_characters), complete_work
+
+
+def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advance) -> Iterator[list[int]]:
+    """Yield the token ids of each document, without special tokens.
+
+    Args:
+        files: Text files, as for `read_texts`.
+        tokenizer: Tokenizer of the base.
+        advance: Called with the number of characters of each batch.
+
+    Raises:
+        ValueError: The files contain no text, or `read_texts` rejects one.
+    """
+    is_empty = True
+    for batch in _batches(read_texts(files)):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            is_empty &= not ids
+            yield ids
+        advance(sum(map(len, batch)))
+    if is_empty:
+        raise ValueError(f"there is no text in {', '.join(files)}")
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# ---- n-grams
+
+
+def count(
+    tokens: np.ndarray, min_count: int = 6, top: int = 20, complete: Advance = lambda length: None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arrays of a `CorpusTable`: the n-grams that follow each context at least ``min_count`` times.
+
+    Args:
+        tokens: (S,) int32, the documents with `BORDER` between them.
+        min_count: Leave out n-grams that occur less often.
+        top: Maximum number of n-grams for each context; of equally frequent ones, those with smaller token ids.
+        complete: Called with each of the eight lengths when its n-grams are counted.
+    """
+    keys, sizes = np.empty(0, np.int64), [np.zeros(1, np.int64)]
+    grams = [np.empty((0, NUM_FOLLOWING), np.int32)]
+    for rows, counts in _frequent(tokens, min_count):
+        complete(rows.shape[1])
+        width = rows.shape[1] - NUM_FOLLOWING  # of the context
+        if width < 1:
+            continue
+        nodes = np.zeros(len(rows), np.int64)
+        for column in range(width - 1, 0, -1):
+            nodes = 1 + keys.searchsorted(nodes << 32 | rows[:, column])
+        codes = nodes << 32 | rows[:, 0]
+        order = np.lexsort((-counts, codes))
+        contexts, first, num_grams = np.unique(codes[order], return_index=True, return_counts=True)
+        rank = np.arange(len(rows)) - np.repeat(first, num_grams)
+        keys = np.concatenate([keys, contexts])
+        sizes.append(np.minimum(num_grams, min(top, len(rows))))
+        grams.append(rows[order][rank < top, width:])
+    return keys, np.concatenate(sizes).cumsum(), np.concatenate(grams)
+
+
+def _frequent(tokens: np.ndarray, min_count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the frequent n-grams of each length n = 1, 2, ..., 8: (F, n) in ascending order, and their counts (F,).
+
+    An n-gram can only be frequent if its first n - 1 tokens are. So the frequent n-grams of a length are numbered, and
+    an n-gram of the next length is coded as number << 32 | token.
+    """
+    rows = np.empty((1, 0), np.int32)
+    numbers = np.zeros(len(tokens), np.int64)  # of the frequent n-gram that starts at each position, BORDER if none
+    for length in range(MAX_CONTEXT + NUM_FOLLOWING):
+        coded = numbers[: len(tokens) - length] << 32 | tokens[length:]  # negative where a part is BORDER
+        codes, places, counts = np.unique(coded, return_inverse=True, return_counts=True)
+        is_frequent = (codes >= 0) & (counts >= min_count)
+        numbers = np.where(is_frequent, is_frequent.cumsum() - 1, BORDER)[places]
+        codes, counts = codes[is_frequent], counts[is_frequent]
+        rows = np.concatenate([rows[codes >> 32], (codes & 0xFFFFFFFF).astype(np.int32)[:, None]], axis=1)
+        yield rows, counts

@@ -250,7 +250,7 @@ def _parse(name: str, text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_entry(file: str, key: str) -> Any:
-    """The entry ``key`` of a JSON file, such as the one that `drafters tree-search` writes."""
+    """The entry ``key`` of a JSON file, such as the one that `drafters tune --space static=...` writes."""
     try:
         return read_json(file)[key]
     except (ValueError, LookupError, TypeError) as error:

@@ -33,12 +33,12 @@ LAYERS = {
         budget fingerprint journal outputs progress sandbox timing
         verifier
         compiled drafter_builders equality generate_call indexes prompts regenerate
-        drafter_specs
+        drafter_specs questions
         results vllm
         generation reporting
         chat evaluation replay serve speculation
         verify
-        tuning
+        tune
     """,
     "train": """
         checkpointing divisor draft_vocabulary feature_store initial_drafter

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
+from benchmarks.steps.timing import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
 from drafters import DraftTree, RequiredOutputs
-from inference.tuning.step_cost import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
 from inference.verifier.runner import Runner
 

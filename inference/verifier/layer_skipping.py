@@ -90,7 +90,7 @@ def default_skips(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Read a skip set ``{"attention": [...], "mlp": [...]}`` that `drafters skip-search` has written.
+    """Read a skip set ``{"attention": [...], "mlp": [...]}`` that `drafters tune` has written.
 
     Args:
         file: JSON file.
@@ -108,12 +108,12 @@ def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tupl
     except MALFORMED as error:
         raise ValueError(
             f'{file} holds no skip set {{"attention": [...], "mlp": [...]}} ({error}): make one by '
-            "`drafters skip-search`"
+            "`drafters tune --space skips`"
         ) from error
     if content.get("num_layers", num_layers) != num_layers:
         raise ValueError(
             f"the skip set {file} is for {content.get('base')} with {content['num_layers']} layers, and this base has "
-            f"{num_layers}: run `drafters skip-search` with it"
+            f"{num_layers}: run `drafters tune` with it"
         )
     return attention, mlp
 

@@ -10,9 +10,9 @@ from benchmarks import (
     training_speed,
 )
 from benchmarks.steps import by_nodes, compiled, overhead
+from benchmarks.steps.timing import CHILD_PROBABILITY
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from inference.compiled import step
-from inference.tuning.step_cost import CHILD_PROBABILITY
 from inference.verifier.base import load_base
 from inference.verifier.session import Session
 from train.callbacks.rehearsal import BatchSize

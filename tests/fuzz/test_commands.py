@@ -18,7 +18,7 @@ from train.cli import commands, lightning_command
 # Each line runs in a second or so. @ is a folder with the files that are named, and out is not there yet.
 VALID = {
     "eval": "--base @base --drafter anpd --benchmark embedded --limit 1 --max-new-tokens 3 --repeats 1",
-    "sweep": "--base @base --drafter anpd --grid order=2 --benchmark embedded --limit 1 --max-new-tokens 3 --out @out",
+    "tune": "--base @base --drafter anpd --space order=2 --search grid --limit 1 --max-new-tokens 3 --out @out",
     "report": "@results",
     "leaderboard": "@results --out @out.html",
     "replay": "--tokenizer @base --drafter anpd --answers @answers.jsonl --questions @questions.jsonl",
@@ -31,8 +31,6 @@ VALID = {
     "features": "--base @base --files @talk.json --out @out --template vicuna_v1.1 --max-length 64 --cache-dir @cache",
     "tokenizer": "@out --files @talk.json --vocab-size 300",
     "index": "corpus @out --tokenizer @base --files @text.txt --min-count 1",
-    "tree-search": "--base @base --drafter medusa=@results --data @talk.json --out @out",
-    "skip-search": "--base @base --out @out.json --benchmark embedded --limit 1 --max-new-tokens 9 --evaluations 2",
 }
 # Large values of these ask for much work, and get it.
 WORK = {
@@ -42,9 +40,8 @@ WORK = {
     "repeats",
     "num_texts",
     "num_roots",
-    "evaluations",
+    "trials",
     "max_new_tokens",
-    "stride",
     "threads",
     "concurrency",
 }

@@ -293,21 +293,17 @@ def write_small_files(folder, tiny):
     (folder / "cost.json").write_text(json.dumps({"nodes": [0, 1, 8], "seconds": [0.1, 0.2, 0.5]}))
     (folder / "skips.json").write_text(json.dumps({"attention": [1], "mlp": [0], "num_layers": 2, "base": "b"}))
     (folder / "tree.json").write_text(json.dumps({"paths": [[0], [0, 0], [1]], "acceptance_length": 2.0}))
-    trial = {"tokens": 9, "seconds": 1.5, "base_forwards": 5, "draft_forwards": 4, "steps": 4, "gained": 8}
-    (folder / "trials.json").write_text(json.dumps({json.dumps(["b"]): {"ouroboros": trial | {"step_drafts": 3}}}))
 
 
 def read_small_files(folder, name):
     from drafters.trees.budget import read_costs
     from inference.drafter_specs import _read_entry
-    from inference.tuning.trials import TrialFile
     from inference.verifier.layer_skipping import read_skips
 
     readers = {
         "cost.json": read_costs,
         "skips.json": lambda path: read_skips(path, 2),
         "tree.json": lambda path: _read_entry(str(path), "paths"),
-        "trials.json": lambda path: TrialFile(str(path), ("b",)).get("ouroboros"),
     }
     readers[name](folder / name)
 
@@ -358,7 +354,7 @@ def read_results(folder, name):
 
 def write_journals(folder, tiny):
     from inference.journal import Journal
-    from inference.results import metrics, records
+    from inference.results import records
 
     answers = recorded_answers()
     with Journal(folder / "answers.jsonl", {"base": "b", "caps": {"x": 3}}) as journal:
@@ -366,11 +362,6 @@ def write_journals(folder, tiny):
         for place, answer in enumerate(answers["anpd"]):
             entry = {"benchmark": "embedded", "repeat": 0, "place": place, "load": 0.2}
             journal.append(entry | {"answer": records.to_json(answer)})
-    with Journal(folder / "skips.jsonl", {"base": "b"}) as journal:
-        journal.append({"skips": [0, 3], "survival": [0.5, 0.25]})
-    with Journal(folder / "cells.jsonl", {"base": "b"}) as journal:
-        summary = asdict(metrics.summarise(answers["anpd"], answers["none"]))
-        journal.append({"spec": "anpd", "files": "", "summary": summary, "alone": 3.5})
     with Journal(folder / "batches.jsonl", {"base": "b"}) as journal:
         journal.append([0, [[0, [5, 6]], [1, [7]]]])
         journal.append([1, [[0, [5]]]])
@@ -382,18 +373,12 @@ def read_journals(folder, name):
     from inference.journal import Journal
     from inference.regenerate.regenerate import _read_batch
     from inference.regenerate.responders import LocalResponder
-    from inference.tuning.skip_search import read_survival
-    from inference.tuning.sweep import _read_cell
 
     journal = Journal(folder / name, {"base": "b", "caps": {"x": 3}} if name == "answers.jsonl" else {"base": "b"})
     if name == "answers.jsonl":
         for by_slot in read_answers(journal).values():
             [answer.seconds for answer in by_slot.values()]
         list(journal.entries(_read_load))
-    elif name == "skips.jsonl":
-        read_survival(journal)
-    elif name == "cells.jsonl":
-        list(journal.entries(_read_cell))
     else:
         config = SimpleNamespace(vocab_size=40)
         responder = LocalResponder(SimpleNamespace(model=SimpleNamespace(config=config)))

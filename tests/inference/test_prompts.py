@@ -9,9 +9,7 @@ import drafters
 from data.benchmarks import Question
 from inference.evaluation.evaluate import evaluate
 from inference.prompts import encode_question, select_questions
-from inference.tuning.ouroboros_search import ouroboros_search
-from inference.tuning.skip_search import skip_search
-from inference.tuning.sweep import sweep
+from inference.tune import tune
 from inference.verifier.base import load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
@@ -136,10 +134,7 @@ def test_a_limit_counts_the_questions_that_fit(folder, tmp_path, capsys):
 def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder, tmp_path):
     for command, arguments in {
         evaluate: {"out": str(tmp_path / "eval")},
-        sweep: {"drafter": "anpd", "grid": ["order=2"], "out": str(tmp_path / "sweep")},
         verify: {"drafter": ["anpd"]},
-        skip_search: {"out": str(tmp_path / "skips.json"), "num_draft": 2},
-        ouroboros_search: {"drafter_model": str(folder / "base")},
     }.items():
         with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64") as refused:
             run(command, folder, "long", **arguments)
@@ -149,9 +144,8 @@ def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder,
 
 @pytest.mark.slow
 def test_other_commands_leave_out_the_same_questions(folder, tmp_path, capsys):
-    run(sweep, folder, drafter="anpd", grid=["order=2"], limit=None, out=str(tmp_path / "sweep"))
-    swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert swept["context"]["left_out_questions"] == NOTE and swept["cells"][0]["questions"] == 4
+    tuned = {"drafter": "anpd", "space": ["order=2"], "limit": None, "max_new_tokens": 20, "out": str(tmp_path)}
+    benchmark = [f"mt_bench={folder / 'every.jsonl'}"]
+    tune(**grouped(tune, {"base": str(folder / "base"), "benchmark": benchmark, "search": "grid", **tuned}))
     run(verify, folder, drafter=["anpd"])
-    run(skip_search, folder, out=str(tmp_path / "skips.json"), num_draft=2, evaluations=2)
-    assert " ".join(capsys.readouterr().out.split()).count(NOTE) == 3
+    assert " ".join(capsys.readouterr().out.split()).count(NOTE) == 2

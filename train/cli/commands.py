@@ -33,9 +33,7 @@ COMMANDS = {
         "evaluate",
         "measure drafters side by side on the benchmarks of the papers or our own",
     ),
-    "sweep": Command(
-        "inference.tuning.sweep", "sweep", "measure a drafter over a grid of its arguments, with heat maps"
-    ),
+    "tune": Command("inference.tune", "tune", "search the options of a drafter for speed or acceptance"),
     "chat": Command("inference.chat.command", "chat", "talk to a base in the terminal and watch its drafter"),
     "report": Command(
         "inference.reporting.report",
@@ -104,24 +102,6 @@ COMMANDS = {
         "index",
         "count the n-grams of texts for self_draft, joint and corpus, or sort texts for rest",
         ("kind", "out"),
-    ),
-    "ouroboros-search": Command(
-        "inference.tuning.ouroboros_search",
-        "ouroboros_search",
-        "search the hyper-parameters of ouroboros",
-    ),
-    "step-cost": Command(
-        "inference.tuning.step_cost",
-        "step_cost",
-        "measure the time of a decoding step by the size of the draft tree",
-    ),
-    "tree-search": Command(
-        "train.tools.tree_search", "tree_search", "make Medusa's static tree by its heads' accuracies"
-    ),
-    "skip-search": Command(
-        "inference.tuning.skip_search",
-        "skip_search",
-        "search which sublayers of the base self_speculative skips",
     ),
 }
 TRAIN = "train a drafter: the same as lightning fit"

@@ -1,4 +1,4 @@
-"""Small commands around training: show-mask, tokenizer and tree-search.
+"""Small commands around training: show-mask and tokenizer.
 
 May import `validation`.
 """

@@ -398,7 +398,7 @@ def test_a_file_without_a_skip_set_is_refused(tmp_path, text):
 
 
 def test_a_missing_file_and_one_for_another_number_of_layers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.json holds no skip set .*no such file.*skip-search"):
+    with pytest.raises(ValueError, match=r"none\.json holds no skip set .*no such file.*drafters tune"):
         read_skips(tmp_path / "none.json", 3)
     (tmp_path / "skips.json").write_text('{"attention": [], "mlp": [], "num_layers": 5, "base": "big"}')
     with pytest.raises(ValueError, match="is for big with 5 layers, and this base has 3"):

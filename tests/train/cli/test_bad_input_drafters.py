@@ -48,12 +48,9 @@ def place(tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
         "skips-half.json": json.dumps({"attention": [0]}),
         "skips-list.json": "[]",
         "skips-deep.json": json.dumps(skips | {"num_layers": 9, "base": "deep"}),
-        "skips.search.jsonl": '{"of": "another search"}\n',
-        "lone.json": "{}",
     }.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "latin.txt").write_bytes(b"Gr\xfc\xdfe")
-    (folder / "latin.search.jsonl").write_bytes(b"Gr\xfc\xdfe\n")
     (folder / "latin.jsonl").write_bytes(b'{"question_id": "Gr\xfc\xdfe"}')
     for command in ("corpus", "datastore"):
         for name, base in ((command, "tiny"), (f"{command}-of-others", "other-words")):
@@ -63,6 +60,8 @@ def place(tiny, make_tiny, tiny_tokenizer, tmp_path_factory):
         (folder / f"{command}-head").write_bytes(whole.read_bytes()[:40])
         (folder / f"{command}-garbled").write_bytes(whole.read_bytes().replace(b"format", b"farmot"))
     (folder / "flat").mkdir()
+    (folder / "damaged-study").mkdir()
+    (folder / "damaged-study" / "study.db").write_bytes(b"no database" * 99)
     made = ["index", "datastore", "@flat/store", "--tokenizer", "@tiny", "--files", "@text.txt", "--depth", "8"]
     commands.main([word.replace("@", f"{folder}/") for word in made])
     (folder / "results").mkdir()
@@ -176,7 +175,7 @@ SPECS = {
     "rest=@datastore:num_hits=0": "must be at least 1 and longest at least shortest",
     "rest=@datastore:length=0": "must be at least 1 and longest at least shortest",
     # ---- of the base itself
-    "self_speculative=@nowhere.json": "make one by `drafters skip-search`",
+    "self_speculative=@nowhere.json": "make one by `drafters tune --space skips`",
     "self_speculative=@hollow": "hollow: is a directory",
     "self_speculative=@empty.txt": "holds no skip set",
     "self_speculative=@latin.txt": "holds no skip set",
@@ -214,9 +213,7 @@ def test_every_drafter_without_training_is_in_the_table():
 
 CORPUS, STORE = "index corpus --tokenizer @tiny", "index datastore --tokenizer @tiny"
 REPLAY = "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @new"
-OUROBOROS = "ouroboros-search --base @tiny --drafter-model @tiny --limit 1 --max-new-tokens 4 --out @new.json"
-SKIPS = "skip-search --base @tiny --limit 1 --max-new-tokens 9 --evaluations 2 --out @new.json"
-STEP_COST = "step-cost --base @tiny --max-nodes 2 --context 4 --repeats 1 --out @new.json"
+TUNE = "tune --base @tiny --drafter anpd --limit 1 --max-new-tokens 4 --search grid --space order=2 --out @new"
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 --drafter anpd"
 EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 --drafter anpd --out @new"
 ROWS = {
@@ -276,53 +273,25 @@ ROWS = {
     f"{REPLAY} --drafter anpd --limit -1": "limit must be at least 1, not -1",
     f"{REPLAY} --drafter anpd --out @results": "already holds results",
     f"{REPLAY} --drafter anpd --out @text.txt": "text.txt is a file; give another name",
-    # ---- ouroboros-search
-    f"{OUROBOROS} --base @nowhere": "no base at",
-    f"{OUROBOROS} --drafter-model @nowhere": "no base at",
-    f"{OUROBOROS} --drafter-model @other-words": "pass a model of the same vocabulary",
-    f"{OUROBOROS} --questions @nowhere.jsonl": "nowhere.jsonl: no such file",
-    f"{OUROBOROS} --questions @empty.jsonl": "no question selected",
-    f"{OUROBOROS} --questions @huge.jsonl": "shorten the prompt",
-    f"{OUROBOROS} --template chatml": "unknown chat template 'chatml'",
-    f"{OUROBOROS} --questions @latin.jsonl": "latin.jsonl line 1: not UTF-8",
-    f"{OUROBOROS} --limit 0": "limit at least 1, not 0 and 0",
-    f"{OUROBOROS} --offset -1": "offset must be at least 0",
-    f"{OUROBOROS} --max-new-tokens 0": "max_new_tokens must be at least 1, not 0",
-    f"{OUROBOROS} --homogeneity some": "homogeneity",
-    f"{OUROBOROS} --num-phrases 0": "num_phrases >= 1",
-    f"{OUROBOROS} --draft-cost -0.1": "--draft-cost must be at least 0 and finite, not -0.1",
-    f"{OUROBOROS} --draft-cost .nan": "--draft-cost must be at least 0 and finite, not nan",
-    f"{OUROBOROS} --draft-cost .inf": "--draft-cost must be at least 0 and finite, not inf",
-    f"{OUROBOROS} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
-    f"{OUROBOROS} --out @hollow": "hollow holds no trials of ouroboros-search: give another --out",
-    f"{OUROBOROS} --out @text.txt": "text.txt holds no trials of ouroboros-search: give another --out",
-    # ---- skip-search
-    f"{SKIPS} --base @nowhere": "no base at",
-    f"{SKIPS} --questions @nowhere.jsonl": "nowhere.jsonl: no such file",
-    f"{SKIPS} --questions @empty.jsonl": "no question selected",
-    f"{SKIPS} --questions @latin.jsonl": "latin.jsonl line 1: not UTF-8",
-    f"{SKIPS} --questions @huge.jsonl": "shorten the prompt",
-    f"{SKIPS} --questions @huge.jsonl --out @skips.json --overwrite": "shorten the prompt",
-    f"{SKIPS} --template chatml": "unknown chat template 'chatml'",
-    f"{SKIPS} --limit 0": "limit at least 1, not 0 and 0",
-    f"{SKIPS} --max-new-tokens 8": "max_new_tokens larger than num_draft",
-    f"{SKIPS} --evaluations 0": "evaluations must be at least 1",
-    f"{SKIPS} --cost time": "cost",
-    f"{SKIPS} --out @lone.json": "pass --overwrite, or choose another --out",
-    f"{SKIPS} --out @skips.json": "pass --overwrite to start over, or choose another --out",
-    f"{SKIPS} --out @latin.json": "latin.search.jsonl line 1 is damaged",
-    f"{SKIPS} --out @hollow": "hollow is already there: give another name",
-    f"{SKIPS} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
-    # ---- step-cost
-    f"{STEP_COST} --base @nowhere": "no base at",
-    f"{STEP_COST} --max-nodes 0": "max_nodes, context and repeats must be at least 1, not 0, 4 and 1",
-    f"{STEP_COST} --context 0": "max_nodes, context and repeats must be at least 1, not 2, 0 and 1",
-    f"{STEP_COST} --repeats -1": "max_nodes, context and repeats must be at least 1, not 2, 4 and -1",
-    f"{STEP_COST} --context 510": "pass a smaller --context or --max-nodes",
-    f"{STEP_COST} --dtype float8": "dtype",
-    f"{STEP_COST} --out @hollow": "hollow is already there: give another name",
-    f"{STEP_COST} --out @text.txt": "text.txt is already there: give another name, or --overwrite",
-    f"{STEP_COST} --out @text.txt/deep/new.json": "text.txt is a file; give another name",
+    # ---- tune
+    f"{TUNE} --base @nowhere": "no base at",
+    f"{TUNE} --benchmark mt_bench=@nowhere.jsonl": "nowhere.jsonl: no such file",
+    f"{TUNE} --benchmark mt_bench=@latin.jsonl": "latin.jsonl line 1: not UTF-8",
+    f"{TUNE} --benchmark mt_bench=@huge.jsonl": "shorten the prompt",
+    f"{TUNE} --template chatml": "unknown chat template 'chatml'",
+    f"{TUNE} --limit 0": "limit must be at least 1, not 0",
+    f"{TUNE} --max-new-tokens 0": "max_new_tokens must be at least 1, not 0",
+    f"{TUNE} --trials 0": "trials must be at least 1, not 0",
+    f"{TUNE} --search best": "search",
+    f"{TUNE} --space num_draft=": "'num_draft=' is no space",
+    f"{TUNE} --space gap=5..2,3,3": "is no space",
+    f"{TUNE} --space order=3": "order is given twice",
+    f"{TUNE} --space num_draft=1..99": "the grid has 99 combinations: raise --trials, or pass --search tpe or gp",
+    f"{TUNE} --space num_draft=0.1..0.9": "a grid has no range of real numbers: list values of num_draft",
+    f"{TUNE} --space static=4": "static is for the drafter medusa, not for anpd",
+    f"{TUNE} --space skips": "skips is for the drafter self_speculative, not for anpd",
+    f"{TUNE} --out @text.txt/deep": "text.txt is a file; give another name",
+    f"{TUNE} --out @damaged-study": "study.db could not be read or written (file is not a database)",
     # ---- verify
     f"{VERIFY} --drafter corpus=@corpus-cut": "is not a corpus cache",
     f"{VERIFY} --drafter anpd --questions @latin.jsonl": "latin.jsonl line 1: not UTF-8",

@@ -218,19 +218,3 @@ def test_tokenizer_trains_a_vocabulary_with_the_chat_template(call, tmp_path):
     assert len(vocabulary) == 320 and vocabulary.chat_template and vocabulary.eos_token == "</s>"
     refused = call(commands.main, "tokenizer", "--out", tmp_path / "t")
     assert "already holds a tokenizer" in refused.one_line_error("drafters")
-
-
-@pytest.mark.slow
-def test_step_cost_writes_a_curve_that_drafters_read(call, tiny, tmp_path):
-    from drafters.trees.budget import read_costs
-
-    out = tmp_path / "new" / "cost.json"
-    row = ("step-cost", "--base", tiny, "--out", out, "--device", "cpu", "--max-nodes", 6, "--context", 9)
-    outcome = call(commands.main, *row, "--repeats", 2)
-    assert outcome.code == 0, outcome.err
-    written = json.loads(out.read_text())
-    assert list(written) == ["base", "device", "dtype", "threads", "context", "nodes", "seconds"]
-    assert written["nodes"] == [0, 1, 2, 4, 6] and (written["dtype"], written["context"]) == ("float32", 9)
-    curve = read_costs(out)
-    assert len(curve) == 7 and curve[[0, 1, 2, 4, 6]].tolist() == written["seconds"]
-    assert call(commands.main, *row).code == 2 and call(commands.main, *row, "--repeats", 1, "--overwrite").code == 0

@@ -83,7 +83,6 @@ DRAFTERS = {
     "eval --base @tiny --benchmark embedded --drafter anpd --out=": "--out has an empty name",
     "eval --base @tiny --benchmark embedded --drafter anpd --out @" + "x" * 300: "File name too long",
     TEXT + "@text.txt --depth 1000000000": "depth must be at most 4096",
-    "sweep --base @tiny --benchmark embedded --drafter anpd --grid order=2..1000000000 --out @out": "than 1000 values",
 }
 FIT = "fit --config quickstart.yaml --model.base @tiny --trainer.default_root_dir @run "
 LIGHTNING = {

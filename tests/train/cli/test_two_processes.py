@@ -13,7 +13,7 @@ from train.cli import commands, lightning_command
 NONE = "--base nowhere --drafter anpd"  # a place is locked before anything is loaded
 LINES = [
     f"eval {NONE} --out @out",
-    f"sweep {NONE} --grid order=2 --out @out",
+    f"tune {NONE} --space order=2 --out @out",
     "report @out",
     "report one two --out @out",
     "leaderboard one two --out @out",
@@ -24,10 +24,6 @@ LINES = [
     "features --base nowhere --files embedded --out @out",
     "tokenizer @out",
     "index corpus @out --tokenizer nowhere --files nowhere",
-    "ouroboros-search --base nowhere --drafter-model nowhere --out @out",
-    "step-cost --base nowhere --out @out",
-    "tree-search --base nowhere --drafter nowhere --data embedded --out @out",
-    "skip-search --base nowhere --out @out",
 ]
 
 
@@ -70,15 +66,14 @@ def test_a_training_says_who_holds_its_checkpoints(held, call, write_recipe, tmp
 
 
 @pytest.mark.slow
-def test_of_two_sweeps_at_once_one_finishes_and_the_other_is_refused(fork, call, tiny, tmp_path):
+def test_of_two_searches_at_once_one_finishes_and_the_other_is_refused(fork, call, tiny, tmp_path):
     out = tmp_path / "out"
-    drafter = ("--base", tiny, "--drafter", "anpd", "--grid", "order=2..4")
-    line = ("sweep", *drafter, "--benchmark", "embedded", "--limit", 1, "--max-new-tokens", 4, "--out", out)
+    options = ("--base", tiny, "--drafter", "anpd", "--space", "order=2..4", "--search", "grid")
+    line = ("tune", *options, "--limit", 1, "--max-new-tokens", 4, "--out", out)
     first = fork(*line, main=commands.main)
     while not (tmp_path / ".out.lock").exists() and first.is_alive():
         time.sleep(0.01)
     assert f"is in use by process {first.process} on" in call(commands.main, *line).one_line_error("drafters")
     assert first.wait() == 0, first.log.read_text()
     again = call(commands.main, *line)
-    assert again.code == 0 and "All 3 cells" in again.out
-    assert (out / "cells.jsonl").read_bytes().count(b"\n") == 1 + 3 and not (tmp_path / ".out.lock").exists()
+    assert again.code == 0 and "the 3 best trials" in again.out and not (tmp_path / ".out.lock").exists()

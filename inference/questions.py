@@ -1,0 +1,97 @@
+"""Which questions a command decodes: options that eval, verify, tune and the benchmarks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data import benchmarks
+from data.benchmarks import Question
+from inference.prompts import BenchmarkPrompts, select_questions
+from inference.verifier.base import BaseInfo
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """The questions of one or several benchmarks.
+
+    Args:
+        benchmark: NAME[:STYLE][=FILE[,FILE]], such as mt_bench or gsm8k:ctc=test.jsonl; may be repeated. By default
+            embedded, which the package contains; an unknown name lists all.
+        limit: Maximum number of questions of each benchmark; those too long for the base's context are not counted.
+        rows: Rows of each benchmark as a slice, such as 1200:1260 or ::10; by default all.
+        max_new_tokens: Maximum number of tokens of an answer; by default what the papers use for each benchmark.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
+    """
+
+    benchmark: list[str] | None = None
+    limit: int | None = None
+    rows: str = ":"
+    max_new_tokens: int | None = None
+    template: str = "tokenizer"
+
+    def files(self) -> dict[str, str | None]:
+        """The files of the questions, by the name of the benchmark; None stands for the benchmark's own source.
+
+        Raises:
+            ValueError: A benchmark is named twice.
+        """
+        files: dict[str, str | None] = {}
+        for given in self.benchmark or ["embedded"]:
+            name, _, file = given.partition("=")
+            if name in files:
+                raise ValueError(f"the benchmark {name} is named twice: name it once")
+            files[name] = file or None
+        return files
+
+    def caps(self) -> dict[str, int]:
+        """The maximum number of tokens of an answer, by benchmark."""
+        return {
+            name: benchmarks.length_cap(name) if self.max_new_tokens is None else self.max_new_tokens
+            for name in self.files()
+        }
+
+    def load(self) -> dict[str, list[Question]]:
+        """Load the rows of each benchmark. It needs no base, so that a mistake is found before one is loaded.
+
+        Raises:
+            ValueError: An option is out of range, a benchmark is unknown, or a file cannot be read.
+        """
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, not {self.limit}")
+        chosen = _slice(self.rows)
+        loaded = {name: benchmarks.load_questions(name, file) for name, file in self.files().items()}
+        for name, questions in loaded.items():
+            if not questions[chosen]:
+                raise ValueError(f"--rows {self.rows} selects none of the {len(questions)} questions of {name}")
+        return {name: questions[chosen] for name, questions in loaded.items()}
+
+    def select(self, base: BaseInfo, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
+        """Select the questions whose prompts fit into the context of the base, up to the limit, by benchmark.
+
+        Args:
+            base: The base, of which only the tokenizer and the context length are read.
+            questions: The questions that `load` returned.
+
+        Raises:
+            ValueError: A prompt is empty, `max_new_tokens` is less than 1, or no question of a benchmark fits.
+        """
+        caps = self.caps()
+        return {
+            name: select_questions(base, name, loaded, self.template, caps[name], self.limit)
+            for name, loaded in questions.items()
+        }
+
+
+def _slice(text: str) -> slice:
+    """Read a slice as Python writes it.
+
+    >>> _slice("1200:1260"), _slice("::10")
+    (slice(1200, 1260, None), slice(None, None, 10))
+    """
+    try:
+        parts = [int(part) if part else None for part in text.split(":")]
+    except ValueError:
+        parts = []
+    if len(parts) not in (2, 3) or 0 in parts[2:]:
+        raise ValueError(f"rows must be a slice such as 1200:1260 or ::10, not {text!r}")
+    return slice(*parts)

@@ -1,4 +1,0 @@
-"""Commands that search for good settings: sweeps, step costs, layer skipping, Ouroboros.
-
-May import `evaluation` and what it imports.
-"""

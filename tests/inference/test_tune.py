@@ -1,0 +1,318 @@
+"""``drafters tune``: its space, its trials, which equal decoding, and the files that it makes for drafters."""
+
+import json
+import resource
+import signal
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from data.tokenizer import tokenizer_hash
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.trees import best_first
+from inference import drafter_specs, tune
+from inference.tune import SearchOptions, Tuner, first_trials, read_space, shown, speed
+from inference.verifier.base import load_base
+from inference.verifier.layer_skipping import read_skips
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy
+from inference.verifier.session import Generation, StepCost
+from train.cli.commands import main
+
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, tmp_path_factory):
+    """A base, and four questions made of its words."""
+    folder, base = tmp_path_factory.mktemp("tune"), make_base(context=256, dtype=torch.float32)
+    base.model.save_pretrained(folder / "base")
+    base.tokenizer.save_pretrained(folder / "base")
+    rng = np.random.default_rng(0)
+    with (folder / "questions.jsonl").open("w") as file:
+        for number in range(4):
+            turns = [" ".join(f"w{word}" for word in rng.integers(3, 12, 12))]
+            file.write(json.dumps({"question_id": number, "category": "words", "turns": turns}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return load_base(str(folder / "base"))
+
+
+@pytest.fixture(scope="module")
+def prompts(base, folder):
+    rows = (folder / "questions.jsonl").read_text().splitlines()
+    return [base.tokenizer(json.loads(row)["turns"][0]).input_ids for row in rows]
+
+
+def run(folder, out, drafter, *space, objective="acceptance_length", search="grid", more=()):
+    """Run the command, and return its results."""
+    words = ["--base", str(folder / "base"), "--benchmark", f"mt_bench={folder / 'questions.jsonl'}"]
+    words += ["--max-new-tokens", str(NUM_TOKENS), "--objective", objective, "--search", search, "--out", str(out)]
+    main(["tune", "--drafter", drafter, *(f"--space={each}" for each in space), *words, *more])
+    results = json.loads((out / "tune.json").read_text())
+    results["trials"] = [each | each.pop("measured", {}) for each in results["trials"]]
+    return results
+
+
+def acceptance_length(base, prompts, spec):
+    session = drafter_specs.make_session(spec, Runner(base))
+    texts = [session.run(prompt, NUM_TOKENS, base.eos) for prompt in prompts]
+    steps = [step for text in texts for step in text.steps[1:]]
+    return sum(step.emitted for step in steps) / len(steps)
+
+
+# ---- the space
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("order=2..4", {"order": [2, 3, 4]}),
+        ("order=2,4,8", {"order": [2, 4, 8]}),
+        ("fade=0.5,1", {"fade": [0.5, 1]}),
+        ("tree=paper,chain", {"tree": ["paper", "chain"]}),
+        ("file=../runs/a..b,c=d", {"file": ["../runs/a..b", "c=d"]}),
+        ("gap=-1..1", {"gap": [-1, 0, 1]}),
+        ("gap=1..-1", {"gap": [-1, 0, 1]}),
+    ],
+)
+def test_the_values_of_an_option_are_listed_or_a_range(text, expected, base):
+    places = first_trials(read_space([text], "anpd", base), SearchOptions([], "grid"))
+    assert places == [{name: value} for name, values in expected.items() for value in values]
+
+
+def test_a_range_of_real_numbers_is_searched_and_the_last_option_of_a_grid_varies_fastest(base):
+    fade = read_space(["fade=0.0..0.5"], "anpd", base)["fade"]
+    assert (fade.low, fade.high) == (0.0, 0.5)
+    places = first_trials(read_space(["a=1,2", "b=x,y"], "anpd", base), SearchOptions([], "grid"))
+    assert [tuple(place.values()) for place in places] == list(product([1, 2], "xy"))
+
+
+@pytest.mark.parametrize("text", ["order", "order=", "=2", "order=2,,3", "order=2,2"])
+def test_a_text_that_is_no_space_is_refused_and_quoted(text, base):
+    with pytest.raises(ValueError, match="is no space") as refused:
+        read_space([text], "anpd", base)
+    assert repr(text) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "drafter"),
+    [
+        (["order=2", "order=3"], "anpd"),
+        (["order=2"], "anpd:update=true,order=4"),
+        (["file=a"], "ctc=b"),
+        (["skips"], "self_speculative=skips.json"),
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused(texts, drafter, base):
+    with pytest.raises(ValueError, match="is given twice"):
+        read_space(texts, drafter, base)
+
+
+# ---- trials
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """The folder of a finished search, and its results."""
+    out = tmp_path_factory.mktemp("whole") / "new"
+    return out, run(folder, out, "anpd", "order=2,3", "num_draft=1,4", objective="speedup")
+
+
+@pytest.mark.slow
+def test_a_trial_is_what_decoding_measures_and_the_best_is_printed(whole, folder, base, prompts, capsys):
+    out, results = whole
+    assert len(results["trials"]) == 4
+    for trial in results["trials"]:
+        spec = "anpd:order={order},num_draft={num_draft}".format(**trial["options"])
+        assert trial["acceptance_length"] == acceptance_length(base, prompts, spec)
+        assert trial["identical"] == 4 and trial["speedup"] > 0 < trial["tokens_per_second"]
+    speedups = [trial["speedup"] for trial in results["trials"]]
+    assert speedups == sorted(speedups, reverse=True)
+    assert results["best"] == "anpd:order={order},num_draft={num_draft}".format(**results["trials"][0]["options"])
+    names = {path.name for path in out.iterdir()}
+    assert names == {"study.db", "tune.json", "history.png", "options.png", "map.png"}
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names if name.endswith("png"))
+    again = run(folder, out, "anpd", "order=2,3", "num_draft=1,4", objective="speedup")
+    assert again == results, "nothing is measured again"
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1] == f"--drafter {results['best']}" and "the 4 best trials by speed-up" in shown
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_continues_and_a_larger_grid_measures_only_what_is_new(folder, tmp_path, monkeypatch):
+    measured, measure = [], Tuner.measure
+
+    def interrupted(self, params):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(params)
+        return measure(self, params)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Tuner, "measure", interrupted)
+        run(folder, tmp_path, "anpd", "order=2,3,4")
+    assert [params["order"] for params in measured] == [2, 3]
+    monkeypatch.setattr(Tuner, "measure", lambda self, params: measured.append(params) or measure(self, params))
+    assert len(run(folder, tmp_path, "anpd", "order=2,3,4")["trials"]) == 3
+    assert len(run(folder, tmp_path, "anpd", "order=4,5")["trials"]) == 2
+    assert [params["order"] for params in measured] == [2, 3, 4, 5]
+    run(folder, tmp_path, "anpd", "order=5", objective="speedup")
+    run(folder, tmp_path, "anpd", "order=5", more=["--limit", "2"])
+    assert [params["order"] for params in measured[4:]] == [5, 5], "other questions, and a speed-up, are measured anew"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["gp", "tpe", "random"])
+def test_every_search_ends_after_its_trials_and_repeats_with_its_seed(search, folder, tmp_path):
+    found = [
+        run(folder, tmp_path / name, "anpd", "order=2..4", "num_draft=1..5", search=search, more=["--trials", "6"])
+        for name in "ab"
+    ]
+    options = [[trial["options"] for trial in each["trials"]] for each in found]
+    assert options[0] == options[1] and 1 < len(options[0]) <= 6
+    assert {tuple(each) for each in options[0]} == {("num_draft", "order")} or options[0][0].keys()
+
+
+@pytest.mark.slow
+def test_an_impossible_combination_is_left_out_and_a_wrong_option_refused(folder, tmp_path, capsys):
+    results = run(folder, tmp_path / "a", "self_draft", "branch_len=4,6", "gram=3,4")
+    assert [trial["options"] for trial in results["trials"] if "error" in trial] == [{"branch_len": 4, "gram": 4}]
+    assert "left out: branch_len 4, gram 4: need branch_len" in capsys.readouterr().out
+    for space, message in (("branchlen=4,6", "takes branch_len"), ("gram=x", "gram must be int, not 'x'")):
+        with pytest.raises(SystemExit):
+            run(folder, tmp_path / "b", "self_draft", space)
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "b" / "tune.json").exists()
+
+
+def test_speed_counts_each_step_as_the_median_of_its_kind():
+    def text(*seconds):
+        return Generation([5] * len(seconds), [StepCost(1, 0, 1, fed, 0, 0, (time,)) for fed, time in seconds])
+
+    quiet = text((4, 1.0), (4, 1.0), (0, 0.5))
+    assert speed([quiet]) == 3 / 2.5
+    assert speed([quiet, text((4, 9.0), (4, 1.0), (0, 0.5))]) == 6 / 5.0, "a step that had to wait changes nothing"
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_search_in_one_line_and_loses_no_trial(folder, whole, tmp_path, capsys):
+    done = run(folder, tmp_path / "out", "anpd", "order=2,3")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run(folder, tmp_path / "out", "anpd", "order=2,3,4")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and "the trials in it are kept: make room" in error
+    assert run(folder, tmp_path / "out", "anpd", "order=2,3") == done
+
+
+def test_without_optuna_the_command_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["tune", "--base", "nowhere", "--drafter", "anpd", "--space", "order=2", "--out", "o"])
+    assert "pip install 'ctc-drafters[tune]'" in capsys.readouterr().err
+
+
+# ---- skipped sublayers
+
+
+@pytest.mark.slow
+def test_all_sets_of_skipped_sublayers_are_tried_and_the_best_is_written(folder, base, prompts, tmp_path):
+    drafter = "self_speculative:num_draft=2,threshold=0,adaptive=false"
+    results = run(folder, tmp_path / "all", drafter, "skips", more=["--trials", "16"])
+    assert len(results["trials"]) == 2**4
+    best = results["trials"][0]
+    assert best["acceptance_length"] == max(trial["acceptance_length"] for trial in results["trials"])
+    assert results["best"] == drafter.replace(":", f"={tmp_path}/all/skips.json:", 1)
+    attention, mlp = read_skips(tmp_path / "all" / "skips.json", 2)
+    skipped = {f"attention {layer}" for layer in attention} | {f"mlp {layer}" for layer in mlp}
+    assert skipped == {name for name, value in best["options"].items() if value}
+    assert acceptance_length(base, prompts, results["best"]) == best["acceptance_length"]
+    searched = run(folder, tmp_path / "gp", drafter, "skips", search="gp", more=["--trials", "8"])
+    everything = {json.dumps(trial["options"]): trial["acceptance_length"] for trial in results["trials"]}
+    assert all(everything[json.dumps(t["options"])] == t["acceptance_length"] for t in searched["trials"])
+
+
+def test_a_search_of_skips_begins_with_no_sublayer_and_with_the_default(make_base):
+    space = read_space(["skips"], "self_speculative", make_base(layers=3))
+    nothing, default = first_trials(space, SearchOptions([], "gp"))
+    assert not any(nothing.values()) and len(nothing) == 6
+    assert [name for name, value in default.items() if value] == ["attention 1", "mlp 1"]
+    assert shown(default | {"num_draft": 3}) == "num_draft 3, attention 1, mlp 1"
+
+
+# ---- Medusa's static tree
+
+
+def answered(base, prompt):
+    """A prompt with the base's greedy answer."""
+    ids = torch.tensor([prompt])
+    return [*prompt, *base.greedy(ids, torch.ones_like(ids), NUM_TOKENS)[0].tolist()]
+
+
+@pytest.fixture(scope="module")
+def medusa(base, prompts, train_drafter, tmp_path_factory):
+    """The folder of a Medusa drafter that knows the base's answers a little."""
+    arguments = {"heads": {"num_heads": 3}, "loss": {"num_anchors": 8}, "draft": {"top_k": 4, "num_nodes": 5}}
+    config = DrafterConfig("drafters.Medusa", arguments, base.shape, base.name, tokenizer_hash(base.tokenizer))
+    drafter, texts = config.build(), [answered(base, prompt) for prompt in prompts]
+    length = min(map(len, texts))
+    train_drafter(drafter, base, torch.tensor([text[:length] for text in texts]))
+    folder = tmp_path_factory.mktemp("medusa")
+    checkpoint.save(folder, drafter, config)
+    return folder
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_accuracies_equal_those_of_a_loop_over_every_root(base, prompts, medusa):
+    runner = Runner(base)
+    drafter = drafter_specs.make(f"medusa={medusa}", runner)
+    expected, positions = np.zeros((3, tune.NUM_RANKS), dtype=int), np.zeros(3, dtype=int)
+    for prompt in prompts:
+        text = answered(base, prompt)
+        for root in range(len(prompt), len(text) - 1):
+            state = base.hidden_states(torch.tensor([text[:root]]), (-1,))[1][0, -1]
+            for head in range(3):
+                if (foreseen := root + head + 1) < len(text):
+                    logits = drafter.logits(head, drafter.blocks[head](state), base.base_weights)
+                    expected[head] += (logits.topk(tune.NUM_RANKS).indices == text[foreseen]).numpy()
+                    positions[head] += 1
+    tuner = Tuner(runner, prompts, NUM_TOKENS, Greedy(), f"medusa={medusa}", "speedup", medusa, {})
+    shares, num_positions = tuner.head_accuracies
+    assert shares.tolist() == (expected / positions[:, None]).tolist() and num_positions == positions[0] > 50
+
+
+@pytest.mark.slow
+def test_static_trees_fit_the_accuracies_and_decode_losslessly(folder, base, prompts, medusa, tmp_path):
+    results = run(folder, tmp_path, f"medusa={medusa}", "static=2,7", objective="speedup")
+    for size in (2, 7):
+        written = json.loads((tmp_path / f"static-{size}.json").read_text())
+        accuracies = np.array(written["accuracies"])
+        assert accuracies.shape == (3, tune.NUM_RANKS) and (accuracies.sum(1) <= 1 + 1e-9).all()
+        assert list(map(tuple, written["static"])) == best_first.static(accuracies, size)
+        assert len(written["static"]) == size and 1 < written["expected_acceptance_length"] < 4
+    assert all(trial["identical"] == len(prompts) for trial in results["trials"])
+    assert results["best"] in {f"medusa={medusa}:static={tmp_path}/static-{size}.json" for size in (2, 7)}
+    lengths = {trial["options"]["static"]: trial["acceptance_length"] for trial in results["trials"]}
+    assert lengths[7] > lengths[2] > 1
+
+
+def test_a_drafter_that_is_never_right_has_no_static_tree(base, tmp_path):
+    tuner = SimpleNamespace(head_accuracies=(np.zeros((2, 3)), 9), folder=tmp_path)
+    with pytest.raises(ValueError, match="no token of the first head was ever right at 9 positions"):
+        Tuner._write_static(tuner, 4)
+    assert not list(tmp_path.iterdir())

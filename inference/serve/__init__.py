@@ -1,4 +1,4 @@
-"""``drafters serve``: an OpenAI-compatible server on this project's own engine, with a web page.
+"""``drafters serve``: a web page that shows every step of decoding, and OpenAI's chat endpoint behind it.
 
-May import `engine`, `registry` and `api`. FastAPI and uvicorn are imported when the command runs.
+FastAPI and uvicorn are imported when the command runs.
 """

@@ -1,330 +1,345 @@
-"""The HTTP side of the server: routes, the API key, limits of requests, streams, and the web page."""
+"""The HTTP side of the server, and the decoder behind it, which writes one answer at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
-import json
+import secrets
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
-from http import HTTPStatus
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
+from fastapi.staticfiles import StaticFiles
+from openai.types import CompletionUsage, ErrorObject, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletionContentPartTextParam as TextPart
+from openai.types.chat import ChatCompletionStreamOptionsParam as StreamOptions
+from openai.types.completion_usage import CompletionTokensDetails
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
 
-from inference.serve.decoding import RETRY_AFTER_SECONDS, DecodingThread, Job, Outcome, Progress
-from inference.serve.errors import RATE_LIMIT, SERVER, ApiError
-from inference.serve.replies import Reply
-from inference.serve.requests import (
-    AnyRequest,
-    ChatRequest,
-    CompletionRequest,
-    TextLimits,
-    read_request,
-    texts_of,
-)
+from data.files import print_traceback
+from drafters.protocol import NoDrafter
+from inference import drafter_specs
+from inference.generation import IncrementalDetokenizer
+from inference.prompts import encode_messages
+from inference.verifier.base import Base
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session, check_prompt
 
 MAX_BODY_BYTES = 1 << 20
-BODY_SECONDS = 30.0  # in which the body of a request must have arrived
-CLIENT_CLOSED_REQUEST = 499  # as nginx logs it; nobody reads this reply
-PAGE = Path(__file__).with_name("page")
-PAGE_FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css")}
-PAGE_FILES["/page.js"] = ("page.js", "text/javascript")
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-# Older versions of Starlette cut a host at its first colon, so "[" stands for all IPv6 addresses.
-LOCAL_HOSTS = ["127.0.0.1", "localhost", "[", "[::1]"]
+MAX_WAITING = 64  # requests that wait while another one is decoded
+WARM_UP_TOKENS = 4  # the first steps of a process are slow
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff"}
+LABELS = {"user", "safety_identifier", "prompt_cache_key", "metadata", "service_tier"}  # say nothing about the text
+NEUTRAL = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "logit_bias": {}}
+ERROR_KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-@dataclass(frozen=True)
-class Served:
-    """What the server offers.
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out(cls, fields: Any) -> Any:
+        """Leave out fields that are null, say nothing about the text, or ask for nothing."""
+        if not isinstance(fields, dict):
+            return fields
+        fields = {name: value for name, value in fields.items() if value is not None and name not in LABELS}
+        return {name: value for name, value in fields.items() if name not in NEUTRAL or value != NEUTRAL[name]}
+
+
+class Message(_Fields):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def as_pair(self) -> tuple[str, str]:
+        """The role, which is ``system`` for a developer's message, and the text."""
+        text = self.content if isinstance(self.content, str) else "".join(part["text"] for part in self.content)
+        return "system" if self.role == "developer" else self.role, text
+
+
+class ChatRequest(_Fields):
+    """The fields of OpenAI's request that are served; ``use_drafter`` and ``include_steps`` are our own."""
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0)] = Field(default_factory=lambda: secrets.randbits(32))
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] = []
+    stream: bool = False
+    stream_options: StreamOptions = {}
+    chat_template_kwargs: dict[Literal["enable_thinking"], bool] = {}
+    use_drafter: bool = True
+    include_steps: bool = False
+
+
+class Piece(NamedTuple):
+    """What one step adds to an answer. The end of a step's text may come with a later step."""
+
+    text: str
+    finish_reason: Literal["stop", "length"] | None
+    step: dict[str, Any]  # for the web page
+
+
+class Decoder:
+    """Decodes answers one after the other, in a thread of its own.
+
+    Every answer starts with an empty cache and a drafter that remembers nothing, so that no request can change or see
+    anything of another one.
 
     Args:
-        name: Name of the model in requests and replies.
-        drafter: Label of the drafter, for the web page.
-        limits: The base, and what a request may ask of it.
-        timeout: Seconds after which a request is given up, the time in the queue included.
-        api_key: The key that requests must carry, or None.
-        is_local: Whether only this machine can reach the server.
-        host: Address at which the server listens.
+        base: The base.
+        drafter, template, max_tokens, budget: As in `serve`.
+
+    Raises:
+        ValueError: The drafter is unknown or does not fit the base, or the base cannot read draft trees.
     """
 
-    name: str
-    drafter: str
-    limits: TextLimits
-    timeout: float
-    api_key: str | None
-    is_local: bool
-    host: str = "127.0.0.1"
+    def __init__(self, base: Base, drafter: str, template: str, max_tokens: int, budget: str = "fixed") -> None:
+        self.base, self.template, self.max_tokens, self.runner = base, template, max_tokens, Runner(base)
+        self.drafter = drafter_specs.make(drafter, self.runner)
+        self.budget = drafter_specs.make_budget(self.drafter, drafter, budget)
+        self.num_requests = 0  # those that wait, and the one that is decoded
+        self._thread, warm_up = ThreadPoolExecutor(1, "decoding"), Session(self.runner, self.drafter).run
+        self._thread.submit(warm_up, [min(base.eos, default=0)], WARM_UP_TOKENS).result()
+
+    def num_new_tokens(self, asked: ChatRequest) -> int:
+        """The maximum number of tokens that a request asks for."""
+        return asked.max_completion_tokens or asked.max_tokens or self.max_tokens
+
+    def encode(self, asked: ChatRequest) -> list[int]:
+        """Return the prompt of a request; raises ValueError if the messages or the limits do not fit the base."""
+        if asked.messages[-1].role != "user":
+            raise ValueError("messages: the last message must be the user's")
+        if self.num_new_tokens(asked) > self.max_tokens:
+            raise ValueError(f"max_tokens must be at most {self.max_tokens} on this server")
+        template = self.template
+        for is_on in asked.chat_template_kwargs.values():
+            template = f"{template.partition(':')[0]}:thinking={'on' if is_on else 'off'}"
+        prompt = encode_messages(self.base, [message.as_pair() for message in asked.messages], template)
+        check_prompt(self.base, prompt, self.num_new_tokens(asked))
+        return prompt
+
+    async def answer(self, asked: ChatRequest, prompt: list[int]) -> AsyncGenerator[Piece, None]:
+        """Yield the pieces of an answer. Closing the generator ends decoding after the running step."""
+        # A queue, so that a client that reads slowly delays no other one.
+        pieces, is_closed, loop = asyncio.Queue[Any](), threading.Event(), asyncio.get_running_loop()
+
+        def decode() -> None:
+            end: Exception | None = None
+            try:
+                for piece in self.steps(asked, prompt):
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+                    if is_closed.is_set():
+                        return
+            except Exception as error:
+                print_traceback(type(error), error, error.__traceback__)
+                end = error
+            loop.call_soon_threadsafe(pieces.put_nowait, end)
+
+        self.num_requests += 1
+        job = self._thread.submit(decode)
+        try:
+            while isinstance(piece := await pieces.get(), Piece):
+                yield piece
+            if piece:
+                raise HTTPException(500, "decoding failed, and the server's log says why") from piece
+        finally:
+            is_closed.set()
+            job.cancel()
+            self.num_requests -= 1
+
+    def steps(self, asked: ChatRequest, prompt: list[int]) -> Iterator[Piece]:
+        """Decode an answer step by step, until it ends or contains a stop string."""
+        self.drafter.reset()
+        drafter, budget = (self.drafter, self.budget) if asked.use_drafter else (NoDrafter(), None)
+        sampling = SamplingOptions(asked.temperature, asked.top_k, asked.top_p, asked.seed)
+        if not sampling.temperature:  # top-p and top-k keep the most probable token
+            sampling = SamplingOptions()
+        session = Session(self.runner, drafter, sampling.sampler(), budget=budget)
+        end = session.end_of(prompt, self.num_new_tokens(asked))
+        stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        num_held = max(map(len, stops), default=1) - 1  # characters that may be the beginning of a stop string
+        detokenizer, text, num_shown = IncrementalDetokenizer(self.base.tokenizer), "", 0
+        for emitted, cost in session.decode(prompt, self.num_new_tokens(asked), self.base.eos):
+            is_eos, is_cut = emitted[-1] in self.base.eos, len(session.seq) >= end
+            text += detokenizer.add(emitted[: cost.accepted])
+            num_drafted_characters = len(text) - num_shown
+            text += detokenizer.add(emitted[cost.accepted :]) + (detokenizer.finish() if is_eos or is_cut else "")
+            stop = find_stop(text, stops)
+            is_last = is_eos or is_cut or stop is not None
+            num_final = max(num_shown, len(text) - (0 if is_last else num_held)) if stop is None else stop
+            step: dict[str, Any] = {
+                "num_accepted_characters": min(num_drafted_characters, num_final - num_shown),
+                "num_tokens": len(emitted),
+                "num_accepted": cost.accepted,
+                "num_rejected": cost.fed_candidates - cost.accepted,
+                "num_fed": cost.fed,
+                "seconds": sum(cost.seconds),
+            }
+            if asked.include_steps:
+                tree, path = session.last_draft
+                step |= {"parents": list(tree.parents), "num_scratch": tree.num_scratch, "path": path}
+                step["tokens"] = [token_text(self.base.tokenizer, token) for token in tree.tokens]
+            reason: Literal["stop", "length"] = "stop" if is_eos or stop is not None else "length"
+            yield Piece(text[num_shown:num_final], reason if is_last else None, step)
+            if is_last:
+                return
+            num_shown = num_final
 
 
-def make_app(served: Served, thread: DecodingThread) -> FastAPI:
-    """Build the application; it starts the decoding thread, and stops it at the end."""
+def find_stop(text: str, stops: list[str]) -> int | None:
+    """Where a text ends: before the stop string that is complete first, the longest of several; None without one."""
+    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    return sum(min(ends)) if ends else None
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        thread.start()
-        yield
-        await asyncio.to_thread(thread.stop)
 
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of a token, with the space before it, which tokenizers drop where a text begins."""
+    before = list(tokenizer("a", add_special_tokens=False).input_ids)[-1:]
+    alone, behind = (tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token]))
+    return behind[len(alone) :]
+
+
+def make_app(decoder: Decoder, name: str, drafter: str, api_key: str | None, hosts: list[str]) -> FastAPI:
+    """Build the application.
+
+    Args:
+        decoder: Writes the answers.
+        name: Name of the model.
+        drafter: Name of the drafter, for the web page.
+        api_key: The key that requests must carry, or None.
+        hosts: Host names by which the server may be called: no page from elsewhere reaches it under its own name.
+    """
     # No pages about the API: FastAPI's would load scripts from elsewhere.
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    api, needs_key = _Api(served, thread), [Depends(_key_checker(served.api_key))]
-    options: dict[str, Any] = {"response_model": None, "dependencies": needs_key}
-    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **options)
-    app.add_api_route("/v1/completions", api.complete, methods=["POST"], **options)
-    app.add_api_route("/v1/models", api.models, **options)
-    app.add_api_route("/v1/models/{name:path}", api.model, **options)
-    app.add_api_route("/metrics", api.metrics, **options)
-    app.add_api_route("/health", api.health, response_model=None)
-    for path, (file, kind) in PAGE_FILES.items():
-        app.add_api_route(path, _page_file(file, kind), response_model=None)
-    if served.is_local:  # a page from elsewhere must not reach the server under a host name of its own
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS, served.host], www_redirect=False)
+    app, created = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), int(time.time())
 
-    @app.exception_handler(ApiError)
-    async def refuse(_: Request, error: ApiError) -> Response:
-        return api.refusal(error)
+    @app.middleware("http")
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        key, length = request.headers.get("Authorization", ""), request.headers.get("Content-Length", "")
+        num_bytes = int(length) if length.isdecimal() else 0 if request.method == "GET" else inf
+        is_allowed = not api_key or hmac.compare_digest(key.encode(), f"Bearer {api_key}".encode())
+        if num_bytes > MAX_BODY_BYTES:
+            response = refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes: send a shorter one")
+        elif request.url.path.startswith("/v1") and not is_allowed:
+            response = refusal(401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'")
+        else:
+            response = await answer(request)
+        response.headers.update(HEADERS)
+        return response
 
-    @app.exception_handler(HTTPException)
-    async def refuse_route(request: Request, error: HTTPException) -> Response:
-        return api.refusal(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
 
-    @app.exception_handler(ClientDisconnect)
-    async def ignore(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    @app.exception_handler(AnyHTTPException)
+    async def refuse(_: Request, error: AnyHTTPException) -> Response:
+        return refusal(error.status_code, error.detail)
 
+    @app.exception_handler(RequestValidationError)
+    async def explain(_: Request, error: RequestValidationError) -> Response:
+        first = max(error.errors(), key=lambda each: len(each["loc"]))  # a field of several types has one for each
+        place = [str(part) for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+        message = "not supported: leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        return refusal(400, f"{'.'.join(place) or 'the body'}: {message}")
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> dict[str, Any]:
+        model = Model(id=name, object="model", created=created, owned_by="drafters").model_dump()
+        more = {"max_model_len": decoder.base.context_length, "drafter": drafter}  # vLLM's field, and one of our own
+        return {"object": "list", "data": [model | more]}
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(asked: ChatRequest, request: Request) -> Response | dict[str, Any]:
+        if asked.model != name:
+            raise HTTPException(404, f"there is no such model: {name} is served")
+        if decoder.num_requests > MAX_WAITING:
+            raise HTTPException(429, f"{MAX_WAITING} requests are waiting, which is the maximum: try again later")
+        try:
+            prompt = await asyncio.to_thread(decoder.encode, asked)
+        except ValueError as error:
+            raise HTTPException(400, " ".join(str(error).split())) from error
+        head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": int(time.time()), "model": name}
+        pieces = decoder.answer(asked, prompt)
+        if asked.stream:
+            first = await anext(pieces)  # what fails before has the HTTP status of an error
+            events = stream(first, pieces, asked, head, len(prompt))
+            return StreamingResponse(events, media_type="text/event-stream")
+        written = []
+        async with aclosing(pieces):
+            async for piece in pieces:
+                written.append(piece)
+                if await request.is_disconnected():
+                    return Response(status_code=499)  # as nginx logs it; nobody reads this reply
+        message = {"role": "assistant", "content": "".join(piece.text for piece in written)}
+        choice = {"index": 0, "message": message, "finish_reason": written[-1].finish_reason}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(written, len(prompt))}
+        return ChatCompletion.model_validate(whole).model_dump(exclude_unset=True)
+
+    app.mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True))
     return app
 
 
-def _key_checker(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
-    def digest(header: str) -> bytes:  # of one length, so that the comparison takes the same time for every header
-        return hashlib.sha256(header.encode("utf-8", "surrogateescape")).digest()
-
-    expected = digest(f"Bearer {api_key}")
-
-    async def check(request: Request) -> None:
-        given = digest(request.headers.get("Authorization", ""))
-        if api_key is not None and not hmac.compare_digest(given, expected):
-            raise ApiError(
-                401, "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
-
-    return check
-
-
-def _page_file(file: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = (PAGE / file).read_bytes()
-
-    async def page() -> Response:
-        return Response(content, media_type=f"{kind}; charset=utf-8", headers=HEADERS)
-
-    return page
-
-
-class _Api:
-    """The routes."""
-
-    def __init__(self, served: Served, thread: DecodingThread) -> None:
-        self._served, self._thread, self._metrics = served, thread, thread.metrics
-        self._created = int(time.time())
-        self._encoding = asyncio.Lock()  # one prompt is encoded at a time, beside the event loop
-
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, await self._read(request, ChatRequest))
-
-    async def complete(self, request: Request) -> Response:
-        return await self._answer(request, await self._read(request, CompletionRequest))
-
-    async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]}, headers=HEADERS)
-
-    async def model(self, name: str) -> Response:
-        self._check_model(name)
-        return JSONResponse(self._model(), headers=HEADERS)
-
-    def _model(self) -> dict[str, Any]:
-        """The model; ``max_model_len`` is vLLM's field for the context length, ``drafter`` is our own."""
-        model = {"id": self._served.name, "object": "model", "created": self._created, "owned_by": "drafters"}
-        return model | {"max_model_len": self._served.limits.base.context_length, "drafter": self._served.drafter}
-
-    def _check_model(self, name: str) -> None:
-        if name != self._served.name:
-            raise ApiError(
-                404, f"there is no such model: {self._served.name} is served", param="model", code="model_not_found"
-            )
-
-    async def metrics(self) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def health(self) -> Response:
-        if not self._thread.is_alive:
-            return JSONResponse({"status": "the decoding thread has ended"}, status_code=503)
-        return JSONResponse({"status": "ok"})
-
-    def refusal(self, error: ApiError) -> Response:
-        """The reply to a request that is refused."""
-        self._metrics.refused.labels(str(error.status)).inc()
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if error.kind == RATE_LIMIT else {}
-        return JSONResponse(error.body(), status_code=error.status, headers=HEADERS | headers)
-
-    async def _read(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
-        """Read and check the body of a request."""
-        # A web page can send other types to any server without asking it first.
-        if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
-        try:
-            body = await asyncio.wait_for(_body(request), BODY_SECONDS)
-            asked = read_request(kind, json.loads(body))
-        except asyncio.TimeoutError as error:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds") from error
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body cannot be read: {error}") from error
-        self._check_model(asked.model)
-        return asked
-
-    async def _answer(self, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
-        async with self._encoding:
-            texts = await asyncio.to_thread(texts_of, asked, self._served.limits)
-        lengths = [len(text.prompt) for text in texts]
-        is_chat = isinstance(asked, ChatRequest)
-        has_logprobs = asked.num_logprobs is not None
-        reply = Reply(asked.model, is_chat, lengths, asked.n, has_logprobs, asked.return_token_ids)
-        pending = _PendingReply(request, self._thread, self._served.timeout)
-        pending.submit(texts)
-        progress = pending.progress()
-        if not asked.stream:
-            async for each in progress:
-                reply.add(each.index, each.addition)
-            return JSONResponse(reply.whole(), headers=HEADERS)
-        first = await anext(progress)  # what fails before has the HTTP status of an error
-        stream = _events(first, progress, reply, asked.stream_options.include_usage)
-        return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
-
-
-async def _body(request: Request) -> bytes:
-    """The body of a request, at most `MAX_BODY_BYTES`."""
-    too_long = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes: send a shorter one")
-    length = request.headers.get("Content-Length", "0")
-    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-        raise too_long
-    body = bytearray()
-    async for block in request.stream():
-        body += block
-        if len(body) > MAX_BODY_BYTES:
-            raise too_long
-    return bytes(body)
-
-
-async def _events(
-    first: Progress, rest: AsyncGenerator[Progress, None], reply: Reply, includes_usage: bool
+async def stream(
+    first: Piece, rest: AsyncGenerator[Piece, None], asked: ChatRequest, head: dict[str, Any], num_read: int
 ) -> AsyncIterator[str]:
-    """A reply as server-sent events. An error after the first one is an event, too."""
+    """An answer as server-sent events. An error after the first one is an event, too."""
 
-    def event(value: dict[str, Any]) -> str:
-        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    def event(*choices: dict[str, Any], **more: Any) -> str:
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [{"index": 0, **each} for each in choices]}
+        return f"data: {ChatCompletionChunk.model_validate(chunk | more).model_dump_json(exclude_unset=True)}\n\n"
 
+    def delta(piece: Piece, **role: str) -> str:
+        steps = {"steps": [piece.step]} if asked.include_steps else {}
+        return event({"delta": {**role, "content": piece.text}, "finish_reason": None, **steps})
+
+    written = [first]
     async with aclosing(rest):
-        for chunk in reply.add(first.index, first.addition):
-            yield event(chunk)
+        yield delta(first, role="assistant")
         try:
-            async for each in rest:
-                for chunk in reply.add(each.index, each.addition):
-                    yield event(chunk)
-        except ApiError as error:
-            yield event(error.body())
+            async for piece in rest:
+                written.append(piece)
+                yield delta(piece)
+        except HTTPException as error:
+            yield f"data: {bytes(refusal(500, error.detail).body).decode()}\n\n"
             return
-        except ClientDisconnect:
-            return
-    if includes_usage:
-        yield event(reply.usage_chunk())
+    yield event({"delta": {}, "finish_reason": written[-1].finish_reason})
+    if asked.stream_options.get("include_usage"):
+        yield event(usage=usage(written, num_read))
     yield "data: [DONE]\n\n"
 
 
-class _PendingReply:
-    """A request that is in the hands of the decoding thread.
+def usage(pieces: list[Piece], num_read: int) -> CompletionUsage:
+    """What an answer cost, with the numbers of draft tokens that were accepted and rejected."""
+    total = {name: sum(piece.step[f"num_{name}"] for piece in pieces) for name in ("tokens", "accepted", "rejected")}
+    details = CompletionTokensDetails(
+        accepted_prediction_tokens=total["accepted"], rejected_prediction_tokens=total["rejected"]
+    )
+    counts = {"completion_tokens": total["tokens"], "total_tokens": num_read + total["tokens"]}
+    return CompletionUsage(prompt_tokens=num_read, **counts, completion_tokens_details=details)
 
-    Args:
-        request: The HTTP request; when its client goes away, decoding stops at the end of the step.
-        thread: The decoding thread.
-        timeout: Seconds after which the request is given up.
-    """
 
-    def __init__(self, request: Request, thread: DecodingThread, timeout: float) -> None:
-        self._request, self._thread, self._timeout = request, thread, timeout
-        self._outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-        self._started = time.monotonic()
-
-    def submit(self, texts: list[Any]) -> None:
-        """Give the texts to the decoding thread; raises ApiError as `DecodingThread.submit` does."""
-        loop = asyncio.get_running_loop()
-
-        def report(outcome: Outcome) -> None:
-            with suppress(RuntimeError):  # the loop has been closed, and nobody waits any more
-                loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
-
-        self._job = Job(texts, report)
-        self._thread.submit(self._job)
-        # Not only in `progress`, which waits while a client does not read its stream.
-        self._timer = loop.call_later(self._timeout, self._thread.cancel, self._job)
-
-    async def progress(self) -> AsyncGenerator[Progress, None]:
-        """Yield the progress of the texts.
-
-        Raises:
-            ApiError: The request has taken too long, or its decoding has failed.
-            ClientDisconnect: The client has gone away.
-        """
-        metrics, outcome_name, is_first = self._thread.metrics, "aborted", True
-        watcher = asyncio.create_task(self._watch())
-        try:
-            while True:
-                remaining = self._started + self._timeout - time.monotonic()
-                try:
-                    outcome = await asyncio.wait_for(self._outcomes.get(), max(0.0, remaining))
-                except asyncio.TimeoutError as error:
-                    outcome_name = "timed_out"
-                    message = f"the request took longer than {self._timeout:g} seconds: ask for fewer tokens"
-                    raise ApiError(HTTPStatus.GATEWAY_TIMEOUT, message, SERVER, code="timeout") from error
-                if isinstance(outcome, Progress):
-                    if is_first:
-                        metrics.first_token_seconds.observe(time.monotonic() - self._started)
-                        is_first = False
-                    yield outcome
-                    continue
-                if outcome is None:
-                    outcome_name = "finished"
-                    return
-                if not isinstance(outcome, ClientDisconnect):
-                    outcome_name = "failed"
-                raise outcome
-        finally:
-            watcher.cancel()
-            self._timer.cancel()
-            self._thread.cancel(self._job)
-            metrics.requests.labels(outcome_name).inc()
-            metrics.request_seconds.observe(time.monotonic() - self._started)
-
-    async def _watch(self) -> None:
-        """Give the request up when its client closes the connection."""
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self._thread.cancel(self._job)
-        self._outcomes.put_nowait(ClientDisconnect())
+def refusal(status: int, message: str) -> Response:
+    """An error in the form of OpenAI's API."""
+    error = ErrorObject(message=message, type=ERROR_KINDS.get(status, "invalid_request_error"), param=None, code=None)
+    return JSONResponse({"error": error.model_dump()}, status)

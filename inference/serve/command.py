@@ -1,167 +1,108 @@
-"""``drafters serve``: an OpenAI-compatible server with a web page, on this project's own engine."""
+"""``drafters serve``: a web page that shows every step of decoding, and OpenAI's chat endpoint behind it."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import sys
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address
-from math import inf
+from pathlib import Path
 
+from data.conversation import resolve_template
 from data.files import reading, safe_line
 from inference import drafter_specs
 from inference.drafter_specs import Budget
 from inference.verifier.options import ModelOptions
 
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+PACKAGES = ("fastapi", "uvicorn")
 KEY_VARIABLE = "DRAFTERS_API_KEY"
-MAX_KEY_BYTES = 1 << 20
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
-
-
-@dataclass(frozen=True)
-class ListenOptions:
-    """Where the server listens, and who may ask.
-
-    Args:
-        host: Address to listen on. By default only this machine can reach the server; every other address needs an API
-            key.
-        port: Port to listen on; 0 takes a free one.
-        api_key_file: File that holds the key which requests must carry as ``Authorization: Bearer KEY``. By default the
-            environment variable DRAFTERS_API_KEY; without either, requests need no key.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key_file: str | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
-        try:
-            return ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
-
-    def read_key(self) -> str | None:
-        """Return the API key, or None if requests need none.
-
-        Raises:
-            ValueError: The key cannot be read or is empty, or there is none although other machines reach the server.
-        """
-        key, source = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
-        if self.api_key_file is not None:
-            source = self.api_key_file
-            with reading(source), open(source, encoding="ascii", errors="replace") as stream:
-                key = stream.read(MAX_KEY_BYTES)
-        if key is None:
-            if not self.is_local:
-                raise ValueError(f"other machines can reach {self.host}: give --api-key-file, or leave --host out")
-            return None
-        key = key.strip()
-        if not (key and key.isascii() and key.isprintable()):
-            raise ValueError(f"{source} must hold the API key and nothing else, in ASCII")
-        return key
-
-    def open(self) -> socket.socket:
-        """Open the socket; raises ValueError if the address cannot be used."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
-        try:
-            return socket.create_server((self.host, self.port), family=family)
-        except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"cannot listen on {self.host} port {self.port} ({reason}): give another one") from error
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What requests may ask for.
-
-    Args:
-        max_tokens: Maximum number of new tokens of a text, and the number for chats that name none.
-        max_waiting: Maximum number of requests that wait while another one is decoded; more are refused with HTTP 429.
-        timeout: Seconds after which a request is given up, the time that it waits included.
-    """
-
-    max_tokens: int = 4096
-    max_waiting: int = 64
-    timeout: float = 600.0
-
-    def check(self) -> None:
-        """Raise ValueError if a value is out of its range."""
-        for name, value in (("max_tokens", self.max_tokens), ("max_waiting", self.max_waiting)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
-        if not 0 < self.timeout < inf:
-            raise ValueError(f"timeout must be a number of seconds above 0, not {self.timeout}")
+LOCAL_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+GRACE_SECONDS = 10  # in which answers may end after SIGTERM or Ctrl-C
 
 
 def serve(
     model: ModelOptions,
-    listen: ListenOptions,
-    requests: RequestOptions,
     drafter: str = "joint",
     served_name: str | None = None,
     template: str = "tokenizer",
+    max_tokens: int = 4096,
     budget: Budget = "fixed",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key_file: str | None = None,
 ) -> None:
-    """Serve a base with a drafter through OpenAI's API, with a web page that shows every step.
+    """Serve a base with a drafter: a web page that shows every step, and OpenAI's chat endpoint.
 
-    Needs the extra `serve`: pip install 'ctc-drafters[serve]'. The server decodes one text at a time, and other
-    requests wait in order. It ends at Ctrl-C or SIGTERM, after at most ten seconds for the requests that are running.
+    Needs the extra `serve`: pip install 'ctc-drafters[serve]'. One answer is decoded at a time, and other requests wait
+    in order. For many requests at once, see `drafters serve-command`.
 
     Args:
         model: The base.
-        listen: Where the server listens.
-        requests: What requests may ask for.
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
         served_name: Name of the model in requests; by default the base as it was given.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
-            tokenizer:thinking=on or tokenizer:thinking=off sets.
-        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
-            `drafters step-cost` wrote, auto starts from the times in it.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
+        max_tokens: Maximum number of tokens of an answer, and the number for requests that name none.
+        budget: Draft tokens per step where the drafter's options give no number: fixed, or auto, as many as pay.
+        host: Address to listen on. By default only this machine reaches the server; others need an API key.
+        port: Port to listen on; 0 takes a free one.
+        api_key_file: File with the key that requests carry as ``Authorization: Bearer KEY``; by default the variable
+            DRAFTERS_API_KEY, and without it no key is needed.
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise ValueError(f"drafters serve needs {' and '.join(missing)}: pip install 'ctc-drafters[serve]'")
-    from data.conversation import resolve_template
-    from inference.serve.app import Served, make_app
-    from inference.serve.decoding import DecodingThread
-    from inference.serve.metrics import Metrics
-    from inference.serve.requests import TextLimits
-    from inference.serve.server import GracefulServer
+    import uvicorn
 
-    requests.check()
-    api_key = listen.read_key()
-    with closing(listen.open()) as server_socket:
+    from inference.serve.app import Decoder, make_app
+
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    key = read_key(host, api_key_file)
+    with closing(listen(host, port)) as place:
         base = model.load()
         if template != "tokenizer":
             resolve_template(template, base.tokenizer)
-        thread = DecodingThread(base, drafter, budget, requests.max_waiting, Metrics())
-        served = Served(
-            name=served_name or model.base,
-            drafter=drafter_specs.label(drafter),
-            limits=TextLimits(base, template, requests.max_tokens),
-            timeout=requests.timeout,
-            api_key=api_key,
-            is_local=listen.is_local,
-            host=listen.host,
-        )
-        host, port = server_socket.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        needs_key = ", which asks for the API key" if api_key else ""
-        print(safe_line(f"{served.name} with {served.drafter}: {address}/v1, and a web page at {address}/{needs_key}"))
-        sys.stdout.flush()
-        for number in EXIT_CODES:  # uvicorn takes the signals while it runs, and raises them again when it has ended
-            signal.signal(number, _exit_by)
-        GracefulServer(make_app(served, thread), thread).run(sockets=[server_socket])
+        name, label = served_name or model.base, drafter_specs.label(drafter)
+        decoder = Decoder(base, drafter, template, max_tokens, budget)
+        app = make_app(decoder, name, label, key, [*LOCAL_HOSTS, host] if is_local(host) else ["*"])
+        host, port = place.getsockname()[:2]
+        address, needs_key = f"http://{f'[{host}]' if ':' in host else host}:{port}", ", which asks for the API key"
+        page = f"and a web page at {address}/{needs_key if key else ''}"
+        print(safe_line(f"{name} with {label}: {address}/v1, {page}"), flush=True)
+        config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=GRACE_SECONDS)
+        uvicorn.Server(config).run(sockets=[place])
 
 
-def _exit_by(number: int, _: object) -> None:
-    sys.exit(EXIT_CODES[signal.Signals(number)])
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach a server at this address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_key(host: str, file: str | None) -> str | None:
+    """Return the API key, or None if requests need none.
+
+    Raises:
+        ValueError: The key is empty or not ASCII, or there is none although other machines reach the server.
+    """
+    key = os.environ.get(KEY_VARIABLE)
+    if file is not None:
+        with reading(file):
+            key = Path(file).read_text(encoding="ascii", errors="replace")
+    if key is None and not is_local(host):
+        raise ValueError(f"other machines can reach {host}: give --api-key-file, or leave --host out")
+    key = key and key.strip()
+    if key is not None and not (key and key.isascii() and key.isprintable()):
+        raise ValueError(f"{file or KEY_VARIABLE} must hold the API key and nothing else, in ASCII")
+    return key
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the server's socket; raises ValueError if the address cannot be used."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host} port {port} ({reason}): give another one") from error

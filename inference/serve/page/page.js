@@ -2,8 +2,7 @@
 "use strict";
 
 const $ = id => document.getElementById(id);
-let messages = [];
-let model = null, key = "", running = null, chosen = null;
+let messages = [], model = null, key = "", running = null, chosen = null;
 
 function element(tag, className, text) {
   const made = document.createElement(tag);
@@ -14,14 +13,6 @@ function element(tag, className, text) {
 
 const authorization = () => key ? { Authorization: `Bearer ${key}` } : {};
 const visible = token => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
-
-async function errorOf(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `HTTP ${response.status}`;
-  }
-}
 
 async function connect() {
   const response = await fetch("v1/models", { headers: authorization() });
@@ -58,26 +49,22 @@ class Answer {
     this.figures = element("p", "figures", "waiting");
     this.box.append(element("h3", "", title), this.text, this.figures);
     parent.append(this.box);
-    this.content = "";
-    this.steps = [];
-    this.reason = null;
+    Object.assign(this, { content: "", steps: [], reason: null });
   }
 
   add(choice) {
     this.reason = choice.finish_reason ?? this.reason;
-    for (const step of choice.steps ?? []) this.addStep(step, choice.delta.content);
+    for (const step of choice.steps ?? []) this.addStep(step, [...choice.delta.content]);
     this.show();
   }
 
-  addStep(step, piece) {
-    const index = this.steps.length, characters = [...piece];
+  addStep(step, characters) {
+    const index = this.steps.length, span = element("span", `s${index % 3}`);
     this.steps.push(step);
-    this.content += piece;
-    const span = element("span", `s${index % 3}`);
-    const accepted = characters.slice(0, step.num_accepted_characters).join("");
-    const own = characters.slice(step.num_accepted_characters).join("");
-    if (accepted) span.append(element("span", "d", accepted));
-    if (own) span.append(element("span", "b", own));
+    this.content += characters.join("");
+    const own = characters.splice(step.num_accepted_characters);
+    if (characters.length) span.append(element("span", "d", characters.join("")));
+    if (own.length) span.append(element("span", "b", own.join("")));
     span.tabIndex = 0;
     span.title = index ? `step ${index}` : "prefill";
     span.onclick = () => showStep(span, step, index);
@@ -95,9 +82,7 @@ class Answer {
     this.figures.textContent = `acceptance length ${length}, ${speed} tokens/s, ${tokens} tokens in ${count} steps${reason}${end}`;
   }
 
-  fail(message) {
-    this.box.append(element("p", "error", message));
-  }
+  fail(message) { this.box.append(element("p", "error", message)); }
 }
 
 // The draft tree of a step as nested lists: a chain is one line, and its branches are below it.
@@ -153,7 +138,7 @@ async function write(answer, body, signal) {
   try {
     const headers = { "Content-Type": "application/json", ...authorization() };
     const response = await fetch("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
-    if (!response.ok) throw new Error(await errorOf(response));
+    if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const chunk of events(response)) for (const choice of chunk.choices) answer.add(choice);
     return true;
   } catch (error) {
@@ -161,11 +146,6 @@ async function write(answer, body, signal) {
     else answer.fail(error.message);
     return false;
   }
-}
-
-function compare(drafted, alone) {
-  const equal = drafted.content === alone.content ? "the same text" : "another text";
-  drafted.show(`; ${(drafted.speed / alone.speed).toFixed(2)}× the base alone, ${equal}`);
 }
 
 async function ask(question) {
@@ -180,7 +160,10 @@ async function ask(question) {
   $("send").disabled = true;
   $("stop").hidden = false;
   const isDone = await write(answer, bodies[0], running.signal);
-  if (isDone && alone && await write(alone, bodies[1], running.signal)) compare(answer, alone);
+  if (isDone && alone && await write(alone, bodies[1], running.signal)) {
+    const equal = answer.content === alone.content ? "the same text" : "another text";
+    answer.show(`; ${(answer.speed / alone.speed).toFixed(2)}× the base alone, ${equal}`);
+  }
   if (answer.content) chat.push({ role: "assistant", content: answer.content });
   else chat.pop();  // so that a question which was refused is not sent again
   running = null;
@@ -196,10 +179,9 @@ $("form").onsubmit = event => {
   ask(question);
 };
 $("question").onkeydown = event => {
-  if (event.key === "Enter" && !event.shiftKey) {
-    event.preventDefault();
-    $("form").requestSubmit();
-  }
+  if (event.key !== "Enter" || event.shiftKey) return;
+  event.preventDefault();
+  $("form").requestSubmit();
 };
 $("stop").onclick = () => running?.abort();
 $("reset").onclick = () => {

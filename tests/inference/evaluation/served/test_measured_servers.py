@@ -1,16 +1,13 @@
-"""``drafters eval --endpoint``: our own server and a foreign one, measured by the load generator over real HTTP."""
+"""``drafters eval --endpoint``: a foreign server, measured by the load generator over real HTTP."""
 
 import json
-import shutil
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from inference import generate
 from inference.evaluation.served.client import ServerClient, ServerError
-from inference.reporting.exports import summary_records
 from inference.results import folders, records
 from train.cli.commands import main
 
@@ -20,10 +17,10 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def asked(long_base, toy_tokenizer, tmp_path_factory):
+def asked(make_base, toy_tokenizer, tmp_path_factory):
     """The arguments of an evaluation of four questions, one of them of two turns."""
     folder = tmp_path_factory.mktemp("asked")
-    long_base.model.config.save_pretrained(folder / "base")
+    make_base(context=4096).model.config.save_pretrained(folder / "base")
     toy_tokenizer.save_pretrained(folder / "base")
     turns = [[text] for text in QUESTIONS]
     turns[1].append("w3 w4")
@@ -31,91 +28,6 @@ def asked(long_base, toy_tokenizer, tmp_path_factory):
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["eval", "--base", str(folder / "base"), "--benchmark", "mt_bench"]
     return [*words, "--questions", str(folder / "questions.jsonl"), "--max-new-tokens", str(TOKENS)]
-
-
-@pytest.fixture(scope="module")
-def measured(server, asked, tmp_path_factory):
-    """The folder of an evaluation of our own server, and how many requests it took."""
-    out, before = tmp_path_factory.mktemp("eval") / "out", num_finished(server)
-    main([*asked, "--endpoint", server.url, "--concurrency", "[1,2]", "--out", str(out)])
-    return out, num_finished(server) - before
-
-
-def num_finished(server):
-    server.wait_until_idle()
-    return server.metric('drafters_requests_total{outcome="finished"}')
-
-
-@pytest.mark.slow
-def test_our_own_server_is_measured_with_and_without_its_drafter(measured, server):
-    results = folders.read(measured[0])
-    summaries = results.summaries["mt_bench"]
-    assert list(summaries) == ["none @ 1", "none @ 2", "anpd:order=2 @ 1", "anpd:order=2 @ 2"]
-    expected = [generate(server.base, text, "anpd:order=2", max_new_tokens=TOKENS)[0] for text in QUESTIONS]
-    for name, summary in summaries.items():
-        answers = results.answers["mt_bench"][name]
-        assert [answer.turns[0].token_ids for answer in answers] == [each.token_ids for each in expected]
-        turns = [turn for answer in answers for turn in answer.turns]
-        assert len(turns) == 5 and summary.identical == summary.questions == 4
-        assert summary.tokens == sum(len(turn.token_ids) for turn in turns)
-        for turn in turns:
-            assert sum(count for _, count in turn.arrivals) == len(turn.token_ids)
-            assert 0 < turn.arrivals[0][0] <= turn.arrivals[-1][0] <= turn.seconds
-        first, between = summary.served.first_token, summary.served.inter_token
-        assert 0 < first[0] <= first[1] < summary.seconds and 0 < between[0] <= between[1] < summary.seconds
-        emitted, num_events = summary.tokens - len(turns), sum(len(turn.arrivals) - 1 for turn in turns)
-        assert summary.acceptance_length == emitted / num_events, "the server sends an event for each step"
-    drafted = [s for s in summaries.values() if not s.is_baseline]
-    assert all(s.acceptance_length > 1.2 and s.draft_tokens.fed_per_token > 1 for s in drafted)
-    assert {s.acceptance_length for s in summaries.values() if s.is_baseline} == {1.0}
-    assert results.conditions["device"].startswith("drafters serve on 127.0.0.1")
-
-
-@pytest.mark.slow
-def test_the_report_says_what_was_measured_and_plots_it_over_the_requests_at_once(measured, capsys):
-    out, _ = measured
-    page, tables = (out / "report.html").read_text(), (out / "results.md").read_text()
-    heading = "In drafters serve, anpd:order=2 writes the same text as the base, at "
-    assert heading in page and heading in tables.replace("\\", "") and "with 1 and 2 requests at once" in page
-    assert {path.name for path in (out / "plots").iterdir()} == {
-        f"mt_bench-{plot}.png" for plot in ("acceptance", "concurrency")
-    }
-    assert "A server does not report the steps of an answer" in page and "first token, ms" in tables
-    rows = summary_records([folders.read(out)])
-    assert all(0 < row["first_token_p50"] <= row["first_token_p95"] and row["concurrency"] in (1, 2) for row in rows)
-    with pytest.raises(SystemExit):
-        main(["report", str(out), str(out), "--compare"])
-    assert "was measured in a server, which reports no single steps" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_repeated_command_asks_only_what_is_missing(measured, asked, server, tmp_path):
-    folder, num_requests = measured
-    out = shutil.copytree(folder, tmp_path / "out")
-    per_run = len(QUESTIONS) + 1
-    # Besides the answers: a probe for each arm, and as many requests as are sent at once before each run.
-    assert num_requests == 2 * (2 * per_run + 1 + 1 + 2)
-    before, written = num_finished(server), (out / "results.json").read_text()
-    main([*asked, "--endpoint", server.url, "--concurrency", "[1,3]", "--out", str(out)])
-    assert num_finished(server) - before == 2 * (per_run + 1 + 3)
-    kept = {name: of["seconds"] for name, of in json.loads(written)["results"]["mt_bench"].items()}
-    now = json.loads((out / "results.json").read_text())["results"]["mt_bench"]
-    assert all(now[name]["seconds"] == kept[name] for name in ("none @ 1", "anpd:order=2 @ 1"))
-    assert len(list((out / "answers").rglob("*.jsonl"))) == len(now) == 4
-    assert records.read(out / "answers" / "mt_bench" / "none___3.jsonl")[0].drafter == "none @ 3"
-
-
-@pytest.mark.slow
-def test_only_a_single_server_of_ours_is_measured_without_its_drafter_whatever_its_name(asked, server, tmp_path):
-    words = [*asked, "--concurrency", "1"]
-    main([*words, "--endpoint", f"mine={server.url}", "--out", str(tmp_path / "one")])
-    alone, mine = folders.read(tmp_path / "one").summaries["mt_bench"].values()
-    assert (alone.drafter, mine.drafter) == ("none @ 1", "mine @ 1")
-    assert alone.acceptance_length == 1 < mine.acceptance_length
-    endpoints = ["--endpoint", f"none={server.url}", "--endpoint", f"other={server.url}"]
-    main([*words, *endpoints, "--out", str(tmp_path / "two")])
-    none, other = folders.read(tmp_path / "two").summaries["mt_bench"].values()
-    assert none.drafter == "none @ 1" and none.acceptance_length == other.acceptance_length > 1
 
 
 class Foreign(BaseHTTPRequestHandler):
@@ -299,9 +211,9 @@ def test_a_reply_that_is_wrong_is_explained_in_one_line_without_the_key(fault, m
         (["--engine", "vllm"], "needs vLLM in this environment; install both in an environment of its own"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(options, message, asked, server, capsys, monkeypatch):
+def test_what_cannot_be_measured_is_refused_in_one_line(options, message, asked, capsys, monkeypatch):
     monkeypatch.setattr("inference.evaluation.served.plan.installed_vllm", lambda: ("", ""))
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as stopped, foreign_server() as server:
         main([*asked, *(server.url if word == "@url" else word for word in options)])
     error = capsys.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2 and error.startswith("drafters: error: ") and message in error

@@ -1,4 +1,1 @@
-"""``drafters regenerate``: the base writes new answers to the prompts of a data set.
-
-May import `engine` and `runs`.
-"""
+"""``drafters regenerate``: the base writes new answers to the prompts of a data set, here or on a server."""

@@ -19,26 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class AnswerCounts:
-    """Statistics of the answers of all conversations.
-
-    Args:
-        num_answers: Answers written.
-        num_tokens: Tokens of these answers.
-        num_cut: Answers cut off at the token limit.
-        num_round_trip: Answers whose text encodes back to their tokens; for a server, answers whose text has as many
-            tokens as the server reports.
-        num_other_prompts: Prompts for which a server reports another number of tokens.
-        num_lost: Tokens left out of the loss because the prompt of a later turn renders them differently.
-        dropped: Turns left without an answer, by reason.
-    """
+    """Statistics of the answers of all conversations."""
 
     num_answers: int = 0
     num_tokens: int = 0
-    num_cut: int = 0
-    num_round_trip: int = 0
-    num_other_prompts: int = 0
-    num_lost: int = 0
-    dropped: Dropped = field(default_factory=lambda: Dropped(what="answers"))
+    num_cut: int = 0  # answers cut off at the token limit
+    num_round_trip: int = 0  # whose text encodes back to their tokens; of a server, to as many as it reports
+    num_other_prompts: int = 0  # prompts for which a server reports another number of tokens
+    num_lost: int = 0  # tokens left out of the loss because the prompt of a later turn renders them differently
+    dropped: Dropped = field(default_factory=lambda: Dropped(what="answers"))  # turns without an answer, by reason
 
 
 class Dialogue:

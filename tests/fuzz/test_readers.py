@@ -371,8 +371,8 @@ def read_journals(folder, name):
     from inference.evaluation.collected import _read_load
     from inference.evaluation.worker import read_answers
     from inference.journal import Journal
-    from inference.regenerate.regenerate import _read_batch
-    from inference.regenerate.responders import LocalResponder
+    from inference.regenerate.answerers import LocalAnswerer
+    from inference.regenerate.command import _read_batch
 
     journal = Journal(folder / name, {"base": "b", "caps": {"x": 3}} if name == "answers.jsonl" else {"base": "b"})
     if name == "answers.jsonl":
@@ -381,7 +381,7 @@ def read_journals(folder, name):
         list(journal.entries(_read_load))
     else:
         config = SimpleNamespace(vocab_size=40)
-        responder = LocalResponder(SimpleNamespace(model=SimpleNamespace(config=config)))
+        responder = LocalAnswerer(SimpleNamespace(model=SimpleNamespace(config=config)), 9)
         dict(journal.entries(lambda entry: _read_batch(responder, entry)))
 
 
@@ -455,11 +455,13 @@ def write_replies(folder, tiny):
 
 
 def read_replies(folder, name):
-    from inference.regenerate.endpoint import RequestRefused, _parsed
+    from openai.types.chat import ChatCompletion
+
+    from inference.regenerate.answerers import _read_reply
 
     try:
-        _parsed((folder / name).read_bytes())
-    except (LookupError, TypeError, AttributeError, RequestRefused) as error:  # as `Endpoint.chat` handles them
+        _read_reply(ChatCompletion.construct(**json.loads((folder / name).read_bytes())))
+    except (LookupError, TypeError, AttributeError) as error:  # as `ServerAnswerer.ask` handles them
         raise ValueError(repr(error)) from error
 
 

@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "verify": Command("inference.verify", "verify", "show that a drafter changes no token of what the base writes"),
     "regenerate": Command(
-        "inference.regenerate.regenerate",
+        "inference.regenerate.command",
         "regenerate",
         "let the base answer the prompts of a data set itself, to train on its own text",
     ),

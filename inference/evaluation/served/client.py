@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 
 from data.files import MALFORMED, MIN_SECRET_LENGTH, safe_line, validated
 from inference.evaluation.served.metrics import read_counts
-from inference.regenerate.endpoint import MAX_REPLY_BYTES, TIMEOUT, BoundedClient, read_key, server_root
 from inference.results.served_figures import SpeculationCounts
 
 OWN_SERVER = "drafters"  # who owns the model of `drafters serve`
@@ -22,6 +23,61 @@ MAX_TOKEN_ID = 1 << 31
 SETTLING_SECONDS = 0.1  # between two readings of counters, which engines update after the last event
 MAX_READINGS = 20
 HIDDEN = "[the API key]"
+
+KEY = "OPENAI_API_KEY"
+TIMEOUT = 600.0  # seconds without data, and seconds for a whole reply, before a request is given up
+MAX_REPLY_BYTES = 1 << 24
+FRAMING = "content-encoding", "content-length", "transfer-encoding"  # headers of a body that is still on its way
+
+
+class UnboundedReply(Exception):
+    """A reply is larger than `MAX_REPLY_BYTES`, or takes longer than `TIMEOUT`."""
+
+
+class BoundedClient(openai.DefaultHttpxClient):
+    """An HTTP client that reads replies within bounds, and does not decompress them: it never asks for that."""
+
+    def send(self, request: Any, **options: Any) -> Any:
+        """Send a request and return the reply with its whole body."""
+        response = super().send(request, **options | {"stream": True})
+        body, deadline = bytearray(), time.monotonic() + TIMEOUT
+        try:
+            for block in response.iter_raw():
+                body += block
+                if len(body) > MAX_REPLY_BYTES or time.monotonic() > deadline:
+                    raise UnboundedReply(f"a reply of more than {MAX_REPLY_BYTES >> 20} MiB or {TIMEOUT:g} seconds")
+        finally:
+            response.close()
+        headers = {name: value for name, value in response.headers.items() if name not in FRAMING}
+        return type(response)(response.status_code, headers=headers, content=bytes(body), request=request)
+
+
+def server_root(url: str) -> str:
+    """Return the address of a server without ``/v1`` and what follows it.
+
+    Raises:
+        ValueError: It is not the address of a server, or contains a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"endpoint must look like http://localhost:8000/v1, not {parts.scheme}://{parts.hostname}")
+    if "@" in parts.netloc:
+        raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
+    return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+
+
+def read_key(variable: str) -> str | None:
+    """Return the API key in an environment variable, or None if it is not set.
+
+    Raises:
+        ValueError: The key contains characters that a header cannot hold; the message does not quote it.
+    """
+    key = os.environ.get(variable)
+    if key and not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"the variable {variable} contains a line break or another character that no HTTP header can hold"
+        )
+    return key or None
 
 
 class ServerError(ValueError):

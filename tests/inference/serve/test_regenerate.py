@@ -7,10 +7,9 @@ import pytest
 
 from data.conversation import Conversation
 from inference.journal import Journal
+from inference.regenerate.answerers import LocalAnswerer, ServerAnswerer
+from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import Dialogue
-from inference.regenerate.endpoint import Endpoint
-from inference.regenerate.regenerate import Answerer, AnswerOptions, answer_all
-from inference.regenerate.responders import LocalResponder, ServerResponder
 from inference.verifier.options import GREEDY, SamplingOptions
 
 TEMPLATE = (
@@ -36,20 +35,20 @@ def test_our_server_writes_what_the_base_in_this_process_writes(chatting, serve_
         for n, texts in enumerate(ASKED)
     ]
 
-    def written(responder, name, sampling, num_answers):
+    def written(answerer, name, sampling, num_answers):
         options = AnswerOptions(max_new_tokens=9, num_answers=num_answers, batch_size=4)
         dialogues = [
             Dialogue(each, chatting.tokenizer, "tokenizer", None, n) for each in said for n in range(num_answers)
         ]
         with Journal(tmp_path / name, {}) as journal:
-            counts = answer_all(dialogues, Answerer(responder, "", 60), journal, options, sampling=sampling)
+            counts = answer_all(dialogues, answerer, journal, options, sampling=sampling)
         assert not counts.num_other_prompts
         return dialogues
 
     with serve_base(chatting) as running:
-        responders = LocalResponder(chatting), ServerResponder(Endpoint(running.url, "toy"), concurrency=3)
+        answerers = LocalAnswerer(chatting, 60), ServerAnswerer(running.url, "toy", 60, concurrency=3)
         for index, (sampling, num_answers) in enumerate([(GREEDY, 1), (SamplingOptions(1.5, top_p=0.9, seed=4), 2)]):
-            local, served = (written(each, f"{index} {n}", sampling, num_answers) for n, each in enumerate(responders))
+            local, served = (written(each, f"{index} {n}", sampling, num_answers) for n, each in enumerate(answerers))
             assert [each.messages for each in local] == [each.messages for each in served]
             assert [each.is_cut for each in local] == [each.is_cut for each in served]
             pairs = [

@@ -17,10 +17,10 @@ from data.loss_mask import masked_text
 from data.module import ShareGPTData
 from data.sharegpt import load_conversations, tokenise
 from inference.journal import Journal
-from inference.regenerate import responders
+from inference.regenerate import answerers
+from inference.regenerate.answerers import LocalAnswerer
+from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
-from inference.regenerate.regenerate import Answerer, AnswerOptions, answer_all
-from inference.regenerate.responders import LocalResponder
 from inference.verifier.base import load_base
 from inference.verifier.options import ModelOptions
 from train.cli import commands
@@ -58,7 +58,7 @@ def answered(base, asked, folder, batch_size=3, num_turns=None, max_length=512):
         for c in load_conversations([asked], requires_answers=False)[0]
     ]
     with Journal(folder / "journal", {}) as journal:
-        answerer = Answerer(LocalResponder(base), "weights", max_length)
+        answerer = LocalAnswerer(base, max_length)
         options = AnswerOptions(max_new_tokens=MAX_NEW_TOKENS, batch_size=batch_size)
         counts = answer_all(dialogues, answerer, journal, options)
     return dialogues, counts
@@ -133,12 +133,12 @@ def test_prompts_without_room_and_empty_answers_are_counted_and_named(exact, ask
 def test_a_batch_that_does_not_fit_into_memory_is_halved(exact, asked, tmp_path, monkeypatch):
     whole = [d.record() for d in answered(exact, asked, tmp_path / "a", 8)[0] if d.is_cut]
 
-    def in_little_memory(base, prompts, *given, decode_batch=responders.decode_batch):
+    def in_little_memory(base, prompts, *given, decode_batch=answerers.decode_batch):
         if len(prompts) > 3:
             raise torch.OutOfMemoryError("too many")
         return decode_batch(base, prompts, *given)
 
-    monkeypatch.setattr(responders, "decode_batch", in_little_memory)
+    monkeypatch.setattr(answerers, "decode_batch", in_little_memory)
     assert [d.record() for d in answered(exact, asked, tmp_path / "b", 8)[0] if d.is_cut] == whole
 
 
@@ -291,9 +291,9 @@ def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked,
     assert len(lines) > 5
     num_forwards = []
     monkeypatch.setattr(
-        responders,
+        answerers,
         "decode_batch",
-        lambda *given, decode_batch=responders.decode_batch: num_forwards.append(1) or decode_batch(*given),
+        lambda *given, decode_batch=answerers.decode_batch: num_forwards.append(1) or decode_batch(*given),
     )
     for num_lines in range(1, len(lines) + 1):
         out.unlink(missing_ok=True)

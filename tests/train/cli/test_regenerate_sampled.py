@@ -9,9 +9,9 @@ import pytest
 from data.conversation import encode
 from data.sharegpt import load_conversations
 from inference.journal import Journal
+from inference.regenerate.answerers import LocalAnswerer
+from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import Dialogue
-from inference.regenerate.regenerate import Answerer, AnswerOptions, answer_all
-from inference.regenerate.responders import LocalResponder
 from inference.verifier.options import SamplingOptions
 from train.cli import commands
 
@@ -39,7 +39,7 @@ def answered(base, folder, seed, num_answers=2, batch_size=64):
     options = AnswerOptions(max_new_tokens=6, num_answers=num_answers, batch_size=batch_size)
     with Journal(folder / f"{seed} {num_answers} {batch_size}", {}) as journal:
         sampling = SamplingOptions(temperature=1.2, top_p=0.95, seed=seed)
-        answer_all(dialogues, Answerer(LocalResponder(base), "", 512), journal, options, sampling=sampling)
+        answer_all(dialogues, LocalAnswerer(base, 512), journal, options, sampling=sampling)
     return [dialogue.record() for dialogue in dialogues]
 
 

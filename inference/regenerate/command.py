@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from data.conversation import Conversation, resolve_template
+from data.conversation import resolve_template
 from data.files import atomic_write, safe_text, validated
 from data.reasoning import THINKING_SWITCH
 from data.sharegpt import load_conversations
@@ -16,10 +16,8 @@ from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from inference.journal import Journal
 from inference.outputs import new_file
 from inference.progress import throughput_bar
+from inference.regenerate.answerers import Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
-from inference.regenerate.endpoint import Endpoint
-from inference.regenerate.responders import LocalResponder, Request, Responder, ServerResponder
-from inference.verifier.base import base_hash
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
 
@@ -34,16 +32,13 @@ class AnswerOptions:
     """Which turns are answered, and at what length.
 
     Args:
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
-            tokenizer:thinking=on or tokenizer:thinking=off sets.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
         turns: Answer all turns of a conversation, each after the new answers to the earlier ones, or only the first.
         limit: Maximum number of conversations; by default all.
         max_new_tokens: Maximum number of tokens of an answer; an answer cut off there has no EOS token.
         max_length: Maximum number of tokens of a conversation; by default the context length of the base.
-        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then, so
-            that no prompt is both trained on and held out.
-        batch_size: Prompts decoded together, fewer if the GPU's memory does not suffice. An interrupted run loses at
-            most this many answers.
+        num_answers: Answers to each conversation, sampled with different seeds. Train with --data.val_files then.
+        batch_size: Prompts decoded together. An interrupted run loses at most this many answers.
     """
 
     template: str = "tokenizer"
@@ -53,14 +48,6 @@ class AnswerOptions:
     max_length: int | None = None
     num_answers: int = 1
     batch_size: int = 64
-
-    def check(self, sampling: SamplingOptions) -> None:
-        """Raise ValueError if a number is not positive, or several answers would all be the greedy one."""
-        for name in ("limit", "max_new_tokens", "max_length", "num_answers", "batch_size"):
-            _check_positive(name, getattr(self, name))
-        sampling.sampler()  # raises ValueError if a value is out of range
-        if self.num_answers > 1 and not sampling.temperature:
-            raise ValueError(f"{self.num_answers} greedy answers would be equal: give a temperature above 0")
 
 
 @dataclass(frozen=True)
@@ -76,27 +63,6 @@ class ServerOptions:
     endpoint: str | None = None
     model: str | None = None
     concurrency: int = 16
-
-    def check(self) -> None:
-        """Raise ValueError if only one of endpoint and model is given, or concurrency is not positive."""
-        _check_positive("concurrency", self.concurrency)
-        if (self.endpoint is None) != (self.model is None):
-            raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
-
-
-@dataclass(frozen=True)
-class Answerer:
-    """What answers, ready to work.
-
-    Args:
-        responder: Answers requests.
-        weights: Identifies the weights in a journal.
-        max_length: Maximum number of tokens of a prompt and its answer.
-    """
-
-    responder: Responder
-    weights: str
-    max_length: int
 
 
 def regenerate(
@@ -120,17 +86,20 @@ def regenerate(
         sampling: How tokens are chosen. Every answer has a seed of its own, made of the seed given, the place of its
             conversation in the files, the number of the answer and the turn.
         server: Server that answers instead of the base.
-        files: Conversations, as data.files of a training, such as chats.json or embedded; their own answers are
-            ignored. May be repeated.
+        files: Conversations, as data.files of a training; their own answers are ignored. May be repeated.
         out: JSONL file to write. Until it is complete, OUT.partial holds the answers so far.
         overwrite: Replace an existing file, and the partial file of another command.
     """
-    answers.check(sampling)
-    server.check()
+    for name in ("limit", "max_new_tokens", "max_length", "num_answers", "batch_size", "concurrency"):
+        if (number := (vars(answers) | vars(server))[name]) is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    sampling.sampler()  # raises ValueError if a value is out of range
+    if answers.num_answers > 1 and not sampling.temperature:
+        raise ValueError(f"{answers.num_answers} greedy answers would be equal: give a temperature above 0")
     path = new_file(out, overwrite)
     conversations, dropped = load_conversations(files, answers.limit, requires_answers=False)
     tokenizer = load_tokenizer(base_model.base)
-    resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
+    template = resolve_template(answers.template, tokenizer)  # raises ValueError if there is no such template
     answerer = load_answerer(base_model, server, tokenizer, answers)
     num_turns = 1 if answers.turns == "first" else None
     dialogues = [
@@ -138,7 +107,16 @@ def regenerate(
         for each in conversations
         for number in range(answers.num_answers)
     ]
-    settings = recorded_settings(conversations, tokenizer, answers, answerer)
+    settings: dict[str, Any] = {  # everything that determines the answers
+        "format": 1,
+        "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
+        "base": answerer.weights,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": short_hash(template),
+        "turns": answers.turns,
+        "max_new_tokens": answers.max_new_tokens,
+        "max_length": answerer.max_length,
+    }
     if sampling.temperature:
         settings |= asdict(sampling) | {"num_answers": answers.num_answers}
     partial_path = path.with_name(f"{path.name}.partial")
@@ -149,7 +127,8 @@ def regenerate(
             journal.delete()  # so that the next run tries all prompts again
             raise ValueError(f"no prompt was answered: {counts.dropped}")
         with atomic_write(path) as new, new.open("w", encoding="utf-8", errors="backslashreplace") as stream:
-            stream.writelines(_lines(dialogues))
+            for dialogue in (each for each in dialogues if each.is_cut):
+                stream.write(json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n")
         journal.delete()
     for left_out in (dropped, counts.dropped):
         if left_out.total:
@@ -163,46 +142,24 @@ def load_answerer(
     """Connect to the server if one is named, otherwise load the base.
 
     Raises:
-        ValueError: The address of the server is malformed, the base cannot be loaded, or its context is shorter than
-            ``max_length``.
+        ValueError: The address of the server is malformed or has no model, the base cannot be loaded, or its context is
+            shorter than ``max_length``.
     """
     max_length = answers.max_length
+    if (server.endpoint is None) != (server.model is None):
+        raise ValueError("--endpoint and --model belong together: the server's address, and its name for the base")
     if server.endpoint is not None and server.model is not None:
-        endpoint = Endpoint(server.endpoint, server.model, template_arguments(answers.template, tokenizer))
-        responder = ServerResponder(endpoint, server.concurrency)
-        return Answerer(responder, f"{server.model} on a server", max_length or tokenizer.model_max_length)
+        name, _, option = answers.template.partition(":")
+        switch = THINKING_SWITCH.search(resolve_template(name, tokenizer)) if option else None
+        arguments = {switch[1]: option == "thinking=on"} if switch else {}  # what the server's own template is told
+        max_length = max_length or tokenizer.model_max_length
+        return ServerAnswerer(server.endpoint, server.model, max_length, arguments, server.concurrency)
     base = base_model.load()
     if max_length is not None and max_length > base.context_length:
         raise ValueError(
             f"max_length is {max_length}, but the context of {base_model.base} ends at {base.context_length}"
         )
-    return Answerer(LocalResponder(base), base_hash(base), max_length or base.context_length)
-
-
-def template_arguments(template: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """What a server has to tell its own chat template, so that it writes what the template of this name does."""
-    name, _, option = template.partition(":")
-    switch = THINKING_SWITCH.search(resolve_template(name, tokenizer)) if option else None
-    return {switch[1]: option == "thinking=on"} if switch else {}
-
-
-def recorded_settings(
-    conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    answers: AnswerOptions,
-    answerer: Answerer,
-) -> dict[str, Any]:
-    """Everything that determines the answers, for the first line of the journal."""
-    return {
-        "format": 1,
-        "conversations": short_hash(json.dumps([[each.id, each.messages] for each in conversations])),
-        "base": answerer.weights,
-        "tokenizer": tokenizer_hash(tokenizer),
-        "template": short_hash(resolve_template(answers.template, tokenizer)),
-        "turns": answers.turns,
-        "max_new_tokens": answers.max_new_tokens,
-        "max_length": answerer.max_length,
-    }
+    return LocalAnswerer(base, max_length or base.context_length)
 
 
 def answer_all(
@@ -228,42 +185,46 @@ def answer_all(
     """
     known = {
         (turn, place): reply
-        for turn, replies in journal.entries(partial(_read_batch, answerer.responder))
+        for turn, replies in journal.entries(partial(_read_batch, answerer))
         for place, reply in replies
     }
     counts, turn = AnswerCounts(), 0
     while any(dialogue.num_remaining for dialogue in dialogues):
         requests: dict[int, Request] = {}
         for place, dialogue in enumerate(dialogues):
-            if not dialogue.num_remaining:
+            if not (num_remaining := dialogue.num_remaining):
                 continue
-            num_remaining = dialogue.num_remaining
-            if request := _request(dialogue, options.max_new_tokens, answerer.max_length, counts):
-                seed = derived_seed(sampling.seed, *divmod(place, options.num_answers), turn) % NUM_SEEDS
-                requests[place] = replace(request, sampling=replace(sampling, seed=seed))
-            else:
+            try:
+                prompt = dialogue.prompt()
+                if (limit := min(options.max_new_tokens, answerer.max_length - len(prompt))) < 1:
+                    raise ValueError("the prompt leaves no room for an answer")
+            except ValueError as error:
+                dialogue.stop(str(error), counts)
                 advance(num_remaining, 0, 0)
+                continue
+            seed = derived_seed(sampling.seed, *divmod(place, options.num_answers), turn) % NUM_SEEDS
+            requests[place] = Request(dialogue.pending_messages, prompt, limit, replace(sampling, seed=seed))
         # The longest prompts come first, so that a lack of memory shows at once.
         order = sorted(requests, key=lambda place: (-len(requests[place].prompt), place))
         for first in range(0, len(order), options.batch_size):
             batch = order[first : first + options.batch_size]
             new = [place for place in batch if (turn, place) not in known]
             if new:
-                replies = answerer.responder.answer([requests[place] for place in new])
+                replies = answerer.answer([requests[place] for place in new])
                 journal.append([turn, list(zip(new, replies, strict=True))])
                 known |= {(turn, place): reply for place, reply in zip(new, replies, strict=True)}
             num_tokens, num_remaining = counts.num_tokens, sum(dialogues[place].num_remaining for place in batch)
             for place in batch:
-                answerer.responder.add(dialogues[place], requests[place].prompt, known.pop((turn, place)), counts)
+                answerer.add(dialogues[place], requests[place].prompt, known.pop((turn, place)), counts)
             num_done = num_remaining - sum(dialogues[place].num_remaining for place in batch)
             advance(num_done, len(new), (counts.num_tokens - num_tokens) if new else 0)
         turn += 1
     return counts
 
 
-def _read_batch(responder: Responder, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
+def _read_batch(answerer: Answerer, entry: Any) -> tuple[int, list[tuple[int, Any]]]:
     turn, replies = validated(tuple[int, list[tuple[int, Any]]], entry)
-    return turn, [(place, responder.read(reply)) for place, reply in replies]
+    return turn, [(place, answerer.read(reply)) for place, reply in replies]
 
 
 def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool) -> str:
@@ -284,27 +245,3 @@ def summary(dialogues: Sequence[Dialogue], counts: AnswerCounts, is_served: bool
             "template than --template?"
         )
     return "; ".join(parts)
-
-
-def _request(dialogue: Dialogue, max_new_tokens: int, max_length: int, counts: AnswerCounts) -> Request | None:
-    try:
-        prompt = dialogue.prompt()
-    except ValueError as error:
-        dialogue.stop(str(error), counts)
-        return None
-    limit = min(max_new_tokens, max_length - len(prompt))
-    if limit < 1:
-        dialogue.stop("the prompt leaves no room for an answer", counts)
-        return None
-    return Request(dialogue.pending_messages, prompt, limit)
-
-
-def _lines(dialogues: Sequence[Dialogue]) -> Iterator[str]:
-    for dialogue in dialogues:
-        if dialogue.is_cut:
-            yield json.dumps(dialogue.record(), ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
-def _check_positive(name: str, number: int | None) -> None:
-    if number is not None and number < 1:
-        raise ValueError(f"{name} must be at least 1, not {number}")

@@ -1,0 +1,262 @@
+"""What answers the prompts: the base in this process, or an OpenAI-compatible server that hosts it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import openai
+import torch
+
+from data.files import redacted, validated
+from inference.regenerate.batched import decode_batch
+from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.verifier.base import Base, base_hash
+from inference.verifier.options import GREEDY, SamplingOptions
+from inference.verifier.sampling import KeyedSampler
+
+KEY = "OPENAI_API_KEY"
+MAX_RETRIES = 5  # after a lost connection, a timeout or HTTP 408, 409, 429 or 5xx
+TIMEOUT = 600.0  # seconds without data before a request is given up
+
+
+@dataclass(frozen=True)
+class Request:
+    """A turn that waits for its answer, sampled with a seed of its own.
+
+    Args:
+        messages: (role, text) pairs, the last one from the user.
+        prompt: Token ids of these messages.
+        max_new_tokens: Maximum number of tokens of the answer.
+        sampling: How the answer is sampled.
+    """
+
+    messages: list[tuple[str, str]]
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: SamplingOptions = GREEDY
+
+
+class Answerer(Protocol):
+    """Answers requests. A reply is a JSON value, so that a journal can hold it."""
+
+    max_length: int  # maximum number of tokens of a prompt and its answer
+
+    @property
+    def weights(self) -> str:
+        """Identifies the weights in a journal."""
+
+    def answer(self, requests: Sequence[Request]) -> Sequence[Any]:
+        """Return a reply to each request."""
+
+    def read(self, reply: Any) -> Any:
+        """Return a reply that a journal holds; raises ValueError if this answerer cannot have given it."""
+
+    def add(self, dialogue: Dialogue, prompt: list[int], reply: Any, counts: AnswerCounts) -> None:
+        """Add a reply to its conversation."""
+
+
+class LocalAnswerer:
+    """The base in this process; a reply is a list of token ids."""
+
+    def __init__(self, base: Base, max_length: int) -> None:
+        self.base, self.max_length = base, max_length
+
+    @property
+    def weights(self) -> str:
+        """A hash of the base's weights."""
+        return base_hash(self.base)
+
+    def answer(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Decode all requests in one batch, or in two halves if the memory does not suffice."""
+        limits = [request.max_new_tokens for request in requests]
+        samplers = [request.sampling.sampler() for request in requests]
+        keyed = [sampler for sampler in samplers if isinstance(sampler, KeyedSampler)]
+        try:
+            return decode_batch(self.base, [request.prompt for request in requests], limits, keyed)
+        except torch.OutOfMemoryError as error:
+            if len(requests) == 1:
+                raise ValueError(
+                    f"not enough memory for one prompt of {len(requests[0].prompt)} tokens and an answer of "
+                    f"{limits[0]}: give a smaller --max-length or another --dtype"
+                ) from error
+        torch.cuda.empty_cache()  # outside the handler, where the error no longer keeps the tensors alive
+        half = len(requests) // 2
+        return self.answer(requests[:half]) + self.answer(requests[half:])
+
+    def read(self, reply: Any) -> list[int]:
+        """Return a reply of at least one token of the base's vocabulary."""
+        tokens = validated(list[int], reply)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < self.base.model.config.vocab_size:
+            raise ValueError("not an answer of this base")
+        return tokens
+
+    def add(self, dialogue: Dialogue, prompt: list[int], reply: list[int], counts: AnswerCounts) -> None:
+        """Add the answer's tokens to its conversation."""
+        dialogue.add_tokens(prompt, reply, self.base.eos, counts)
+
+
+@dataclass(frozen=True)
+class ServerReply:
+    """An answer of a server, or the reason why it refuses this one request."""
+
+    text: str = ""
+    is_cut: bool = False  # off at the token limit
+    num_read: int | None = None  # tokens of the prompt, if the server reports them
+    num_written: int | None = None  # tokens of the answer, if the server reports them
+    reasoning: str = ""  # before the answer, if the server reports it apart from the text
+    refused: str = ""
+    is_failing: bool = False  # whether it is the server's own fault that it refuses
+
+
+class ServerAnswerer:
+    """An OpenAI-compatible server, asked through ``/v1/chat/completions``; a reply is the fields of a `ServerReply`.
+
+    The API key is read from the environment variable OPENAI_API_KEY for every request and never stored or printed.
+
+    Args:
+        url: Address of the server, with or without ``/v1``.
+        model: Name under which the server offers the base.
+        max_length: Maximum number of tokens of a prompt and its answer.
+        template_arguments: What the server's chat template is told besides the messages, such as enable_thinking.
+        concurrency: Maximum number of requests at the same time.
+
+    Raises:
+        ValueError: `url` is not the address of a server, or contains a password.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        max_length: int = 0,
+        template_arguments: Mapping[str, bool] | None = None,
+        concurrency: int = 16,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError(f"endpoint must look like http://localhost:8000/v1, not {parts.scheme}://{parts.hostname}")
+        if "@" in parts.netloc:
+            raise ValueError(f"the endpoint's URL contains a password: put the key into the variable {KEY} instead")
+        self.url, self.model = f"{url.rstrip('/').removesuffix('/chat/completions').removesuffix('/v1')}/v1", model
+        self.max_length, self.concurrency = max_length, concurrency
+        self.template_arguments = dict(template_arguments or {})
+        self._client = openai.OpenAI(
+            base_url=self.url,
+            api_key="unused",  # each request carries the key from the environment, or none
+            max_retries=MAX_RETRIES,
+            timeout=TIMEOUT,
+            # The client follows redirects by default, which could send the key to another host.
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),
+        )
+
+    @property
+    def weights(self) -> str:
+        """The name of the model."""
+        return f"{self.model} on a server"
+
+    def answer(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Send the requests, up to ``concurrency`` of them at the same time.
+
+        Raises:
+            ValueError: The server fails at every request, or `ask` finds that no request can succeed.
+        """
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            futures = [pool.submit(self.ask, request) for request in requests]
+            try:
+                replies = [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        if len(replies) > 1 and all(reply.is_failing for reply in replies):
+            raise ValueError(
+                f"{self.url} fails at all of {len(replies)} requests ({replies[0].refused}): "
+                "repair the server, then repeat the command to continue"
+            )
+        return list(map(vars, replies))
+
+    def ask(self, request: Request) -> ServerReply:
+        """Return the answer to one request, or the reason why the server cannot answer it.
+
+        Raises:
+            ValueError: No request can succeed: the key, the model name or the address is wrong, or nobody answers.
+        """
+        sampling = request.sampling
+        extra: dict[str, Any] = {"top_p": sampling.top_p, "seed": sampling.seed} if sampling.temperature else {}
+        extra |= {"top_k": sampling.top_k} if sampling.top_k else {}  # as is the next one, an extension of vLLM
+        extra |= {"chat_template_kwargs": self.template_arguments} if self.template_arguments else {}
+        messages: Any = [{"role": role, "content": text} for role, text in request.messages]
+        headers = _authorization()
+        try:
+            return _read_reply(
+                self._client.chat.completions.create(
+                    model=self.model,
+                    messages=messages,
+                    temperature=sampling.temperature,
+                    max_tokens=request.max_new_tokens,
+                    extra_headers=headers,
+                    extra_body=extra,
+                )
+            )
+        except (openai.APIStatusError, openai.APIConnectionError) as error:
+            return self._explain(error)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # the client does not check what it reads
+            raise ValueError(f"{self.url} answers, but not as an OpenAI-compatible server does ({error!r})") from error
+
+    def _explain(self, error: openai.APIStatusError | openai.APIConnectionError) -> ServerReply:
+        tries = 1 + int(error.request.headers.get("x-stainless-retry-count", 0))
+        code = error.status_code if isinstance(error, openai.APIStatusError) else 0
+        # The standard phrase of a status, and only the type of another cause: their texts may quote the key.
+        phrase = HTTPStatus(code).phrase if code in HTTPStatus.__members__.values() else ""
+        reason = f"HTTP {code} {phrase}".rstrip() if code else type(error.__cause__ or error).__name__
+        if code in (0, 408, 409, 429):
+            raise ValueError(
+                f"{self.url} does not answer ({reason}), tried {tries} times; repeat the command to continue"
+            ) from None
+        mistakes = {404: f"the address or the model {self.model!r} is wrong"}
+        mistakes |= dict.fromkeys((401, 403), f"set the variable {KEY} to the server's key")
+        mistakes |= dict.fromkeys(range(300, 400), "the server has moved: give its new address")
+        if code in mistakes:
+            raise ValueError(f"{self.url} refuses ({reason}): {mistakes[code]}") from None
+        is_failing = code >= 500
+        return ServerReply(refused=f"{reason}, {tries} times" if is_failing else reason, is_failing=is_failing)
+
+    def read(self, reply: Any) -> dict[str, Any]:
+        """Return a reply with all its fields."""
+        return vars(validated(ServerReply, reply))
+
+    def add(self, dialogue: Dialogue, prompt: list[int], reply: dict[str, Any], counts: AnswerCounts) -> None:
+        """Add the answer's text to its conversation, or leave the conversation if the server refused it."""
+        if reply["refused"]:
+            return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
+        counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
+        return dialogue.add_text(reply["text"], reply["is_cut"], reply["num_written"], counts, reply["reasoning"])
+
+
+def _read_reply(completion: Any) -> ServerReply:
+    choice, usage = completion.choices[0], completion.usage
+    message = choice.message
+    found = message.content, getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    # A server may echo the key, and no file can hold half of a surrogate pair.
+    text, reasoning = (redacted((part or "").encode("utf-8", "replace").decode()) for part in found)
+    num_read, num_written = (
+        validated(int | None, getattr(usage, f"{kind}_tokens", None)) for kind in ("prompt", "completion")
+    )
+    return ServerReply(text, choice.finish_reason == "length", num_read, num_written, reasoning)
+
+
+def _authorization() -> Mapping[str, str | openai.Omit]:
+    """The Authorization header with the key of the environment, or none.
+
+    Raises:
+        ValueError: The key contains characters that a header cannot hold; the message does not quote it.
+    """
+    key = os.environ.get(KEY)
+    if key and not (key.isascii() and key.isprintable()):
+        raise ValueError(f"the variable {KEY} contains a line break or another character that no HTTP header can hold")
+    return {"Authorization": f"Bearer {key}" if key else openai.Omit()}

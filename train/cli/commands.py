@@ -34,7 +34,7 @@ COMMANDS = {
         "measure drafters side by side on the benchmarks of the papers or our own",
     ),
     "tune": Command("inference.tune", "tune", "search the options of a drafter for speed or acceptance"),
-    "chat": Command("inference.chat.command", "chat", "talk to a base in the terminal and watch its drafter"),
+    "chat": Command("inference.chat", "chat", "talk to a base in the terminal and watch its drafter"),
     "report": Command(
         "inference.reporting.report",
         "report",

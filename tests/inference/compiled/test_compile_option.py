@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.chat.command import Chat
+from inference.chat import Chat
 from inference.compiled.runner import make_runner
 from inference.evaluation.evaluate import evaluate
 from inference.verifier import layers

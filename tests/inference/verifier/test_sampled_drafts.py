@@ -17,7 +17,7 @@ import drafters
 from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation, drafter_specs, generate, stream
-from inference.chat.chat_session import ChatSession
+from inference.chat import ChatSession
 from inference.equality import next_probabilities
 from inference.verifier.base import load_base, tokenizer_hash
 from inference.verifier.options import SamplingOptions

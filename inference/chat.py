@@ -5,33 +5,31 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.text import Text
 
 from data.files import SafeConsole, safe_text
 from data.reasoning import decode_answer
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.chat.answer_display import AnswerDisplay
-from inference.chat.chat_session import ChatSession
 from inference.compiled.runner import make_runner
 from inference.drafter_specs import Budget
 from inference.generation import IncrementalDetokenizer
 from inference.prompts import encode_messages
-from inference.reporting.rows import number
-from inference.results import metrics
 from inference.verifier.base import Base
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
-from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, check_prompt
+from inference.verifier.session import RESERVED_FOR_DRAFTS, Generation, Session, StepCost, check_prompt, common_prefix
 
+ACCEPTED = "green"
 WARM_UP_TOKENS = 4
 HELP = {
     "/drafter NAME[=FILE][:key=value,...]": "use another drafter; none decodes without a drafter",
@@ -45,37 +43,94 @@ HELP = {
 }
 
 
-@dataclass(frozen=True)
-class LastAnswer:
-    """The last answer, and what is needed to decode it again without a drafter.
+class ChatSession:
+    """Decodes the turns of a chat on one KV cache: each prompt usually continues the text of the turn before.
+
+    The cache keeps what the prompt shares with the text before it. If the chat template renders an earlier answer in
+    other tokens than the base wrote, only the text before that answer is shared.
 
     Args:
-        prompt: Token ids of its prompt.
-        num_cached: Tokens of the prompt that were in the cache already.
-        generation: The answer.
-        sampler: The sampler it was decoded with.
+        session: The decoding session of the base and the drafter.
     """
 
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.num_cached = 0  # tokens of the last prompt that were in the cache already
+
+    def forget(self) -> None:
+        """Start a new chat, and reset what the drafter keeps across texts."""
+        self.session.forget()
+        self.session.drafter.reset()
+
+    def decode(
+        self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[list[int], StepCost]]:
+        """Yield the tokens that each step emits and its cost; the caller may stop between two steps.
+
+        Raises:
+            ValueError: As `Session.decode`.
+        """
+        session = self.session
+        end = session.end_of(prompt, max_new_tokens)
+        num_shared = common_prefix(session.seq, prompt)
+        if num_shared > 1:
+            session.resume(prompt, num_shared)
+        else:  # the root is always fed again, so a single shared token is not worth keeping
+            session.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)
+        self.num_cached = session.runner.cached
+        # The drafter has not seen the base's hidden states of the new message, so it waits for one step.
+        yield from session.steps(end, eos, drafts_at_once=not self.num_cached)
+
+
+class AnswerDisplay:
+    """Shows a text as it grows, with accepted draft tokens in colour.
+
+    On a terminal, its last line and a line of figures below it are redrawn in every step, and complete lines stay as
+    they are. If the output is not a terminal, the pieces are written one after the other.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console, self._line = console, Text()
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> AnswerDisplay:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live:
+            self._live.stop()
+        self.console.print(self._line, soft_wrap=True)
+
+    def add(self, piece: str, is_accepted: bool) -> None:
+        """Append a piece of the text, which was drafted and accepted or is the base's own."""
+        text = Text(safe_text(piece), style=ACCEPTED if is_accepted else "")
+        if not self._live:
+            self.console.print(text, end="", soft_wrap=True)
+            return
+        *complete, self._line = (self._line + text).wrap(self.console, self.console.width)
+        for line in complete:
+            self.console.print(line, soft_wrap=True)
+
+    def refresh(self, figures: str) -> None:
+        """Redraw the last line on a terminal, with these figures below it."""
+        if self._live:
+            self._live.update(Group(self._line, Text(figures, style="dim")), refresh=True)
+
+
+@dataclass(frozen=True)
+class LastAnswer:
+    """The last answer, and what is needed to decode it again without a drafter."""
+
     prompt: list[int]
-    num_cached: int
+    num_cached: int  # tokens of the prompt that were in the cache already
     generation: Generation
     sampler: Sampler
 
 
 class Chat:
-    """A chat with one base, whose drafter and options may change between turns.
-
-    Args:
-        base: The base.
-        console: Console to write to.
-        drafter: Name of the drafter, as on the command line.
-        template: Chat template, as in `encode_messages`.
-        system: System message; empty for none.
-        max_new_tokens: Maximum number of tokens of an answer.
-        sampling: How the base's tokens are chosen.
-        budget: How many draft tokens a step feeds, as in `drafters eval`.
-        compile: Whether decoding steps are compiled.
-    """
+    """A chat with one base, whose drafter and options may change between turns; the arguments are those of `chat`."""
 
     def __init__(
         self,
@@ -94,80 +149,66 @@ class Chat:
         self.last_answer: LastAnswer | None = None
         self.compares_next = False
         self._compile, self._runner = compile, make_runner(base, compile)
-        self._set_max(str(max_new_tokens))
         self.sampling, self.budget = sampling or SamplingOptions(), budget
-        self._sampler = make_chat_sampler(self.sampling)
-        self.drafter, self._session = self._build(drafter)
+        self._execute("max", str(max_new_tokens))
+        self._execute("drafter", drafter)
+
+    def say(self, line: str, style: str = "") -> None:
+        """Print a line about the chat."""
+        self.console.print(Text(line, style), soft_wrap=not self.console.is_terminal)
 
     def handle_line(self, line: str) -> None:
         """Answer a line of input or execute its command; a mistake is reported in one line and changes nothing."""
-        commands: dict[str, Callable[[str], None]] = {
-            "drafter": self._set_drafter,
-            "compare": self._compare,
-            "system": self._set_system,
-            "max": self._set_max,
-            "temperature": self._set_temperature,
-            "reset": self._reset,
-            "help": self._help,
-        }
         try:
-            if not line.startswith("/"):
+            if line.startswith("/"):
+                word, _, text = line[1:].partition(" ")
+                self._execute(word, text.strip())
+            else:
                 self._answer(line)
-                return
-            word, _, rest = line[1:].partition(" ")
-            if word not in commands:
-                raise ValueError(f"there is no command /{word}: /help lists them all")
-            commands[word](rest.strip())
         except (ValueError, OSError) as error:
             self.say(" ".join(str(error).split()), "red")
 
-    # ---- commands
+    def _execute(self, command: str, text: str) -> None:
+        match command:
+            case "drafter" if text:
+                self.drafter, self._session = drafter_specs.label(text), self._build(text)
+            case "drafter":
+                raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.known()}")
+            case "compare" if self.last_answer:
+                self._compare_with_base(self.last_answer)
+            case "compare":
+                self.compares_next = True
+                self.say("the next answer will be compared")
+            case "system":
+                self.system = text
+            case "max":
+                if not text.isdecimal() or int(text) < 1:
+                    raise ValueError(f"the maximum number of tokens must be a whole number of at least 1, not {text!r}")
+                self.max_new_tokens = int(text)
+            case "temperature":
+                try:
+                    sampling = replace(self.sampling, temperature=float(text))
+                except ValueError as error:
+                    raise ValueError(f"the temperature must be a number of at least 0, not {text!r}") from error
+                self._session.session.sampler = chat_sampler(sampling)
+                self.sampling = sampling
+            case "reset":
+                self.messages, self.last_answer = [], None
+                self._session.forget()
+            case "help":
+                for usage, meaning in HELP.items():
+                    self.say(f"{usage:<38}{meaning}")
+            case _:
+                raise ValueError(f"there is no command /{command}: /help lists them all")
 
-    def _set_drafter(self, spec: str) -> None:
-        if not spec:
-            raise ValueError(f"the drafter is {self.drafter}; known are {drafter_specs.known()}")
-        self.drafter, self._session = self._build(spec)
-
-    def _build(self, spec: str) -> tuple[str, ChatSession]:
-        """Build a drafter and a session with it; return the drafter's label and the session."""
-        session = ChatSession(drafter_specs.make_session(spec, self._runner, self._sampler, self.budget))
+    def _build(self, spec: str) -> ChatSession:
+        """Build a session with a drafter."""
+        session = ChatSession(drafter_specs.make_session(spec, self._runner, chat_sampler(self.sampling), self.budget))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):
             pass
         session.forget()
-        return drafter_specs.label(spec), session
-
-    def _set_system(self, text: str) -> None:
-        self.system = text
-
-    def _set_max(self, text: str) -> None:
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"the maximum number of tokens must be a whole number of at least 1, not {text!r}")
-        self.max_new_tokens = int(text)
-
-    def _set_temperature(self, text: str) -> None:
-        try:
-            sampling = replace(self.sampling, temperature=float(text))
-        except ValueError as error:
-            raise ValueError(f"the temperature must be a number of at least 0, not {text!r}") from error
-        self._sampler = make_chat_sampler(sampling)
-        self.sampling = sampling
-        self._session.session.sampler = self._sampler
-
-    def _reset(self, _: str) -> None:
-        self.messages, self.last_answer = [], None
-        self._session.forget()
-
-    def _help(self, _: str) -> None:
-        for command, line in HELP.items():
-            self.say(f"{command:<38}{line}")
-
-    def _compare(self, _: str) -> None:
-        if self.last_answer:
-            self._compare_with_base(self.last_answer)
-        else:
-            self.compares_next = True
-            self.say("the next answer will be compared")
+        return session
 
     # ---- answers
 
@@ -186,43 +227,27 @@ class Chat:
                 generation.seconds += sum(cost.seconds)
                 display.add(detokenizer.add(emitted[: cost.accepted]), is_accepted=True)
                 display.add(detokenizer.add(emitted[cost.accepted :]), is_accepted=False)
-                display.refresh(self._figures(generation))
+                display.refresh(f"{self.drafter}: {figures(generation)}")
                 if was_stopped := is_stopped():
                     break
             display.add(detokenizer.finish(), is_accepted=False)
         answer = decode_answer(generation.tokens, self.base.tokenizer).strip()
         self.messages += [("user", text), ("assistant", answer)]
-        self.last_answer = LastAnswer(prompt, self._session.num_cached, generation, self._sampler)
-        self.say(self._figures(generation) + self._why_it_ended(generation, len(prompt), was_stopped), "dim")
+        self.last_answer = LastAnswer(prompt, self._session.num_cached, generation, self._session.session.sampler)
+        end = ""
+        if generation.tokens[-1] not in self.base.eos:
+            is_full = len(prompt) + len(generation.tokens) >= self.base.context_length
+            end = "; the context is full: /reset begins a new chat" if is_full else "; cut short: /max N allows more"
+        end = "; stopped" if end and was_stopped else end
+        self.say(f"{self.drafter}: {figures(generation)}{end}", "dim")
         if self.compares_next:
             self.compares_next = False
             self._compare_with_base(self.last_answer)
-
-    def _figures(self, generation: Generation) -> str:
-        """Acceptance length, speed and mean number of fed tokens of an answer, in one line."""
-        speed = number(len(generation.tokens) / generation.seconds, places=1)
-        length = number(metrics.acceptance_length([generation]))
-        tokens, steps = len(generation.tokens), len(generation.steps)
-        fed = number(sum(step.fed for step in generation.steps[1:]) / (steps - 1) if steps > 1 else None, places=1)
-        return (
-            f"{self.drafter}: acceptance length {length}, {speed} tokens/s, {tokens} tokens in {steps} steps, "
-            f"{fed} fed per step"
-        )
 
     @cached_property
     def _other_runner(self) -> Runner:
         """A runner for comparisons, which leave the cache of the chat as it is."""
         return make_runner(self.base, self._compile)
-
-    def _why_it_ended(self, generation: Generation, prompt_length: int, was_stopped: bool) -> str:
-        """What the line of figures adds about the end of an answer; nothing after an end-of-sequence token."""
-        if generation.tokens[-1] in self.base.eos:
-            return ""
-        if was_stopped:
-            return "; stopped"
-        if prompt_length + len(generation.tokens) >= self.base.context_length:
-            return "; the context is full: /reset begins a new chat"
-        return "; cut short: /max N allows more"
 
     def _compare_with_base(self, answer: LastAnswer) -> None:
         """Decode an answer again without a drafter, and show both speeds and whether the texts are the same.
@@ -241,30 +266,27 @@ class Chat:
                 if is_stopped():
                     break
         compiling = "; the first step of each compiled shape includes its compilation" if self._compile else ""
-        self.say(comparison(answer.generation, without_drafter, self._decode) + compiling, "dim")
-
-    def _decode(self, tokens: list[int]) -> str:
-        tokenizer: Any = self.base.tokenizer  # whose type also allows batches
-        return tokenizer.decode(tokens)
-
-    def say(self, line: str, style: str = "") -> None:
-        """Print a line."""
-        self.console.print(Text(line, style=style), soft_wrap=not self.console.is_terminal)
+        self.say(comparison(answer.generation, without_drafter, self.base.tokenizer.decode) + compiling, "dim")
 
 
-def make_chat_sampler(sampling: SamplingOptions) -> Sampler:
-    """Create the sampler; unlike other commands, the chat allows top_k and top_p at temperature 0.
-
-    They take effect after a later ``/temperature``.
-    """
+def chat_sampler(sampling: SamplingOptions) -> Sampler:
+    """The sampler; in a chat, top_k and top_p may be given at temperature 0, for a later ``/temperature``."""
     return sampling.sampler() if sampling.temperature else Greedy()
 
 
-def comparison(drafted: Generation, without_drafter: Generation, decode: Callable[[list[int]], str]) -> str:
+def figures(generation: Generation) -> str:
+    """Acceptance length, speed and mean number of fed tokens of an answer; the first step is the prefill."""
+    tokens, steps, later = len(generation.tokens), len(generation.steps), generation.steps[1:]
+    length = f"{sum(step.emitted for step in later) / len(later):.2f}" if later else "–"
+    fed = f"{sum(step.fed for step in later) / len(later):.1f}" if later else "–"
+    speed = tokens / generation.seconds
+    return f"acceptance length {length}, {speed:.1f} tokens/s, {tokens} tokens in {steps} steps, {fed} fed per step"
+
+
+def comparison(drafted: Generation, without_drafter: Generation, decode: Callable[[list[int]], Any]) -> str:
     """Return one line that compares an answer with the same answer decoded without a drafter: speed and text."""
     speeds = [len(generation.tokens) / generation.seconds for generation in (drafted, without_drafter)]
-    pairs = list(zip(drafted.tokens, without_drafter.tokens, strict=False))
-    num_equal = next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
+    num_equal = common_prefix(drafted.tokens, without_drafter.tokens)
     if num_equal == len(drafted.tokens) == len(without_drafter.tokens):
         result = "the same text"
     else:
@@ -316,13 +338,9 @@ def chat(
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all.
         system: System message before the first turn; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.
-        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
-            tokenizer:thinking=on or tokenizer:thinking=off sets.
-        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
-            `drafters step-cost` wrote, auto starts from the times in it.
-        compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same; each shape takes
-            some seconds to compile when it first occurs.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
+        budget: Draft tokens per step where the drafter's options give no number: fixed, or auto, as many as pay.
+        compile: Compile the base's decoding steps to graphs of fixed shapes.
     """
     console = SafeConsole(highlight=False)
     conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling, budget, compile)

@@ -10,9 +10,7 @@ from rich.console import Console
 
 import drafters
 from drafters import NoDrafter
-from inference.chat.answer_display import AnswerDisplay
-from inference.chat.chat_session import ChatSession
-from inference.chat.command import Chat, chat, comparison, interruptible
+from inference.chat import AnswerDisplay, Chat, ChatSession, chat, comparison, interruptible
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler

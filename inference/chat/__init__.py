@@ -1,4 +1,0 @@
-"""``drafters chat``: a conversation in the terminal.
-
-May import `engine`, `compiled`, `registry`, `api`, `results` and `reporting`.
-"""

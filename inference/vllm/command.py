@@ -30,17 +30,11 @@ OPENMP = Path(sys.prefix) / "lib" / "libiomp5.so"
 
 @dataclass(frozen=True)
 class Launch:
-    """How a server of vLLM is started.
-
-    Args:
-        environment: Environment variables that it needs besides those of the process that starts it.
-        arguments: Arguments of Python.
-        remembers: Whether the drafter may draft differently after other texts.
-    """
+    """How a server of vLLM is started: environment variables besides those there are, and arguments of Python."""
 
     environment: dict[str, str]
     arguments: list[str]
-    remembers: bool = False
+    remembers: bool = False  # whether the drafter may draft differently after other texts
 
     @property
     def line(self) -> str:
@@ -63,12 +57,11 @@ def serve_command(
     when the engine has started. The texts are those of the base alone, whatever the drafter.
 
     Args:
-        drafter: Folder of an exported CTC or block drafter; or a drafter that reads only tokens, such as anpd or
-            joint:runner_up=0; or folder of a drafter that was exported with ``--format vllm``.
-        base: Folder or hub id of the base. By default the one that the drafter was trained for.
+        drafter: Folder of a CTC or block drafter, or of one exported with ``--format vllm``; or a drafter that reads
+            only tokens, such as anpd or joint:runner_up=0.
+        base: Folder or hub id of the base; by default the one that the drafter was trained for.
         engine: The engine.
-        num_tokens: Largest number of draft tokens per step. By default as many as the drafter was trained for, and 6
-            for drafters without weights and for EAGLE in vLLM's format, which does not tell.
+        num_tokens: Largest number of draft tokens per step; by default what the drafter was trained for, else 6.
         dtype: Dtype of the base, as vLLM names it: auto, float32, bfloat16 or float16.
         port: Port of the server.
     """
@@ -82,14 +75,7 @@ def serve_command(
 def make_launch(
     base: str | None, drafter: str | None, num_tokens: int | None = None, dtype: str = "auto", port: int = 8000
 ) -> Launch:
-    """Return how vLLM is started with a drafter, or without one.
-
-    Args:
-        base: Folder or hub id of the base. By default the one that the drafter was trained for.
-        drafter: The drafter; None decodes with the base alone, under the same arguments.
-        num_tokens: As in `serve_command`.
-        dtype: As in `serve_command`.
-        port: Port of the server.
+    """Return how vLLM is started with a drafter, or for None with the base alone; see `serve_command`.
 
     Raises:
         ValueError: vLLM cannot serve the drafter, it was trained for another base, or vLLM has another version.
@@ -180,13 +166,12 @@ def _launch(
         return Launch({}, words)
     words += ["--override-generation-config", json.dumps({"temperature": 0})]
     # Without Intel's OpenMP the build for a CPU decodes a few tokens per second as soon as it speculates.
-    if not OPENMP.is_file():
-        return Launch({}, words)
-    if set(str(OPENMP)) & set(" :"):
+    can_preload = not set(str(OPENMP)) & set(" :")
+    if OPENMP.is_file() and not can_preload:
         print(
             f"{OPENMP} cannot be preloaded, because LD_PRELOAD ends a path at a space or colon: vLLM will be slow; "
             "make its environment in another folder",
             file=sys.stderr,
         )
-        return Launch({}, words)
-    return Launch({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"}, words)
+    is_preloaded = OPENMP.is_file() and can_preload
+    return Launch({"LD_PRELOAD": str(OPENMP), "KMP_BLOCKTIME": "0"} if is_preloaded else {}, words)

@@ -16,11 +16,14 @@ NAMES_OF_OTHERS = "eagle-", "eagle3", "dflash", "dspark"
 """Parts of a path by which vLLM takes a Medusa drafter for one of another method, whatever the configuration says."""
 
 
+# ---- what is read of config.json; None where a format leaves it out
+
+
 @dataclass(frozen=True)
 class Proposal:
     """How many tokens a checkpoint of speculators drafts."""
 
-    speculative_tokens: int
+    speculative_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
+class FusedLayers:
+    """The part ``eagle_config`` of SpecForge."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    use_aux_hidden_state: bool = True
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes that are compared with those of the base."""
 
@@ -47,15 +58,8 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class FusedLayers:
-    """The part ``eagle_config`` of SpecForge."""
-
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
 class OwnFormat:
-    """What is read of config.json; None where a format leaves it out."""
+    """The whole file."""
 
     model_type: str | None = None
     speculators_model_type: str | None = None
@@ -65,11 +69,8 @@ class OwnFormat:
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
     eagle_config: FusedLayers | None = None
 
-    @property
-    def last_fused_layer(self) -> int:
-        """The last layer of the base that an EAGLE-3 drafter reads; 0 if the format does not name its layers."""
-        part = self.eagle_config.eagle_aux_hidden_state_layer_ids if self.eagle_config else None
-        return max(self.eagle_aux_hidden_state_layer_ids or part or (0,))
+
+# ---- the drafters
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class OwnMethod:
         num_tokens: Tokens of a draft, if the folder says so.
         base_name: The base, if the folder names it.
         sizes: Sizes of the base that it was trained for.
-        last_fused_layer: The last layer of the base that it reads, if the folder names them.
+        last_fused_layer: The last layer of the base that it reads; 0 if the folder does not name its layers.
     """
 
     method: str
@@ -105,18 +106,15 @@ class OwnMethod:
 
     def check_fit(self, name: str, shape: BaseShape) -> None:
         """Raise ValueError if a base has other sizes; these formats do not tell the tokenizer."""
-        for size in ("hidden_size", "vocab_size"):
-            own, its = getattr(self.sizes, size), getattr(shape, size)
-            if own != its:
-                raise ValueError(
-                    f"{self.folder} was trained for a base with {size} {own}, but {name} has {its}: pass the base it "
-                    "was trained for"
-                )
+        problems = [
+            f"was trained for a base with {size} {own}, but {name} has {getattr(shape, size)}"
+            for size, own in vars(self.sizes).items()
+            if own != getattr(shape, size)
+        ]
         if self.last_fused_layer > shape.num_layers:
-            raise ValueError(
-                f"{self.folder} reads layer {self.last_fused_layer} of its base, but {name} has {shape.num_layers}: "
-                "pass the base it was trained for"
-            )
+            problems.append(f"reads layer {self.last_fused_layer} of its base, but {name} has {shape.num_layers}")
+        if problems:
+            raise ValueError(f"{self.folder} {problems[0]}: pass the base it was trained for")
 
 
 def spec_of_folder(folder: Path) -> str | None:
@@ -144,15 +142,12 @@ def read_own_method(spec: str) -> OwnMethod | None:
 
 def _read(folder: Path) -> OwnMethod | None:
     path = folder / "config.json"
-    if not path.is_file():
-        return None
-    values = read_json(path)
+    values = read_json(path) if path.is_file() else None
     if not isinstance(values, dict) or "class_path" in values:
         return None
     try:
         settings: OwnFormat = validated(OwnFormat, values)
-        method = _method_of(settings, folder)
-        if method is None:
+        if (method := _method_of(settings, folder)) is None:
             return None
         sizes = settings.transformer_layer_config or validated(Sizes, values)
     except ValueError as error:
@@ -160,7 +155,9 @@ def _read(folder: Path) -> OwnMethod | None:
     algorithm = settings.speculators_config
     proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
     num_tokens = settings.num_heads if method == "medusa" else next(iter(proposed), None)
-    last_layer = settings.last_fused_layer if method == "eagle3" else 0
+    part = (settings.eagle_config or FusedLayers()).eagle_aux_hidden_state_layer_ids
+    layers = settings.eagle_aux_hidden_state_layer_ids or part or (0,)
+    last_layer = max(layers) if method == "eagle3" else 0
     return OwnMethod(method, folder, num_tokens, algorithm.verifier.name_or_path, sizes, last_layer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,13 +14,103 @@ from drafters.parallel.drafter import ParallelDrafter
 from drafters.protocol import BaseWeights
 from inference.vllm.proposer import Proposer, logger
 from inference.vllm.served_drafter import read_parallel, spec_of
-from inference.vllm.slot_cache import FedBatch, SlotCache, groups
 
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
 
 GIB = 1 << 30
+MAX_GATHERED_BYTES = 1 << 30
+"""Keys and values that one draft gathers at most, unless a single text has more."""
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """Where the last forward of the base put the keys and values of each request."""
+
+    block_table: Tensor  # (R, blocks) physical blocks of each request
+    block_size: int  # slots of a block
+
+    @classmethod
+    def of(cls, metadata: Any, positions: Tensor, block_size: int) -> FedBatch:
+        """Read the attention metadata of a forward; ``positions`` (N,) are those of its tokens.
+
+        Raises:
+            ValueError: The attention backend tells no block table of this block size.
+        """
+        table = getattr(metadata, "block_table", None)
+        if table is not None:
+            batch = cls(table, block_size)
+            first = batch.slots([0], positions[:1].cpu() + 1)[0, -1]  # the first token belongs to the first request
+            if first == metadata.slot_mapping[0]:
+                return batch
+        raise ValueError(
+            f"vLLM's attention backend gives no table of the cache's blocks ({type(metadata).__name__}), which the "
+            "drafter needs: start vLLM with --attention-backend FLASH_ATTN or TRITON_ATTN"
+        )
+
+    def slots(self, rows: list[int], lengths: Tensor) -> Tensor:
+        """Physical slots (N, S) of the first positions of N requests, S being the largest of their lengths (N,).
+
+        Behind the length of a request they are slot 0.
+        """
+        positions = torch.arange(int(lengths.max()), device=self.block_table.device)
+        blocks = self.block_table[rows].long()[:, positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        return slots * (positions < lengths.to(positions.device)[:, None])
+
+
+def groups(lengths: list[int], max_positions: int) -> list[list[int]]:
+    """Divide texts into groups of similar lengths, each of which fits into a tensor (texts, longest text).
+
+    Only a single text may have more than ``max_positions``.
+
+    >>> groups([3, 100, 5, 4], max_positions=15)
+    [[0, 3, 2], [1]]
+    """
+    found: list[list[int]] = []
+    for text in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if found and (len(found[-1]) + 1) * lengths[text] <= max_positions:
+            found[-1].append(text)
+        else:
+            found.append([text])
+    return found
+
+
+class SlotCache:
+    """Keys and values of a drafter's trunk, one row for every slot of the base's own cache.
+
+    A position's keys and values lie at the slot of its base keys and values. So whatever vLLM does with its blocks
+    holds for ours too: shared prefixes are shared, a preempted request is fed again, and rejected drafts are written
+    over.
+    """
+
+    def __init__(self, drafter: ParallelDrafter, num_slots: int) -> None:
+        layer: Any = drafter.trunk.layers[0]
+        attention, weight = layer.self_attn, drafter.frame_embedding
+        self.num_slots, self.num_layers = num_slots, len(drafter.trunk.layers)
+        shape = self.num_layers, 2, num_slots, attention.num_heads, attention.head_dim
+        self._rows = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._rows.numel() * self._rows.element_size()
+
+    @property
+    def max_gathered(self) -> int:
+        """Number of positions that one draft may gather."""
+        return MAX_GATHERED_BYTES * self.num_slots // self.num_bytes
+
+    def write(self, slots: Tensor, context: list[tuple[Tensor, Tensor]]) -> None:
+        """Store the keys and values of N positions, as `Trunk.context` gives them: for each layer two (1, h, N, d)."""
+        for layer, pair in enumerate(context):
+            for part, states in enumerate(pair):
+                self._rows[layer, part, slots] = states[0].transpose(0, 1)
+
+    def read(self, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values at slots (B, S): for each layer two tensors of (B, h, S, d)."""
+        layers = self._rows[:, :, slots].transpose(-3, -2)
+        return [(keys, values) for keys, values in layers]
 
 
 class ParallelProposer(Proposer):
@@ -27,9 +118,6 @@ class ParallelProposer(Proposer):
 
     vLLM gives a proposer of this kind no hidden states. They come from a forward hook on the base's model, and where
     they belong from the attention metadata of the same forward.
-
-    Args:
-        vllm_config: vLLM's configuration.
 
     Raises:
         ValueError: The folder is missing or damaged, the drafter is of another kind or was trained for another base,

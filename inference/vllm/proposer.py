@@ -34,9 +34,6 @@ class Proposer(ABC):
 
     vLLM verifies the chains by its own rejection sampler, so the texts stay the base's own whatever is proposed.
 
-    Args:
-        vllm_config: vLLM's configuration.
-
     Raises:
         ValueError: The drafter is missing or does not fit the base, or vLLM would verify it wrongly.
     """

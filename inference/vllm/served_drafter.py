@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -11,11 +11,11 @@ from data.files import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.parallel.drafter import ParallelDrafter
-from drafters.protocol import BaseShape, Drafter, RequiredOutputs
+from drafters.protocol import BaseShape, Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import registered
+from drafters.tree import DraftTree
 from inference import drafter_builders, drafter_specs
 from inference.verifier.runner import Runner
-from inference.vllm.chains import ChainDrafter
 from inference.vllm.own_methods import spec_of_folder
 
 if TYPE_CHECKING:
@@ -136,3 +136,33 @@ def chain_builder(spec: str, base: ServedBase, num_tokens: int) -> Callable[[], 
         needs = "the base's most probable tokens" if drafter.required_outputs.top_k else "more than the text"
     hint = ": pass joint:runner_up=0" if drafter_specs.split(spec)[0] == "joint" else ""
     raise ValueError(f"vLLM hands the drafter {spec} nothing but tokens, and it reads {needs}{hint}")
+
+
+class ChainDrafter(Drafter):
+    """Proposes the first path of another drafter's tree; see `DraftTree.first_path`.
+
+    Args:
+        drafter: The drafter.
+        num_tokens: Largest number of tokens of a chain.
+    """
+
+    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
+        self.drafter, self.num_tokens = drafter, num_tokens
+        self.required_outputs = drafter.required_outputs
+        self.history_only, self.remembers = drafter.history_only, drafter.remembers
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.drafter.begin(prompt)
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        tokens = self.drafter.propose(seq, limits).first_path(min(self.num_tokens, limits.max_depth, limits.max_nodes))
+        return DraftTree(tokens, range(-1, len(tokens) - 1))
+
+    def observe(self, step: StepResult) -> None:
+        self.drafter.observe(step)
+
+    def rewind(self, length: int) -> None:
+        self.drafter.rewind(length)
+
+    def reset(self) -> None:
+        self.drafter.reset()

@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Follower:
-    """A drafter and the text that it has followed so far.
-
-    Args:
-        drafter: The drafter, which follows one text at a time.
-        tokens: The text; empty before the first one. It grows in place, as the text of a session does.
-        text: (S,) the same as an array, to compare.
-        chain: What it proposed last.
-    """
+    """A drafter and the text that it has followed so far."""
 
     drafter: Drafter
-    tokens: list[int] = field(default_factory=list)
-    text: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    chain: DraftTree = field(default_factory=DraftTree)
+    tokens: list[int] = field(default_factory=list)  # the text, which grows in place as that of a session does
+    text: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # (S,) the same, to compare
+    chain: DraftTree = field(default_factory=DraftTree)  # what it proposed last
 
     def fits(self, text: np.ndarray) -> bool:
         """Whether a text continues the one that was followed."""
@@ -41,13 +34,7 @@ class Follower:
         return np.array_equal(self.text, text[:length])
 
     def propose(self, text: np.ndarray, limits: Limits, fits: bool) -> list[int]:
-        """Observe the tokens that the text gained, or begin a new text, and return a chain.
-
-        Args:
-            text: (S,) its tokens.
-            limits: Limits of the chain.
-            fits: Whether it continues the text that was followed.
-        """
+        """Observe the tokens that a text (S,) gained, or begin a new one that does not fit, and return a chain."""
         if fits:
             emitted = text[len(self.tokens) :].tolist()
             path = self.chain.follow(emitted[:-1])
@@ -63,14 +50,11 @@ class Follower:
 
 
 class Followers:
-    """As many drafters as texts are decoded at the same time.
+    """As many drafters, built by a function, as texts are decoded at the same time.
 
     vLLM hands over rows of tokens that it reorders, without the names of their requests. So each drafter is found by
-    its text: of the drafters whose text a row continues, the one that knows most of it goes on. A row that continues
-    none starts anew with the idle drafter that was used last, which keeps what it remembers of earlier texts.
-
-    Args:
-        build: Builds an independent drafter.
+    its text: of the drafters whose text a row continues, the one that knows most of it goes on. If there is none, the
+    idle drafter that was used last begins the row's text, and keeps what it remembers of earlier ones.
     """
 
     def __init__(self, build: Callable[[], Drafter]) -> None:
@@ -103,14 +87,7 @@ class Followers:
 
 
 class TextProposer(Proposer):
-    """Serves a drafter that reads nothing but tokens; ``drafter`` is its spec, such as ``anpd:order=4``.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Raises:
-        ValueError: The drafter is unknown, or needs more than tokens.
-    """
+    """Serves a drafter that reads nothing but tokens; ``drafter`` is its spec, such as ``anpd:order=4``."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)

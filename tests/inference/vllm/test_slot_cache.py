@@ -8,9 +8,8 @@ import torch
 
 from drafters import BaseShape, Block
 from drafters.protocol import BaseWeights, Limits
-from inference.vllm import slot_cache
-from inference.vllm.parallel_proposer import ParallelProposer
-from inference.vllm.slot_cache import FedBatch, SlotCache, groups
+from inference.vllm import parallel_proposer
+from inference.vllm.parallel_proposer import FedBatch, ParallelProposer, SlotCache, groups
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 
@@ -75,7 +74,7 @@ def test_drafts_in_groups_are_those_of_the_whole_batch(monkeypatch):
     gathered, read = [], proposer.cache.read
     monkeypatch.setattr(proposer.cache, "read", lambda slots: gathered.append(slots.numel()) or read(slots))
     whole = proposer.draft([0, 1, 2, 3], texts)
-    monkeypatch.setattr(slot_cache, "MAX_GATHERED_BYTES", 18 * proposer.cache.num_bytes // 64)
+    monkeypatch.setattr(parallel_proposer, "MAX_GATHERED_BYTES", 18 * proposer.cache.num_bytes // 64)
     assert proposer.draft([0, 1, 2, 3], texts) == whole
     assert gathered == [160, 18, 40]
     assert len({tuple(chain) for chain in whole}) > 1 and all(whole)

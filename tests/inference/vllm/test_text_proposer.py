@@ -8,7 +8,7 @@ import pytest
 import drafters
 from drafters import Limits
 from inference.verifier.session import Session
-from inference.vllm.chains import ChainDrafter
+from inference.vllm.served_drafter import ChainDrafter
 from inference.vllm.text_proposer import Followers
 
 LIMITS = Limits(max_depth=4, max_nodes=4)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafters import EAGLE3
 from drafters.protocol import BaseShape, BaseWeights
+from inference.vllm.own_methods import FusedLayers
 from train.export.formats.decoder_layers import layer_config, read_layers
 from train.export.formats.public_checkpoint import PublicCheckpoint, PublicDrafter
 from train.export.formats.speculators import Verifier, algorithm_of, check_hidden_layers, speculators_config
@@ -70,14 +71,6 @@ def _vocabulary_maps(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 # ---- reading
-
-
-@dataclass(frozen=True)
-class FusedLayers:
-    """The part ``eagle_config`` of SpecForge's configuration."""
-
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-    use_aux_hidden_state: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from data.tokenizer import load_pretrained
 from inference.verifier.base import load_base_info
+from inference.vllm.own_methods import Algorithm
 from train.export.formats.public_checkpoint import PublicCheckpoint
 
 
@@ -57,28 +58,6 @@ def speculators_config(algorithm: str, architecture: str, num_tokens: int, verif
             "verifier": {"name_or_path": verifier.name, "architectures": list(verifier.architectures)},
         },
     }
-
-
-@dataclass(frozen=True)
-class NamedBase:
-    """The names that a configuration may have for its base."""
-
-    name_or_path: str | None = None
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """How many tokens a checkpoint drafts."""
-
-    speculative_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """The fields of ``speculators_config`` that are read."""
-
-    verifier: NamedBase = NamedBase()
-    proposal_methods: tuple[Proposal, ...] = ()
 
 
 def algorithm_of(checkpoint: PublicCheckpoint) -> Algorithm:

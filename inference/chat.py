@@ -48,9 +48,6 @@ class ChatSession:
 
     The cache keeps what the prompt shares with the text before it. If the chat template renders an earlier answer in
     other tokens than the base wrote, only the text before that answer is shared.
-
-    Args:
-        session: The decoding session of the base and the drafter.
     """
 
     def __init__(self, session: Session) -> None:
@@ -65,11 +62,7 @@ class ChatSession:
     def decode(
         self, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int] = frozenset()
     ) -> Iterator[tuple[list[int], StepCost]]:
-        """Yield the tokens that each step emits and its cost; the caller may stop between two steps.
-
-        Raises:
-            ValueError: As `Session.decode`.
-        """
+        """Yield the tokens that each step emits and its cost, as `Session.decode`; it may stop between two steps."""
         session = self.session
         end = session.end_of(prompt, max_new_tokens)
         num_shared = common_prefix(session.seq, prompt)
@@ -250,10 +243,7 @@ class Chat:
         return make_runner(self.base, self._compile)
 
     def _compare_with_base(self, answer: LastAnswer) -> None:
-        """Decode an answer again without a drafter, and show both speeds and whether the texts are the same.
-
-        What was in the cache before the answer is put there for the comparison too, and is not timed.
-        """
+        """Decode an answer again without a drafter, from the same cache, and show both speeds and the difference."""
         session = Session(self._other_runner, NoDrafter(), answer.sampler)
         session.begin(answer.prompt, reserve=len(answer.prompt) + RESERVED_FOR_DRAFTS)
         session.prefill(answer.num_cached)
@@ -297,10 +287,9 @@ def comparison(drafted: Generation, without_drafter: Generation, decode: Callabl
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Note the first Ctrl-C instead of raising KeyboardInterrupt, so that no step is interrupted halfway.
+    """Yield a function that says whether Ctrl-C was pressed, so that no step is interrupted halfway.
 
-    Yields:
-        A function that returns whether Ctrl-C was pressed. A second press raises KeyboardInterrupt.
+    A second press raises KeyboardInterrupt.
     """
     was_pressed = False
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -136,14 +136,11 @@ def tune(
         trials = run(study, known, space, tuner, search)
         plot(study, [name for name in space if " " not in name], HEADINGS[search.objective], folder)
     best = tuner.spec(trials[0]["options"])
-    write_text(
-        folder / "tune.json", json.dumps({"best": best, "settings": settings, "trials": trials}, indent=1) + "\n"
-    )
+    write_text(folder / "tune.json", json.dumps({"best": best, "settings": settings, "trials": trials}, indent=1))
     console = SafeConsole(highlight=False, soft_wrap=True)
     console.print(table(trials, search.objective))
-    left_out = [note for each in selected for note in each.notes()]
-    left_out += [f"{shown(each['options'])}: {each['error']}" for each in trials if "error" in each]
-    for note in left_out:
+    impossible = [f"{shown(each['options'])}: {each['error']}" for each in trials if "error" in each]
+    for note in [*(note for each in selected for note in each.notes()), *impossible]:
         console.print(f"left out: {note}", style="yellow", markup=False)
     console.print(f"--drafter {best}", markup=False)
 
@@ -152,11 +149,7 @@ def tune(
 
 
 def read_space(texts: Sequence[str], drafter: str, base: Base) -> Space:
-    """Return the distribution of each option.
-
-    Raises:
-        ValueError: A text is no option with values, or an option is named twice, by a text and by the drafter.
-    """
+    """Return the distribution of each option; raises ValueError if a text is none, or an option is named twice."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     name, file, options = drafter_specs.split(drafter)
@@ -188,19 +181,13 @@ def read_space(texts: Sequence[str], drafter: str, base: Base) -> Space:
 
 def _number(text: str) -> int | float | str:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
 
 
 def first_trials(space: Space, search: SearchOptions) -> list[dict[str, Any]]:
-    """Return the combinations that are tried first: all of a grid, and two sets of skipped sublayers.
-
-    Raises:
-        ValueError: The grid has more combinations than trials, or a range of real numbers.
-    """
+    """Return what is tried first: all of a grid, which must be finite and small enough, or two sets of sublayers."""
     if search.search != "grid":
         names = [name for name in space if " " in name]
         attention, mlp = default_skips(len(names) // 2)
@@ -223,27 +210,16 @@ def first_trials(space: Space, search: SearchOptions) -> list[dict[str, Any]]:
 
 @dataclass
 class Tuner:
-    """Measures a drafter with different options.
-
-    Args:
-        runner: Runs the base.
-        prompts: Token ids of the prompts.
-        max_new_tokens: Maximum number of tokens of a text.
-        sampler: Picks the base's tokens.
-        drafter: The drafter, without the options that are searched.
-        objective: What is maximised; only the speed-up needs the base's own speed.
-        folder: Folder for the files that options name.
-        settings: What a measurement depends on besides the drafter.
-    """
+    """Measures a drafter with different options."""
 
     runner: Runner
     prompts: list[list[int]]
     max_new_tokens: int
     sampler: Sampler
-    drafter: str
-    objective: str
-    folder: Path
-    settings: Mapping[str, Any]
+    drafter: str  # without the options that are searched
+    objective: str  # only the speed-up needs the base's own speed
+    folder: Path  # for the files that options name
+    settings: Mapping[str, Any]  # what a measurement depends on besides the drafter
 
     def key(self, params: Params) -> str:
         """Everything that a measurement depends on."""
@@ -264,11 +240,7 @@ class Tuner:
         return name + (f"={file}" if file else "") + (f":{options}" if options else "")
 
     def measure(self, params: Params) -> dict[str, Any]:
-        """Decode the prompts with these options, for the speed-up each prompt also without a drafter.
-
-        Raises:
-            ValueError: There is no such drafter.
-        """
+        """Decode the prompts, for the speed-up also without a drafter; raises ValueError if there is no such one."""
         sessions = {"drafted": drafter_specs.make_session(self.spec(params), self.runner, self.sampler)}
         if self.objective == "speedup":
             sessions["alone"] = Session(self.runner, NoDrafter(), self.sampler)
@@ -310,10 +282,9 @@ class Tuner:
 
     @cached_property
     def head_accuracies(self) -> tuple[np.ndarray, int]:
-        """How often each rank of each of Medusa's heads is the base's own token, along its greedy answers.
+        """How often each rank of each of Medusa's heads is the base's own token along its greedy answers.
 
-        Returns:
-            The shares (K, k) by head and rank, and the number of positions of the first head.
+        These are shares (K, k); the number is that of positions of the first head.
         """
         drafter, base = drafter_specs.make(self.drafter, self.runner), self.runner.base
         assert isinstance(drafter, Medusa)
@@ -373,13 +344,11 @@ def open_study(path: Path, name: str, search: SearchOptions) -> tuple[Study, dic
 def run(
     study: Study, known: dict[str, dict[str, Any]], space: Space, tuner: Tuner, search: SearchOptions
 ) -> list[dict[str, Any]]:
-    """Measure until all trials of the study are done; what is known is not measured again.
+    """Measure until all trials of the study are done, without what is known already.
 
     Returns:
-        The options of each trial with what was measured or why it was impossible, the best first.
-
-    Raises:
-        ValueError: No trial was possible.
+        The options of each trial with what was measured or why it was impossible, the best first. If all were
+        impossible, this is a ValueError.
     """
     from optuna.trial import TrialState
 

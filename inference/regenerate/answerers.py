@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 import openai
@@ -27,49 +27,23 @@ TIMEOUT = 600.0  # seconds without data before a request is given up
 
 @dataclass(frozen=True)
 class Request:
-    """A turn that waits for its answer, sampled with a seed of its own.
+    """A turn that waits for its answer."""
 
-    Args:
-        messages: (role, text) pairs, the last one from the user.
-        prompt: Token ids of these messages.
-        max_new_tokens: Maximum number of tokens of the answer.
-        sampling: How the answer is sampled.
-    """
-
-    messages: list[tuple[str, str]]
-    prompt: list[int]
+    messages: list[tuple[str, str]]  # (role, text), the last one from the user
+    prompt: list[int]  # their token ids
     max_new_tokens: int
-    sampling: SamplingOptions = GREEDY
-
-
-class Answerer(Protocol):
-    """Answers requests. A reply is a JSON value, so that a journal can hold it."""
-
-    max_length: int  # maximum number of tokens of a prompt and its answer
-
-    @property
-    def weights(self) -> str:
-        """Identifies the weights in a journal."""
-
-    def answer(self, requests: Sequence[Request]) -> Sequence[Any]:
-        """Return a reply to each request."""
-
-    def read(self, reply: Any) -> Any:
-        """Return a reply that a journal holds; raises ValueError if this answerer cannot have given it."""
-
-    def add(self, dialogue: Dialogue, prompt: list[int], reply: Any, counts: AnswerCounts) -> None:
-        """Add a reply to its conversation."""
+    sampling: SamplingOptions = GREEDY  # with a seed of its own
 
 
 class LocalAnswerer:
     """The base in this process; a reply is a list of token ids."""
 
     def __init__(self, base: Base, max_length: int) -> None:
-        self.base, self.max_length = base, max_length
+        self.base, self.max_length = base, max_length  # tokens of a prompt and its answer
 
     @property
     def weights(self) -> str:
-        """A hash of the base's weights."""
+        """Identifies the weights in a journal."""
         return base_hash(self.base)
 
     def answer(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -90,7 +64,7 @@ class LocalAnswerer:
         return self.answer(requests[:half]) + self.answer(requests[half:])
 
     def read(self, reply: Any) -> list[int]:
-        """Return a reply of at least one token of the base's vocabulary."""
+        """Return a reply that a journal holds; raises ValueError if the base cannot have given it."""
         tokens = validated(list[int], reply)
         if not tokens or not 0 <= min(tokens) <= max(tokens) < self.base.model.config.vocab_size:
             raise ValueError("not an answer of this base")
@@ -157,7 +131,7 @@ class ServerAnswerer:
 
     @property
     def weights(self) -> str:
-        """The name of the model."""
+        """Identifies the weights in a journal."""
         return f"{self.model} on a server"
 
     def answer(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -236,6 +210,10 @@ class ServerAnswerer:
             return dialogue.stop(f"the server refuses: {reply['refused']}", counts)
         counts.num_other_prompts += reply["num_read"] not in (None, len(prompt))
         return dialogue.add_text(reply["text"], reply["is_cut"], reply["num_written"], counts, reply["reasoning"])
+
+
+Answerer = LocalAnswerer | ServerAnswerer
+"""Answers requests by `answer`; a reply is a JSON value, so that a journal can hold it."""
 
 
 def _read_reply(completion: Any) -> ServerReply:

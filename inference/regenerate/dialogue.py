@@ -12,6 +12,7 @@ from data.loss_mask import REASONING
 from data.reasoning import decode_answer
 from data.sharegpt import Dropped
 from data.tokenizer import short_hash, tokenizer_hash
+from inference.verifier.session import common_prefix
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,11 +74,7 @@ class Dialogue:
         return [*self.messages, ("user", self.user_turns[len(self.is_cut)])]
 
     def prompt(self) -> list[int]:
-        """Return the tokens of `pending_messages`.
-
-        Raises:
-            ValueError: The chat template rejects them.
-        """
+        """Return the tokens of `pending_messages`; raises ValueError if the chat template rejects them."""
         return encode_prompt(self.pending_messages, self.tokenizer, self.template)
 
     def stop(self, reason: str, counts: AnswerCounts) -> None:
@@ -136,8 +133,7 @@ class Dialogue:
     def _extend(
         self, prompt: Sequence[int], answer: Sequence[int], text: str, is_cut: bool, counts: AnswerCounts
     ) -> None:
-        pairs = enumerate(zip(self.ids, prompt, strict=False))
-        num_same = next((place for place, (old, new) in pairs if old != new), min(len(self.ids), len(prompt)))
+        num_same = common_prefix(self.ids, prompt)
         counts.num_lost += sum(self.mask[num_same:])
         self.mask = self.mask[:num_same] + array("b", [0] * (len(prompt) - num_same) + [1] * len(answer))
         self.ids = array("i", [*prompt, *answer])

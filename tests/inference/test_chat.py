@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 
 import drafters
-from drafters import NoDrafter
 from inference.chat import AnswerDisplay, Chat, ChatSession, chat, comparison, interruptible
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
@@ -139,15 +138,6 @@ def test_after_an_interrupted_step_the_complete_chat_is_read_again(make_base):
     assert turns.num_cached == 0
 
 
-@pytest.mark.parametrize("length", [0, 4, 9])
-def test_after_a_prefill_outside_the_steps_the_text_is_the_bases_own(base, length):
-    prompt, session = [1, *range(4, 13)], Session(Runner(base), NoDrafter())
-    session.begin(prompt)
-    session.prefill(length)
-    written = [token for emitted, _ in session.steps(len(prompt) + 12) for token in emitted]
-    assert written == naive(base, prompt, 12)
-
-
 # ---- the display
 
 
@@ -192,21 +182,18 @@ def test_a_terminal_shows_the_figures_while_the_text_grows_and_the_complete_text
         assert shown[:4] == text.split("\n")
 
 
-def test_without_a_terminal_the_text_is_printed_as_it_is_but_for_control_codes():
+def test_accepted_tokens_are_green_and_without_a_terminal_the_text_is_printed_as_it_is_but_for_control_codes():
+    coloured = io.StringIO()
+    with AnswerDisplay(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as display:
+        display.add("base", False)
+        display.add(" drafted", True)
+    assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
     plain = io.StringIO()
     with AnswerDisplay(Console(file=plain, width=10)) as display:
         for piece in ("a long line that is not broken ", "[red]\x1b[2J[/red]\n", "end"):
             display.add(piece, True)
             display.refresh("9 tokens")
     assert plain.getvalue() == "a long line that is not broken [red]␛[2J[/red]\nend\n"
-
-
-def test_accepted_tokens_are_green_and_the_bases_own_are_not():
-    coloured = io.StringIO()
-    with AnswerDisplay(Console(file=coloured, force_terminal=True, color_system="standard", width=40)) as display:
-        display.add("base", False)
-        display.add(" drafted", True)
-    assert "base\x1b[32m drafted\x1b[0m" in coloured.getvalue()
 
 
 # ---- Ctrl-C, and two texts next to each other

@@ -10,7 +10,7 @@ import pytest
 from drafters import SuffixArray
 from drafters.training_free.corpus import CorpusTable
 from inference import drafter_specs, indexes
-from inference.indexes import count, encoded, progress
+from inference.indexes import count
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
@@ -213,21 +213,3 @@ def test_an_index_is_replaced_only_with_overwrite_and_an_open_one_stays_intact(k
         assert documents_of(SuffixArray.open(out)) == [[8] * 63] and documents_of(opened) == [[3, 4, 5, 6, 7] * 9]
     else:
         assert CorpusTable.load(out).retrieve([8], 1) == [(8, 8, 8, 8)]
-
-
-def test_the_characters_of_all_documents_are_reported(toy_tokenizer, tmp_path, monkeypatch):
-    text = write(tmp_path / "a.txt", *["w3 w4 w5 w6 w7", ""] * 9)
-    monkeypatch.setattr(indexes, "BATCH_CHARACTERS", 40)
-    reported = []
-    found = list(encoded([text, text], toy_tokenizer, reported.append))
-    assert found == [[3, 4, 5, 6, 7]] * 18
-    assert reported == [45] * 6  # three paragraphs of fifteen characters, where two do not fill a batch
-
-
-def test_the_bar_for_reading_is_full_once_the_work_begins(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress([write(tmp_path / "a.txt", "w3 " * 9)], "sort", 4) as (advance, complete):
-        advance(10)
-        complete(2)
-    shown = capsys.readouterr().err
-    assert "100%" in shown and "50%" in shown

@@ -68,15 +68,6 @@ def test_a_wrong_sampling_option_is_reported_in_one_line(call, tiny, tmp_path, w
     assert reason in outcome.one_line_error("drafters")
 
 
-def test_a_partial_file_of_another_seed_is_refused(call, tiny, tmp_path):
-    out = tmp_path / "o.jsonl"
-    with Journal(tmp_path / "o.jsonl.partial", {"seed": 2}) as journal:
-        journal.append([0, [[0, [1]]]])
-    sampled = ("--temperature", 0.7, "--seed", 1)
-    done = call(commands.main, "regenerate", "--base", tiny, "--files", "embedded:2", "--out", out, *sampled)
-    assert "seed 2 instead of 1" in done.one_line_error("drafters")
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_server_is_told_how_to_sample_and_to_reason_and_its_reasoning_is_learned(
     call, chat_server, make_tiny, tiny_tokenizer, tmp_path, is_on

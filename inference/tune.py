@@ -74,14 +74,14 @@ class SearchOptions:
     Args:
         space: An option and its values: NAME=4,8,16, NAME=2..6 or NAME=0.0..0.1; may be repeated. `file` varies the
             FILE of NAME=FILE, `static` the size of Medusa's static tree, `skips` (alone) self_speculative's sublayers.
-        search: grid tries all combinations, tpe and gp choose by what was measured, random chooses blindly.
+        sampler: grid tries all combinations, tpe and gp choose by what was measured, random chooses blindly.
         trials: Maximum number of combinations to try.
         objective: What is maximised: the speed-up over the base alone, tokens per second, or acceptance length.
         search_seed: Seed of the search.
     """
 
     space: list[str]
-    search: Literal["grid", "gp", "tpe", "random"] = "tpe"
+    sampler: Literal["grid", "gp", "tpe", "random"] = "tpe"
     trials: int = 50
     objective: Literal["speedup", "tokens_per_second", "acceptance_length"] = "speedup"
     search_seed: int = 0
@@ -186,9 +186,15 @@ def _number(text: str) -> int | float | str:
     return text
 
 
+def _as_text(params: Params) -> dict[str, str]:
+    """The values of options as they are written, without skipped sublayers."""
+    options = {key: value for key, value in params.items() if " " not in key}
+    return {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in options.items()}
+
+
 def first_trials(space: Space, search: SearchOptions) -> list[dict[str, Any]]:
     """Return what is tried first: all of a grid, which must be finite and small enough, or two sets of sublayers."""
-    if search.search != "grid":
+    if search.sampler != "grid":
         names = [name for name in space if " " in name]
         attention, mlp = default_skips(len(names) // 2)
         default = {*(f"attention {layer}" for layer in attention), *(f"mlp {layer}" for layer in mlp)}
@@ -197,11 +203,11 @@ def first_trials(space: Space, search: SearchOptions) -> list[dict[str, Any]]:
     for name, values in space.items():
         if not (choices := getattr(values, "choices", None)):
             if not isinstance(low := values.low, int):  # type: ignore[attr-defined]
-                raise ValueError(f"a grid has no range of real numbers: list values of {name}, or pass --search gp")
+                raise ValueError(f"a grid has no range of real numbers: list values of {name}, or pass --sampler gp")
             choices = range(low, values.high + 1)  # type: ignore[attr-defined]
         axes.append(choices)
     if (size := math.prod(map(len, axes))) > search.trials:
-        raise ValueError(f"the grid has {size} combinations: raise --trials, or pass --search tpe or gp")
+        raise ValueError(f"the grid has {size} combinations: raise --trials, or pass --sampler tpe or gp")
     return [dict(zip(space, place, strict=True)) for place in product(*axes)]
 
 
@@ -230,8 +236,8 @@ class Tuner:
     def spec(self, params: Params) -> str:
         """Return the drafter with these options, and write the files that they name."""
         name, file, options = drafter_specs.split(self.drafter)
-        values = {key: value for key, value in params.items() if " " not in key}
-        file = str(values.pop(FILE, file or ""))
+        values = _as_text(params)
+        file = values.pop(FILE, file or "")
         if STATIC in values:
             values[STATIC] = self._write_static(int(values[STATIC]))
         if any(" " in key for key in params):
@@ -334,7 +340,7 @@ def open_study(path: Path, name: str, search: SearchOptions) -> tuple[Study, dic
     measured = (each.user_attrs.get("measured") for study in studies for each in study.trials)
     known = {each["key"]: each for each in measured if each}
     samplers = {"gp": optuna.samplers.GPSampler, "tpe": optuna.samplers.TPESampler}
-    sampler = samplers.get(search.search, optuna.samplers.RandomSampler)(seed=search.search_seed)
+    sampler = samplers.get(search.sampler, optuna.samplers.RandomSampler)(seed=search.search_seed)
     study = optuna.create_study(
         storage=storage, sampler=sampler, study_name=name, direction="maximize", load_if_exists=True
     )
@@ -357,7 +363,7 @@ def run(
     finished = TrialState.COMPLETE, TrialState.PRUNED
     done = [each.params for each in study.get_trials(states=finished)]
     first = [params for params in first_trials(space, search) if params not in done]
-    num_trials = len(first) if search.search == "grid" else max(0, search.trials - len(done))
+    num_trials = len(first) if search.sampler == "grid" else max(0, search.trials - len(done))
     with progress_bars() as bars:
         for number in bars.track(range(num_trials), description="trials"):
             if number < len(first):
@@ -414,7 +420,7 @@ def table(trials: Sequence[Mapping[str, Any]], objective: str) -> Table:
 
 def shown(params: Params) -> str:
     """Options in one line; sublayers that are skipped as ``attention 2 3, mlp 4``."""
-    values = {key: str(value) for key, value in params.items() if " " not in key}
+    values = _as_text(params)
     for kind, layer in (key.split() for key, value in params.items() if " " in key and value):
         values[kind] = f"{values.get(kind, '')} {layer}".strip()
     return ", ".join(f"{key} {value}" for key, value in values.items()) or "nothing skipped"

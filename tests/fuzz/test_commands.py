@@ -18,7 +18,7 @@ from train.cli import commands, lightning_command
 # Each line runs in a second or so. @ is a folder with the files that are named, and out is not there yet.
 VALID = {
     "eval": "--base @base --drafter anpd --benchmark embedded --limit 1 --max-new-tokens 3 --repeats 1",
-    "tune": "--base @base --drafter anpd --space order=2 --search grid --limit 1 --max-new-tokens 3 --out @out",
+    "tune": "--base @base --drafter anpd --space order=2 --sampler grid --limit 1 --max-new-tokens 3 --out @out",
     "report": "@results",
     "leaderboard": "@results --out @out.html",
     "replay": "--tokenizer @base --drafter anpd --answers @answers.jsonl --questions @questions.jsonl",

@@ -146,6 +146,6 @@ def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder,
 def test_other_commands_leave_out_the_same_questions(folder, tmp_path, capsys):
     tuned = {"drafter": "anpd", "space": ["order=2"], "limit": None, "max_new_tokens": 20, "out": str(tmp_path)}
     benchmark = [f"mt_bench={folder / 'every.jsonl'}"]
-    tune(**grouped(tune, {"base": str(folder / "base"), "benchmark": benchmark, "search": "grid", **tuned}))
+    tune(**grouped(tune, {"base": str(folder / "base"), "benchmark": benchmark, "sampler": "grid", **tuned}))
     run(verify, folder, drafter=["anpd"])
     assert " ".join(capsys.readouterr().out.split()).count(NOTE) == 2

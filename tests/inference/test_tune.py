@@ -54,7 +54,7 @@ def prompts(base, folder):
 def run(folder, out, drafter, *space, objective="acceptance_length", search="grid", more=()):
     """Run the command, and return its results."""
     words = ["--base", str(folder / "base"), "--benchmark", f"mt_bench={folder / 'questions.jsonl'}"]
-    words += ["--max-new-tokens", str(NUM_TOKENS), "--objective", objective, "--search", search, "--out", str(out)]
+    words += ["--max-new-tokens", str(NUM_TOKENS), "--objective", objective, "--sampler", search, "--out", str(out)]
     main(["tune", "--drafter", drafter, *(f"--space={each}" for each in space), *words, *more])
     results = json.loads((out / "tune.json").read_text())
     results["trials"] = [each | each.pop("measured", {}) for each in results["trials"]]

@@ -213,7 +213,7 @@ def test_every_drafter_without_training_is_in_the_table():
 
 CORPUS, STORE = "index corpus --tokenizer @tiny", "index datastore --tokenizer @tiny"
 REPLAY = "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @new"
-TUNE = "tune --base @tiny --drafter anpd --limit 1 --max-new-tokens 4 --search grid --space order=2 --out @new"
+TUNE = "tune --base @tiny --drafter anpd --limit 1 --max-new-tokens 4 --sampler grid --space order=2 --out @new"
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 --drafter anpd"
 EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 --drafter anpd --out @new"
 ROWS = {
@@ -282,11 +282,11 @@ ROWS = {
     f"{TUNE} --limit 0": "limit must be at least 1, not 0",
     f"{TUNE} --max-new-tokens 0": "max_new_tokens must be at least 1, not 0",
     f"{TUNE} --trials 0": "trials must be at least 1, not 0",
-    f"{TUNE} --search best": "search",
+    f"{TUNE} --sampler best": "sampler",
     f"{TUNE} --space num_draft=": "'num_draft=' is no space",
     f"{TUNE} --space gap=5..2,3,3": "is no space",
     f"{TUNE} --space order=3": "order is given twice",
-    f"{TUNE} --space num_draft=1..99": "the grid has 99 combinations: raise --trials, or pass --search tpe or gp",
+    f"{TUNE} --space num_draft=1..99": "the grid has 99 combinations: raise --trials, or pass --sampler tpe or gp",
     f"{TUNE} --space num_draft=0.1..0.9": "a grid has no range of real numbers: list values of num_draft",
     f"{TUNE} --space static=4": "static is for the drafter medusa, not for anpd",
     f"{TUNE} --space skips": "skips is for the drafter self_speculative, not for anpd",

@@ -68,7 +68,7 @@ def test_a_training_says_who_holds_its_checkpoints(held, call, write_recipe, tmp
 @pytest.mark.slow
 def test_of_two_searches_at_once_one_finishes_and_the_other_is_refused(fork, call, tiny, tmp_path):
     out = tmp_path / "out"
-    options = ("--base", tiny, "--drafter", "anpd", "--space", "order=2..4", "--search", "grid")
+    options = ("--base", tiny, "--drafter", "anpd", "--space", "order=2..4", "--sampler", "grid")
     line = ("tune", *options, "--limit", 1, "--max-new-tokens", 4, "--out", out)
     first = fork(*line, main=commands.main)
     while not (tmp_path / ".out.lock").exists() and first.is_alive():

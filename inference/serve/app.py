@@ -239,7 +239,7 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str | None, hos
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
         key, length = request.headers.get("Authorization", ""), request.headers.get("Content-Length", "")
-        num_bytes = int(length) if length.isdecimal() else 0 if request.method == "GET" else inf
+        num_bytes = int(length) if length.isdecimal() else inf if request.method == "POST" else 0
         is_allowed = not api_key or hmac.compare_digest(key.encode(), f"Bearer {api_key}".encode())
         if num_bytes > MAX_BODY_BYTES:
             response = refusal(413, f"the body has more than {MAX_BODY_BYTES} bytes: send a shorter one")

@@ -17,7 +17,7 @@ from inference.verifier.options import ModelOptions
 
 PACKAGES = ("fastapi", "uvicorn")
 KEY_VARIABLE = "DRAFTERS_API_KEY"
-LOCAL_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+LOCAL_HOSTS = ["127.0.0.1", "localhost", "[::1]", "["]  # older Starlette cuts [::1] at its first colon
 GRACE_SECONDS = 10  # in which answers may end after SIGTERM or Ctrl-C
 
 

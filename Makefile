@@ -4,6 +4,7 @@ ENGINES := .venv-engines
 RUN := runs/quickstart
 DRAFTERS = --drafter anpd --drafter ctc=$(RUN)/ctc
 TORCH_ARGS ?=
+TORCH ?= torch>=2.6,<2.14
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 FIT_ARGS ?=
 EVAL_ARGS ?=
@@ -13,10 +14,11 @@ FUZZ_MINUTES ?= 30
 
 install: $(BIN)/.installed
 
-# torch is installed first, so that it can come from another index: make install TORCH_ARGS='--index-url URL'
+# torch is installed first, so that it can come from another index: make install TORCH_ARGS='--index-url URL'. TORCH is
+# the version that the tests run with.
 $(BIN)/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet $(TORCH_ARGS) 'torch>=2.6,<2.14'
+	$(BIN)/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
@@ -74,9 +76,9 @@ docs: install
 # Rebuild the shipped base from scratch: train its tokenizer, pre-train the model, export it.
 tiny-chat: install
 	rm -rf runs/tiny-chat && mkdir -p runs/tiny-chat
-	$(BIN)/drafters tokenizer runs/tiny-chat/tokenizer
-	$(BIN)/lightning fit --config base/tiny.yaml
-	$(BIN)/drafters export runs/tiny-chat/checkpoints/last.ckpt checkpoints/tiny-chat --overwrite
+	$(BIN)/python -m benchmarks.pretrain tokenizer runs/tiny-chat/tokenizer
+	$(BIN)/python -m benchmarks.pretrain fit --config benchmarks/pretrain/tiny.yaml
+	$(BIN)/python -m benchmarks.pretrain export runs/tiny-chat/checkpoints/last.ckpt checkpoints/tiny-chat
 
 clean:
 	rm -rf $(RUN)

@@ -16,8 +16,8 @@ Each module feeds a page:
 - docs/results/sampling.md: `sampled_decoding` (sampled decoding with every drafter)
 - docs/results/at_scale.md: `at_scale` (a small base and its drafters at the cost of a large base)
 - docs/results/long_context.md: `long_context` (drafters on a base whose context is stretched)
-- docs/results/training.md: `training_speed` (phases of a training step), `training_memory` (estimated and measured
-  memory)
+- docs/results/training.md: `training_speed` (phases of a training step)
+- checkpoints/tiny-chat: `pretrain` (its tokenizer, its training and its folder)
 
 The other modules are shared: `harness` (alternating runs, tables, command lines), `experiment` (training and simulation
 of several arms) and `learned_drafter_plots`.

@@ -19,18 +19,19 @@ import torch
 import yaml
 from torch import Tensor
 
+import drafters
 from data.benchmarks import load_questions
 from data.files import atomic_write, write_text
-from drafters import checkpoint
+from drafters import checkpoint, recipe
 from drafters.protocol import LearnedDrafter
 from inference.evaluation.answering import encode_question
 from inference.regenerate.batched import decode_batch
 from inference.verifier.base import Base, base_hash
-from train.callbacks.preemption import EXIT_CODES
-from train.checkpointing.checkpoint_reader import read_checkpoint
-from train.cli import lightning_cli
-from train.export.export import export
-from train.validation.simulate import draft_answer, simulated_steps
+from train import lightning_cli
+from train.checkpoints import read_checkpoint
+from train.export import export
+from train.resume import EXIT_CODES
+from train.validation import draft_answer, simulated_steps
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 TIME = "training.json"
@@ -88,7 +89,10 @@ class SharedSettings:
                 "warmup_steps": 30,
                 "schedule": "cosine",
                 **arm.model,
-                "drafter": {"class_path": f"drafters.{arm.drafter}", "init_args": arm.arguments},
+                "drafter": {
+                    "class_path": f"drafters.{arm.drafter}",
+                    "init_args": recipe.nested(arm.arguments, recipe.groups(getattr(drafters, arm.drafter))),
+                },
             },
             "data": data | {"seed": seed} | ({"features": self.features} if self.features else {}),
             "trainer": {

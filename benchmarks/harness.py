@@ -29,7 +29,7 @@ from drafters import recipe
 from inference.progress import progress_bars
 from inference.timing import processor_name
 from inference.verifier.base import Base
-from train.cli.lightning_command import find_config
+from train.cli import find_config
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -253,6 +253,6 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
 
 def run_command(args: list[str]) -> None:
     """Run a ``drafters`` command in this process."""
-    from train.cli.commands import main as command
+    from train.cli import run_drafters as command
 
     command(args)

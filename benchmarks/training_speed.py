@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice, pairwise
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -31,8 +31,8 @@ from drafters import recipe
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter, TrainingBatch
 from inference.progress import progress_bars
 from inference.verifier.base import Base, Dtype, resolve_device, shape_of
-from train.callbacks.rehearsal import BatchSize, rehearse
-from train.feature_store.base_features import compute_features
+from train.features import compute_features
+from train.memory import step_bytes
 from train.module import DrafterTraining
 
 if TYPE_CHECKING:
@@ -42,6 +42,13 @@ CONFIGS = ["medusa.yaml", "hydra.yaml", "eagle.yaml", "eagle3.yaml", "block.yaml
 SMALL_VOCAB = 64
 SHORT, FEW_ANCHORS = 64, 16  # tokens and anchors of the texts on which the operations of a loss are counted
 BASE, NETWORK, LOSS, OPTIMIZER = "base", "drafter", "loss", "optimizer"
+
+
+class BatchSize(NamedTuple):
+    """B and S of a training batch."""
+
+    num_rows: int
+    num_positions: int
 
 
 def training_speeds(arms: Sequence[Arm], common: SharedSettings, num_batches: int = 8) -> dict[str, float]:
@@ -294,7 +301,7 @@ def base_flops(config: LlamaConfig, size: BatchSize) -> float:
 
 
 def drafter_flops(config: str, base: BaseShape, size: BatchSize) -> float:
-    """Operations of a drafter's loss and its backward pass, counted while steps are rehearsed.
+    """Operations of a drafter's loss and its backward pass, counted in a step on tensors without data.
 
     The network's are counted on a whole text with a vocabulary of 64 tokens. What the loss adds for the vocabulary
     is counted on a short text, because it is proportional to the number of its terms.
@@ -320,8 +327,7 @@ def count_flops(config: str, base: BaseShape, num_positions: int, num_anchors: i
         ),
     }
     with FlopCounterMode(display=False, custom_mapping=attention) as counter:
-        size, weights = BatchSize(1, num_positions), BaseWeights(embedding, embedding)
-        rehearse(drafter, weights, size, torch.bfloat16, with_all_chunks=True)
+        step_bytes(drafter, BaseWeights(embedding, embedding), (1, num_positions), torch.bfloat16)
     return counter.get_total_flops()
 
 

@@ -41,11 +41,12 @@ LAYERS = {
         tune
     """,
     "train": """
-        checkpointing divisor draft_vocabulary feature_store initial_drafter
-        metrics muon size_check strategies validation
-        optimizer tools
-        base_training module
-        callbacks export
+        checkpoints divisor features initial_drafter model_card show_mask strategies validation
+        formats optimizer
+        export module
+        import_drafter memory resume
+        callbacks
+        lightning_cli
         cli
         __main__
     """,

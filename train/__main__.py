@@ -1,6 +1,6 @@
 """``python -m train``: the ``lightning`` command under a name that no other package uses."""
 
-from train.cli.lightning_command import main
+from train.cli import run_lightning
 
 if __name__ == "__main__":
-    main()
+    run_lightning()

@@ -26,41 +26,38 @@ class SharedDivisor:
 
     def __init__(self, add_up: Callable[[Tensor], Tensor], num_processes: int) -> None:
         self.add_up, self.num_processes = add_up, num_processes
-        self._count: Tensor | None = None  # of the current batch, over all processes, for the first term of the loss
-        self._first_count = torch.ones(())  # of the step's first batch that has terms
-        self._total_count = torch.zeros(())  # of the step's batches so far
-        self._is_first_batch = True
+        self._count: Tensor | None = None  # of the running batch, over all processes, for the first term of its loss
+        self._total: Tensor | None = None  # of the step's batches so far
+        self._first: Tensor  # of the step's first batch that has terms
 
     def __call__(self, count: Tensor) -> Tensor:
         """Return the mean over the processes of a process's number of terms, at least one term in total."""
         total = self.add_up(count.float())
-        if self._count is None:
-            self._count = total
+        self._count = total if self._count is None else self._count
         return at_least_one(total) / self.num_processes
 
-    def begin(self) -> None:
-        """Start a new batch."""
-        self._count = None
-
     def weighted(self, loss: Tensor) -> Tensor:
-        """Weight the loss of one accumulated batch relative to the first batch of the step that has terms."""
-        assert self._count is not None, "the loss asks for its divisor before it is weighted"
-        if self._is_first_batch:
-            self._first_count = self._total_count = torch.zeros_like(self._count)
-            self._is_first_batch = False
-        # Relative to an empty batch, the next one would get so large a weight that gradients in float16 overflow.
-        self._first_count = torch.where(self._total_count == 0, at_least_one(self._count), self._first_count)
-        self._total_count = self._total_count + self._count
-        return loss * (self._count / self._first_count)
+        """Weight the loss of an accumulated batch by its count, relative to that of the step's first batch.
 
-    def correct(self, parameters: Iterable[nn.Parameter], loss_divisor: int) -> None:
+        Relative to an empty batch, the next one would get so large a weight that gradients in float16 overflow.
+        """
+        assert self._count is not None, "the loss asks for its divisor before it is weighted"
+        count, self._count = self._count, None
+        if self._total is None:
+            self._first, self._total = count, torch.zeros_like(count)
+        self._first = torch.where(self._total == 0, at_least_one(count), self._first)
+        self._total = self._total + count
+        return loss * (count / self._first)
+
+    def correct(self, parameters: Iterable[nn.Parameter], num_batches: int) -> None:
         """Turn the accumulated gradients of weighted losses into gradients of the mean over all terms.
 
         Args:
             parameters: Parameters whose gradients are scaled in place.
-            loss_divisor: What the trainer divided each loss by: the number of accumulated batches.
+            num_batches: Number of accumulated batches, which the trainer divided each loss by.
         """
-        factor, self._is_first_batch = loss_divisor * self._first_count / at_least_one(self._total_count), True
+        assert self._total is not None, "a step has batches"
+        factor, self._total = num_batches * self._first / at_least_one(self._total), None
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

@@ -1,14 +1,22 @@
-"""Starts a training from the weights of an exported or imported drafter instead of fresh ones."""
+"""What a training starts from: the weights of another drafter, and the draft vocabulary chosen from the text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from data.sharegpt import assistant_token_counts
 from drafters import checkpoint, recipe
+from drafters.nn.draft_vocabulary import most_frequent
 from drafters.protocol import BaseShape, LearnedDrafter
 from inference.drafter_builders import drafter_folder
 from inference.verifier.base import Base, check_fit
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FREE = "loss", recipe.DRAFT
 """Groups of options that decide no weight: a further training may have others."""
@@ -61,8 +69,8 @@ def _fixed_options(drafter_class: type[LearnedDrafter], init_args: Mapping[str, 
     """
     groups = recipe.groups(drafter_class)
     free = {"hidden_layers", *(name for group in FREE if group in groups for name in recipe.defaults(groups[group]))}
-    given = recipe.flattened(recipe.nested(init_args, groups))
-    values = recipe.training_defaults(drafter_class) | {key.rpartition(".")[2]: value for key, value in given.items()}
+    given = {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
+    values = recipe.training_defaults(drafter_class) | given
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if name not in free
     }
@@ -72,3 +80,32 @@ def _refuse(folder: str, differing: Mapping[str, Any]) -> None:
     if differing:
         stated = ", ".join(f"{name}: {value}" for name, value in differing.items())
         raise ValueError(f"the drafter in {folder} has other options than model.drafter; give it {stated}")
+
+
+def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | None) -> None:
+    """Let a drafter with a draft vocabulary draft the assistant's most frequent tokens in the training text.
+
+    End-of-sequence tokens are always among them, and so are the special tokens that the assistant writes, such as the
+    end marks of a chat template. A drafter for the whole vocabulary stays as it is. All processes choose the same.
+
+    Args:
+        drafter: The drafter.
+        base: The base that it drafts for.
+        rows: The tokenised training set.
+
+    Raises:
+        ValueError: There is no training set, or not enough room for the tokens that are always kept.
+    """
+    tokens: torch.Tensor | None = getattr(drafter, "draft_tokens", None)
+    if tokens is None:
+        return
+    if rows is None:
+        raise ValueError("draft_vocab_size needs the training set of ShareGPTData, and there is none: leave it out")
+    counts = torch.from_numpy(assistant_token_counts(rows, base.shape.vocab_size))
+    special = {token for token, added in base.tokenizer.added_tokens_decoder.items() if added.special}
+    kept = base.eos | {token for token in special if counts[token] > 0}
+    tokens.copy_(most_frequent(counts, len(tokens), kept))
+    share = counts[tokens.cpu()].sum() / counts.sum()
+    rank_zero_info(
+        f"draft vocabulary: {len(tokens):,} of {len(counts):,} tokens, {share:.2%} of the assistant's training text"
+    )

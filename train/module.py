@@ -16,16 +16,11 @@ from torch import Tensor
 from drafters.protocol import BaseShape, LearnedDrafter, TrainingBatch
 from inference.verifier.base import QUANTIZED_DTYPES, Base, Dtype, base_hash, load_base, tokenizer_hash
 from train.divisor import SharedDivisor
-from train.draft_vocabulary import choose_draft_tokens
-from train.feature_store.base_features import choose_layers, compute_features, read_features
-from train.initial_drafter import load_initial
-from train.metrics import AcceptanceLength, DepthAcceptance, conditional
-from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating
+from train.features import choose_layers, compute_features, read_features
+from train.initial_drafter import choose_draft_tokens, load_initial
+from train.optimizer import OPTIMIZERS, OptimizerName, Schedule, is_accumulating, with_schedule
 from train.strategies import FSDP2, enable_activation_checkpointing, is_deepspeed, shard_layers
-from train.validation.base_answers import Answers, with_own_answers
-from train.validation.simulate import simulate_answers
-
-MAX_DEPTH = 8  # deepest draft position that validation logs
+from train.validation import Acceptance, Answers, simulate_answers, with_own_answers
 
 
 class DrafterTraining(L.LightningModule):
@@ -60,14 +55,8 @@ class DrafterTraining(L.LightningModule):
     base: Base
     drafter: LearnedDrafter
     divisor: SharedDivisor
-    # The sizes that the drafter was built from.
-    shape: BaseShape
-    # The command line that trains, for the model card.
-    command: str | None = None
-    # Whether a checkpoint will replace the weights, which the command line knows before Lightning's trainer does.
-    is_resumed = False
-    # Step and acceptance length of the last validation.
-    measured: dict[str, float] | None = None
+    shape: BaseShape  # the sizes that the drafter was built from
+    measured: dict[str, float] | None = None  # step and acceptance length of the last validation
 
     def __init__(
         self,
@@ -110,7 +99,7 @@ class DrafterTraining(L.LightningModule):
             self.drafter.initialise(self.base.base_weights)
         if activation_checkpointing:
             enable_activation_checkpointing(self.drafter)
-        self.acceptance_length, self.depth_acceptance = AcceptanceLength(), DepthAcceptance(MAX_DEPTH)
+        self.acceptance = Acceptance()
         self._generated_batches: dict[int, dict[str, Tensor]] = {}
         self._base_hash = ""
 
@@ -134,7 +123,7 @@ class DrafterTraining(L.LightningModule):
             )
         if store := getattr(data, "store", None):
             choose_layers(store, self.base, self.drafter.required_outputs.hidden_layers)
-        if stage == "fit" and not (self.is_resumed or self.initial_drafter):  # which bring their own
+        if stage == "fit" and not self.initial_drafter:  # which brings its own, as a checkpoint does after this
             choose_draft_tokens(self.drafter, self.base, getattr(data, "train_set", None))
         if self.shard_base and self.trainer.world_size > 1:
             self.base_hash()  # needs whole weights
@@ -163,10 +152,8 @@ class DrafterTraining(L.LightningModule):
         self.divisor = SharedDivisor(partial(self.trainer.strategy.reduce, reduce_op="sum"), self.trainer.world_size)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.divisor.begin()
-        loss, metrics = self.drafter.loss(
-            replace(self.training_batch(batch), divisor=self.divisor), self.base.base_weights
-        )
+        with_outputs = replace(self.training_batch(batch), divisor=self.divisor)
+        loss, metrics = self.drafter.loss(with_outputs, self.base.base_weights)
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         self.log_dict({f"train/{name}": value for name, value in metrics.items()}, sync_dist=True)
         return self.divisor.weighted(loss) if self._weights_batches else loss
@@ -200,65 +187,53 @@ class DrafterTraining(L.LightningModule):
         loss = self.validation_loss(outputs, batch_idx)
         self.log("val/loss", loss, batch_size=len(outputs.labels), sync_dist=True)
         for emitted in simulate_answers(self.drafter, self.base, outputs.hidden, outputs.input_ids, outputs.loss_mask):
-            self.acceptance_length.update(emitted)
-            self.depth_acceptance.update([count - 1 for count in emitted])
+            self.acceptance.update(emitted)
 
     def on_validation_epoch_end(self) -> None:
-        length = self.acceptance_length.compute()
+        length, shares = self.acceptance.compute()
         if not self.trainer.sanity_checking:
             self.measured = {"step": self.global_step, "acceptance_length": float(length)}
         # The metrics are the same on all processes already; sync_dist keeps Lightning from warning about each.
         self.log("val/acceptance_length", length, prog_bar=True, sync_dist=True)
-        shares = self.depth_acceptance.compute().tolist()
-        by_depth: dict[str, float] = {}
-        for depth, (share, conditional_share) in enumerate(zip(shares, conditional(shares), strict=True), start=1):
+        by_depth, before = {}, 1.0
+        for depth, share in enumerate(shares.tolist(), start=1):
             by_depth[f"val/accepted_{depth}_or_more"] = share
-            by_depth[f"val/accepted_{depth}_given_{depth - 1}"] = conditional_share
+            by_depth[f"val/accepted_{depth}_given_{depth - 1}"] = share / before if before else 0.0
+            before = share
         self.log_dict(by_depth, sync_dist=True)
-        self.acceptance_length.reset()
-        self.depth_acceptance.reset()
+        self.acceptance.reset()
 
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.validation_step(batch, batch_idx)
-
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["measured"] = self.measured
         checkpoint["base"] = {
             "shape": vars(self.shape),
             "name": self.base.name,
             "tokenizer_hash": tokenizer_hash(self.base.tokenizer),
             "weights_hash": self.base_hash(),
         }
-        checkpoint["measured"] = self.measured
-        checkpoint["command"] = self.command
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.measured = checkpoint["measured"]
-        if checkpoint["base"]["tokenizer_hash"] != tokenizer_hash(self.base.tokenizer):
-            raise ValueError(f"the checkpoint was trained for {checkpoint['base']['name']}, not for {self.base.name}")
-        is_fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and checkpoint["base"].get("weights_hash", self.base_hash()) != self.base_hash():
+        """Refuse the checkpoint of another drafter, or one that was trained for another base."""
+        self.measured, theirs = checkpoint["measured"], checkpoint["base"]
+        # Rotations and norms depend on more of the shape than the weights show.
+        ours = {"tokenizer_hash": tokenizer_hash(self.base.tokenizer), "shape": vars(self.shape)}
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            ours["weights_hash"] = self.base_hash()
+        if differing := [name for name, value in ours.items() if theirs[name] != value]:
             raise ValueError(
-                f"the checkpoint was trained on other weights than those of {self.base.name}: give model.base and "
-                "model.base_dtype as they were"
+                f"the checkpoint was trained for {theirs['name']}, whose {differing[0]} is not that of "
+                f"{self.base.name}: give model.base, model.base_dtype and model.initial_drafter as they were"
             )
         weights = checkpoint.get("state_dict", self.state_dict())  # a sharding strategy has loaded them already
-        ours, theirs = ({n: w.shape for n, w in state.items()} for state in (self.state_dict(), weights))
-        if differing := sorted(dict(ours.items() ^ theirs.items())):
+        mine, stored = ({(name, w.shape) for name, w in state.items()} for state in (self.state_dict(), weights))
+        if mine != stored:
             raise ValueError(
-                f"the checkpoint holds another drafter than the config ({differing[0]} differs): "
+                f"the checkpoint holds another drafter than the config ({min(mine ^ stored)[0]} differs): "
                 "pass the config it was trained with"
-            )
-        # Rotations and norms depend on more of the shape than the weights show.
-        stored = vars(BaseShape(**checkpoint["base"]["shape"]))
-        if others := [name for name, value in vars(self.shape).items() if value != stored[name]]:
-            raise ValueError(
-                f"the checkpoint's drafter was built with {others[0]} {stored[others[0]]}, and this one with "
-                f"{getattr(self.shape, others[0])}: give model.base and model.initial_drafter as they were"
             )
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = OPTIMIZERS[self.optimizer_name]
-        return optimizer(self, self.learning_rate, self.weight_decay, self.warmup_steps, self.schedule)
+        optimizer = OPTIMIZERS[self.optimizer_name](self, self.learning_rate, self.weight_decay)
+        return with_schedule(self, optimizer, self.warmup_steps, self.schedule)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -78,32 +76,6 @@ def shard_layers(base: Base, device: torch.device) -> None:
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(decoder, mesh=mesh, ignored_params=whole)  # so that a layer is gathered while the one before it runs
-
-
-def without_sharding(drafter: LearnedDrafter) -> LearnedDrafter:
-    """The drafter, or for one that `FSDP2` shards a view of it whose methods do not gather the weights."""
-    if not isinstance(drafter, FSDPModule):
-        return drafter
-    plain: Any = object.__new__(type(drafter).__mro__[2])  # the class without FSDP
-    hooks: dict[str, Any] = {
-        name: OrderedDict() for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks")
-    }
-    plain.__dict__ = {name: value for name, value in vars(drafter).items() if name not in GATHERING} | hooks
-    return plain
-
-
-def gathered(drafter: LearnedDrafter) -> AbstractContextManager[object]:
-    """A context in which weights that DeepSpeed's stage 3 shares out are whole, for use outside of a training step.
-
-    All processes must enter it. Only the weights of the drafter itself and those of modules without a forward of their
-    own need it, but one rule for all is simpler.
-    """
-    weights = [weight for weight in drafter.parameters() if hasattr(weight, "ds_id")]
-    if not weights:
-        return nullcontext()
-    from deepspeed.runtime.zero import GatheredParameters
-
-    return GatheredParameters(weights)
 
 
 def is_deepspeed(trainer: L.Trainer) -> bool:

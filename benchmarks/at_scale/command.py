@@ -27,7 +27,7 @@ from inference.verifier.base import Base, load_base, resolve_device
 from inference.verifier.layers import pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from train.callbacks.estimate import peak_bytes
+from train.callbacks import peak_bytes
 
 TEMPLATE = "tokenizer"
 PACKED = {False: "", True: ", packed weights", "alone": ", packed weights alone"}

@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.harness import main
 from benchmarks.learned_drafters import ARMS, GROUPS
 from data.files import output_lock, read_json, write_text
-from train.callbacks.preemption import EXIT_CODES
+from train.resume import EXIT_CODES
 
 DRAFTERS = "drafters"
-RUN_DRAFTERS = "import sys; from train.cli.commands import main; sys.exit(main())"
+RUN_DRAFTERS = "import sys; from train.cli import run_drafters as main; sys.exit(main())"
 TINY = "checkpoints/tiny-chat"
 
 

@@ -112,7 +112,7 @@ def summary(module: str) -> str:
 
 def command_pages() -> dict[str, str]:
     """The help of every command, as its own parser prints it."""
-    from train.cli import commands, lightning_command
+    from train.cli import COMMANDS, run_drafters, run_lightning
 
     lines = [
         "# Commands",
@@ -120,10 +120,10 @@ def command_pages() -> dict[str, str]:
         "The help texts below are printed by the commands' own parsers when this site is built.",
         "",
     ]
-    lines += ["## drafters", "", *fenced(printed(commands.main, ["--help"]))]
-    for name in commands.COMMANDS:
-        lines += [f"### drafters {name}", "", *fenced(printed(commands.main, [name, "--help"]))]
-    lines += ["## lightning fit", "", *fenced(printed(lightning_command.main, ["fit", "--help"]))]
+    lines += ["## drafters", "", *fenced(printed(run_drafters, ["--help"]))]
+    for name in COMMANDS:
+        lines += [f"### drafters {name}", "", *fenced(printed(run_drafters, [name, "--help"]))]
+    lines += ["## lightning fit", "", *fenced(printed(run_lightning, ["fit", "--help"]))]
     return {"reference/commands.md": "\n".join(lines)}
 
 

@@ -4,19 +4,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import (
-    harness,
-    training_memory,
-    training_speed,
-)
+from benchmarks import harness, training_speed
 from benchmarks.steps import by_nodes, compiled, overhead
 from benchmarks.steps.timing import CHILD_PROBABILITY
 from drafters import DraftTree, NoDrafter, RequiredOutputs
 from inference.compiled import step
-from inference.verifier.base import load_base
 from inference.verifier.session import Session
-from train.callbacks.rehearsal import BatchSize
-from train.feature_store.base_features import compute_features
+from train.features import compute_features
 
 
 def rows(markdown):
@@ -196,18 +190,8 @@ def test_training_speed_in_small(tmp_path):
 def test_the_operations_of_a_step_are_counted(tmp_path):
     config = harness.llama_config("draft", 90, 64)
     base = harness.random_llama("draft", 90, "float32", torch.device("cpu"))
-    size = BatchSize(2, 32)
+    size = training_speed.BatchSize(2, 32)
     with FlopCounterMode(display=False) as counter:
         compute_features(base, [-1], torch.zeros(size, dtype=torch.long))
     attention = 2 * config.num_hidden_layers * size.num_positions * config.hidden_size * 64  # which was not counted
     assert training_speed.base_flops(config, size) - attention == counter.get_total_flops()
-
-
-def test_a_random_base_is_written_in_parts(repository, monkeypatch, tmp_path):
-    monkeypatch.chdir(repository)
-    monkeypatch.setattr(training_memory, "SHARD_BYTES", 4e6)
-    training_memory.write_random_llama(tmp_path / "base", "draft", 1024, "bfloat16")
-    base = load_base(str(tmp_path / "base"), "bfloat16")
-    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
-    assert base.model.dtype == torch.bfloat16 and base.shape.hidden_size == 256
-    assert base.hidden_states(torch.arange(9)[None], [-1])[0].isfinite().all()

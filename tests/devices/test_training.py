@@ -8,9 +8,8 @@ from drafters import recipe
 from drafters.protocol import TrainingBatch
 from tests.inference.verifier import test_lossless as lossless
 from train.divisor import SharedDivisor
-from train.feature_store.base_features import compute_features
-from train.validation.base_answers import with_own_answers
-from train.validation.simulate import simulate_answers
+from train.features import compute_features
+from train.validation import simulate_answers, with_own_answers
 
 NUM_STEPS = 2
 SMALL = {"num_anchors": 6}
@@ -52,7 +51,6 @@ def train(base, drafter_class, arguments, accelerator=None):
         if accelerator:
             accelerator.take_copies()
         for step in range(NUM_STEPS):
-            divisor.begin()
             batch = TrainingBatch(hidden, last_hidden, texts, labels, mask, step, divisor)
             loss, metrics = drafter.loss(batch, base.base_weights)
             optimizer.zero_grad()

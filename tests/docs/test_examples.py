@@ -12,7 +12,7 @@ from inference import generate, load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests.conftest import toy_base
-from train.cli import commands, lightning_command
+from train.cli import run_drafters, run_lightning
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -89,8 +89,8 @@ def test_the_learned_example_trains_with_the_command_of_the_page_and_decodes_fro
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", ["lightning"])
     run = ["--trainer.default_root_dir", str(tmp_path / "run"), "--data.cache_dir", str(tmp_path / "cache")]
-    lightning_command.main([*line.partition("  #")[0].split()[1:], *run])
-    commands.main(["export", str(tmp_path / "run" / "checkpoints" / "best.ckpt"), str(tmp_path / "folder")])
+    run_lightning([*line.partition("  #")[0].split()[1:], *run])
+    run_drafters(["export", str(tmp_path / "run" / "checkpoints" / "best.ckpt"), str(tmp_path / "folder")])
     base = load_base("checkpoints/tiny-chat")
     plain, drafted = (
         generate(base, "Name a colour.", drafter=drafter, max_new_tokens=16)[0]

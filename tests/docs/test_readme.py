@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from train.cli import commands, lightning_command
+from train.cli import parse, run_drafters, run_lightning
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -99,10 +99,10 @@ def test_every_drafters_line_parses(line, capsys):
     name, *arguments = shlex.split(line)[1:]
     if arguments == ["--help"]:
         with pytest.raises(SystemExit) as ended:
-            commands.main([name, "--help"])
+            run_drafters([name, "--help"])
         assert not ended.value.code and "usage" in capsys.readouterr().out
         return
-    function, values = commands.parse(name, arguments)
+    function, values = parse(name, arguments)
     assert callable(function) and values
 
 
@@ -112,7 +112,7 @@ def test_every_lightning_line_parses(line, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(DOCS / "examples"))
     monkeypatch.setattr(sys, "argv", ["lightning"])
     with pytest.raises(SystemExit) as ended:
-        lightning_command.main([*shlex.split(line)[1:], "--print_config"])
+        run_lightning([*shlex.split(line)[1:], "--print_config"])
     assert ended.value.code == 0 and "drafter:" in capsys.readouterr().out
 
 

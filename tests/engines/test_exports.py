@@ -6,8 +6,8 @@ import pytest
 
 from drafters import checkpoint
 from drafters.checkpoint import read_config
-from train.cli import commands
-from train.export.vllm import TESTED_METHODS, TESTED_VERSION
+from train.cli import run_drafters
+from train.formats.vllm import TESTED_METHODS, TESTED_VERSION
 
 CHAIN = 4
 
@@ -26,7 +26,7 @@ def test_texts_are_the_same_and_take_the_steps_of_our_own_chain(
     method, trained, start, tiny_chat, prompts, expected, count_own_steps, tmp_path
 ):
     folder, options = trained(method), ("--format", "vllm", "--dtype", "float32")
-    commands.main(["export", str(folder), str(tmp_path / "vllm"), *options])
+    run_drafters(["export", str(folder), str(tmp_path / "vllm"), *options])
     speculative = {"method": method, "model": str(tmp_path / "vllm"), "num_speculative_tokens": CHAIN}
     engine = start("text", folder, speculative_config=speculative, additional_config={})
     assert [list(output.outputs[0].token_ids) for output in engine.generate(prompts)] == expected

@@ -8,7 +8,7 @@ from data import benchmarks
 from drafters import checkpoint
 from inference.results import folders
 from inference.vllm.served_drafter import ServedBase, read_parallel, spec_of
-from train.cli.commands import main
+from train.cli import run_drafters as main
 
 NUM_TOKENS = 64
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.cli import commands
+from train.cli import run_drafters
 
 NUM_TOKENS = 32
 EAGLE3_CHAIN = 4
@@ -23,7 +23,7 @@ def engine(name, start, trained, tmp_path_factory):
     if name != "eagle3":
         return start("text", name, **TIGHT)
     folder = str(tmp_path_factory.mktemp("exported") / name)
-    commands.main(["export", str(trained(name)), folder, "--format", "vllm", "--dtype", "float32"])
+    run_drafters(["export", str(trained(name)), folder, "--format", "vllm", "--dtype", "float32"])
     speculative = {"method": name, "model": folder, "num_speculative_tokens": EAGLE3_CHAIN}
     return start("text", "", speculative_config=speculative, additional_config={}, **TIGHT)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.fuzz.conftest import bounded, files_below
-from train.cli import commands, lightning_command
+from train.cli import COMMANDS, option_groups, run_drafters, run_lightning
 
 # Each line runs in a second or so. @ is a folder with the files that are named, and out is not there yet.
 VALID = {
@@ -26,10 +26,8 @@ VALID = {
     "regenerate": "--base @base --files @talk.json --limit 1 --max-new-tokens 3 --template vicuna_v1.1 --out @out",
     "export": "@last.ckpt @out",
     "import": "@public @out --base @base",
-    "doctor": "@last.ckpt @results",
     "show-mask": "--tokenizer @base --files @talk.json --template vicuna_v1.1",
     "features": "--base @base --files @talk.json --out @out --template vicuna_v1.1 --max-length 64 --cache-dir @cache",
-    "tokenizer": "@out --files @talk.json --vocab-size 300",
     "index": "corpus @out --tokenizer @base --files @text.txt --min-count 1",
 }
 # Large values of these ask for much work, and get it.
@@ -107,9 +105,9 @@ TEXTS = [
 
 def option_hints(command):
     """The options of a command, with their types, as its own parser has them."""
-    entry = commands.COMMANDS[command]
-    function = getattr(import_module(entry.module), entry.function)
-    groups = commands.option_groups(function)
+    module, _, function = COMMANDS[command].target.partition(":")
+    function = getattr(import_module(module), function)
+    groups = option_groups(function)
     hints = {name: hint for name, hint in get_type_hints(function).items() if name in signature(function).parameters}
     for name, group in groups.items():
         del hints[name]
@@ -192,9 +190,7 @@ def ended(main, words, folder, codes, allowed):
     assert code in codes, (words, code, said[-2000:])
     assert "Traceback" not in said, (words, said[-3000:])
     if code == 2:
-        assert sum(line.startswith(("drafters: error: ", "lightning: error: ")) for line in said.splitlines()) == 1, (
-            said
-        )
+        assert sum(": error: " in line for line in said.splitlines()) == 1, said
 
 
 @pytest.mark.slow
@@ -210,7 +206,7 @@ def test_a_hostile_command_line_ends_in_one_line(fuzz, place, tmp_path, monkeypa
         here.mkdir()
         monkeypatch.chdir(here)
         try:
-            ended(commands.main, words, place, (0, 1, 2), [place, tmp_path])
+            ended(run_drafters, words, place, (0, 1, 2), [place, tmp_path])
         finally:
             monkeypatch.chdir(tmp_path)
             shutil.rmtree(here)
@@ -248,6 +244,6 @@ def test_a_hostile_training_command_is_refused_in_one_line(fuzz, place, tmp_path
 
     def check(chosen):
         words = [*FIT.split(), *(f"--{key}={value}" for key, value in chosen), "--print_config"]
-        ended(lightning_command.main, words, place, (0, 2), [place, tmp_path])
+        ended(run_lightning, words, place, (0, 2), [place, tmp_path])
 
     fuzz(changes, check, 15)

@@ -236,25 +236,27 @@ def write_public(folder, tiny):
     from safetensors.torch import save_file
 
     from drafters import EAGLE3, recipe
-    from train.export.formats.eagle3 import eagle3_config, eagle3_weights
-    from train.export.formats.speculators import Verifier
+    from train.formats.eagle import eagle3_config, eagle3_weights
+    from train.formats.public import Target
 
     base = toy_base()
     arguments = {"hidden_layers": [1, 1, 1], "own_head": True, "draft_vocab_size": 9}
     drafter = recipe.build(EAGLE3, base.shape, arguments)
-    config = eagle3_config(drafter, base.shape, Verifier("toy", ["LlamaForCausalLM"], 64, "float32"))
+    config = eagle3_config(drafter, base.shape, Target("toy", ["LlamaForCausalLM"], 64, "float32"))
     (folder / "config.json").write_text(json.dumps(config))
     save_file(eagle3_weights(drafter), folder / "model.safetensors")
 
 
 def read_public(folder, name):
-    from train.export import import_drafter
-    from train.export.formats.public_checkpoint import read_public_checkpoint
+    from train import import_drafter
+    from train.formats.eagle import read_eagle3
+    from train.formats.public import read_public_checkpoint
 
-    source = read_public_checkpoint(folder)
-    public = import_drafter.read(source, import_drafter.kind_of(source), toy_base())
+    source, base = read_public_checkpoint(folder), toy_base()
+    import_drafter.kind_of(source)
+    public = read_eagle3(source, base.shape, base.base_weights)
     source.check_all_taken()
-    import_drafter.build(public, toy_base(), folder)
+    import_drafter.build(public, base, folder)
 
 
 def write_corpus(folder, tiny):
@@ -407,13 +409,12 @@ def write_checkpoints(folder, tiny):
 
 
 def read_checkpoints(folder, name):
-    from train.checkpointing.checkpoint_reader import hyper_parameters, read_checkpoint
-    from train.checkpointing.checkpoints import check_complete
-    from train.export.export import drafter_of, model_card
+    from train.checkpoints import check_complete, read_checkpoint
+    from train.export import drafter_of
+    from train.model_card import model_card
 
-    saved = read_checkpoint(folder / name)
-    if "drafter" in (arguments := hyper_parameters(saved)):
-        model_card(drafter_of(saved, arguments)[1], 3)
+    _, config = drafter_of(read_checkpoint(folder / name))
+    model_card(config, "a drafter", {})
     check_complete(folder / name)
 
 
@@ -441,12 +442,16 @@ def write_configs(folder, tiny):
 
 
 def read_config_files(folder, name):
-    from train.cli.class_paths import with_new_class_paths
-    from train.cli.lightning_cli import names_a_class, read_configs
+    from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
 
-    configs = read_configs(["--config", str(folder / name)])
-    with_new_class_paths(configs)
-    names_a_class(configs)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action=ActionConfigFile)
+    for key in ("model", "data", "trainer"):
+        parser.add_argument(f"--{key}", type=dict)
+    try:
+        parser.parse_args([f"--config={folder / name}"])
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
 
 
 def write_replies(folder, tiny):

@@ -14,7 +14,7 @@ from inference.indexes import count
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from train.cli.commands import main
+from train.cli import run_drafters as main
 
 each_kind = pytest.mark.parametrize("kind", ["corpus", "datastore"])
 
@@ -39,7 +39,7 @@ def refusal(capsys, *arguments, **more):
         run(*arguments, **more)
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith("drafters: error: ") and message.count("\n") == 1
+    assert message.startswith("drafters index: error: ") and message.count("\n") == 1
     return message
 
 

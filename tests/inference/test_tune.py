@@ -21,7 +21,7 @@ from inference.verifier.layer_skipping import read_skips
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy
 from inference.verifier.session import Generation, StepCost
-from train.cli.commands import main
+from train.cli import run_drafters as main
 
 NUM_TOKENS = 40
 

@@ -16,8 +16,8 @@ from drafters import CTC, recipe
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
 from tests.devices import pretend
-from train.cli import commands
-from train.feature_store import features
+from train import features
+from train.cli import run_drafters
 from train.module import DrafterTraining
 
 SMALL = {"num_frames": 6, "num_labels": 4, "num_anchors": 16, "num_nodes": 8, "top_k": 4}
@@ -66,7 +66,7 @@ def test_a_training_with_validation_equals_that_of_the_host(tiny, tiny_base, tmp
 def test_a_feature_store_written_on_an_accelerator_is_that_of_the_host(tiny, tmp_path, monkeypatch):
     def write(name):
         files = ["--files=[embedded:4]", "--max_length=200", "--layers=0,-1", "--dtype=float32"]
-        commands.main(["features", f"--base={tiny}", f"--out={tmp_path / name}", *files])
+        run_drafters(["features", f"--base={tiny}", f"--out={tmp_path / name}", *files])
         return load_file(next((tmp_path / name).glob("*.safetensors")))
 
     expected = write("host")

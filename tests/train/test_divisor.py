@@ -100,7 +100,6 @@ def test_batches_without_anchors_neither_enlarge_the_losses_nor_change_the_mean(
     weight, divisor = torch.nn.Parameter(torch.zeros(())), SharedDivisor(lambda count: count, 1)
     weights = []
     for count in map(torch.tensor, counts):
-        divisor.begin()
         loss = weight * count / divisor(count)
         weights.append(float(divisor.weighted(torch.ones(()))))
         (loss * weights[-1] / len(counts)).backward()

@@ -1,15 +1,20 @@
-"""A training that starts from the weights of an exported or imported drafter."""
+"""What a training starts from: the weights of a folder, and a draft vocabulary chosen from the training text."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
-from drafters import checkpoint
+from data.module import ShareGPTData
+from drafters import CTC, Medusa, NoDrafter, checkpoint
 from drafters.checkpoint import DrafterConfig
+from drafters.recipe import build
 from inference.verifier.base import tokenizer_hash
-from train.cli import commands, lightning_command
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+from train.cli import run_drafters, run_lightning
+from train.initial_drafter import choose_draft_tokens
 
 EAGLE3 = {
     "class_path": "drafters.EAGLE3",
@@ -17,33 +22,18 @@ EAGLE3 = {
 }
 
 
+def ctc(trunk, loss=None, draft=None):
+    groups = {"trunk": trunk, "loss": loss or {"num_labels": 4}, "draft": draft or {}}
+    return {"class_path": "drafters.CTC", "init_args": groups}
+
+
 @pytest.fixture
 def fit(write_recipe, tmp_path, call):
     """Runs `lightning fit`, or another subcommand, from a drafter's folder."""
 
-    def run(folder, *options, drafter=None, subcommand="fit", runs=tmp_path, **model):
-        runs.mkdir(exist_ok=True)
-        config = write_recipe(runs, max_steps=1, val_check_interval=1)
-        values = yaml.safe_load(config.read_text())
-        values["model"] |= {
-            "initial_drafter": folder and str(folder),
-            "drafter": drafter or values["model"]["drafter"],
-        } | model
-        values["trainer"]["callbacks"][0]["init_args"]["every_n_train_steps"] = 1
-        config.write_text(yaml.safe_dump(values))
-        return call(lightning_command.main, subcommand, "--config", config, *options)
-
-    return run
-
-
-@pytest.fixture
-def export(tmp_path, call):
-    """Exports the last checkpoint; returns the folder's drafter and configuration."""
-
-    def run():
-        done = call(commands.main, "export", tmp_path / "checkpoints" / "last.ckpt", tmp_path / "out")
-        assert done.code == 0, done.err
-        return checkpoint.load(tmp_path / "out")
+    def run(folder, *options, subcommand="fit", runs=tmp_path, **model):
+        config = write_recipe(runs, {"initial_drafter": folder and str(folder), **model}, max_steps=1)
+        return call(run_lightning, subcommand, "--config", config, *options)
 
     return run
 
@@ -51,10 +41,8 @@ def export(tmp_path, call):
 @pytest.fixture(scope="module")
 def imported(tiny_base, tmp_path_factory):
     """An EAGLE-3 drafter as `drafters import` writes it: random weights, and sizes of its layer that are its own."""
-    folder, shape = (
-        tmp_path_factory.mktemp("imported"),
-        replace(tiny_base.shape, intermediate_size=24, rope_theta=300.0),
-    )
+    folder = tmp_path_factory.mktemp("imported")
+    shape = replace(tiny_base.shape, intermediate_size=24, rope_theta=300.0)
     vocabulary = tokenizer_hash(tiny_base.tokenizer)
     init_args = {"hidden_layers": [0, 1, -1], "own_head": True, "draft_vocab_size": 50}
     config = DrafterConfig(EAGLE3["class_path"], init_args, shape, tiny_base.name, vocabulary)
@@ -66,28 +54,19 @@ def imported(tiny_base, tmp_path_factory):
     return folder
 
 
-def assert_same_weights(drafter, folder):
-    before = checkpoint.load(folder)[0].state_dict()
-    torch.testing.assert_close(drafter.state_dict(), before, rtol=0, atol=0)
-
-
 @pytest.mark.slow
-def test_without_a_learning_rate_the_weights_are_still_those_of_the_folder(fit, export, trained, tmp_path):
-    done = fit(trained.folder, learning_rate=0.0)
+@pytest.mark.parametrize("drafter", [None, EAGLE3], ids=["exported", "imported"])
+def test_without_a_learning_rate_the_weights_and_sizes_are_still_those_of_the_folder(
+    fit, call, trained, imported, tmp_path, drafter
+):
+    folder, out = imported if drafter else trained.folder, tmp_path / "out"
+    done = fit(folder, learning_rate=0.0, **({"drafter": drafter} if drafter else {}))
     assert done.code == 0, done.err
-    drafter, config = export()
-    assert_same_weights(drafter, trained.folder)
-    assert config.training["initial_drafter"] == str(trained.folder)
-    assert f"Trained on from `{trained.folder}`" in (tmp_path / "out" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_an_imported_drafter_keeps_its_draft_vocabulary_and_the_sizes_of_its_layer(fit, export, imported):
-    done = fit(imported, drafter=EAGLE3, learning_rate=0.0)
-    assert done.code == 0, done.err
-    drafter, config = export()
-    assert_same_weights(drafter, imported)
-    assert config.base == checkpoint.read_config(imported).base
+    assert call(run_drafters, "export", tmp_path / "checkpoints" / "last.ckpt", out).code == 0
+    (drafter, config), (before, earlier) = checkpoint.load(out), checkpoint.load(folder)
+    torch.testing.assert_close(drafter.state_dict(), before.state_dict(), rtol=0, atol=0)
+    assert config.base == earlier.base and config.training["initial_drafter"] == str(folder)
+    assert f"Trained on from: `{folder}`" in (out / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -106,12 +85,9 @@ def test_training_goes_on_from_the_folder_and_resumes_from_its_own_checkpoint(fi
 
 @pytest.mark.slow
 def test_validation_measures_the_folder_as_it_measures_its_checkpoint(fit, trained):
-    of_folder, of_checkpoint = (
-        fit(trained.folder, subcommand="validate"),
-        fit(None, "--ckpt_path", trained.ckpt, subcommand="validate"),
-    )
-    assert "val/acceptance_length" in of_folder.out
-    assert of_folder.out == of_checkpoint.out
+    of_folder = fit(trained.folder, subcommand="validate")
+    of_checkpoint = fit(None, "--ckpt_path", trained.ckpt, subcommand="validate")
+    assert "val/acceptance_length" in of_folder.out == of_checkpoint.out
 
 
 @pytest.mark.slow
@@ -121,28 +97,21 @@ def test_a_checkpoint_of_other_rotations_is_refused_without_the_initial_drafter_
 ):
     path, saved = tmp_path / "scaled.ckpt", torch.load(trained.ckpt, weights_only=True)
     saved["base"]["shape"]["rope_factor"] = 8.0
-    del saved["base"]["shape"]["rope_original_length"]  # as in a checkpoint that is older than the field
     torch.save(saved, path)
     error = fit(None, "--ckpt_path", path, subcommand=subcommand).one_line_error("lightning")
-    assert "built with rope_factor 8.0, and this one with 1.0: give model.base and model.initial_drafter" in error
+    assert "whose shape is not that of" in error and "give model.base, model.base_dtype and model.initial" in error
 
 
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
         ({"class_path": "drafters.Medusa"}, "is CTC, and model.drafter is Medusa"),
+        (ctc({"num_frames": 6, "causal": True}), "has other options than model.drafter; give it causal"),
         (
-            {"class_path": "drafters.CTC", "init_args": {"num_frames": 6, "num_labels": 4, "causal": True}},
-            "has other options than model.drafter; give it causal: False",
+            ctc({"num_frames": 6, "hidden_layers": [1, -1]}),
+            "has other options than model.drafter; give it hidden",
         ),
-        (
-            {"class_path": "drafters.CTC", "init_args": {"num_frames": 6, "num_labels": 4, "hidden_layers": [1, -1]}},
-            "has other options than model.drafter; give it hidden_layers: [-1]",
-        ),
-        (
-            {"class_path": "drafters.CTC", "init_args": {"num_frames": 5, "num_labels": 4, "markov_rank": 4}},
-            "has other options than model.drafter; give it num_frames: 6, markov_rank: 0",
-        ),
+        (ctc({"num_frames": 5, "markov_rank": 4}), "has other options than model.drafter; give it num_frames: 6, mark"),
     ],
 )
 def test_a_drafter_that_computes_something_else_is_refused_in_one_line(fit, trained, drafter, message):
@@ -152,14 +121,90 @@ def test_a_drafter_that_computes_something_else_is_refused_in_one_line(fit, trai
 
 def test_no_folder_and_a_drafter_for_another_base_are_refused_in_one_line(fit, trained, make_tiny, tmp_path):
     assert "no drafter at" in fit(tmp_path / "none").one_line_error("lightning")
-    other = make_tiny("larger", hidden_size=48)
-    error = fit(trained.folder, base=str(other)).one_line_error("lightning")
+    error = fit(trained.folder, base=str(make_tiny("larger", hidden_size=48))).one_line_error("lightning")
     assert "with hidden_size 32, but" in error
 
 
 def test_loss_and_draft_tree_may_be_others(fit, trained):
-    node = {
-        "class_path": "drafters.CTC",
-        "init_args": {"num_frames": 6, "num_labels": 3, "objective": "ctc", "num_nodes": 3},
-    }
+    node = ctc({"num_frames": 6}, {"num_labels": 3, "objective": "ctc"}, {"num_nodes": 3})
     assert fit(trained.folder, drafter=node, subcommand="validate").code == 0
+
+
+# ---- the draft vocabulary
+
+NUM_TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def rows(tiny):
+    data = ShareGPTData(str(tiny), ["embedded:24"], val_size=4, max_length=160)
+    data.setup("fit")
+    return data.train_set
+
+
+@pytest.fixture(scope="module")
+def counts(rows):
+    """How often the assistant writes each token, counted in plain Python."""
+    said = (zip(row["input_ids"], row["loss_mask"], strict=True) for row in rows)
+    return Counter(token for row in said for token, is_assistants in row if is_assistants)
+
+
+def chosen_for(base, rows, num_tokens):
+    drafter = build(CTC, base.shape, {"trunk": {"draft_vocab_size": num_tokens}})
+    choose_draft_tokens(drafter, base, rows)
+    return drafter.draft_tokens.tolist()
+
+
+def test_the_assistants_most_frequent_tokens_are_chosen_and_the_end_marks_kept(tiny_base, rows, counts):
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    for num_tokens in (1, 2, NUM_TOKENS):
+        chosen = chosen_for(tiny_base, rows, num_tokens)
+        assert tiny_base.eos <= set(chosen) and chosen == sorted(chosen)
+        others = [token for token in ranked if token not in tiny_base.eos][: num_tokens - len(tiny_base.eos)]
+        assert set(chosen) - tiny_base.eos == set(others)
+
+
+def test_a_special_token_that_the_assistant_writes_is_kept_and_others_are_not(tiny_base, rows):
+    specials = set(tiny_base.tokenizer.all_special_ids)
+    mark = min(specials - tiny_base.eos)
+    assert mark not in chosen_for(tiny_base, rows, NUM_TOKENS)
+    told = rows.select([0]).map(lambda row: row | {"input_ids": [mark, *row["input_ids"][1:]], "loss_mask": [1] * 160})
+    assert {mark, *tiny_base.eos} <= set(chosen_for(tiny_base, told, 2 + len(tiny_base.eos)))
+
+
+def test_drafters_for_all_tokens_need_no_text_and_others_do(tiny_base):
+    choose_draft_tokens(build(Medusa, tiny_base.shape, {}), tiny_base, None)
+    choose_draft_tokens(build(CTC, tiny_base.shape, {}), tiny_base, None)
+    with pytest.raises(ValueError, match="needs the training set"):
+        chosen_for(tiny_base, None, NUM_TOKENS)
+
+
+@pytest.mark.slow
+def test_a_trained_resumed_and_exported_drafter_keeps_its_vocabulary_and_drafts_from_it(
+    write_recipe, tiny_base, rows, tmp_path, call
+):
+    trunk = "--model.drafter.init_args.trunk"
+    words = (
+        "fit",
+        "--config",
+        write_recipe(tmp_path),
+        f"{trunk}.draft_vocab_size={NUM_TOKENS}",
+        f"{trunk}.markov_rank=4",
+    )
+    assert call(run_lightning, *words, "--trainer.max_steps", 4).code == 0
+    ckpt = tmp_path / "checkpoints" / "last.ckpt"
+    assert call(run_drafters, "export", ckpt, tmp_path / "out").code == 0
+    drafter, exported = checkpoint.load(tmp_path / "out")
+    expected = chosen_for(tiny_base, rows, NUM_TOKENS)
+    assert torch.load(ckpt, weights_only=True)["state_dict"]["drafter.draft_tokens"].tolist() == expected
+    assert drafter.draft_tokens.tolist() == expected
+    assert exported.init_args["trunk"]["draft_vocab_size"] == NUM_TOKENS
+    drafter.attach_base_weights(tiny_base.base_weights)
+    drafted, observe = set(), drafter.observe
+    drafter.observe = lambda step: drafted.update(step.tree.tokens) or observe(step)
+    prompt = rows[0]["input_ids"][:40]
+    text = Session(Runner(tiny_base), drafter).run(prompt, 30).tokens
+    assert text == Session(Runner(tiny_base), NoDrafter()).run(prompt, 30).tokens
+    assert drafted and drafted <= set(expected)
+    assert call(run_lightning, *words, "--ckpt_path", "last", "--trainer.max_steps", 5).code == 0
+    assert torch.load(ckpt, weights_only=True)["state_dict"]["drafter.draft_tokens"].tolist() == expected

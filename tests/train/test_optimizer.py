@@ -1,4 +1,4 @@
-"""Muon and AdamW in one optimizer, against the two stepping side by side."""
+"""Muon against the singular value decomposition and PyTorch's own; with AdamW, against the two side by side."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from torch import nn
 from drafters.nn.markov import BaseMarkov
 from drafters.protocol import BaseShape
 from train import optimizer as optimizers
-from train.muon import Muon
+from train.optimizer import Muon, adamw, muon, orthogonalised, with_schedule
 from train.strategies import FSDP2
 
 
@@ -35,12 +35,13 @@ def both_after(module, schedule, num_steps, start=0):
     return [weight.detach().clone() for weight in module.parameters()]
 
 
-SETTINGS = {"learning_rate": 0.02, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "cosine"}
+def made_by(optimizer, module, schedule="cosine"):
+    return with_schedule(module, optimizer(module, 0.02, 0.1), 2, schedule)
 
 
 def test_linear_layers_follow_muon_and_all_else_adamw():
     ours, literal = Net(), Net()
-    made = optimizers.muon(ours, **SETTINGS)
+    made = made_by(muon, ours)
     schedule = made["lr_scheduler"]["scheduler"].lr_lambdas[0]
     others = [{"params": [literal.table, literal.lm_head.weight], "weight_decay": 0.1}]
     others.append({"params": [literal.inner.bias, literal.lm_head.bias], "weight_decay": 0.0})
@@ -58,7 +59,7 @@ def test_linear_layers_follow_muon_and_all_else_adamw():
 def test_maps_of_the_base_weights_in_a_bias_follow_muon():
     module = Net()
     module.bias = BaseMarkov(BaseShape(6, 4, 1, 2, 2, 8), rank=2, has_blank=True)
-    by_muon, by_adamw = optimizers.muon(module, **SETTINGS)["optimizer"].optimizers
+    by_muon, by_adamw = made_by(muon, module)["optimizer"].optimizers
     inner, others = (
         [id(weight) for group in each.param_groups for weight in group["params"]] for each in (by_muon, by_adamw)
     )
@@ -68,10 +69,10 @@ def test_maps_of_the_base_weights_in_a_bias_follow_muon():
 
 def test_a_restored_state_continues_as_the_saved_one():
     module = Net()
-    made = optimizers.muon(module, **SETTINGS)
+    made = made_by(muon, module)
     both_after(module, made, 3)
     again = Net()
-    restored = optimizers.muon(again, **SETTINGS)
+    restored = made_by(muon, again)
     again.load_state_dict(module.state_dict())
     restored["optimizer"].load_state_dict(deepcopy(made["optimizer"].state_dict()))
     restored["lr_scheduler"]["scheduler"].load_state_dict(made["lr_scheduler"]["scheduler"].state_dict())
@@ -81,7 +82,7 @@ def test_a_restored_state_continues_as_the_saved_one():
 
 def test_the_closure_is_called_once():
     module, calls = Net(), []
-    made = optimizers.muon(module, **SETTINGS)
+    made = made_by(muon, module)
     module.backward_at(0)
     assert made["optimizer"].step(lambda: calls.append(1) or 7.0) == 7.0
     assert calls == [1]
@@ -91,16 +92,64 @@ def test_sharded_weights_are_refused():
     module = Net()
     module.trainer.strategy = FSDP2()
     with pytest.raises(ValueError, match="DDP"):
-        optimizers.muon(module, **SETTINGS)
+        made_by(muon, module)
 
 
 def test_a_training_that_only_time_limits_has_a_constant_rate_but_no_cosine():
     module = Net()
     module.trainer.estimated_stepping_batches = torch.inf  # as Lightning says with max_time and max_epochs -1
-    made = optimizers.adamw(module, **SETTINGS | {"schedule": "constant"})
+    made = made_by(adamw, module, "constant")
     (rate,) = set(made["lr_scheduler"]["scheduler"].lr_lambdas)
     assert [rate(step) for step in (0, 1, 10**6)] == [0.5, 1.0, 1.0]
     with pytest.raises(
         ValueError, match=r"give trainer\.max_steps or trainer\.max_epochs too, or take model\.schedule"
     ):
-        optimizers.adamw(module, **SETTINGS)
+        made_by(adamw, module)
+
+
+# ---- Muon alone
+
+
+def seeded(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)])
+def test_singular_values_come_close_to_one_and_directions_stay(shape):
+    left, _, right = torch.linalg.svd(seeded(*shape), full_matrices=False)
+    matrix = left @ torch.linspace(3.0, 0.1, min(shape)).diag() @ right
+    values = left.T @ orthogonalised(matrix) @ right.T
+    torch.testing.assert_close(values, values.diagonal().diag(), rtol=0, atol=1e-5)
+    assert ((values.diagonal() > 0.6) & (values.diagonal() < 1.3)).all()
+
+
+def test_the_scale_of_a_gradient_does_not_matter_and_zero_stays_zero():
+    torch.testing.assert_close(orthogonalised(1e4 * seeded(3, 5)), orthogonalised(seeded(3, 5)))
+    assert not orthogonalised(torch.zeros(3, 5)).any()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has its own Muon from 2.9 on")
+def test_in_bfloat16_steps_are_those_of_pytorch(monkeypatch):
+    monkeypatch.setattr(optimizers, "_working_dtype", lambda device: torch.bfloat16)
+    shapes = [(6, 6), (4, 9), (9, 4)]
+
+    def after(kind, **options):
+        trained = [torch.nn.Parameter(seeded(*shape)) for shape in shapes]
+        optimizer = kind(trained, lr=0.02, weight_decay=0.1, **options)
+        for step in range(4):
+            for weight in trained:
+                weight.grad = seeded(*weight.shape, 1 + step)[..., step]
+            optimizer.step()
+        return [weight.detach() for weight in trained]
+
+    theirs = after(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    torch.testing.assert_close(after(Muon), theirs, rtol=0, atol=0)
+
+
+def test_a_matrix_without_a_gradient_stays_and_the_closure_is_called_once():
+    moved, kept, calls = torch.nn.Parameter(seeded(2, 3)), torch.nn.Parameter(seeded(3, 2)), []
+    moved.grad = torch.ones(2, 3)
+    assert Muon([moved, kept], lr=0.1).step(lambda: calls.append(1) or 7.0) == 7.0
+    assert calls == [1]
+    torch.testing.assert_close(kept.detach(), seeded(3, 2), rtol=0, atol=0)
+    assert not torch.equal(moved.detach(), seeded(2, 3))

@@ -3,10 +3,12 @@
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch.strategies import DDPStrategy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import drafters
@@ -14,50 +16,26 @@ from data.conversation import resolve_template
 from data.hub import COMMIT, split_revision
 from data.tokenizer import load_tokenizer
 from drafters import recipe
+from drafters.protocol import BaseWeights
+from inference.verifier.base import shape_of
+from train.memory import memory_parts
 from train.module import DrafterTraining
 
 ROOT = Path(__file__).parents[2]
 RECIPES = "qwen3_8b", "llama3_8b", "vicuna_7b"
-# What the hub's config.json of each base says of its shape.
-LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8}
-BASES = {
-    "Qwen/Qwen3-8B": (
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "meta-llama/Meta-Llama-3-8B-Instruct": (
-        "llama",
-        LLAMA_3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 8192,
-        },
-    ),
-    "lmsys/vicuna-7b-v1.3": (
-        "llama",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 2048,
-        },
-    ),
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+SIZES = *SIZES, "num_key_value_heads", "max_position_embeddings"
+BASES = {  # what the hub's config.json of each base says
+    "Qwen/Qwen3-8B": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 40960)),
+    "meta-llama/Meta-Llama-3-8B-Instruct": ("llama", (128256, 4096, 14336, 32, 32, 8, 8192)),
+    "lmsys/vicuna-7b-v1.3": ("llama", (32000, 4096, 11008, 32, 32, 32, 2048)),
 }
+
+
+def config_of(settings):
+    """The transformers configuration of a recipe's base."""
+    kind, sizes = BASES[split_revision(settings["model"]["base"])[0]]
+    return AutoConfig.for_model(kind, **dict(zip(SIZES, sizes, strict=True)), head_dim=128, tie_word_embeddings=False)
 
 
 def read(name):
@@ -66,6 +44,24 @@ def read(name):
 
 def stated_memory(name):
     return re.search(r"One of 8 GPUs needs ([\d.]+ GB)", (ROOT / "configs" / f"{name}.yaml").read_text())[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_states_the_memory_that_is_estimated_for_one_of_eight_gpus(name):
+    settings = read(name)
+    config, node = config_of(settings), settings["model"]["drafter"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        drafter = recipe.build(drafters.CTC, shape_of(config), node["init_args"])
+    weights = BaseWeights(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    base = SimpleNamespace(model=model, shape=shape_of(config), base_weights=weights)
+    ddp = type("DDP", (DDPStrategy,), {"root_device": torch.device("cuda")})
+    trainer = SimpleNamespace(strategy=ddp(), world_size=8)
+    module = SimpleNamespace(base=base, drafter=drafter, shard_base=False)
+    size = settings["data"]["batch_size"], settings["data"]["max_length"]
+    parts = memory_parts(module, trainer, size, torch.bfloat16)
+    assert stated_memory(name) == f"{sum(parts.values()) / 1e9:.1f} GB"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -78,14 +74,11 @@ def test_recipes_and_documentation_state_the_same_memory_which_a_gpu_has(name):
 def test_a_recipe_trains_on_a_toy_of_its_bases_architecture(name, tmp_path):
     tokenizer = load_tokenizer("checkpoints/tiny-chat")
     settings = read(name)
-    kind, shape = BASES[split_revision(settings["model"]["base"])[0]]
-    config = AutoConfig.for_model(kind, **shape)
+    config = config_of(settings)
     assert max(settings["model"]["drafter"]["init_args"]["trunk"]["hidden_layers"]) < config.num_hidden_layers
     assert settings["data"]["max_length"] <= config.max_position_embeddings
-    config.update(
-        {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    )
-    config.update({"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2})
+    toy = dict(zip(SIZES, (len(tokenizer), 16, 16, config.num_hidden_layers, 2, 1, 2048), strict=True))
+    config.update(toy | {"head_dim": 8, "bos_token_id": 1, "eos_token_id": 2})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     if ":thinking" in settings["data"]["template"]:
         tokenizer.chat_template += "{%- if enable_thinking is defined and enable_thinking is false -%}{%- endif -%}"

@@ -12,9 +12,10 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
-from train.checkpointing.checkpoint_reader import join_slices, read_checkpoint, split_rows
-from train.cli import commands, lightning_command
+from train.checkpoints import join_slices, read_checkpoint, split_rows
+from train.cli import run_drafters, run_lightning
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent / "processes"
@@ -34,7 +35,7 @@ def arguments(config, folder, *more):
         "trainer.logger": "lightning.pytorch.loggers.CSVLogger",
         "trainer.logger.save_dir": folder,
         "trainer.logger.name": "log",
-        "model.drafter.init_args.num_anchors": 256,  # every anchor there is: none is drawn
+        "model.drafter.init_args.loss.num_anchors": 256,  # every anchor there is: none is drawn
     }
     return ["fit", "--config", str(config), *(f"--{name}={value}" for name, value in given.items()), *more]
 
@@ -57,7 +58,7 @@ def runs(write_recipe, shared_folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["pytest"])
             config = write_recipe(root, callbacks=[checkpoints], val_check_interval=3)
-            lightning_command.main(arguments(config, root / "one", "--data.batch_size=8"))
+            run_lightning(arguments(config, root / "one", "--data.batch_size=8"))
         two = ["--data.batch_size=4", "--trainer.devices=2"]
         shards = ["--config", str(ROOT / "configs/strategy/fsdp.yaml"), *two]
         together = [
@@ -106,8 +107,7 @@ def test_a_resumed_sharded_training_saves_the_checkpoint_of_a_single_process(run
     saved, expected = (torch.load(path, weights_only=True) for path in (ours, one))
     assert saved["global_step"] == expected["global_step"] == STEPS
     torch.testing.assert_close(saved["state_dict"], expected["state_dict"], atol=1e-5, rtol=1e-4)
-    assert call(commands.main, "export", ours, tmp_path / "drafter").code == 0
-    assert (tmp_path / "drafter" / "model.safetensors").is_file()
+    assert call(run_drafters, "export", ours, tmp_path / "drafter").code == 0
 
 
 @pytest.mark.slow
@@ -134,9 +134,10 @@ def test_deepspeed_shards_are_exported_as_the_drafter_of_a_single_process(runs, 
     torch.testing.assert_close(saved["state_dict"], expected["state_dict"], atol=1e-5, rtol=1e-4)
     theirs = dict(get_fp32_state_dict_from_zero_checkpoint(ckpt))
     torch.testing.assert_close(saved["state_dict"], theirs, atol=0, rtol=0)
-    assert call(commands.main, "export", ckpt, tmp_path / "drafter").code == 0
-    outcome = call(commands.main, "doctor", ckpt, tmp_path / "drafter")
-    assert outcome.code == 0 and "weights: 17 equal, bit for bit" in outcome.out, outcome
+    assert call(run_drafters, "export", ckpt, tmp_path / "drafter").code == 0
+    exported = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert len(exported) == 17
+    assert all(torch.equal(weight, saved["state_dict"][f"drafter.{name}"]) for name, weight in exported.items())
 
 
 class Planted:
@@ -150,8 +151,7 @@ class Planted:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["missing", "code"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "damage"), [(1, "missing"), (3, "missing"), (2, "code")])
 def test_a_folder_with_a_missing_shard_or_with_code_is_refused_in_one_line(runs, call, tmp_path, stage, damage):
     ckpt = shutil.copytree(runs / f"deepspeed_{stage}" / "checkpoints" / "last.ckpt", tmp_path / "last.ckpt")
     (shard,) = ckpt.glob("checkpoint/*pp_rank_1_*_optim_states.pt")
@@ -161,7 +161,7 @@ def test_a_folder_with_a_missing_shard_or_with_code_is_refused_in_one_line(runs,
     else:
         torch.save({"optimizer_state_dict": Planted(tmp_path / "planted")}, shard)
         said = "is not a readable checkpoint"
-    assert said in call(commands.main, "export", ckpt, tmp_path / "drafter").one_line_error("drafters")
+    assert said in call(run_drafters, "export", ckpt, tmp_path / "drafter").one_line_error("drafters")
     assert not (tmp_path / "planted").exists() and not (tmp_path / "drafter").exists()
 
 

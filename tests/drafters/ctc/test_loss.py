@@ -12,7 +12,7 @@ from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES
 from drafters.nn.markov import Markov
-from train.callbacks.rehearsal import LiveBytes
+from train.memory import LiveBytes
 
 T, V, U, D, R, BLANK = 5, 3, 3, 4, 2, 3
 ALIGNMENTS = torch.tensor(list(product(range(V + 1), repeat=T)))

@@ -13,7 +13,7 @@ from inference.evaluation.evaluate import evaluate
 from inference.verifier import layers
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verify import DistributionOptions, PromptOptions, verify
-from train.cli.commands import grouped
+from train.cli import grouped
 
 pytestmark = pytest.mark.slow
 

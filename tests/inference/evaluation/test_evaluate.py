@@ -42,7 +42,7 @@ from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Typical, make_sampler
 from inference.verifier.session import PHASES, Session, StepCost
-from train.cli.commands import grouped
+from train.cli import grouped
 
 FORGETFUL = ["anpd", "prompt_lookup"]
 REMEMBERING = ["joint", "token_recycling", "self_draft"]

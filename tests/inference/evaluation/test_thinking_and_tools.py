@@ -18,7 +18,7 @@ from inference.results.folders import read
 from inference.verifier.base import Base, load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from train.cli.commands import grouped
+from train.cli import grouped
 
 TOOLS = [{"name": "w20"}, {"name": "w21"}]
 ROWS = [

@@ -20,7 +20,7 @@ from inference.results import metrics, records
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session, StepCost
-from train.cli.commands import grouped
+from train.cli import grouped
 
 EOS = 2
 SPECS = [

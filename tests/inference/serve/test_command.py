@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from inference.serve.command import read_key
-from train.cli.commands import main
+from train.cli import run_drafters as main
 
 BASE = "checkpoints/tiny-chat"
 
@@ -57,7 +57,7 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_process_answers_and_ends_by_a_signal(repository):
     environment = os.environ | {"PYTHONPATH": str(repository), "DRAFTERS_API_KEY": "s3cret-key"}
-    line = [sys.executable, "-c", "from train.cli.commands import main; main()", "serve", "--base", BASE]
+    line = [sys.executable, "-c", "from train.cli import run_drafters as main; main()", "serve", "--base", BASE]
     line += ["--drafter", "anpd", "--port", "0", "--served-name", "tiny"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, cwd=repository, env=environment, **pipes) as process:

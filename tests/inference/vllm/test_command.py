@@ -19,7 +19,7 @@ from data.tokenizer import tokenizer_hash
 from drafters import CTC, BaseShape, checkpoint
 from inference.vllm import command
 from inference.vllm.served_drafter import check_version
-from train.cli.commands import main
+from train.cli import run_drafters as main
 
 BASE = "checkpoints/tiny-chat"
 EXPORTED = {
@@ -262,7 +262,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(made, arguments, message, 
         main(["serve-command", *arguments])
     (error,) = capsys.readouterr().err.splitlines()
     assert stopped.value.code == 2
-    assert error.startswith("drafters: error: ") and message in error
+    assert error.startswith("drafters serve-command: error: ") and message in error
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "0.320.1"])

@@ -13,7 +13,7 @@ from inference.regenerate.answerers import LocalAnswerer
 from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import Dialogue
 from inference.verifier.options import SamplingOptions
-from train.cli import commands
+from train.cli import run_drafters
 
 THINKING = (
     "{%- for m in messages -%}{{- '[' + m.role + ']' -}}"
@@ -64,7 +64,7 @@ def test_sampled_answers_depend_on_the_seed_and_neither_on_batches_nor_on_the_nu
 )
 def test_a_wrong_sampling_option_is_reported_in_one_line(call, tiny, tmp_path, words, reason):
     out = tmp_path / "o.jsonl"
-    outcome = call(commands.main, "regenerate", "--base", tiny, "--files", "embedded:2", "--out", out, *words)
+    outcome = call(run_drafters, "regenerate", "--base", tiny, "--files", "embedded:2", "--out", out, *words)
     assert reason in outcome.one_line_error("drafters")
 
 
@@ -79,7 +79,7 @@ def test_a_server_is_told_how_to_sample_and_to_reason_and_its_reasoning_is_learn
     switch = "on" if is_on else "off"
     options = ("--temperature", 0.7, "--top-p", 0.8, "--seed", 3, "--template", f"tokenizer:thinking={switch}")
     where = ("--endpoint", chat_server.url, "--model", "m")
-    done = call(commands.main, "regenerate", "--base", base, "--files", asked, "--out", out, *options, *where)
+    done = call(run_drafters, "regenerate", "--base", base, "--files", asked, "--out", out, *options, *where)
     assert done.code == 0, done.err
     ((_, _, body),) = chat_server.seen
     assert (body["temperature"], body["top_p"]) == (0.7, 0.8) and 0 <= body["seed"] < 2**31

@@ -6,8 +6,8 @@ python -m torch.distributed.run --nproc_per_node 2 in_turn.py '[["fit", "--confi
 import json
 import sys
 
-from train.cli import lightning_command
+from train.cli import run_lightning
 
 if __name__ == "__main__":
     for command in json.loads(sys.argv[1]):
-        lightning_command.main(command)
+        run_lightning(command)

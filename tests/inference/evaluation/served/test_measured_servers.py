@@ -9,7 +9,7 @@ import pytest
 
 from inference.evaluation.served.client import ServerClient, ServerError
 from inference.results import folders, records
-from train.cli.commands import main
+from train.cli import run_drafters as main
 
 KEY = "MEASURED_SERVER_KEY"
 QUESTIONS = ["w5 w6 w7 w8", "w9 w9", "w10 w11 w12", "w20 w21 w22"]
@@ -216,4 +216,4 @@ def test_what_cannot_be_measured_is_refused_in_one_line(options, message, asked,
     with pytest.raises(SystemExit) as stopped, foreign_server() as server:
         main([*asked, *(server.url if word == "@url" else word for word in options)])
     error = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2 and error.startswith("drafters: error: ") and message in error
+    assert stopped.value.code == 2 and error.startswith("drafters eval: error: ") and message in error

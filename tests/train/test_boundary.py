@@ -1,0 +1,417 @@
+"""The boundary: a user's mistake ends in one line, and nothing from outside is run, printed raw, or half written."""
+
+import ast
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from contextlib import contextmanager
+from zipfile import ZipFile
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import AutoConfig
+
+from data import embedded
+from data.files import output_lock
+from data.tokenizer import load_pretrained, load_tokenizer
+from drafters.checkpoint import read_config
+from inference.verifier.base import load_base, load_base_info
+from train import cli
+from train.cli import run_drafters, run_lightning, user_errors
+from train.model_card import ABOUT, model_card
+
+USERS = ValueError, FileNotFoundError, PermissionError, IsADirectoryError, OSError, MisconfigurationException
+
+
+@pytest.mark.parametrize("kind", USERS)
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(capsys, kind):
+    with pytest.raises(SystemExit) as ended, user_errors("drafters eval"):
+        raise kind("first\n   second\n")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "drafters eval: error: first second\n"
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_ends_with_130_and_says_how_to_go_on(capsys, stopped):
+    with pytest.raises(SystemExit) as ended, user_errors("drafters eval"):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise stopped(1)  # noqa: B904  # Lightning exits with 1 before the first step
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "\ndrafters eval: stopped by Ctrl-C: repeat the command to go on\n"
+
+
+def test_an_unexpected_error_and_an_exit_code_are_not_the_users_mistakes():
+    with pytest.raises(TypeError), user_errors("drafters"):
+        raise TypeError("ours")
+    with pytest.raises(SystemExit, match="7"), user_errors("drafters"):
+        raise SystemExit(7)
+
+
+@pytest.mark.parametrize("asked", ["option", "variable"])
+def test_a_traceback_is_shown_on_request_without_keys(tmp_path, monkeypatch, capsys, asked):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-123456")
+    if asked == "variable":
+        monkeypatch.setenv("DRAFTERS_DEBUG", "1")
+    words = ["export", *(["--traceback"] if asked == "option" else []), "sk-123456.ckpt", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match="no checkpoint at") as raised:
+        run_drafters(words)
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "[OPENAI_API_KEY]" in said and "sk-123456" not in said
+
+
+# ---- mistakes
+
+
+@pytest.fixture(scope="module")
+def place(trained, tiny, make_tiny, tmp_path_factory):
+    """A folder of broken files, and of valid ones that do not fit together."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, target in {
+        "tiny": tiny,
+        "drafter": trained.folder,
+        "last.ckpt": trained.ckpt,
+        "wide": make_tiny("wide", hidden_size=48),
+        "others": make_tiny("others", tokenizer=embedded.train_tokenizer(embedded.conversations(99, seed=5), 400)),
+    }.items():
+        (folder / name).symlink_to(target)
+    for source, name in ((tiny, "base-cut"), (trained.folder, "drafter-cut")):
+        path = shutil.copytree(source, folder / name) / "model.safetensors"
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    shutil.copytree(trained.folder, folder / "drafter-of-no-class")
+    config = json.loads((trained.folder / "config.json").read_text()) | {"class_path": "os.system"}
+    (folder / "drafter-of-no-class" / "config.json").write_text(json.dumps(config))
+    (folder / "drafter-of-no-class" / "SHA256SUMS").unlink()
+    (folder / "cut.ckpt").write_bytes(trained.ckpt.read_bytes()[:3000])
+    (folder / "text.ckpt").write_text("not a checkpoint")
+    for name, content in {"foreign": {"state_dict": {}}, "list": [1, 2], "odd": {"hyper_parameters": 5}}.items():
+        torch.save(content, folder / f"{name}.ckpt")
+    saved = torch.load(trained.ckpt, weights_only=True)
+    torch.save({name: saved[name] for name in saved if name != "base"}, folder / "no-base.ckpt")
+    config = trained.config.read_text().replace(str(trained.config.parent), str(folder / "new"))
+    (folder / "tiny.yaml").write_text(config)
+    (folder / "list.yaml").write_text("[1, 2]")
+    (folder / "cut.yaml").write_text("model: [")
+    (folder / "key.yaml").write_text("model: {drafter: {class_path: drafters.CTC, init_args: {trunk: {num_frame: 3}}}}")
+    (folder / "empty.json").write_text("")
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "run" / "checkpoints" / "best.ckpt").touch()
+    return folder
+
+
+VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 "
+DRAFTERS = {
+    "frobnicate": "unknown command 'frobnicate': known are eval, ",
+    VERIFY + "--drafter anpd --frob 3": "frob",
+    VERIFY + "--drafter anpd --lim 3": "lim",
+    VERIFY + "--drafter anpd extra": "'extra' follows no option: an option that takes several is repeated",
+    VERIFY + "--drafter": "drafter",
+    VERIFY + "--drafter anpd --limit two": "limit",
+    VERIFY + "--drafter anpd --dtype float8": "dtype",
+    "verify --drafter anpd": "base",
+    "verify --drafter anpd --base @nowhere": "no base at",
+    "verify --drafter anpd --base @base-cut": "model.safetensors",
+    VERIFY + "--drafter anpt": "unknown drafter 'anpt'",
+    VERIFY + "--drafter ctc=@drafter-cut": "model.safetensors",
+    VERIFY + "--drafter ctc=@drafter-of-no-class": "os.system",
+    "verify --base @wide --drafter ctc=@drafter": "hidden_size 32, but",
+    "verify --base @others --drafter ctc=@drafter": "whose tokenizer differs",
+    "export @nowhere.ckpt @out": "no checkpoint at",
+    "export @run @out": "run is a folder: give a checkpoint in it, one of checkpoints/best.ckpt",
+    "export @cut.ckpt @out": "is not a readable checkpoint",
+    "export @text.ckpt @out": "is not a readable checkpoint: it is another kind of file",
+    "export @foreign.ckpt @out": "holds no drafter",
+    "export @list.ckpt @out": "holds no drafter",
+    "export @odd.ckpt @out": "holds no drafter",
+    "export @no-base.ckpt @out": "holds no complete drafter (KeyError: 'base'",
+    "export @last.ckpt @drafter": "already holds a model",
+    "export @last.ckpt @text.ckpt": "text.ckpt",
+    "export @last.ckpt": "out",
+    "export @last.ckpt --out=": "--out has an empty name",
+    "export @last.ckpt @out --format gguf": "gguf",
+    "export @last.ckpt @out --push drafter": "'drafter' is no repository of the hub: write OWNER/NAME",
+    "import @drafter @out": "is a drafter of this project already",
+    "show-mask --tokenizer @nowhere --files embedded:1": "nowhere",
+    "show-mask --tokenizer @tiny --files @empty.json": "empty.json",
+    "show-mask --tokenizer @tiny --files embedded:2 --max-length 4": "the loss mask is zero everywhere",
+}
+FIT = "fit --config @tiny.yaml "
+TRUNK = "--model.drafter.init_args.trunk."
+LIGHTNING = {
+    "fti": "fti",
+    "--config ctc.yaml": "fit",
+    "fit": "base",
+    "fit --config": "config",
+    "fit --config cct.yaml": "no config 'cct.yaml': give a file, or one of configs/: ",
+    "fit --config @cut.yaml": "Problems parsing config",
+    "fit --config ctc.yaml --config @list.yaml": "Unexpected config",
+    "fit --config ctc.yaml --config @key.yaml": "Group 'trunk' does not accept option 'num_frame'",
+    FIT + "--modell.base x": "modell",
+    FIT + "--model.learning_rat 1": "learning_rat",
+    FIT + "--model.learning_rate fast": "learning_rate",
+    FIT + "--model.learning_rate -1 --model.base @nowhere": "learning_rate must be at least 0, not -1",
+    FIT + "--model.base_dtype float8": "float8",
+    FIT + "--model.base @nowhere": "no base at",
+    FIT + "--model.drafter drafters.CTCC": "CTCC",
+    FIT + "--model.drafter.class_path drafters.ANPD": "drafters.ANPD",
+    FIT + "--model.drafter.class_path os.makedirs --model.drafter.init_args.name @out": "'os.makedirs' is not a",
+    FIT + TRUNK + "num_frames x": "num_frames",
+    FIT + TRUNK + "num_frame 3": "num_frame",
+    FIT + TRUNK + "num_frames 3": "num_frames (3) must be at least num_labels (4)",
+    FIT + "--trainer.max_stepz 1": "max_stepz",
+    FIT + "--trainer.default_root_dir @text.ckpt/run --trainer.callbacks+=ModelCheckpoint": "text.ckpt is a file",
+    FIT + "--data.files [@nowhere.json]": "nowhere.json",
+    FIT + "--data.files [embedded:2]": "val_size 4 leaves nothing",
+    FIT + "--data.max_length 2048 --data.files [embedded:200]": "pass --data.max_length 512 or less",
+    FIT + "--data.max_length 3": "the loss mask is zero everywhere",
+    FIT + "--ckpt_path @nowhere.ckpt": "nowhere.ckpt",
+    FIT + "--ckpt_path @cut.ckpt": "cut.ckpt is not a readable checkpoint",
+    FIT + f"--ckpt_path @last.ckpt {TRUNK}num_layers 2": "holds another drafter than the config",
+    "validate --config @tiny.yaml --ckpt_path @last.ckpt --model.base @wide": "whose shape is not that of",
+    "validate --config @tiny.yaml --ckpt_path @last.ckpt --model.base @others": "whose tokenizer_hash is not that of",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row, said", (DRAFTERS | LIGHTNING).items(), ids=[*DRAFTERS, *LIGHTNING])
+def test_a_mistake_ends_in_one_line_that_names_it(call, place, row, said):
+    command = run_lightning if row in LIGHTNING else run_drafters
+    outcome = call(command, *row.replace("@", f"{place}/").split())
+    assert said in outcome.one_line_error("lightning" if row in LIGHTNING else "drafters")
+    assert not (place / "out").exists(), "nothing is written or called"
+
+
+# ---- nothing from outside is run
+
+
+CODE = """from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({marker!r}).touch()
+class Config(LlamaConfig):
+    model_type = "marker"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def folder_with_code(tiny, tmp_path, monkeypatch):
+    """A base of a type that transformers does not know, with code for it; "yes" is all that standard input says."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 50))
+    folder = shutil.copytree(tiny, tmp_path / "base")
+    (folder / "own.py").write_text(CODE.format(marker=str(tmp_path / "marker")))
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    change(folder / "config.json", model_type="marker", architectures=["Model"], auto_map=classes)
+    change(folder / "tokenizer_config.json", tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Tokenizer", None]})
+    yield folder
+    assert not (tmp_path / "marker").exists()
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+LOADERS = load_base, load_base_info, load_tokenizer, lambda name: load_pretrained(AutoConfig, name)
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_a_model_with_code_of_its_own_is_refused(load, folder_with_code):
+    with pytest.raises(ValueError, match=r"code in its folder \(auto_map\), which is never run"):
+        load(str(folder_with_code))
+
+
+@pytest.mark.slow
+def test_no_training_runs_it(folder_with_code, call, write_recipe, tmp_path):
+    outcome = call(run_lightning, "fit", "--config", write_recipe(tmp_path), "--model.base", folder_with_code)
+    assert "code in its folder (auto_map), which is never run" in outcome.one_line_error("lightning")
+
+
+def test_every_model_configuration_and_tokenizer_is_loaded_without_its_code_and_every_pickle_without_its(repository):
+    loads, pickles = set(), set()
+    for package in ("data", "drafters", "inference", "train", "benchmarks"):
+        for path in (repository / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("from_pretrained"):
+                    loads.add(f"{path.relative_to(repository)}: {ast.unparse(node)}")
+                elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    pickles.add(ast.unparse(node))
+    assert loads == {"data/tokenizer.py: auto_class.from_pretrained(source, trust_remote_code=False, **options)"}
+    assert pickles and all("weights_only=True" in each for each in pickles)
+
+
+class Planted:
+    """Creates a file when it is unpickled by a loader that runs code."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["export", "fit"])
+def test_code_in_a_checkpoint_is_not_run(command, trained, call, tmp_path):
+    planted = tmp_path / "planted"
+    torch.save(torch.load(trained.ckpt, weights_only=True) | {"extra": Planted(planted)}, tmp_path / "bad.ckpt")
+    if command == "export":
+        outcome = call(run_drafters, "export", tmp_path / "bad.ckpt", tmp_path / "out")
+    else:
+        words = "--config", trained.config, "--ckpt_path", tmp_path / "bad.ckpt"
+        outcome = call(run_lightning, command, *words, "--trainer.default_root_dir", tmp_path)
+    assert "holds more than weights and numbers" in outcome.one_line_error("drafters|lightning")
+    assert not planted.exists()
+
+
+# ---- damage, locks, and a full disk
+
+
+def test_one_flipped_bit_of_a_checkpoint_is_found_and_the_old_folder_is_kept(trained, call, tmp_path):
+    folder, damaged = shutil.copytree(trained.folder, tmp_path / "drafter"), tmp_path / "damaged.ckpt"
+    shutil.copy(trained.ckpt, damaged)
+    with ZipFile(damaged) as file:
+        place = max(file.infolist(), key=lambda entry: entry.file_size).header_offset + 1000
+    content = bytearray(damaged.read_bytes())
+    content[place] ^= 1
+    damaged.write_bytes(content)
+    assert torch.load(damaged, weights_only=True)["global_step"] == 8, "torch itself notices nothing"
+    error = call(run_drafters, "export", damaged, folder, "--overwrite").one_line_error("drafters")
+    assert "damaged.ckpt is not a readable checkpoint" in error
+    names = {path.name for path in trained.folder.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names
+    assert all((folder / name).read_bytes() == (trained.folder / name).read_bytes() for name in names)
+
+
+@pytest.mark.slow
+def test_a_second_process_is_told_who_writes_to_its_place(call, write_recipe, tmp_path):
+    place = tmp_path / "held"
+    said = f"{place} is in use by process {os.getpid()} on"
+    with output_lock(place):
+        assert said in call(run_drafters, "export", "nowhere", place).one_line_error("drafters")
+        assert said in call(run_drafters, "report", place).one_line_error("drafters"), "without --out it writes there"
+        folder = "--trainer.callbacks+=ModelCheckpoint", f"--trainer.callbacks.dirpath={place}"
+        outcome = call(run_lightning, "fit", "--config", write_recipe(tmp_path), *folder)
+        assert said in outcome.one_line_error("lightning") and not place.exists()
+
+
+@contextmanager
+def full_disk(num_bytes):
+    """No file can grow beyond a number of bytes, as if the disk were full then."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+
+
+def contents(place):
+    """The files of an output, without journals, which let the command go on."""
+    files = (path for path in place.rglob("*") if path.is_file() and path.suffix != ".partial")
+    return {path.relative_to(place): path.read_bytes() for path in files}
+
+
+FULL = {
+    "export @ckpt @out": 4000,
+    "regenerate --base @tiny --files embedded:4 --limit 2 --max-new-tokens 8 --out @out": 300,
+    "features --base @tiny --files embedded:4 --max-length 160 --out @out": 3000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", FULL)
+def test_a_full_disk_loses_nothing(line, call, trained, tiny, tmp_path):
+    paths = {"@ckpt": trained.ckpt, "@tiny": tiny, "@out": tmp_path / "out"}
+    words = [paths.get(word, word) for word in line.split()]
+    with full_disk(FULL[line]):
+        assert "File too large" in call(run_drafters, *words).one_line_error("drafters")
+    assert not contents(tmp_path), "nothing is left of a new output"
+    assert call(run_drafters, *words).code == 0
+    if "features" not in line:  # which writes nothing twice
+        before = contents(tmp_path)
+        with full_disk(FULL[line]):
+            outcome = call(run_drafters, *words, "--overwrite")
+        assert "what was there before is kept" in outcome.one_line_error("drafters")
+        assert contents(tmp_path).items() >= before.items()
+
+
+@pytest.mark.slow
+def test_the_checkpoints_of_a_training_are_kept_on_a_full_disk(call, write_recipe, tmp_path):
+    config = write_recipe(tmp_path, max_steps=2, val_check_interval=1, limit_val_batches=0)
+    assert call(run_lightning, "fit", "--config", config).code == 0
+    before, more = contents(tmp_path / "checkpoints"), ("--ckpt_path", "last", "--trainer.max_steps", 4)
+    with full_disk(4000):
+        outcome = call(run_lightning, "fit", "--config", config, *more)
+    assert "could not be written" in outcome.one_line_error("lightning")
+    assert contents(tmp_path / "checkpoints") == before
+    assert call(run_lightning, "fit", "--config", config, *more).code == 0, "it goes on when there is room again"
+
+
+# ---- text from outside
+
+
+HOSTILE = "\x1b]0;title\x0e\x9b2J\x7f\u202e[/]"
+
+
+def is_harmless(text):
+    return not any(mark in text for mark in ("\x1b", "\x0e", "\x9b", "\x7f", "\u202e"))
+
+
+def test_control_characters_and_brackets_of_a_conversation_and_of_a_name_are_shown(call, tiny, tmp_path):
+    turns = [{"from": "human", "value": f"hello {HOSTILE}"}, {"from": "gpt", "value": HOSTILE}]
+    records = [{"id": f"first{HOSTILE}", "conversations": turns}, {"conversations": [{"from": HOSTILE, "value": ""}]}]
+    (tmp_path / "some.json").write_text(json.dumps(records))
+    outcome = call(run_drafters, "show-mask", "--tokenizer", tiny, "--files", tmp_path / "some.json")
+    assert outcome.code == 0, outcome.err
+    assert "first␛]0;title␎" in outcome.out and outcome.out.count("[/]") >= 3
+    assert is_harmless(outcome.out + outcome.err)
+    error = call(run_drafters, "verify", "--base", f"./{HOSTILE}", "--drafter", "anpd").one_line_error("drafters")
+    assert "␛]0;title␎" in error and is_harmless(error)
+
+
+@pytest.mark.parametrize("name", ["owner/base", f"owner/{HOSTILE}`x`\n- injected: yes\r# Title", "a: b"])
+def test_a_model_card_names_its_base_without_becoming_another_card(name, trained):
+    import yaml
+
+    config = read_config(trained.folder)
+    plain = model_card(config, ABOUT, {})
+    object.__setattr__(config, "base_name", name)
+    card = model_card(config, ABOUT, {}, license="mit")
+    assert is_harmless(card) and len(card.splitlines()) <= len(plain.splitlines()) + 2
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header.keys() <= {"license", "base_model", "library_name", "tags"}
+    assert all(line.count("`") % 2 == 0 for line in card.splitlines())
+
+
+def test_a_key_that_a_server_echoes_is_not_stored_or_printed(call, chat_server, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-123456")
+    turns = [{"from": "human", "value": "say sk-123456"}]
+    (tmp_path / "asked.json").write_text(json.dumps([{"conversations": turns}]))
+    out = tmp_path / "out.jsonl"
+    line = ("regenerate", "--base", tiny, "--endpoint", chat_server.url, "--model", "m", "--out", out)
+    outcome = call(run_drafters, *line, "--files", tmp_path / "asked.json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(out.read_text())["messages"][1]["content"] == "[OPENAI_API_KEY] say"
+    assert "sk-123456" not in outcome.out + outcome.err
+
+
+def test_the_list_of_commands_names_functions_that_exist():
+    from importlib import import_module
+
+    for command in cli.COMMANDS.values():
+        module, _, function = command.target.partition(":")
+        assert callable(getattr(import_module(module), function)), command.target

@@ -1,0 +1,71 @@
+"""What a run logs, from which clock and gradients."""
+
+import csv
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from train import callbacks
+from train.callbacks import Speed
+from train.cli import run_lightning
+
+SEEN = {
+    *("train/loss", "train/blank_share", "train/tokens_per_second", "train/utilisation"),
+    *("train/learning_rate", "train/gradient_norm", "val/loss", "val/acceptance_length"),
+    *(f"val/accepted_{depth}_or_more" for depth in range(1, 9)),
+    *(f"val/accepted_{depth}_given_{depth - 1}" for depth in range(1, 9)),
+}
+
+
+@pytest.mark.slow
+def test_every_run_logs_speed_acceptance_by_depth_and_gradient_norms(call, write_recipe, tmp_path):
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "log", "version": 0}}
+    config = write_recipe(tmp_path, logger=logger, log_every_n_steps=2, callbacks=None, gradient_clip_val=1e-3)
+    assert call(run_lightning, "fit", "--config", config).code == 0
+    with (tmp_path / "log" / "version_0" / "metrics.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert rows[0].keys() >= SEEN
+    for name in SEEN:
+        values = [float(row[name]) for row in rows if row[name]]
+        assert len(values) == (4 if name.startswith("train") else 2) and all(map(math.isfinite, values)), name
+    at = {name: [float(row[name]) for row in rows if row[name]] for name in SEEN}
+    assert at["train/learning_rate"] == pytest.approx([0.01] * 4)
+    assert min(at["train/gradient_norm"]) > 1e-3, "the norm is that before clipping"
+    assert all(0 < share <= 1 for share in at["train/utilisation"])
+    for row in range(2):
+        product = 1.0
+        for depth in range(1, 9):
+            product *= at[f"val/accepted_{depth}_given_{depth - 1}"][row]
+            assert product == pytest.approx(at[f"val/accepted_{depth}_or_more"][row])
+
+
+def test_speed_counts_tokens_without_padding_and_time_without_validation(monkeypatch):
+    """Two steps of 3 s after 1 s of waiting each, with a validation of 100 s between them."""
+    clock = iter([1.0, 4.0, 104.0, 105.0, 108.0, 108.0])
+    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: next(clock))
+    logged = {}
+    module = SimpleNamespace(
+        device=torch.device("cpu"), log=lambda name, value, **how: logged.update({name: float(value)})
+    )
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=2)
+    batch, speed = {"lengths": torch.tensor([10, 6])}, Speed()
+    speed.on_train_start(trainer, module)
+    for step in (1, 2):
+        speed.on_train_batch_start(trainer, module, batch, 0)
+        trainer.global_step = step
+        speed.on_train_batch_end(trainer, module, None, batch, 0)
+        assert bool(logged) == (step == 2)
+        if step == 1:
+            speed.on_validation_start(trainer, module)
+            speed.on_validation_end(trainer, module)
+    assert logged == {"train/tokens_per_second": pytest.approx(2 * 16 / 7), "train/utilisation": pytest.approx(6 / 7)}
+
+
+def test_the_time_left_is_not_named_where_only_time_limits_the_training(capsys):
+    callbacks.show_time(0.5, torch.inf, 10**6)
+    callbacks.show_time(0.5, 120, 10**6)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "0.5 s a step; peak memory so far 1.00 MB"
+    assert second == "0.5 s a step: 120 more take about 0:01:00, validation left out; peak memory so far 1.00 MB"

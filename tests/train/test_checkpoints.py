@@ -1,0 +1,117 @@
+"""Checkpoints are complete or absent, and `last` is the newest one that can be continued."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from benchmarks.harness import resident_bytes
+from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
+from train.cli import run_lightning
+
+
+def save(folder, name, step, age=0.0, **others):
+    """Save a small checkpoint with a given age in seconds."""
+    path = folder / f"{name}.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"step": step, "optimizer_states": [], "w": torch.zeros(1000), **others}, path)
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def cut(path):
+    """Truncate a file like a full disk or an interrupted copy would, without changing its time."""
+    times = path.stat().st_atime, path.stat().st_mtime
+    os.truncate(path, path.stat().st_size // 2)
+    os.utime(path, times)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_and_no_temporary_file(tmp_path, monkeypatch):
+    path = save(tmp_path, "last", 1)
+
+    def no_room(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(ValueError, match=r"last.ckpt could not be written \(No space left on device\).*is kept"):
+        save(tmp_path, "last", 2)
+    assert torch.load(path, weights_only=True)["step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_is_written_without_a_copy_of_it_in_memory(fork, tmp_path):
+    def main(_):
+        weights = torch.ones(2**25)  # 128 MiB
+        before = resident_bytes()[0]
+        AtomicCheckpointIO().save_checkpoint({"w": weights}, tmp_path / "last.ckpt")
+        print(resident_bytes()[1] - before)
+
+    run = fork(main=main)
+    assert run.wait() == 0, run.log.read_text()
+    assert int(run.log.read_text()) < 2**24
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["w"].sum() == 2**25
+
+
+def test_the_newest_checkpoint_is_found_under_any_name(tmp_path):
+    assert newest_complete([tmp_path]) is None
+    old, new = save(tmp_path, "last", 4, age=9), save(tmp_path, "step=8", 8)
+    assert newest_complete([tmp_path]) == new
+    old.unlink()
+    old.symlink_to(new.name)
+    assert newest_complete([tmp_path]) == old, "of one file the name that stays"
+    old.unlink()
+    old.symlink_to("step=4.ckpt")
+    assert newest_complete([tmp_path]) == new, "a link to a file that was deleted is no loss"
+
+
+@pytest.mark.parametrize("damage", ["cut", "a byte", "text", "empty"])
+def test_a_damaged_checkpoint_is_skipped_by_last_and_refused_by_name(tmp_path, capsys, damage):
+    whole, broken = save(tmp_path, "step=4", 4, age=9), save(tmp_path, "step=8", 8)
+    content = bytearray(broken.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged = {"cut": bytes(content[: len(content) // 2]), "a byte": bytes(content), "text": b"no zip", "empty": b""}
+    broken.write_bytes(damaged[damage])
+    assert newest_complete([tmp_path]) == whole
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("passed over for an older one: ") and "step=8.ckpt is not a readable checkpoint" in line
+    with pytest.raises(ValueError, match=r"step=8.ckpt is not a readable checkpoint .*train or copy it again"):
+        check_complete(broken)
+
+
+def test_a_folder_that_deepspeed_did_not_finish_is_skipped(tmp_path, capsys):
+    (tmp_path / "step=8.ckpt" / "checkpoint").mkdir(parents=True)
+    whole = save(tmp_path, "step=4", 4, age=9)
+    assert newest_complete([tmp_path]) == whole
+    assert "step=8.ckpt is not a readable checkpoint (no file latest" in capsys.readouterr().err
+    (tmp_path / "step=8.ckpt" / "latest").write_text("checkpoint")
+    assert newest_complete([tmp_path]) == tmp_path / "step=8.ckpt"
+
+
+def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(tmp_path):
+    cut(save(tmp_path, "last", 4))
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be resumed"):
+        newest_complete([tmp_path])
+
+
+def test_a_checkpoint_without_optimizer_states_cannot_be_continued(tmp_path):
+    full, _ = save(tmp_path, "last", 4, age=9), torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
+    assert newest_complete([tmp_path]) == full
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(write_run, fork, losses_of, tmp_path):
+    config = write_run(tmp_path, every=1, keep=-1, max_steps=2)
+    assert fork("fit", "--config", config).wait() == 0
+    cut(tmp_path / "checkpoints" / "step=2.ckpt")  # and last.ckpt, which points at it
+    run = fork("fit", "--config", config, "--ckpt_path", "last")
+    assert run.wait() == 0
+    said = run.log.read_text()
+    assert said.count("passed over") == 1 and "last.ckpt is not a readable checkpoint" in said
+    assert len(losses_of(tmp_path)) == 4 and len((tmp_path / "losses.txt").read_text().splitlines()) == 6
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.slow
+def test_last_starts_a_new_run_in_a_folder_without_checkpoints(write_run, call, tmp_path):
+    outcome = call(run_lightning, "fit", "--config", write_run(tmp_path, max_steps=1), "--ckpt_path", "last")
+    assert outcome.code == 0, outcome.err

@@ -1,0 +1,219 @@
+"""The two commands: their help, their arguments, and the configurations."""
+
+import os
+import re
+from importlib import import_module
+from inspect import signature
+
+import pytest
+import torch
+import yaml
+
+from train.cli import (
+    COMMANDS,
+    CONFIGS,
+    LIGHTNING_HELP,
+    find_config,
+    grouped,
+    option_groups,
+    parse,
+    run_drafters,
+    run_lightning,
+    spelled_out,
+    with_found_configs,
+)
+
+NAMES = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
+WHOLE = [name for name in NAMES if name != "debug.yaml" and not name.startswith("strategy/")]
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]])
+def test_without_a_command_and_for_help_a_table_is_printed(call, args):
+    listed = call(run_drafters, *args)
+    assert (listed.code, listed.err) == (0, "")
+    for name, command in COMMANDS.items():
+        assert any(row.split() == [name, *command.summary.split()] for row in listed.out.splitlines())
+    assert vars(call(run_lightning, *args)) == {"code": 0, "out": LIGHTNING_HELP, "err": ""}
+
+
+@pytest.mark.parametrize("command", ["run_drafters", "run_lightning"])
+def test_the_table_is_printed_without_importing_torch(fresh_python, command):
+    code = f"import sys; from train.cli import {command}; {command}([]); print('torch' in sys.modules)"
+    assert fresh_python("-c", code, timeout=5).stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_each_of_its_options(call, name):
+    module, _, function = COMMANDS[name].target.partition(":")
+    function = getattr(import_module(module), function)
+    outcome = call(run_drafters, name, "--help")
+    assert outcome.code == 0 and outcome.err == ""
+    said, groups = " ".join(outcome.out.split()), option_groups(function)
+    documented = dict.fromkeys(signature(function).parameters.keys() - groups.keys(), function.__doc__)
+    for group in groups.values():
+        inherited = "\n".join(parent.__doc__ or "" for parent in group.__mro__)
+        documented |= dict.fromkeys(signature(group).parameters, inherited)
+    for option, text in documented.items():
+        line = text.partition(f" {option}: ")[2].split(".")[0].split(";")[0]
+        assert f"--{option}" in said and line and " ".join(line.split()[:6]) in said, f"--{option} has no help line"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subcommand", ["fit", "validate", "test"])
+def test_every_subcommand_of_lightning_explains_its_keys(call, subcommand):
+    assert re.search(rf"^  {subcommand} {{3,}}\S", LIGHTNING_HELP, re.MULTILINE)
+    outcome = call(run_lightning, subcommand, "--help")
+    assert outcome.code == 0 and outcome.err == ""
+    assert all(key in outcome.out for key in ("--config", "--model.base", "--data.files", "--trainer.max_steps"))
+    assert "Folder or hub id of the frozen base" in outcome.out, "the help of a key is its line in the docstring"
+
+
+@pytest.mark.slow
+def test_python_m_train_is_the_lightning_command(fresh_python):
+    assert fresh_python("-m", "train").stdout == LIGHTNING_HELP
+
+
+# ---- arguments of drafters
+
+
+@pytest.mark.parametrize(
+    "args, expected",
+    [
+        (["--max-new-tokens", "5"], ["--max_new_tokens=5"]),
+        (["--max_new_tokens=5"], ["--max_new_tokens=5"]),
+        (["--drafter", "a", "--drafter=b:k=1"], ["--drafter+=a", "--drafter+=b:k=1"]),
+        (["x.ckpt", "out", "--base", "b"], ["--ckpt=x.ckpt", "--out=out", "--base=b"]),
+        (["--base", "b", "x.ckpt", "out"], ["--base=b", "--ckpt=x.ckpt", "--out=out"]),
+        (["--offset", "-1"], ["--offset=-1"]),
+        (["--limit", "5", "--help"], ["--help"]),
+        (["x.ckpt", "-h"], ["--help"]),
+        (["--overwrite", "--limit", "2"], ["--overwrite=true", "--limit=2"]),
+        (["--overwrite", "x.ckpt"], ["--overwrite=true", "--ckpt=x.ckpt"]),
+        (["--overwrite", "false", "--limit=2"], ["--overwrite=false", "--limit=2"]),
+        (["--limit"], ["--limit"]),
+    ],
+)
+def test_arguments_are_spelled_out_for_jsonargparse(args, expected):
+    assert spelled_out(args, ["ckpt", "out"], {"drafter"}, {"overwrite"}) == expected
+
+
+def test_the_last_positional_argument_may_be_a_list():
+    spelled = ["--folders+=a", "--folders+=b", "--out=c"]
+    assert spelled_out(["a", "b", "--out", "c"], ["folders"], {"folders"}, ()) == spelled
+
+
+def test_options_of_a_group_are_flat_on_the_command_line_and_lists_are_repeated_or_in_brackets():
+    function, values = parse("verify", ["--base", "b", "--drafter", "anpd", "--drafter", "[ngram,rest=x]"])
+    assert values["drafter"] == ["anpd", "ngram", "rest=x"]
+    (name, group), *_ = option_groups(function).items()
+    assert isinstance(values[name], group) and "base" not in values
+    assert grouped(function, {"base": "b"})[name] == values[name]
+
+
+# ---- lightning
+
+
+def printed(call, *args):
+    outcome = call(run_lightning, "fit", *args, "--print_config")
+    assert outcome.code == 0, outcome.err
+    return outcome.out
+
+
+@pytest.mark.slow
+def test_the_output_of_print_config_is_a_config_that_prints_the_same(call, tmp_path):
+    first = printed(call, "--config", "ctc.yaml")
+    (tmp_path / "again.yaml").write_text(first, encoding="utf-8")
+    assert printed(call, "--config", tmp_path / "again.yaml") == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_shipped_config_parses(call, name):
+    given = yaml.safe_load((CONFIGS / name).read_text(encoding="utf-8"))
+    values = yaml.safe_load(printed(call, "--config", name))
+    assert all(values["data"][key] == value for key, value in given["data"].items())
+    steps = {"max_steps", "max_epochs"} & given["trainer"].keys()
+    assert all(values["trainer"][key] == given["trainer"][key] for key in steps)
+    for group, options in given["model"]["drafter"]["init_args"].items():
+        stored = values["model"]["drafter"]["init_args"][group]
+        assert stored.items() >= options.items() if isinstance(options, dict) else stored == options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WHOLE])
+def test_every_overlay_overrides_the_config_of_the_paper(call, name):
+    below, above = (yaml.safe_load((CONFIGS / each).read_text(encoding="utf-8")) for each in ("ctc.yaml", name))
+    values = yaml.safe_load(printed(call, "--config", "ctc.yaml", "--config", name))
+    for section, given in above.items():
+        for key, value in given.items():
+            assert values[section][key] == value or (section == "trainer" and key == "strategy")
+    kept = below["trainer"].keys() - above.get("trainer", {}).keys() - {"callbacks", "logger"}
+    assert kept and all(values["trainer"][key] == below["trainer"][key] for key in kept)
+
+
+@pytest.mark.slow
+def test_later_configs_and_arguments_override_earlier_ones(call, tmp_path):
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("model: {learning_rate: 0.5, warmup_steps: 7}", encoding="utf-8")
+    options = "--model.warmup_steps", "9", "--model.drafter.init_args.trunk.num_frames=16"
+    model = yaml.safe_load(printed(call, "--config", "ctc.yaml", f"--config={overlay}", *options))["model"]
+    assert (model["learning_rate"], model["warmup_steps"]) == (0.5, 9)
+    trunk, loss = (model["drafter"]["init_args"][group] for group in ("trunk", "loss"))
+    assert trunk["num_frames"] == 16 and trunk["draft_vocab_size"] is None and loss["num_labels"] == 8
+    swapped = yaml.safe_load(printed(call, "--config", overlay, "--config", "ctc.yaml"))
+    assert (swapped["model"]["learning_rate"], swapped["model"]["warmup_steps"]) == (3e-5, 500)
+
+
+def test_a_config_is_found_by_its_bare_name_and_by_its_path(tmp_path, monkeypatch):
+    shipped = str(CONFIGS / "ctc.yaml")
+    assert find_config("ctc.yaml") == find_config(shipped) == shipped
+    words = ["fit", "--config", "ctc.yaml", "--config=strategy/ddp.yaml", "-c", "debug.yaml", "--a", "ctc.yaml"]
+    overlays = f"--config={CONFIGS / 'strategy' / 'ddp.yaml'}", "-c", str(CONFIGS / "debug.yaml")
+    assert with_found_configs(words) == ["fit", "--config", shipped, *overlays, "--a", "ctc.yaml"]
+    (tmp_path / "ctc.yaml").write_text("{}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert find_config("ctc.yaml") == "ctc.yaml", "a file in the current folder comes first"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_a_checkpoint_is_validated_and_tested_from_the_command_line(call, trained, subcommand):
+    outcome = call(run_lightning, subcommand, "--config", trained.config, "--ckpt_path", trained.ckpt)
+    assert outcome.code == 0, outcome.err
+    assert "val/acceptance_length" in outcome.out
+
+
+@pytest.mark.slow
+def test_the_papers_config_trains_for_four_steps_with_the_debug_overlay(fork, tmp_path):
+    words = ["fit", "--config", "ctc.yaml", "--config", "debug.yaml", "--trainer.default_root_dir", tmp_path]
+    done = fork(*words)
+    assert done.wait() == 0, done.log.read_text()[-2000:]
+    said = done.log.read_text()
+    assert "val/acceptance" in said and "parameters of CTC; the base" in said
+    assert "Tip" not in said and "LeafSpec" not in said and "FLOPs" not in said
+    saved = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert saved["measured"]["step"] in (2, 4) and saved["measured"]["acceptance_length"] >= 1
+    assert os.listdir(tmp_path / "tensorboard") == ["version_0"]
+    again = fork(*words)
+    assert again.wait() == 2 and "already holds checkpoints" in again.log.read_text()
+
+
+# ---- show-mask
+
+
+def test_show_mask_prints_the_assistants_text_and_colours_the_tokens_of_the_loss(fork, tiny, monkeypatch):
+    from data import embedded
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    words = "show-mask", "--tokenizer", tiny, "--files", "embedded:2", "--max-length", 400
+    done = fork(*words, main=run_drafters)
+    assert done.wait() == 0, done.log.read_text()
+    shown = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", done.log.read_text()).split())
+    for record in embedded.conversations(2, seed=0):
+        assert record["id"] in shown
+        assert " ".join(record["conversations"][1]["value"].split())[:20] in shown
+    assert "of the assistant" in shown
+    assert "\x1b[1;32m" in done.log.read_text() and "\x1b[2m" in done.log.read_text()

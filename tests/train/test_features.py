@@ -1,0 +1,260 @@
+import json
+import shutil
+from functools import cache, partial
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+
+from data.feature_store.shards import BYTES_PER_ROW
+from data.feature_store.store import FeatureStore, Manifest
+from data.module import ShareGPTData
+from drafters import CTC, EAGLE, EAGLE3, recipe
+from inference.verifier.base import load_base
+from train.cli import run_drafters, run_lightning
+from train.features import Row, divide_into_shards, parse_layers
+from train.module import DrafterTraining
+
+DATA = {"files": ["embedded:24"], "max_length": 400}
+LAYERS = (0, 1, -1)
+SMALL = {"num_frames": 6, "num_labels": 4, "num_anchors": 16, "num_nodes": 8, "top_k": 4}
+SMALL_CTC = partial(recipe.build, CTC, init_args=SMALL)
+SMALL_EAGLE = {"depth": 2, "width": 2, "top_k": 2, "num_nodes": 4}
+RECIPES = {
+    "ctc": SMALL_CTC,
+    "ctc over fused layers": partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (1, 0)}),
+    "eagle": partial(recipe.build, EAGLE, init_args=SMALL_EAGLE),
+    "eagle3": partial(recipe.build, EAGLE3, init_args=SMALL_EAGLE | {"hidden_layers": (0, 1), "num_unroll": 2}),
+}
+
+
+def command(tiny, out, **changes):
+    """The command line that writes a store of three shards."""
+    options = {"layers": ",".join(map(str, LAYERS)), "dtype": "float32", "max_length": 400, "shard_megabytes": 1}
+    options |= {"base": tiny, "out": out, "files": "[embedded:24]"} | changes
+    return ["features", *(f"--{name}={value}" for name, value in options.items())]
+
+
+@pytest.fixture(scope="module")
+def stores(tiny, tmp_path_factory):
+    """Stores of the same conversations with each dtype."""
+    folder = tmp_path_factory.mktemp("stores")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["pytest"])
+        for dtype in ("float32", "float16", "bfloat16", "int8"):
+            run_drafters(command(tiny, folder / dtype, dtype=dtype))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train_online(tiny, tmp_path_factory):
+    """Trains a recipe once with the base in process, and returns what was recorded."""
+
+    @cache
+    def train(name):
+        return fit(tiny, RECIPES[name], tmp_path_factory.mktemp("online"))
+
+    return train
+
+
+class Losses(L.Callback):
+    """Records the loss and the tokens of each step, and how often the base runs in training."""
+
+    def __init__(self):
+        self.losses, self.tokens, self.base_forwards = [], [], 0
+
+    def on_fit_start(self, trainer, module):
+        def counted(*_):
+            self.base_forwards += module.training
+
+        module.base.model.base_model.register_forward_pre_hook(counted)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        self.tokens.append(batch["input_ids"].tolist())
+
+
+def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
+    seen = Losses()
+    L.seed_everything(0, verbose=False)
+    module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8)
+    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA | options)
+    saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    place = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder}
+    trainer = L.Trainer(**place, **quiet, max_steps=steps, limit_val_batches=1, callbacks=[seen, saving])
+    trainer.fit(module, data, ckpt_path=resume, weights_only=False)  # the recipe is a partial here
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_process(
+    tiny, stores, train_online, tmp_path, name
+):
+    online = train_online(name)
+    assert online.base_forwards == len(online.losses) == 8
+    assert any(row[-1] == 0 for batch in online.tokens for row in batch), "some rows are padded"
+    for dtype, tolerance in (("float32", 1e-6), ("float16", 1e-3)):
+        stored = fit(tiny, RECIPES[name], tmp_path / dtype, stores / dtype)
+        assert stored.tokens == online.tokens, "the same batches in the same order"
+        assert stored.losses == pytest.approx(online.losses, rel=tolerance, abs=0)
+        assert stored.base_forwards == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, train_online, tmp_path, dtype):
+    online = train_online("ctc")
+    stored = fit(tiny, SMALL_CTC, tmp_path / dtype, stores / dtype)
+    assert stored.losses == pytest.approx(online.losses, rel=0.02)
+    assert stored.losses != online.losses
+
+
+@pytest.mark.slow
+def test_a_training_from_a_store_resumes_within_an_epoch(tiny, stores, tmp_path):
+    whole = fit(tiny, SMALL_CTC, tmp_path / "whole", stores / "float16", num_workers=1)
+    resume = tmp_path / "whole" / "step=3.ckpt"
+    rest = fit(tiny, SMALL_CTC, tmp_path / "rest", stores / "float16", resume=resume)
+    assert rest.tokens == whole.tokens[3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_store_holds_the_bases_outputs_of_each_conversation_without_a_batch(tiny, tmp_path, dtype):
+    run_drafters(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))
+    base, store = load_base(str(tiny), dtype), FeatureStore(tmp_path / "store")
+    data = ShareGPTData(str(tiny), val_size=4, features=str(store.folder), **DATA)
+    data.setup("fit")
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
+    for place in data._places:
+        row = store.read(place)
+        with torch.no_grad():
+            alone = base.model(row["input_ids"][None].long(), output_hidden_states=True)
+        expected = torch.cat([alone.hidden_states[layer] for layer in LAYERS], dim=-1)[0]
+        torch.testing.assert_close(row["hidden"], expected, **close)
+        if dtype == "float32":
+            assert torch.equal(row["labels"].long(), alone.logits[0].argmax(-1)), "labels never see the rounding"
+
+
+def state(folder):
+    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stores, tmp_path):
+    folder = tmp_path / "store"
+    shutil.copytree(stores / "float32", folder)
+    whole, manifest = state(folder), Manifest.read(folder)
+    names = [shard.file for shard in manifest.shards]
+    assert len(names) >= 3
+    stopped = json.loads((folder / "manifest.json").read_text()) | {"is_complete": False}
+    del stopped["shards"][2:]  # killed before the third was recorded, the second cut short by the crash
+    (folder / "manifest.json").write_text(json.dumps(stopped))
+    (folder / names[1]).write_bytes(whole[names[1]][0][:-7])
+    (folder / f"{names[2]}.new").write_bytes(b"half")
+    with pytest.raises(ValueError, match="is not finished"):
+        FeatureStore(folder)
+    outcome = call(run_drafters, *command(tiny, folder))
+    assert outcome.code == 0, outcome.err
+    there, said, done = outcome.out.splitlines()[-3:]
+    assert there == f"1 of {len(names)} shards are there already"
+    assert said.startswith("to be written: ") and "layers 0,1,-1 in float32" in said, "before writing"
+    assert done.startswith(f"wrote {folder}: ")
+    again = state(folder)
+    assert {name: content for name, (content, _) in again.items()} == {
+        name: content for name, (content, _) in whole.items()
+    }, "byte by byte what an uninterrupted run writes"
+    assert again[names[0]] == whole[names[0]], "the whole shard was left alone"
+
+
+@pytest.mark.slow
+def test_a_finished_store_is_not_written_again_and_verify_finds_a_changed_byte(call, tiny, stores, tmp_path):
+    folder = tmp_path / "store"
+    shutil.copytree(stores / "float16", folder)
+    shard = folder / "shard-00000.safetensors"
+    before = state(folder)
+    shard.write_bytes(before[shard.name][0][:-1] + bytes([before[shard.name][0][-1] ^ 1]))
+    call_it = partial(call, run_drafters)
+    assert "to be written" not in call_it(*command(tiny, folder, dtype="float16")).out
+    mended = call_it(*command(tiny, folder, dtype="float16"), "--verify")
+    assert "in 1 shards" in mended.out and shard.read_bytes() == before[shard.name][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "int8"}, "another dtype (float32, not int8)"),
+        ({"max_length": 100}, "another max_length (400, not 100)"),
+        ({"files": "[embedded:20]"}, "another set of conversations"),
+        ({"layers": "-1"}, "another layers"),
+        ({"base": "other"}, "another base"),
+        ({"base_dtype": "bfloat16"}, "another base_dtype"),
+        ({"out": "full"}, "holds other files: give another --out"),
+        ({"layers": "0,7"}, "layer 7 is not there or given twice: the base has -1, 0, ..., 2"),
+        ({"layers": "last"}, "layers is 'last'"),
+        ({"max_length": 4096}, "ends at 512: pass --max-length 512 or less"),
+        ({"batch_size": 0}, "must be positive"),
+        ({"out": "empty", "room": 1000}, "has 1.0 kB left: make room, or pass --dtype int8"),
+    ],
+)
+def test_a_mistake_leaves_a_store_as_it_was(call, tiny, make_tiny, stores, tmp_path, monkeypatch, changes, said):
+    folder = shutil.copytree(stores / "float32", tmp_path / "store")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("dear")
+    before, changes = state(folder), dict(changes)
+    if "base" in changes:
+        changes["base"] = make_tiny("another", seed=3)
+    if room := changes.pop("room", None):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=room))
+    out = tmp_path / changes.pop("out", "store")
+    error = call(run_drafters, *command(tiny, out, **changes)).one_line_error("drafters")
+    assert said in error.replace("  ", " ")
+    assert state(folder) == before and not (tmp_path / "empty").exists()
+
+
+def test_with_last_adds_the_last_layer_once():
+    assert parse_layers("1,0", True, 2) == (1, 0, -1)
+    assert parse_layers("-1,2", True, 2) == (-1, 2)
+
+
+def test_shards_hold_each_row_once_with_the_longest_first():
+    keys, lengths = (0, 1, 2, 1, 3, 4), (5, 9, 5, 9, 1, 30)
+    rows = [Row(number, bytes([key]), length) for number, (key, length) in enumerate(zip(keys, lengths, strict=True))]
+    shards = divide_into_shards(rows, token_bytes=100, shard_bytes=1500 + 2 * BYTES_PER_ROW)
+    assert [[row.number for row in shard] for shard in shards] == [[5], [1, 0], [2, 4]], "row 3 is row 1 again"
+
+
+@pytest.mark.slow
+def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stores, tmp_path):
+    store = stores / "float32"
+
+    def refusal(base=tiny, drafter=SMALL_CTC, features=store, **options):
+        with pytest.raises(ValueError) as error:
+            module = DrafterTraining(str(base), drafter, base_dtype=options.pop("base_dtype", "float32"))
+            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA | options)
+            L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False).fit(module, data)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
+        drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
+    )
+    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(base_dtype="bfloat16")
+    assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))
+    assert "pass --data.max_length 400" in refusal(max_length=150)
+    run_drafters(command(tiny, tmp_path / "fused", layers="0,1"))
+    assert "reads the base's last hidden states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
+    fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
+
+
+@pytest.mark.slow
+def test_a_config_trains_from_a_store_with_one_more_argument(call, write_recipe, stores, tmp_path):
+    words = "fit", "--config", write_recipe(tmp_path, max_steps=2), "--data.max_length", 400
+    done = call(run_lightning, *words, "--data.features", stores / "float16")
+    assert done.code == 0, done.err
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 2
+    missing = call(run_lightning, *words, "--ckpt_path", "last", "--data.features", tmp_path / "none")
+    assert "no feature store at" in missing.one_line_error("lightning")

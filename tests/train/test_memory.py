@@ -1,0 +1,107 @@
+"""The estimate of a training's memory, compared with what a real step keeps and with arithmetic."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+
+import drafters
+from drafters import recipe
+from drafters.protocol import TrainingBatch
+from train import memory
+from train.callbacks import AveragedWeights
+from train.cli import run_lightning
+from train.module import DrafterTraining
+
+KINDS = {
+    "CTC": {"trunk": {"num_frames": 6, "num_layers": 2, "markov_rank": 4}, "loss": {"num_labels": 4}},
+    "Block": {"trunk": {"num_frames": 4}},
+    "Medusa": {"heads": {"num_heads": 3}},
+    "Hydra": {"heads": {"num_heads": 3, "prefix_attention": True}},
+    "EAGLE": {},
+    "EAGLE3": {"hidden_layers": (0, 1, -1), "loss": {"num_unroll": 3}},
+}
+
+
+def bytes_of_a_real_step(drafter, base, size):
+    weights, ids = base.base_weights, torch.zeros(size, dtype=torch.long)
+    states = torch.rand(*size, base.shape.hidden_size)
+    hidden = states.repeat(1, 1, len(drafter.required_outputs.hidden_layers))
+    batch = TrainingBatch(hidden, states, ids, ids, torch.ones_like(ids, dtype=torch.bool))
+    for weight in drafter.parameters():
+        weight.grad = torch.zeros_like(weight)
+    existing = [*drafter.parameters(), *(weight.grad for weight in drafter.parameters()), weights.embedding]
+    with memory.LiveBytes(*existing, weights.head, hidden, states, ids) as live:
+        drafter.loss(batch, weights)[0].backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_data_takes_what_a_real_step_does_and_changes_nothing(tiny_base, kind):
+    drafter = recipe.build(getattr(drafters, kind), tiny_base.shape, KINDS[kind])
+    size, before = (2, 150), {name: weight.clone() for name, weight in drafter.state_dict().items()}
+    torch.manual_seed(3)
+    estimated = memory.step_bytes(drafter, tiny_base.base_weights, size)
+    drawn = torch.rand(4)
+    assert all(weight.grad is None for weight in drafter.parameters())
+    torch.testing.assert_close(drafter.state_dict(), before, rtol=0, atol=0)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4), drawn), "the random generator stays as it was"
+    torch.manual_seed(3)
+    assert estimated == pytest.approx(bytes_of_a_real_step(drafter, tiny_base, size), rel=0.01)
+
+
+def test_weights_gradients_and_states_are_counted_by_strategy(tiny):
+    module = DrafterTraining(str(tiny), partial(recipe.build, drafters.Medusa, init_args={"heads": {"num_heads": 2}}))
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    parts = memory.memory_parts(module, trainer, (4, 100))
+    weights = 4 * sum(weight.numel() for weight in module.drafter.parameters())
+    assert parts["weights of the drafter"] == parts["their gradients"] == parts["their AdamW states"] / 2 == weights
+    assert parts["weights of the base"] == 4 * sum(weight.numel() for weight in module.base.model.parameters())
+    assert parts["hidden states and activations"] > 4 * 100 * 2 * 32 * 4, "what the drafter reads, and the last state"
+    trainer.callbacks.append(AveragedWeights())
+    assert memory.memory_parts(module, trainer, (4, 100))["weights of the drafter"] == 2 * weights
+    two = {"world_size": 2, "precision_plugin": trainer.precision_plugin, "callbacks": []}
+    for strategy, shares in {"ddp": (1, 2, 2), "FSDP2": (1.5, 0.5, 1)}.items():
+        made = memory.FSDP2() if strategy == "FSDP2" else L.pytorch.strategies.DDPStrategy()
+        made._parallel_devices = made.parallel_devices = [torch.device("cpu")] * 2
+        made.cluster_environment = SimpleNamespace(local_rank=lambda: 0)
+        parts = memory.memory_parts(module, SimpleNamespace(strategy=made, **two), (4, 100))
+        names = "weights of the drafter", "their gradients", "their AdamW states"
+        assert tuple(parts[name] / weights for name in names) == shares
+
+
+def test_a_drafter_whose_memory_cannot_be_estimated_is_trained_all_the_same(call, write_recipe, tmp_path, monkeypatch):
+    loss = drafters.CTC.loss
+
+    def reading_loss(self, batch, base_weights):
+        value, metrics = loss(self, batch, base_weights)
+        assert value.item() > 0
+        return value, metrics
+
+    monkeypatch.setattr(drafters.CTC, "loss", reading_loss)
+    done = call(run_lightning, "fit", "--config", write_recipe(tmp_path, max_steps=1, limit_val_batches=0))
+    assert done.code == 0, done.err
+    assert "the memory of CTC cannot be estimated" in done.out and "worst moment" not in done.out
+
+
+@pytest.mark.slow
+def test_a_training_prints_its_memory_before_the_first_step_and_its_time_after_some_steps(call, write_recipe, tmp_path):
+    config = write_recipe(tmp_path, max_steps=12, val_check_interval=12, log_every_n_steps=3)
+    done = call(run_lightning, "fit", "--config", config, "--data.max_tokens", 500)
+    assert done.code == 0, done.err
+    assert "memory of a device, for a batch of 3 texts of 160 tokens" in done.out, "as many as 500 tokens allow"
+    assert re.search(r"at the worst moment\W+\d+\.\d\d [kMG]B", done.out)
+    assert re.search(r" s a step: 6 more take about \d+:\d\d:\d\d", done.out)
+
+
+def test_too_little_memory_is_reported_with_the_options_that_lower_it(capsys):
+    parts = {"weights of the base": 20e9, "hidden states and activations": 5e9}
+    memory.show(parts, (4, 2048), int(24e9))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "25.00 GB of 24.00 GB" in said and "lower data.batch_size" in said
+    memory.show(parts, (4, 2048), int(48e9))
+    assert "lower" not in capsys.readouterr().out

@@ -1,0 +1,286 @@
+"""Folders in vLLM's formats: every key, shape and number, and a forward written from the formats' documentation.
+
+vLLM itself is run by none of these tests.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from drafters import EAGLE, EAGLE3, Block, Hydra, Medusa, checkpoint, recipe
+from drafters.checkpoint import DrafterConfig
+from inference.verifier.base import load_base, tokenizer_hash
+from tests.train import public_formats
+from train.cli import run_drafters
+from train.formats import vllm
+
+D, V, WIDTH, LAYERS, MASK = 32, 404, 64, 4, 402  # of the base; the tokenizer has 400 tokens
+TRUNK = {"num_frames": 5, "num_layers": 2, "hidden_layers": [3, 1]}
+CHAIN = {"num_nodes": 8, "tree": "chain", "top_k": V}
+HEAD = {"hidden_layers": [1, 2, 3], "own_head": True, "draft_vocab_size": 50, "draft": {"depth": 4, "tree": "chain"}}
+MEDUSA = {"heads": {"num_heads": 3, "num_layers": 2}, "draft": {"num_nodes": 8, "top_k": 2, "tree": "chain"}}
+KINDS = {
+    "medusa": (Medusa, MEDUSA),
+    "eagle": (EAGLE, {"fc_bias": False, "draft": {"depth": 4, "tree": "chain"}}),
+    "eagle3": (EAGLE3, HEAD),
+    "eagle3, qk norms": (EAGLE3, HEAD | {"has_qk_norm": True, "norm_before_residual": True, "draft_vocab_size": None}),
+    "block": (Block, {"trunk": TRUNK, "draft": CHAIN}),
+    "block, markov": (Block, {"trunk": TRUNK | {"markov_rank": 4}, "draft": CHAIN}),
+    "block, base's markov": (Block, {"trunk": TRUNK | {"markov_rank": 4, "markov_factors": "base"}, "draft": CHAIN}),
+}
+
+
+@pytest.fixture(scope="module")
+def base(make_tiny):
+    """A base whose sizes are no library's defaults."""
+    rope = {"rope_type": "default", "rope_theta": 700.0}
+    return load_base(str(make_tiny("deep", vocab_size=V, num_layers=LAYERS, rms_norm_eps=1e-3, rope_parameters=rope)))
+
+
+def build(kind, init_args, base):
+    """A drafter whose drafts depend on every weight, and its configuration."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        drafter = recipe.build(kind, base.shape, init_args).eval().requires_grad_(False)
+        for name, weight in drafter.named_parameters():
+            weight += torch.randn(weight.shape) * (3.0 if "markov" in name else 0.2)
+        if getattr(drafter, "draft_tokens", None) is not None:
+            drafter.draft_tokens.copy_(torch.randperm(V)[: len(drafter.draft_tokens)].sort().values)
+    vocabulary = tokenizer_hash(base.tokenizer)
+    return drafter, DrafterConfig(f"drafters.{kind.__name__}", init_args, base.shape, base.name, vocabulary)
+
+
+def written(folder, drafter, config):
+    """The content of config.json and the weights."""
+    vllm.write(folder, drafter, config, MASK, torch.float32)
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+# ---- keys, shapes and numbers
+
+
+def speculators(base, kind, architecture, num_tokens):
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": "0.7.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": base.name, "architectures": ["LlamaForCausalLM"]},
+        },
+        "draft_vocab_size": V,
+        "target_hidden_size": D,
+        "dtype": "float32",
+    }
+
+
+def layer(model_type, num_layers):
+    return {
+        "model_type": model_type,
+        "hidden_size": D,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "vocab_size": V,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-3,
+        "rope_theta": 700.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+    }
+
+
+def layer_shapes(name, num_inputs=1):
+    shapes = {f"{name}.self_attn.{each}_proj.weight": (D, num_inputs * D) for each in "qkv"}
+    shapes |= {f"{name}.mlp.{each}_proj.weight": (WIDTH, D) for each in ("gate", "up")}
+    shapes |= {f"{name}.{norm}.weight": (D,) for norm in ("input_layernorm", "post_attention_layernorm")}
+    return shapes | {f"{name}.self_attn.o_proj.weight": (D, D), f"{name}.mlp.down_proj.weight": (D, WIDTH)}
+
+
+def expected(name, base):
+    """What config.json and the weights of a kind must be."""
+    if name == "medusa":
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": D,
+            "vocab_size": V,
+            "truncated_vocab_size": V,
+            "num_heads": 3,
+            "num_hidden_layers": 2,
+            "medusa_fc_bias": True,
+            "original_lm_head": False,
+            "dtype": "float32",
+        }
+        shapes = {f"blocks.{i}.layers.{j}.weight": (D, D) for i in range(3) for j in range(2)}
+        shapes |= {f"blocks.{i}.layers.{j}.bias": (D,) for i in range(3) for j in range(2)}
+        return config, shapes | {f"lm_heads.{i}.weight": (V, D) for i in range(3)}
+    if name == "eagle3":
+        config = speculators(base, "eagle3", "Eagle3Speculator", 4) | {
+            "transformer_layer_config": layer("llama", 1),
+            "draft_vocab_size": 50,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        }
+        shapes = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (50, D), "d2t": (50,), "t2d": (V,)}
+        return config, shapes | {"layers.0.hidden_norm.weight": (D,)} | layer_shapes("layers.0", 2)
+    rank = 4 if "markov" in name else 1
+    slides = {"use_sliding_window": False, "layer_types": ["full_attention", "full_attention"]}
+    config = speculators(base, "dspark", "DSparkDraftModel", 5) | {
+        "transformer_layer_config": layer("qwen3", 2) | slides,
+        "block_size": 5,
+        "aux_hidden_state_layer_ids": [3, 1],
+        "mask_token_id": MASK,
+        "sample_from_anchor": True,
+        "sliding_window_non_causal": True,
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+    }
+    shapes = {"fc.weight": (D, 2 * D), "hidden_norm.weight": (D,), "norm.weight": (D,), "embed_tokens.weight": (V, D)}
+    shapes |= {f"markov_head.markov_w{i}.weight": (V, rank) for i in (1, 2)}
+    shapes |= {f"layers.{i}.self_attn.{each}_norm.weight": (8,) for i in (0, 1) for each in "qk"}
+    return config, shapes | layer_shapes("layers.0") | layer_shapes("layers.1")
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "block", "block, markov"])
+def test_a_folder_has_the_keys_shapes_and_numbers_of_its_format(name, base, tmp_path):
+    config, weights = written(tmp_path, *build(*KINDS[name], base))
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    assert (config, shapes) == expected(name, base)
+    if "block" in name:
+        others = [token for token in range(V) if token != MASK]
+        assert torch.equal(weights["embed_tokens.weight"][others], base.base_weights.embedding[others])
+
+
+# ---- what is computed
+
+
+def literal_medusa(config, weights, base, ids):
+    """The most probable token of each head, from the state that decided the last token."""
+    state, chain = base.hidden_states(ids[None], (-1,))[0][0, -2], []
+    for head in range(config["num_heads"]):
+        x = state
+        for number in range(config["num_hidden_layers"]):
+            name = f"blocks.{head}.layers.{number}"
+            x = x + F.silu(F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"]))
+        chain.append((weights[f"lm_heads.{head}.weight"] @ x).argmax().item())
+    return chain
+
+
+def literal(name, config, weights, base, ids):
+    """A chain, from the folder and the base alone."""
+    if name == "medusa":
+        return literal_medusa(config, weights, base, ids)
+    if name == "eagle":
+        return public_formats.eagle(config, weights, base.model, ids, 4)[1]
+    layers = config["transformer_layer_config"]
+    if "eagle3" in name:
+        fused, normed = config["eagle_aux_hidden_state_layer_ids"], config["norm_before_residual"]
+        return public_formats.eagle3(layers, weights, base.model, fused, ids, 4, normed)[1]
+    slots, fused = (config["block_size"], config["mask_token_id"]), config["aux_hidden_state_layer_ids"]
+    return public_formats.dflash(layers, weights, base.model, fused, ids, *slots, config["sample_from_anchor"])[1]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_the_format_as_documented_gives_the_chain_of_our_own_drafter(name, base, tmp_path):
+    drafter, config = build(*KINDS[name], base)
+    drafter.attach_base_weights(base.base_weights)
+    content, drafts = written(tmp_path, drafter, config), set()
+    for seed in range(4):
+        ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(seed))
+        hidden = base.hidden_states(ids[None], drafter.required_outputs.hidden_layers)[0][0]
+        (tree,) = drafter.draft_at(hidden, ids, torch.tensor([23]), base.base_weights)
+        assert list(tree.tokens) == literal(name, *content, base, ids)
+        assert list(tree.parents) == list(range(-1, len(tree.tokens) - 1))
+        drafts.add(tuple(tree.tokens))
+    assert len(drafts) > 1
+
+
+# ---- cards and refusals
+
+
+RUN_IN_VLLM = {"hidden_layers": [1], "own_head": True, "draft_vocab_size": 90}
+
+
+@pytest.mark.parametrize(
+    ("kind", "init_args", "was_run"),
+    [
+        (EAGLE3, RUN_IN_VLLM, True),
+        (EAGLE3, {"hidden_layers": [1]}, False),
+        (EAGLE3, RUN_IN_VLLM | {"draft_vocab_size": None}, False),
+        (EAGLE3, RUN_IN_VLLM | {"has_qk_norm": True}, False),
+        (EAGLE3, RUN_IN_VLLM | {"norm_before_residual": True}, False),
+        (EAGLE, {"fc_bias": False}, True),
+        (Medusa, {}, True),
+        (Medusa, {"heads": {"num_layers": 2}}, False),
+        (Block, {"trunk": TRUNK}, False),
+    ],
+)
+def test_the_card_tells_how_to_serve_it_and_whether_this_variant_was_run_in_vllm(
+    kind, init_args, was_run, base, tmp_path
+):
+    vllm.write(tmp_path, *build(kind, init_args, base), MASK)
+    card = " ".join((tmp_path / "README.md").read_text().split())
+    method = "dspark" if kind is Block else kind.__name__.lower()
+    assert f'{{"method": "{method}", "model": "THIS_FOLDER", "num_speculative_tokens": ' in card
+    assert "one chain without a tree" in card
+    assert ("This format was run in vLLM" in card) is was_run
+    assert ("this variant was not run in vLLM" in card) is not was_run
+
+
+ONE = {"hidden_layers": [1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "init_args", "message"),
+    [
+        (Hydra, {}, "Hydra has no vllm format"),
+        (Medusa, {"own_heads": False}, "own_heads: true"),
+        (EAGLE, {}, "fc_bias: false"),
+        (EAGLE3, {"hidden_layers": [1, 2, -1]}, r"not hidden_layers \[1, 2, -1\]"),
+        (EAGLE3, {"hidden_layers": [0, 1, 2]}, "fuses layers 1 to 3 of this base"),
+        (Block, ONE | {"tokens_in_context": True}, "no tokens_in_context"),
+        (Block, ONE | {"root_everywhere": True}, "no root_everywhere"),
+        (Block, ONE | {"frames_differ": True}, "no frames_differ"),
+        (Block, ONE | {"causal": True}, "no causal"),
+        (Block, ONE | {"draft_vocab_size": 50}, "draft_vocab_size: null"),
+        (Block, ONE | {"window": 64}, "no window"),
+        (Block, {"hidden_layers": [1, -1]}, r"layers 1 to 3 of this base, not hidden_layers \[1, -1\]"),
+        (Block, {"hidden_layers": [0]}, "layers 1 to 3"),
+        (Block, {"hidden_layers": [4]}, "layers 1 to 3"),
+    ],
+)
+def test_a_drafter_that_vllm_cannot_run_is_refused(kind, init_args, message, base, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        vllm.write(tmp_path / "a", *build(kind, init_args, base), MASK)
+    assert not (tmp_path / "a").exists()
+
+
+def test_no_ctc_drafter_and_no_mask_token_of_texts_is_exported(call, trained, base, tmp_path):
+    def refusal(folder, *options):
+        words = "export", folder, tmp_path / "a", "--format", "vllm", *options
+        return call(run_drafters, *words).one_line_error("drafters")
+
+    assert "CTC has no vllm format (no engine applies a CTC collapse)" in refusal(trained.ckpt)
+    (tmp_path / "block").mkdir()
+    checkpoint.save(tmp_path / "block", *build(*KINDS["block"], base))
+    assert "--mask-token-id is missing" in refusal(tmp_path / "block")
+    for token in (base.tokenizer.eos_token_id, 50, V, -1):
+        said = refusal(tmp_path / "block", "--mask-token-id", token)
+        assert f"--mask-token-id {token} is a token of texts" in said
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,255 @@
+"""Lightning callbacks: what a training logs, skipped steps, averaged weights, and memory on CPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import resource
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from drafters.losses.anchors import valid_positions
+from train.memory import readable
+from train.optimizer import is_accumulating
+from train.strategies import FSDP2, is_deepspeed
+
+
+class CommandLine(L.Callback):
+    """Writes the command line that trains into checkpoints, for the model card."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["command"] = self.command
+
+
+class KeepFreedMemory(L.Callback):
+    """On a CPU, lets glibc reuse the memory that tensors free, instead of giving it back to the system.
+
+    By default it gives back blocks larger than any that were freed before; the system fills with zeros what it hands
+    out again. The setting lasts as long as the process.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.strategy.root_device.type == "cpu" and platform.libc_ver()[0] == "glibc":
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest that glibc accepts
+            mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the largest int
+
+
+def is_logged_step(trainer: L.Trainer, step: int) -> bool:
+    """Whether metrics are logged at a step."""
+    return step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]  # set by Lightning's logger connector
+
+
+class Speed(L.Callback):
+    """Logs ``train/tokens_per_second`` over all processes, ``train/utilisation``, ``train/learning_rate`` and
+    ``train/gradient_norm`` before clipping, and prints once how long the remaining steps will take.
+
+    Only tokens that the base reads are counted, not the padding. Utilisation is the share of time spent inside of
+    steps; the rest is waiting for data and writing checkpoints. Validation is left out. Each value covers the steps
+    since the one before; with CUDA, the device is synchronized before a value is logged.
+    """
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.logged_step, self.num_logged = trainer.global_step, 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.num_tokens, self.seconds_inside, self.seconds_outside = torch.zeros(()), 0.0, 0.0
+        self.step_end: float | None = None  # None if something else than waiting happened since the last step
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.step_start = time.perf_counter()
+        if self.step_end is not None:
+            self.seconds_outside += self.step_start - self.step_end
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if is_logged_step(trainer, trainer.global_step + 1):
+            pl_module.log("train/learning_rate", optimizer.param_groups[0]["lr"])
+            if gradients := gradients_of(optimizer):  # DeepSpeed gives no access to them
+                pl_module.log("train/gradient_norm", total_norm(gradients))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.num_tokens = batch["lengths"].sum() + self.num_tokens.to(pl_module.device)  # without waiting for it
+        num_steps = trainer.global_step - self.logged_step
+        is_due = num_steps > 0 and is_logged_step(trainer, trainer.global_step)
+        if is_due and pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        self.step_end = time.perf_counter()
+        self.seconds_inside += self.step_end - self.step_start
+        if is_due:
+            seconds = self.seconds_inside + self.seconds_outside
+            pl_module.log("train/tokens_per_second", self.num_tokens / seconds, sync_dist=True, reduce_fx="sum")
+            pl_module.log("train/utilisation", self.seconds_inside / seconds, sync_dist=True)
+            self.logged_step, self.num_logged = trainer.global_step, self.num_logged + 1
+            if self.num_logged == 2:  # the first steps are slower
+                num_left = trainer.estimated_stepping_batches - trainer.global_step
+                show_time(seconds / num_steps, num_left, peak_bytes(pl_module.device))
+            self._reset()
+            self.step_end = time.perf_counter()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.step_end = None
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.step_end = time.perf_counter()
+
+
+@rank_zero_only
+def show_time(seconds: float, num_steps: float, peak_so_far: int) -> None:
+    """Print how long the remaining steps take, if their number is known; it is infinity if time limits the training."""
+    left = "" if num_steps == float("inf") else f": {num_steps:,} more take about "
+    left += f"{timedelta(seconds=round(seconds * num_steps))}, validation left out" if left else ""
+    print(f"{seconds:.3g} s a step{left}; peak memory so far {readable(peak_so_far)}", flush=True)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory so far: of torch's allocator on a GPU, of the whole process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The gradients of all parameters that have one."""
+    return [weight.grad for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, also of gradients that FSDP2 shards."""
+    norm = nn.utils.get_total_norm(gradients)
+    # The norm of sharded gradients is a DTensor, whose full value is the same on all processes.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class SkipNonFiniteSteps(L.Callback):
+    """Skips optimizer steps whose loss or gradient is not finite; counts them and the batches without anchors.
+
+    A skipped step leaves the weights and the optimizer as they were. It counts as a step, and the learning rate
+    schedule advances. The gradients are checked after the processes have averaged them, so all processes skip the
+    same steps. Under DeepSpeed, which gives no access to the gradients, nothing is skipped.
+
+    Args:
+        max_skipped: Number of consecutive steps that may be skipped; one more ends the run.
+    """
+
+    def __init__(self, max_skipped: int = 20) -> None:
+        if max_skipped < 0:
+            raise ValueError(f"non_finite.max_skipped must be at least 0, not {max_skipped}")
+        self.max_skipped = max_skipped
+        self.skipped_steps = self.skipped_in_a_row = self.empty_batches = 0
+        # Batches of this process without anchors since the counts of the processes were last added up.
+        self._num_empty: Tensor | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("skipped_steps", "skipped_in_a_row", "empty_batches")}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if "loss_mask" in batch:
+            is_empty = (~valid_positions(batch["loss_mask"]).any()).long()
+            self._num_empty = is_empty if self._num_empty is None else self._num_empty + is_empty
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        value = loss.detach()
+        # NaN if the loss is not finite: then all gradients become NaN, and after averaging those of all processes.
+        one = 1 + (value - value)
+        loss.register_hook(lambda gradient: gradient * one)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if torch.isfinite(total_norm(gradients_of(optimizer))):
+            self.skipped_in_a_row = 0
+            return
+        optimizer.zero_grad(set_to_none=True)  # without gradients, the step changes neither weights nor its own state
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if is_accumulating(trainer):
+            return
+        if self._num_empty is not None:
+            self.empty_batches += int(trainer.strategy.reduce(self._num_empty, reduce_op="sum"))
+            self._num_empty = None
+        pl_module.log("train/skipped_steps", float(self.skipped_steps))
+        pl_module.log("train/empty_batches", float(self.empty_batches))
+        if self.skipped_in_a_row > self.max_skipped:
+            raise ValueError(
+                f"{self.skipped_in_a_row} steps in a row, up to step {trainer.global_step}, had a loss or gradient "
+                "that is not finite: lower model.learning_rate, clip with trainer.gradient_clip_val, or train with "
+                "trainer.precision 32-true"
+            )
+
+
+class AveragedWeights(WeightAveraging):
+    """Exponential moving average of the drafter's weights (EMA), a Lightning callback for ``trainer.callbacks``.
+
+    Validation measures the averaged weights, checkpoints hold them as ``state_dict``, so they are what is exported, and
+    training ends with them. The weights that a resumed run continues with are in the checkpoint too. Unlike Lightning's
+    own EMA it makes no copy of the frozen base, and the first steps, whose weights are still close to the random ones,
+    are forgotten quickly.
+
+    Args:
+        decay: Weight of the average so far at each step, at most. After n steps it is at most (1 + n) / (10 + n).
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be at least 0 and below 1, not {decay}")
+        # Buffers are copied: some hold token ids.
+        super().__init__(use_buffers=False, multi_avg_fn=self._average)
+        self.decay = decay
+        self._is_swapped = False  # whether the module holds the averages, and the average model the module's weights
+
+    def _average(self, averaged: Any, current: Any, num_averaged: Tensor | int) -> None:
+        count = int(num_averaged)  # waits for the device: once for all weights
+        torch._foreach_lerp_(averaged, current, 1 - min(self.decay, (1 + count) / (10 + count)))
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._average_model = None
+        if stage != "fit":  # the module has the averages already
+            return
+        if isinstance(trainer.strategy, FSDP2) or is_deepspeed(trainer):
+            raise ValueError("AveragedWeights needs whole weights, which FSDP and DeepSpeed shard: train with DDP")
+        self._is_swapped, self._latest_update_step = False, trainer.global_step  # of an earlier training
+        base = vars(pl_module).pop("base", None)  # frozen and not a submodule: the copy needs none
+        self._average_model = AveragedModel(
+            pl_module, trainer.strategy.root_device, use_buffers=self._use_buffers, **self._kwargs
+        )
+        vars(pl_module).update({} if base is None else {"base": base})
+
+    def _swap_models(self, pl_module: L.LightningModule) -> None:
+        super()._swap_models(pl_module)
+        self._is_swapped = not self._is_swapped
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """End with the averages, and keep the weights: a checkpoint may still be saved, from which training goes on."""
+        self._swap_models(pl_module)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._is_swapped:  # a signal ends the run in its validation
+            weights, averages = "current_model_state", "state_dict"
+            checkpoint[weights], checkpoint[averages] = checkpoint[averages], checkpoint[weights]

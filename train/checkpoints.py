@@ -1,0 +1,230 @@
+"""Checkpoints: written atomically, found again, and read without running any code that they contain."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+from zipfile import ZipFile, is_zipfile
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+
+from data.files import DiskError, atomic_write
+from data.tokenizer import first_line
+
+Shapes = dict[str, Sequence[int]]
+"""Shape of each weight of a parameter group, in order."""
+
+# Empty classes under the names of those in DeepSpeed's files, so that the files load without DeepSpeed and its code.
+PLACEHOLDERS: list[Any] = [
+    type(name.split(".")[-1], (), {"__module__": name.rpartition(".")[0], "__init__": lambda self, *_: None})
+    for name in (
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint to a temporary file, waits until it is on the disk, and then renames it.
+
+    A run that is killed at any moment leaves either the old checkpoint or the new one. Paths that are not local are
+    written by Lightning as usual.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            ValueError: The disk refuses it, for example because it is full; the file at ``path`` is left as it was.
+        """
+        if "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        path = Path(path)
+        if path.is_symlink():  # `last.ckpt` of a run that linked it to another checkpoint
+            path.unlink()
+        try:
+            with atomic_write(path) as new:
+                torch.save(checkpoint, new)
+        except (OSError, RuntimeError, DiskError) as error:  # torch does not say what the system said
+            raise ValueError(
+                f"the checkpoint {path} could not be written ({first_line(error)}), and the one before it is kept: "
+                "make room, then go on with --ckpt_path last"
+            ) from error
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+        with readable(path):
+            return super().load_checkpoint(path, *args, **options)
+
+
+def check_complete(path: Path) -> None:
+    """Read a checkpoint once to see that it is complete; of DeepSpeed's folder, look for the file written last.
+
+    Raises:
+        ValueError: The checkpoint is cut short or damaged.
+    """
+    try:
+        if path.is_dir():
+            problem = None if (path / "latest").is_file() else "no file latest, which DeepSpeed writes at the end"
+        else:
+            with ZipFile(path) as file:
+                problem = file.testzip()
+    except Exception as error:  # zip and I/O errors have types of their own
+        problem = first_line(error)
+    if problem:
+        raise ValueError(f"{path} is not a readable checkpoint ({problem}): train or copy it again")
+
+
+def newest_complete(folders: Iterable[str | Path]) -> Path | None:
+    """Return the checkpoint that ``--ckpt_path last`` stands for: the newest that is complete and can be continued.
+
+    ``last.ckpt`` is treated like all others, because a killed run may have left it missing, outdated, or as a link to
+    nothing. Each checkpoint that is skipped is named on standard error.
+
+    Returns:
+        The path, or None if there is no checkpoint at all.
+
+    Raises:
+        ValueError: There are checkpoints, but none of them can be continued.
+    """
+    names = sorted((path for folder in set(folders) for path in Path(folder).glob("*.ckpt")), key=_is_last)
+    # A file with two names keeps `last`, which comes last in the list.
+    unique = {path.resolve(): path for path in names if path.exists()}
+    for path in sorted(unique.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            check_complete(path)
+        except ValueError as error:
+            print(f"passed over for an older one: {error}", file=sys.stderr)
+            continue
+        if path.is_dir() or "optimizer_states" in torch.load(path, "cpu", mmap=True, weights_only=True):
+            return path
+    if unique:
+        raise ValueError(f"no checkpoint in {names[0].parent} can be resumed: delete them to start over")
+    return None
+
+
+def _is_last(path: Path) -> bool:
+    return path.stem == "last"
+
+
+# ---- reading
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a Lightning checkpoint, a file or DeepSpeed's folder, without the optimizer states of the latter.
+
+    Raises:
+        ValueError: There is no checkpoint at this path, or it is damaged.
+    """
+    if (path / "latest").is_file():
+        try:
+            return _read_shards(path / (path / "latest").read_text(encoding="utf-8").strip())
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a complete checkpoint of DeepSpeed ({error!r}): copy it again") from error
+    if path.is_dir():
+        found = [str(file.relative_to(path)) for file in sorted(path.rglob("*.ckpt"))]
+        raise ValueError(f"{path} is a folder: give a checkpoint{' in it, one of ' if found else ''}{', '.join(found)}")
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}: give the .ckpt that `lightning fit` wrote")
+    return _load(path)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    if is_zipfile(path):  # torch does not compare the checksums in it
+        check_complete(path)
+    with readable(path), torch.serialization.safe_globals(PLACEHOLDERS):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """Turn what torch raises for a file that it cannot read, or that holds code, into ValueError."""
+    try:
+        yield
+    except UnpicklingError as error:  # torch's own message suggests to run the code in the file
+        raise ValueError(
+            f"{path} is not a readable checkpoint: it is another kind of file, or holds more than weights and numbers; "
+            "give the .ckpt that `lightning fit` wrote"
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({first_line(error)}); train or copy it again"
+        ) from error
+
+
+def _read_shards(folder: Path) -> dict[str, Any]:
+    """Read what DeepSpeed's stages 1 to 3 save: only the optimizer's shards hold the weights in float32."""
+    models, shards = ([_load(path) for path in _by_rank(folder, kind)] for kind in ("model", "optim"))
+    if not models or not shards:
+        raise ValueError(f"{folder} lacks the files *_model_states.pt and *_optim_states.pt: copy the checkpoint again")
+    saved, shards = models[0], [shard["optimizer_state_dict"] for shard in shards]
+    count = shards[0]["partition_count"]  # at stages 1 and 2, a list with an entry for each parameter group
+    num_shards = max(count) if isinstance(count, list) else count
+    if len(shards) != num_shards:
+        raise ValueError(
+            f"{folder} holds {len(shards)} of {num_shards} files *_optim_states.pt: copy the rest there too"
+        )
+    groups = saved["param_shapes"]
+    if "fp32_flat_groups" in shards[0]:
+        weights = join_slices([torch.cat(shard["fp32_flat_groups"]) for shard in shards], groups)
+    else:
+        rows = [torch.cat(parts) for parts in zip(*(s["single_partition_of_fp32_groups"] for s in shards), strict=True)]
+        weights = split_rows(rows, groups, shards[0].get("param_alignment_paddings"))
+    buffers = {name: saved["module"][name] for name in saved["buffer_names"]}
+    return saved | {"state_dict": buffers | weights}
+
+
+def _by_rank(folder: Path, kind: str) -> list[Path]:
+    files = folder.glob(f"*_{kind}_states.pt")
+    return sorted(files, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+
+
+def split_rows(
+    rows: Sequence[Tensor], groups: Sequence[Shapes], paddings: Sequence[Sequence[int]] | None = None
+) -> dict[str, Tensor]:
+    """Split the flat row of each parameter group into its weights, which is the layout of stages 1 and 2.
+
+    Args:
+        rows: The weights of each group, one after the other.
+        groups: Shapes of the weights of each group.
+        paddings: Number of elements after each weight that are not part of it; 0 if not given.
+
+    >>> split_rows([torch.tensor([1.0, 2.0, 0.0, 3.0])], [{"a": (2, 1), "b": (1,)}], [[1, 0]])
+    {'a': tensor([[1.],
+            [2.]]), 'b': tensor([3.])}
+    """
+    weights = {}
+    for index, (row, shapes) in enumerate(zip(rows, groups, strict=True)):
+        start = 0
+        for position, (name, shape) in enumerate(shapes.items()):
+            weights[name] = row[start : start + prod(shape)].view(shape)
+            start += prod(shape) + (paddings[index][position] if paddings else 0)
+    return weights
+
+
+def join_slices(rows: Sequence[Tensor], groups: Sequence[Shapes]) -> dict[str, Tensor]:
+    """Join weights that are cut into one slice for each process, which is the layout of stage 3.
+
+    Args:
+        rows: The slices of each process, one after the other; the last slice of a weight is padded.
+        groups: Shapes of the weights of each parameter group.
+
+    >>> join_slices([torch.tensor([1.0, 2.0, 4.0]), torch.tensor([3.0, 0.0, 5.0])], [{"a": (3,)}, {"b": (2,)}])
+    {'a': tensor([1., 2., 3.]), 'b': tensor([4., 5.])}
+    """
+    weights, start = {}, 0
+    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
+        size = -(-prod(shape) // len(rows))
+        whole = torch.cat([row[start : start + size] for row in rows])
+        weights[name] = whole[: prod(shape)].view(shape)
+        start += size
+    return weights

@@ -1,0 +1,190 @@
+"""``drafters export``: turn a Lightning checkpoint into a folder that decoding loads without Lightning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+
+from data.files import atomic_folder, code_span, escape_markdown, write_checksums, write_text
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import BaseShape, LearnedDrafter
+from train.checkpoints import read_checkpoint
+from train.formats import vllm
+from train.model_card import ABOUT, check_repository, model_card, upload
+
+Format = Literal["drafters", "vllm"]
+ExportedDtype = Literal["bfloat16", "float16", "float32"]
+WEIGHTS = "model.safetensors", "model.safetensors.index.json"
+
+
+def export(
+    ckpt: str,
+    out: str,
+    base: str | None = None,
+    overwrite: bool = False,
+    format: Format = "drafters",
+    mask_token_id: int | None = None,
+    dtype: ExportedDtype = "bfloat16",
+    push: str | None = None,
+    public: bool = False,
+    license: str | None = None,
+    results: list[str] | None = None,
+) -> None:
+    """Turn a checkpoint into a folder with config.json, model.safetensors, SHA256SUMS and README.md, the model card.
+
+    The folder is for `drafters eval --drafter ctc=OUT`. What was written is compared with the checkpoint, bit by bit.
+    With --push it also goes to the Hugging Face hub, where others name it as OWNER/NAME@REVISION.
+
+    Args:
+        ckpt: Checkpoint of `lightning fit`, a file or DeepSpeed's folder; or the folder of a drafter.
+        out: Folder to write.
+        base: Folder or hub id of the base, if it is not the one of the training.
+        overwrite: Replace a drafter in this folder.
+        format: ``drafters``, or ``vllm`` for Medusa, EAGLE, EAGLE-3, and for Block as speculators' DSpark.
+        mask_token_id: For a block drafter in vLLM's format, a token that no text holds, whose embedding is replaced.
+        dtype: Dtype of the weights in vLLM's format; a drafter's own folder keeps that of the training.
+        push: Repository of the hub to upload the folder to, as OWNER/NAME; a new one is private.
+        public: Make a new repository public.
+        license: Licence for the card, such as apache-2.0. The base's licence may bind the drafter too.
+        results: Folders that `drafters eval --out` wrote, whose tables go into the card.
+    """
+    folder = Path(out)
+    check_output_folder(folder, overwrite)
+    if push:
+        check_repository(push)
+    if (Path(ckpt) / "config.json").is_file():
+        drafter, config = checkpoint.load(ckpt)
+        stored = load_file(Path(ckpt) / "model.safetensors").values()
+        drafter.to(next(weight.dtype for weight in stored if weight.is_floating_point()))
+        config = replace(config, base_name=base or config.base_name)
+    else:
+        drafter, config = drafter_of(read_checkpoint(Path(ckpt)), base)
+    with new_folder(folder) as new:
+        if format == "vllm":
+            vllm.write(new, drafter, config, mask_token_id, getattr(torch, dtype))
+        else:
+            checkpoint.save(new, drafter, config)
+            check_written(new, drafter, config)
+            card = card_of(drafter, config, f"{push}@REVISION" if push else "THIS_FOLDER", license, results or [])
+            write_text(new / "README.md", card)
+    print(f"wrote {folder}")
+    if push:
+        name = config.class_path.removeprefix("drafters.").lower()
+        print(f"uploaded; use it as\n  --drafter {name}={push}@{upload(folder, push, public)}")
+
+
+def check_output_folder(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError if the folder holds other files, or a model that must not be replaced."""
+    if any((folder / name).exists() for name in WEIGHTS) and not overwrite:
+        raise ValueError(f"{folder} already holds a model: give another folder, or --overwrite to replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds other files, and no drafter or base (config.json): give another folder")
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that gets checksums and replaces ``folder`` when it is whole."""
+    with atomic_folder(folder, replaced=["model*.safetensors*"]) as new:
+        yield new
+        write_checksums(new)
+
+
+def drafter_of(saved: Any, base: str | None = None) -> tuple[LearnedDrafter, DrafterConfig]:
+    """Return the drafter of a checkpoint and the configuration of its folder.
+
+    Args:
+        saved: The checkpoint, as `read_checkpoint` returns it.
+        base: Folder or hub id of the base, if it is not the one of the training.
+
+    Raises:
+        ValueError: It is the checkpoint of something else, a part is missing, or the weights do not fit the recipe.
+    """
+    arguments = saved.get("hyper_parameters") if isinstance(saved, dict) else None
+    if not isinstance(arguments, dict) or "drafter" not in arguments:
+        raise ValueError("the checkpoint holds no drafter: give the .ckpt that `lightning fit` wrote")
+    try:
+        node, trained_for = arguments["drafter"], saved["base"]
+        config = DrafterConfig(
+            class_path=node["class_path"],
+            init_args=dict(node.get("init_args") or {}),
+            base=BaseShape(**trained_for["shape"]),
+            base_name=base or trained_for["name"],
+            tokenizer_hash=trained_for["tokenizer_hash"],
+            training=_describe_training(saved),
+        )
+        weights = {
+            name.removeprefix("drafter."): weight
+            for name, weight in saved["state_dict"].items()
+            if name.startswith("drafter.")
+        }
+        config.check_weights({name: weight.shape for name, weight in weights.items()})
+        drafter = config.build()
+        drafter.load_state_dict(weights)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
+        raise ValueError(f"the checkpoint holds no complete drafter ({problem}): train or copy it again") from error
+    return drafter, config
+
+
+def _describe_training(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return what the exported configuration records about the training."""
+    arguments, measured = saved["hyper_parameters"], saved.get("measured")
+    data = saved.get("datamodule_hyper_parameters", {})
+    initial = arguments.get("initial_drafter")
+    return {
+        "data": list(data.get("files", [])),
+        "template": data.get("template"),
+        "max_length": data.get("max_length"),
+        "steps": saved["global_step"],
+        "learning_rate": arguments["learning_rate"],
+        "val_answers": arguments["val_answers"],
+        "val_acceptance_length": measured and round(measured["acceptance_length"], 4),
+        "val_step": measured and measured["step"],
+        "command": saved.get("command"),
+        **({"initial_drafter": initial} if initial else {}),
+    }
+
+
+def check_written(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
+    """Raise ValueError if a folder does not hold a drafter's weights, bit by bit, and its configuration."""
+    written, weights = load_file(folder / "model.safetensors"), drafter.state_dict()
+    if invalid := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise ValueError(
+            f"{invalid[0]} of the checkpoint holds numbers that are not finite: take an earlier checkpoint"
+        )
+    differing = written.keys() ^ weights.keys()
+    differing |= {name for name in written.keys() - differing if not torch.equal(written[name], weights[name].cpu())}
+    if differing:
+        raise ValueError(f"{min(differing)} was not written as it is in the checkpoint: the disk may be damaged")
+    if json.dumps(asdict(checkpoint.read_config(folder))) != json.dumps(asdict(config)):
+        raise ValueError("config.json was not written as it is in the checkpoint: the disk may be damaged")
+
+
+def card_of(drafter: LearnedDrafter, config: DrafterConfig, place: str, license: str | None, results: list[str]) -> str:
+    """Return the model card of a trained drafter; of one that was not trained here, without its training."""
+    training = config.training
+    decoded = {"greedy": "the base's own greedy answers to held-out prompts", "text": "held-out text"}
+    facts = {}
+    if "steps" in training:
+        facts["Training data"] = f"{escape_markdown(', '.join(map(str, training['data'])))}, {training['steps']} steps"
+    if initial := training.get("initial_drafter"):
+        facts["Trained on from"] = code_span(initial)
+    if length := training.get("val_acceptance_length"):
+        facts["Acceptance length"] = (
+            f"{length:.2f} tokens per base forward at step {training['val_step']}, simulated on "
+            f"{decoded[training['val_answers']]}"
+        )
+    if command := training.get("command"):
+        facts["Command"] = code_span(command)
+    if original := training.get("imported_from"):
+        facts["Original"] = code_span(original)
+    num_parameters = sum(weight.numel() for weight in drafter.parameters())
+    return model_card(config, f"{ABOUT} {num_parameters:,} parameters.", facts, place, license, results)

@@ -1,4 +1,0 @@
-"""Drafters in the formats of engines and of other trainers, written and read: vLLM, speculators, SpecForge, DeepSpec.
-
-May import no other room of `train`.
-"""

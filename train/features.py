@@ -1,0 +1,312 @@
+"""The base's outputs that drafters train on: computed in process, or stored ahead by ``drafters features``."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from data.conversation import resolve_template
+from data.feature_store.shards import (
+    BYTES_PER_ROW,
+    Shard,
+    StoreDtype,
+    bytes_per_token,
+    checksum,
+    row_keys,
+    unpack,
+    write_shard,
+)
+from data.feature_store.store import LAST_HIDDEN, MANIFEST, FeatureStore, Manifest, differing_settings
+from data.files import safe_text
+from data.sharegpt import Statistics, lengths, load_conversations, tokenise
+from data.tokenizer import short_hash, tokenizer_hash
+from drafters.protocol import TrainingBatch
+from inference.outputs import folder_above
+from inference.progress import progress_bars
+from inference.verifier.base import Base, Dtype, base_hash, load_base, resolve_device
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class BaseFeatures(NamedTuple):
+    """Outputs of the base over texts (B, S).
+
+    Args:
+        hidden: (B, S, F * D) hidden states of the chosen layers, side by side.
+        last_hidden: (B, S, D) normed last hidden states, which the LM head reads.
+        labels: (B, S) the base's most probable next token at each position.
+    """
+
+    hidden: Tensor
+    last_hidden: Tensor
+    labels: Tensor
+
+
+@torch.no_grad()
+def compute_features(base: Base, layers: Sequence[int], input_ids: Tensor) -> BaseFeatures:
+    """Run one forward pass of the base over texts (B, S).
+
+    Autocast is switched off: the base's outputs are the same as in decoding, whatever precision the trainer uses.
+    """
+    with torch.autocast(input_ids.device.type, enabled=False):
+        hidden, last_hidden = base.hidden_states(input_ids, layers)
+        head = base.base_weights.head
+        # The logits of a whole batch would not fit into memory, so they are computed one sequence at a time.
+        labels = torch.stack([(states @ head.T).argmax(-1) for states in last_hidden])
+    return BaseFeatures(hidden, last_hidden, labels)
+
+
+def read_features(
+    batch: Mapping[str, Tensor], layers: Sequence[int], dtype: torch.dtype, step: int = 0
+) -> TrainingBatch:
+    """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
+
+    Args:
+        batch: A batch of `data.batch.collate`, with the stored states of the drafter's ``layers`` side by side.
+        layers: The drafter's hidden layers.
+        dtype: Dtype of the base.
+        step: Optimizer steps taken before this batch.
+    """
+    hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
+    last_hidden: Tensor | None = None  # few losses read it, so a store need not hold it
+    if LAST_HIDDEN in layers:
+        last_hidden = hidden.unflatten(-1, (len(layers), -1))[..., list(layers).index(LAST_HIDDEN), :]
+    elif "last_hidden" in batch:
+        last_hidden = unpack(batch["last_hidden"], batch.get("last_hidden_scale"), dtype)
+    return TrainingBatch(hidden, last_hidden, batch["input_ids"], batch["labels"], batch["loss_mask"], step)
+
+
+def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> None:
+    """Make a store return the hidden layers that a drafter needs.
+
+    Raises:
+        ValueError: The store was written by another base or with another dtype, or lacks some of the layers.
+    """
+    manifest, dtype = store.manifest, str(base.model.dtype).removeprefix("torch.")
+    if dtype != manifest.base_dtype:
+        raise ValueError(
+            f"the feature store {store.folder} was written by a base in {manifest.base_dtype}, not in {dtype}: "
+            f"pass --model.base_dtype {manifest.base_dtype}, or write another store"
+        )
+    if base_hash(base) != manifest.base_hash:
+        raise ValueError(
+            f"the feature store {store.folder} was written by {manifest.base}, whose weights are not those of "
+            f"{base.name}: pass the base it was written by, or write another store"
+        )
+    if not set(layers) <= set(manifest.layers):
+        stored, needed = (",".join(map(str, each)) for each in (manifest.layers, layers))
+        raise ValueError(
+            f"the feature store {store.folder} holds the layers {stored}, but the drafter needs {needed}: "
+            f"write one with --layers {needed}"
+        )
+    store.layers = tuple(layers)
+
+
+# ---- drafters features
+
+
+def features(
+    base: str,
+    files: list[str],
+    out: str,
+    template: str = "tokenizer",
+    max_length: int = 2048,
+    limit: int | None = None,
+    cache_dir: str | None = None,
+    layers: str = "-1",
+    with_last: bool = False,
+    dtype: StoreDtype = "float16",
+    base_dtype: Dtype = "float32",
+    device: str = "auto",
+    batch_size: int = 8,
+    shard_megabytes: float = 256.0,
+    verify: bool = False,
+) -> None:
+    """Write the base's hidden states and labels of conversations, for lightning fit --data.features OUT.
+
+    The size of the store is printed first. A run that was interrupted continues with its first missing shard.
+
+    Args:
+        base: Folder or hub id of the base.
+        files: Conversations, the same as data.files of the training.
+        out: Folder of the store; an unfinished store of the same data in this folder is continued.
+        template: Chat template, the same as data.template of the training.
+        max_length: Maximum number of tokens of a conversation, the same as data.max_length of the training.
+        limit: Maximum number of conversations to read; all if not given.
+        cache_dir: Folder of the cache of tokenised conversations.
+        layers: Base layers to store, like -1,2,5; 0 is the embedding and -1 the normed last hidden state.
+        with_last: Store layer -1 too, which losses that distil the base's distribution read.
+        dtype: Dtype of the stored states; int8 stores a scale for each token and layer.
+        base_dtype: Dtype that the base runs in, the same as model.base_dtype of the training.
+        device: Device to run on: cpu, cuda, or auto, which uses the GPU if there is one.
+        batch_size: Conversations per forward pass of the base.
+        shard_megabytes: Size of a shard in megabytes.
+        verify: Compare the checksums of shards that an earlier run has written, not just their sizes.
+    """
+    folder = Path(out).expanduser()
+    folder_above(folder / MANIFEST)
+    if batch_size < 1 or shard_megabytes <= 0:
+        raise ValueError(f"batch_size and shard_megabytes must be positive, not {batch_size} and {shard_megabytes}")
+    loaded = load_base(base, base_dtype, resolve_device(device))
+    if max_length > loaded.context_length:
+        raise ValueError(
+            f"max_length is {max_length}, but the context of {loaded.name} ends at {loaded.context_length}: "
+            f"pass --max-length {loaded.context_length} or less"
+        )
+    numbers = parse_layers(layers, with_last, loaded.shape.num_layers)
+    conversations, dropped = load_conversations(files, limit)
+    if dropped.total:
+        print(safe_text(dropped))
+    texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
+    print(Statistics.of(texts))
+    rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
+    per_token = bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype)
+    shards = divide_into_shards(rows, per_token, int(shard_megabytes * 2**20))
+    manifest = Manifest(
+        base=base,
+        base_hash=base_hash(loaded),
+        base_dtype=str(loaded.model.dtype).removeprefix("torch."),
+        tokenizer=tokenizer_hash(loaded.tokenizer),
+        template=short_hash(resolve_template(template, loaded.tokenizer)),
+        template_name=template,
+        max_length=max_length,
+        layers=numbers,
+        hidden_size=loaded.shape.hidden_size,
+        dtype=dtype,
+        rows=hashlib.sha256(b"".join(row.key for shard in shards for row in shard)).hexdigest(),
+        num_rows=sum(map(len, shards)),
+        num_tokens=num_tokens_of(shards),
+        shard_bytes=int(shard_megabytes * 2**20),
+        files=tuple({"name": file} for file in files),
+    )
+    written = find_written_shards(folder, manifest, verify)
+    named = {f"shard-{number:05d}.safetensors": shard for number, shard in enumerate(shards)}
+    missing = {name: shard for name, shard in named.items() if name not in written}
+    print(f"{len(written)} of {len(shards)} shards are there already" if written else f"a new store in {folder}")
+    if missing:
+        num_rows, num_tokens = sum(map(len, missing.values())), num_tokens_of(missing.values())
+        num_bytes = num_tokens * per_token + num_rows * BYTES_PER_ROW
+        if num_bytes > (free := shutil.disk_usage(folder_above(folder / MANIFEST)).free):
+            raise ValueError(
+                f"the store needs {decimal(num_bytes)} and {folder} has {decimal(free)} left: "
+                "make room, or pass --dtype int8, fewer --layers or --limit"
+            )
+        print(
+            f"to be written: {decimal(num_bytes)} in {len(missing)} shards of {num_rows:,} conversations, "
+            f"{num_tokens:,} tokens, layers {','.join(map(str, numbers))} in {dtype}",
+            flush=True,
+        )
+        with progress_bars() as bars:
+            task = bars.add_task("conversations", total=num_rows)
+            for name, shard in missing.items():
+                states = compute_rows(loaded, texts, shard, numbers, batch_size)
+                written[name] = write_shard(folder / name, [row.key for row in shard], states, numbers, dtype)
+                bars.advance(task, len(shard))
+                _save(folder, manifest, written)
+    _save(folder, replace(manifest, is_complete=True), written)
+    print(f"wrote {folder}: {decimal(sum(path.stat().st_size for path in folder.iterdir()))} in {len(shards)} shards")
+
+
+class Row(NamedTuple):
+    """A tokenised conversation: its number, its key in a store (a hash of tokens and loss mask), and its length."""
+
+    number: int
+    key: bytes
+    length: int
+
+
+def num_tokens_of(shards: Iterable[Sequence[Row]]) -> int:
+    """Return the number of tokens of all rows."""
+    return sum(row.length for shard in shards for row in shard)
+
+
+def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ...]:
+    """Return the layers to store, from text like ``-1,2,5``; with the last one even if the text does not name it.
+
+    Raises:
+        ValueError: The text is not a list of numbers, or the base has no such layer.
+    """
+    try:
+        numbers = [int(layer) for layer in layers.split(",")]
+    except ValueError:
+        raise ValueError(f"layers is {layers!r}: give numbers with commas between them, as -1,2,5") from None
+    numbers += [LAST_HIDDEN] if with_last and LAST_HIDDEN not in numbers else []
+    if wrong := [layer for layer in numbers if not LAST_HIDDEN <= layer <= num_layers or numbers.count(layer) > 1]:
+        raise ValueError(f"layer {wrong[0]} is not there or given twice: the base has -1, 0, ..., {num_layers}")
+    return tuple(numbers)
+
+
+def divide_into_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) -> list[list[Row]]:
+    """Return the rows of each shard, longest first; of equal rows only the first is stored.
+
+    Every run with the same rows divides them in the same way. A shard is larger than ``shard_bytes`` only if a single
+    row is.
+    """
+    first = {row.key: row for row in reversed(rows)}
+    shards: list[list[Row]] = []
+    size = shard_bytes
+    for row in sorted((row for row in rows if row is first[row.key]), key=lambda row: row.length, reverse=True):
+        num_bytes = row.length * token_bytes + BYTES_PER_ROW
+        if not shards or size + num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(row)
+        size += num_bytes
+    return shards
+
+
+def find_written_shards(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Shard]:
+    """Return the complete shards of an earlier run, by file name; with ``verify``, compare their checksums too.
+
+    Raises:
+        ValueError: The folder holds another store, or other files.
+    """
+    if not (folder / MANIFEST).exists():
+        if folder.is_dir() and any(not path.name.endswith(".new") for path in folder.iterdir()):
+            raise ValueError(f"{folder} holds other files: give another --out")
+        return {}
+    earlier = Manifest.read(folder)
+    if changed := differing_settings(manifest, earlier):
+        name, theirs, ours = changed[0], getattr(earlier, changed[0]), getattr(manifest, changed[0])
+        name = {"rows": "set of conversations", "base_hash": "base"}.get(name, name)
+        raise ValueError(f"{folder} holds a store of another {name} ({theirs}, not {ours}): give another --out")
+    return {
+        shard.file: shard
+        for shard in earlier.shards
+        if (path := folder / shard.file).is_file()
+        and path.stat().st_size == shard.num_bytes
+        and (not verify or checksum(path) == shard.sha256)
+    }
+
+
+def compute_rows(
+    base: Base, texts: Dataset, rows: Sequence[Row], layers: Sequence[int], batch_size: int
+) -> Iterator[dict[str, Any]]:
+    """Yield for each row what `write_shard` writes: its tokens, loss mask, hidden states and labels."""
+    for start in range(0, len(rows), batch_size):
+        batch = [texts[row.number] for row in rows[start : start + batch_size]]
+        ids = [torch.tensor(text["input_ids"]) for text in batch]
+        outputs = compute_features(base, layers, pad_sequence(ids, batch_first=True).to(base.model.device))
+        for text, tokens, states, labels in zip(batch, ids, outputs.hidden, outputs.labels, strict=True):
+            yield {
+                "id": text["id"],
+                "input_ids": tokens,
+                "loss_mask": torch.tensor(text["loss_mask"]),
+                "hidden": states[: len(tokens)],
+                "labels": labels[: len(tokens)],
+            }
+
+
+def _save(folder: Path, manifest: Manifest, written: Mapping[str, Shard]) -> None:
+    shards = tuple(shard for _, shard in sorted(written.items()))
+    replace(manifest, shards=shards).save(folder)

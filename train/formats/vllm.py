@@ -1,0 +1,148 @@
+"""``drafters export --format vllm``: Medusa, EAGLE, EAGLE-3, and a block drafter as DSpark, as vLLM reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data.files import code_span, safe_line, write_text
+from drafters import EAGLE, EAGLE3, Block, Medusa
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import BaseShape, LearnedDrafter
+from inference.verifier.base import check_fit, load_base
+from train.formats.block import block_config, block_weights, check_block, check_mask_token
+from train.formats.eagle import eagle3_config, eagle3_weights, eagle_config, eagle_weights
+from train.formats.public import read_target
+from train.model_card import card_header, described_base
+
+TESTED_VERSION, TESTED_METHODS = "0.32.0", ("medusa", "eagle", "eagle3")
+"""What `tests/engines/test_exports.py` runs in vLLM itself."""
+NOTES = {
+    "medusa": "the most probable token of each head. vLLM reads Medusa up to version 0.32; 0.33 has removed it.",
+    "eagle": "the most probable token of each pass of its layer. The embedding and the LM head are the base's.",
+    "eagle3": "the most probable token of each pass of its layer. The layout is speculators' EAGLE-3. The embedding "
+    "is the base's, and so is the LM head unless the folder holds one.",
+    "dspark": "the most probable token of each frame, given the one before where there is a Markov bias. The layout "
+    "is speculators' DSpark with `sample_from_anchor`, which vLLM reads from its pull request 48639 (July 2026) on; "
+    "earlier ones take frame 0 for the root, and reject the drafts. vLLM runs it on a GPU only. `embed_tokens` is the "
+    "base's but for the mask token; the head is the base's own.",
+}
+
+
+def write(
+    folder: Path,
+    drafter: LearnedDrafter,
+    config: DrafterConfig,
+    mask_token_id: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write config.json, model.safetensors and README.md in the format that vLLM reads.
+
+    Args:
+        folder: Folder to write to.
+        drafter: The trained drafter.
+        config: Its configuration.
+        mask_token_id: For a block drafter, the token whose embedding becomes that of the masked frames.
+        dtype: Dtype of the weights.
+
+    Raises:
+        ValueError: vLLM has no method that drafts in the same way.
+    """
+    method, num_tokens, values, weights = _converted(drafter, config, mask_token_id, dtype)
+    weights = {
+        name: (weight.to(dtype) if weight.is_floating_point() else weight).detach().cpu().contiguous().clone()
+        for name, weight in weights.items()
+    }
+    values |= {"dtype": str(dtype).removeprefix("torch.")}
+    write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    options = {"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": num_tokens}
+    card = f"""{card_header(config, None, "vllm")}
+The drafter in vLLM's format:
+
+    vllm serve {safe_line(config.base_name)} --speculative-config '{json.dumps(options)}'
+
+There it proposes one chain without a tree: {NOTES[method]}
+
+{_tested(method, drafter)} This very folder was not run in vLLM.
+
+`drafters eval` reads the folder that `drafters export` makes without `--format vllm`, and drafts trees with it.
+
+- Base: {described_base(config)}
+- Command of the training: {code_span(config.training.get("command") or "not recorded")}
+"""
+    write_text(folder / "README.md", card)
+
+
+def _tested(method: str, drafter: Any) -> str:
+    """What was run in vLLM itself: of Medusa and EAGLE-3, one variant each."""
+    is_tested = method in TESTED_METHODS
+    if method == "medusa":
+        is_tested = len(drafter.blocks[0].layers) == 1
+    elif method == "eagle3":
+        has_vocabulary = drafter.draft_tokens is not None and len(drafter.draft_tokens) < drafter.vocab_size
+        is_tested = has_vocabulary and not (drafter.has_qk_norm or drafter.norm_before_residual)
+    if is_tested:
+        return (
+            f"This format was run in vLLM {TESTED_VERSION} on a CPU, in float32, with another drafter of the same "
+            "kind: the texts were those of the base alone, and took as many steps as with the same chain here."
+        )
+    return "Keys, shapes and meaning follow vLLM's and speculators' sources of 2026; this variant was not run in vLLM."
+
+
+def _converted(
+    drafter: LearnedDrafter, config: DrafterConfig, mask_token_id: int | None, dtype: torch.dtype
+) -> tuple[str, int, dict[str, Any], dict[str, Tensor]]:
+    """Return vLLM's method, the tokens of a draft, config.json and the weights; ValueError if vLLM has none."""
+    shape, name = config.base, config.base_name
+    if isinstance(drafter, EAGLE | EAGLE3 | Block) and (window := drafter.draft_options.window):
+        raise ValueError(f"the vllm format has no window ({window}): train the drafter with window: 0")
+    if type(drafter) is Medusa:
+        return "medusa", drafter.num_heads, medusa_config(drafter, shape), drafter.state_dict()
+    if type(drafter) is EAGLE:
+        depth = drafter.draft_options.depth
+        return "eagle", depth, eagle_config(drafter, shape, read_target(name)), eagle_weights(drafter)
+    if type(drafter) is EAGLE3:
+        depth = drafter.draft_options.depth
+        return "eagle3", depth, eagle3_config(drafter, shape, read_target(name)), eagle3_weights(drafter)
+    if type(drafter) is Block:
+        check_block(drafter, config)
+        target = read_target(name)
+        stored: Any = target.stored_dtype  # so that a large base is not widened just to read its embedding
+        base = load_base(name, stored)
+        check_fit(config, base)
+        token = check_mask_token(mask_token_id, base)
+        values = block_config(drafter, shape, target, token)
+        return "dspark", drafter.num_labels, values, block_weights(drafter, base, token, dtype)
+    kind = config.class_path.removeprefix("drafters.")
+    reason = "no engine applies a CTC collapse" if kind == "CTC" else "only Medusa, EAGLE, EAGLE3 and Block have one"
+    raise ValueError(f"{kind} has no vllm format ({reason}): leave out --format")
+
+
+def medusa_config(drafter: Medusa, shape: BaseShape) -> dict[str, Any]:
+    """Return the config.json of vLLM's Medusa up to version 0.32, whose weights have the same names as ours.
+
+    No other key may contain "num" together with "heads" or "layers": vLLM would take it for one of these two.
+
+    Raises:
+        ValueError: The heads share the base's LM head.
+    """
+    if not drafter.own_heads:
+        raise ValueError("the vllm format of Medusa has an output layer in each head: train with own_heads: true")
+    head: Any = drafter.blocks[0]  # all heads have equally many layers
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": shape.hidden_size,
+        "vocab_size": shape.vocab_size,
+        "truncated_vocab_size": shape.vocab_size,
+        "num_heads": drafter.num_heads,
+        "num_hidden_layers": len(head.layers),
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+    }

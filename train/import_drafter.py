@@ -1,0 +1,115 @@
+"""``drafters import``: turn a drafter in the format of another tool into a folder of this project."""
+
+from __future__ import annotations
+
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.files import code_span, escape_markdown, safe_line, write_text
+from data.tokenizer import tokenizer_hash
+from drafters import checkpoint
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import LearnedDrafter
+from inference.verifier.base import Base, load_base
+from train.export import check_output_folder, check_written, new_folder
+from train.formats.block import read_block
+from train.formats.eagle import read_eagle, read_eagle3
+from train.formats.public import PublicCheckpoint, PublicDrafter, read_public_checkpoint, read_target
+from train.model_card import model_card
+
+ARCHITECTURES = {
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",  # SpecForge
+    "Qwen3Eagle3Model": "eagle3",  # DeepSpec
+    "EagleLlamaForCausalLM": "eagle",
+    "DFlashDraftModel": "dflash",  # DFlash itself and SpecForge
+    "DSparkDraftModel": "dspark",  # SpecForge
+    "Qwen3DSparkModel": "dspark",  # DeepSpec, with and without a Markov head
+}
+ABOUT = """A drafter for lossless speculative decoding that another tool trained, read by `drafters import`. See the
+original for its training and its licence."""
+
+
+def import_drafter(folder: str, out: str, base: str | None = None, overwrite: bool = False) -> None:
+    """Read a drafter that another tool trained, so that it can be evaluated and exported here.
+
+    EAGLE-3 is read in the formats of speculators, SpecForge, DeepSpec and EAGLE itself, EAGLE in that of EAGLE itself,
+    DFlash and DSpark in those of speculators, SpecForge, DeepSpec and DFlash itself. The drafter computes what it
+    computed there; one that no drafter here can compute is refused, with the difference.
+
+    Args:
+        folder: Folder of the drafter: config.json and weights in safetensors.
+        out: Folder to write.
+        base: Folder or hub id of the base that it was trained for; by default the one that its config.json names.
+        overwrite: Replace a drafter in this folder.
+    """
+    place = Path(out)
+    check_output_folder(place, overwrite)
+    source = read_public_checkpoint(Path(folder))
+    kind = kind_of(source)
+    name = base or source.algorithm.verifier.name_or_path or source.config.get("target_model_name_or_path")
+    if not isinstance(name, str):
+        raise ValueError("--base is missing: this drafter's config.json does not name the base it was trained for")
+    dtype: Any = read_target(name).stored_dtype  # the base's own, so that copies of its weights are equal
+    loaded = load_base(name, dtype)
+    if kind in ("eagle", "eagle3"):
+        public = (read_eagle if kind == "eagle" else read_eagle3)(source, loaded.shape, loaded.base_weights)
+    else:
+        public = read_block(source, loaded.shape, loaded.base_weights, kind == "dspark")
+    source.check_all_taken()
+    drafter, config = build(public, loaded, Path(folder))
+    facts = {"Original": code_span(config.training["imported_from"])}
+    if public.left_out:
+        facts["Left out"] = escape_markdown(", ".join(public.left_out))
+    with new_folder(place) as new:
+        checkpoint.save(new, drafter, config)
+        check_written(new, drafter, config)
+        write_text(new / "README.md", model_card(config, ABOUT, facts))
+    print(f"wrote {place}: {config.class_path} for {safe_line(config.base_name)}")
+    for part in public.left_out:
+        print(f"left out: {part}")
+
+
+def kind_of(source: PublicCheckpoint) -> str:
+    """The method of a checkpoint: ``eagle``, ``eagle3``, ``dflash`` or ``dspark``; raise ValueError for another."""
+    algorithm = source.config.get("speculators_model_type")
+    if algorithm is not None:
+        if algorithm not in ("eagle3", "dflash", "dspark"):
+            source.refuse(f"{algorithm} of speculators is not read; eagle3, dflash and dspark are")
+        return algorithm
+    architectures = source.config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    if architecture == "LlamaForCausalLM" and "fc.weight" in source.weights:  # EAGLE names both of its kinds so
+        return "eagle3" if any(name.startswith("midlayer.") for name in source.weights) else "eagle"
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        source.refuse(f"its architecture is {architecture}; read are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[architecture]
+
+
+def build(public: PublicDrafter, base: Base, folder: Path) -> tuple[LearnedDrafter, DrafterConfig]:
+    """The drafter in the dtype of the checkpoint, and its configuration.
+
+    Raises:
+        ValueError: The weights do not have the shapes that the configuration asks for.
+    """
+    config = DrafterConfig(
+        class_path=public.class_path,
+        init_args=public.init_args,
+        base=public.shape,
+        base_name=base.name,
+        tokenizer_hash=tokenizer_hash(base.tokenizer),
+        training={"imported_from": folder.resolve().name, "left_out": list(public.left_out)},
+    )
+    try:
+        checkpoint.check_values(config)
+        config.check_weights({name: weight.shape for name, weight in public.weights.items()})
+        drafter = config.build()
+        drafter.load_state_dict(public.weights)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(f"the weights in {folder} do not fit its config.json ({reason})") from error
+    dtypes = [weight.dtype for weight in public.weights.values() if weight.is_floating_point()]
+    return drafter.to(reduce(torch.promote_types, dtypes)), config

@@ -1,0 +1,151 @@
+"""The LightningCLI behind the ``lightning`` command, imported only when something is run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentError
+from contextlib import ExitStack
+from pathlib import Path
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from data.files import output_lock
+from data.module import ShareGPTData
+from drafters.registry import find_class
+from inference.outputs import folder_above
+from train.callbacks import CommandLine, KeepFreedMemory, SkipNonFiniteSteps, Speed
+from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
+from train.memory import MemoryEstimate
+from train.module import DrafterTraining
+from train.resume import ExactResume, Preemption
+
+PARSER = {"exit_on_error": False, "allow_abbrev": False}
+
+
+def run(
+    args: list[str],
+    command: str,
+    module: type[L.LightningModule] = DrafterTraining,
+    tokenizer: str = "model.base",
+) -> None:
+    """Parse the arguments and train or validate.
+
+    Args:
+        args: Arguments after ``lightning``, with paths of configs.
+        command: The command line as the user wrote it.
+        module: What is trained.
+        tokenizer: The option that names the tokenizer of the data.
+
+    Raises:
+        ValueError: The arguments are wrong.
+    """
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # this and the next: what Lightning calls
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logger = logging.getLogger(f"{package}.utilities.rank_zero")
+        logger.addFilter(lambda record: not record.getMessage().startswith(("💡 Tip", "TPU available: False")))
+    sys.argv[1:] = args  # Lightning starts the other processes of a training with them
+    try:
+        DrafterCLI(command, module, tokenizer)
+    except ArgumentError as error:
+        # A message about a drafter's options is wrapped in several about what a drafter may be.
+        cause = str(error).rpartition("callable class: ")[2]
+        raise ValueError(f"{cause} (lightning fit --help lists every key)") from error
+
+
+class DrafterCLI(LightningCLI):
+    """A LightningCLI over a module and `ShareGPTData` that derives what other arguments already determine.
+
+    The tokenizer of the data is the base's, and checkpoints and TensorBoard logs go below
+    ``trainer.default_root_dir``.
+
+    Args:
+        command: The command line as the user wrote it.
+        module: What is trained.
+        tokenizer: The option that names the tokenizer of the data.
+    """
+
+    def __init__(self, command: str, module: type[L.LightningModule], tokenizer: str) -> None:
+        self.tokenizer = tokenizer
+        self.folders: list[str] = []  # of the checkpoints
+        self.locks = ExitStack()  # of these folders
+        with self.locks:
+            super().__init__(
+                module,
+                ShareGPTData,
+                trainer_defaults={
+                    "use_distributed_sampler": False,  # the data module distributes batches by length itself
+                    "enable_model_summary": False,  # the memory estimate says what is trained
+                    "callbacks": [Preemption(), Speed(), MemoryEstimate(), KeepFreedMemory(), CommandLine(command)],
+                },
+                save_config_kwargs={"overwrite": True},
+                seed_everything_default=0,
+                parser_kwargs=PARSER | {name: dict(PARSER) for name in self.subcommands()},
+                auto_configure_optimizers=False,
+            )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return Lightning's subcommands fit, validate and test, or the one that the command line begins with.
+
+        There is no predict for drafters. The parsers of further subcommands would take most of the time to parse.
+        """
+        known = {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+        return {name: known[name] for name in sys.argv[1:2] if name in known} or known
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(ExactResume, "resume")
+        parser.add_lightning_class_args(SkipNonFiniteSteps, "non_finite")
+        parser.link_arguments(self.tokenizer, "data.tokenizer")
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning's method lets the hyper-parameters of a checkpoint override the command line."""
+
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        if drafter := config.model.get("drafter"):
+            find_class(drafter.class_path)  # raises ValueError for another class or function, which would be called
+        run = config.trainer.default_root_dir or "runs/default"
+        for callback in config.trainer.callbacks or []:
+            if callback.class_path.endswith("ModelCheckpoint"):
+                options = callback.init_args
+                options.dirpath = options.get("dirpath") or f"{run}/checkpoints"
+                options.enable_version_counter = False  # the best drafter is best.ckpt, not best-v1.ckpt
+                self._use_folder(options.dirpath, config)
+        if config.ckpt_path == "last" and (newest := newest_complete(self.folders)):
+            config.ckpt_path = str(newest)
+        elif Path(config.ckpt_path or "").is_file():
+            check_complete(Path(config.ckpt_path))
+        if config.trainer.logger in (None, True):
+            logger = Namespace(save_dir=run, name="tensorboard", default_hp_metric=False)
+            config.trainer.logger = Namespace(
+                class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=logger
+            )
+        if config.weights_only is None:
+            config.weights_only = True  # never run code from a checkpoint
+
+    def _use_folder(self, folder: str, config: Namespace) -> None:
+        """Let no other training write checkpoints to a folder, and a new one only if it holds none."""
+        is_new = folder not in self.folders
+        self.folders.append(folder)
+        if self.subcommand != "fit" or "://" in folder:
+            return
+        if is_new and getattr(rank_zero_only, "rank", 0) == 0:  # one process of a distributed training holds the lock
+            folder_above(Path(folder) / "last.ckpt")  # raises ValueError where nothing can be written
+            self.locks.enter_context(output_lock(folder))
+        if not config.ckpt_path and any(Path(folder).glob("*.ckpt")):
+            raise ValueError(
+                f"{folder} already holds checkpoints: go on with --ckpt_path last, or give another "
+                "--trainer.default_root_dir"
+            )
+
+    def after_instantiate_classes(self) -> None:
+        if type(self.trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.trainer.strategy.checkpoint_io = AtomicCheckpointIO()

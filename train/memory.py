@@ -1,0 +1,200 @@
+"""The memory that a training needs on one device, estimated before its first step by a step on tensors without data."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.filesize import decimal
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from data.files import SafeConsole
+from data.sharegpt import lengths
+from data.tokenizer import first_line
+from drafters.losses.chunks import chunks
+from drafters.nn.anchor_attention import AnchorMask
+from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
+from train.module import DrafterTraining
+from train.strategies import FSDP2
+
+
+class MemoryEstimate(L.Callback):
+    """Prints what is trained, and the memory that a device will need for its largest batch, by purpose.
+
+    What the allocator keeps of freed memory, Python, and libraries are not included.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        data: Any = getattr(trainer, "datamodule", None)
+        if stage != "fit" or not trainer.is_global_zero or not isinstance(pl_module, DrafterTraining) or data is None:
+            return
+        base, drafter = pl_module.base, pl_module.drafter
+        counts = (f"{sum(weight.numel() for weight in each.parameters()):,}" for each in (drafter, base.model))
+        what = "training {} parameters of {}; the base {} stays frozen ({} parameters, {})"
+        print(what.format(next(counts), type(drafter).__name__, base.name, next(counts), base.model.dtype))
+        longest, max_tokens = max(lengths(data.train_set)), data.hparams["max_tokens"]
+        fitting = max(1, max_tokens // longest) if max_tokens else data.hparams["batch_size"]
+        size = min(data.hparams["batch_size"], fitting), longest
+        device = trainer.strategy.root_device
+        with trainer.precision_plugin.train_step_context():
+            is_autocast = torch.is_autocast_enabled(device.type)
+            autocast_dtype = torch.get_autocast_dtype(device.type) if is_autocast else None
+        try:
+            parts = memory_parts(pl_module, trainer, size, autocast_dtype)
+        except Exception as error:  # the drafter of another package may read numbers, which such a step has not
+            print(f"the memory of {type(drafter).__name__} cannot be estimated: {first_line(error)}")
+            return
+        show(parts, size, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
+
+
+def memory_parts(
+    module: DrafterTraining, trainer: L.Trainer, size: tuple[int, int], autocast_dtype: torch.dtype | None = None
+) -> dict[str, float]:
+    """Return the bytes at the worst moment of a training step on one device, by purpose.
+
+    Args:
+        module: The training module, before the trainer shards its weights.
+        trainer: Its trainer, with the strategy and the callbacks.
+        size: B and S of a batch.
+        autocast_dtype: Dtype that the trainer's autocast computes in, if it has one.
+    """
+    base, drafter, strategy, device = module.base, module.drafter, trainer.strategy, trainer.strategy.root_device.type
+    is_sharded = isinstance(strategy, FSDP2 | DeepSpeedStrategy)
+    share = 1 / trainer.world_size if is_sharded else 1.0
+    has_averages = any(isinstance(callback, WeightAveraging) for callback in getattr(trainer, "callbacks", []))
+    # FSDP2 gathers all weights beside the shard of each device, and DDP copies all gradients into buckets.
+    has_buckets = isinstance(strategy, DDPStrategy) and not is_sharded and trainer.world_size > 1
+    of_base, weights = num_bytes(base.model), num_bytes(drafter)
+    if module.shard_base:  # the own part of the layers, and two whole ones: one runs while the next is gathered
+        decoder: Any = base.model.base_model
+        layers = [num_bytes(layer) for layer in decoder.layers]
+        of_base -= sum(layers) * (1 - 1 / trainer.world_size) - 2 * max(layers)
+    shape, head, num_tokens = base.shape, base.base_weights.head, size[0] * size[1]
+    fused = len(drafter.required_outputs.hidden_layers)
+    hidden = head.element_size() * num_tokens * shape.hidden_size * (fused + 1)
+    # In a layer, the gate and the up projection and their product; then the logits of one text.
+    layer = num_tokens * (4 * shape.hidden_size + 3 * shape.intermediate_size)
+    forward = head.element_size() * max(layer, size[1] * shape.vocab_size)
+    step = step_bytes(drafter, base.base_weights, size, autocast_dtype, device == "cuda")
+    update = weights * share if device == "cuda" else 0  # AdamW takes the roots of all second moments at once
+    return {
+        "weights of the base": of_base,
+        "weights of the drafter": weights * (1 + (share if isinstance(strategy, FSDP2) else has_averages)),
+        "their gradients": weights * (share + has_buckets),
+        "their AdamW states": 2 * weights * share,
+        "hidden states and activations": max(hidden + max(forward, step), update),
+    }
+
+
+def step_bytes(
+    drafter: LearnedDrafter,
+    base_weights: BaseWeights,
+    size: tuple[int, int],
+    autocast_dtype: torch.dtype | None = None,
+    is_gpu: bool = False,
+) -> int:
+    """Return the bytes that a loss and its backward pass need besides weights, gradients and hidden states.
+
+    A copy of the drafter takes the step on a batch in which every token counts. Weights, hidden states and what is made
+    of them have a shape and no data; ids, masks and anchors are real, because other tensors' sizes depend on them.
+    """
+    dtype, hidden_size = base_weights.head.dtype, base_weights.head.shape[1]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = {
+            id(w): nn.Parameter(torch.empty(w.shape, dtype=w.dtype), w.requires_grad) for w in drafter.parameters()
+        }
+        for weight in fakes.values():
+            weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+        embedding, head = (torch.empty(w.shape, dtype=dtype) for w in (base_weights.embedding, base_weights.head))
+        last = torch.empty(*size, hidden_size, dtype=dtype)
+        hidden = torch.empty(*size, hidden_size * len(drafter.required_outputs.hidden_layers), dtype=dtype)
+    trained = copy.deepcopy(drafter, dict(fakes))  # a copy of a weight is what the memo has for it
+    token = dict(trained.named_buffers()).get("draft_tokens", torch.zeros(1, dtype=torch.long))[0]
+    ids, mask = token.repeat(size), torch.ones(size, dtype=torch.bool)
+    existing = [*trained.parameters(), *trained.buffers(), embedding, head, last, hidden, ids, mask]
+    existing += [weight.grad for weight in trained.parameters() if weight.grad is not None]
+    with ExitStack() as around:
+        for module in [module for name, module in sys.modules.items() if name.startswith("drafters.")]:
+            if vars(module).get("chunks") is chunks:  # no chunk of a loss needs more than the first
+                around.enter_context(mock.patch.object(module, "chunks", lambda *sizes: chunks(*sizes)[:1]))
+        if is_gpu:  # FlexAttention cannot run without data; attention without a mask stores the same
+            around.enter_context(mock.patch.object(AnchorMask, "best", lambda self: None))
+        around.enter_context(torch.random.fork_rng(devices=[]))
+        live = around.enter_context(LiveBytes(*existing))
+        with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):
+            loss, _ = trained.loss(TrainingBatch(hidden, last, ids, ids, mask), BaseWeights(embedding, head))
+        loss.backward()
+    return live.peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations return while it is entered: ``peak`` is their largest sum.
+
+    Args:
+        existing: Tensors that exist already; they and results that share their memory do not count.
+    """
+
+    def __init__(self, *existing: Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages = {tensor.untyped_storage()._cdata for tensor in existing}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._count, result)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._storages.discard(address)
+        self.now -= num_bytes
+
+
+def num_bytes(module: nn.Module) -> float:
+    """Return the size of a module's weights."""
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+@rank_zero_only
+def show(parts: dict[str, float], size: tuple[int, int], available: int | None) -> None:
+    """Print the estimated bytes by purpose and in total, beside those that are available on a GPU."""
+    table, total = Table("", "", show_header=False), sum(parts.values())
+    table.columns[1].justify = "right"
+    for name, part in parts.items():
+        table.add_row(name, readable(part))
+    table.add_section()
+    table.add_row("at the worst moment", readable(total) + (f" of {readable(available)}" if available else ""))
+    console = SafeConsole()
+    console.print(f"memory of a device, for a batch of {size[0]} texts of {size[1]} tokens (estimated)")
+    console.print(table)
+    if available and total > 0.95 * available:
+        console.print(
+            "That is more than there is: lower data.batch_size (and raise trainer.accumulate_grad_batches), "
+            "data.max_length or the drafter's num_anchors, or pass --model.activation_checkpointing true or "
+            "--model.base_dtype nf4"
+        )
+
+
+def readable(num_bytes: float) -> str:
+    """Return a size with its unit, like 1.50 GB."""
+    return decimal(round(num_bytes), precision=2)

@@ -1,0 +1,115 @@
+"""The model card, README.md, of a drafter's folder, and the folder's upload to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from data.files import code_span, escape_markdown, safe_line, yaml_line
+from data.hub import reason_of, split_revision
+from data.shipped import find_base
+from drafters import checkpoint, recipe
+from drafters.checkpoint import DrafterConfig
+
+REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+ABOUT = """A drafter for lossless speculative decoding: it proposes a tree of tokens, the base verifies it in one
+forward, and the text stays the base's own."""
+
+
+def model_card(
+    config: DrafterConfig,
+    about: str,
+    facts: Mapping[str, str],
+    place: str = "THIS_FOLDER",
+    license: str | None = None,
+    results: Sequence[str] = (),
+) -> str:
+    """Return the README of a drafter.
+
+    Args:
+        config: The drafter's configuration.
+        about: First paragraph.
+        facts: Further lines about it, in Markdown.
+        place: What names the folder in commands: the folder, or OWNER/NAME@REVISION on the hub.
+        license: Licence for the header.
+        results: Folders that `drafters eval --out` wrote, whose tables are added.
+    """
+    name = config.class_path.removeprefix("drafters.").lower()
+    used = f"drafters eval --base {config.base_name} --drafter {name}={place} --benchmark mt_bench"
+    arguments = recipe.flattened(config.init_args).items()
+    sections = [
+        f"{card_header(config, license)}\n{about}",
+        "\n".join(f"- {key}: {value}" for key, value in {"Base": described_base(config), **facts}.items()),
+        f"Use it: {code_span(used)}",
+        "\n".join(
+            ["| argument | value |", "|---|---|"]
+            + [f"| {escape_markdown(key)} | {escape_markdown(value)} |" for key, value in arguments]
+        ),
+        *(f"## Measured\n\n{(Path(folder) / 'results.md').read_text(encoding='utf-8').strip()}" for folder in results),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def card_header(config: DrafterConfig, license: str | None = None, *tags: str) -> str:
+    """The header of a card and its title. The hub refuses folders and revisions as the name of a base."""
+    base, _ = split_revision(config.base_name)
+    is_of_hub = REPOSITORY.fullmatch(base) and not Path(find_base(config.base_name)).exists()
+    name = config.class_path.removeprefix("drafters.").lower()
+    lines = [
+        "---",
+        *([yaml_line("license", license)] if license else []),
+        *([yaml_line("base_model", base)] if is_of_hub else []),
+        "library_name: drafters",
+        f"tags: [{', '.join(['speculative-decoding', name, *tags])}]",
+        "---",
+        f"# {config.class_path} for {escape_markdown(config.base_name)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def described_base(config: DrafterConfig) -> str:
+    """The base's name and sizes."""
+    return (
+        f"{code_span(config.base_name)} (hidden size {config.base.hidden_size}, vocabulary {config.base.vocab_size}, "
+        f"tokenizer {escape_markdown(config.tokenizer_hash)}). It fits no other."
+    )
+
+
+def check_repository(repository: str) -> None:
+    """Raise ValueError if a repository's name is none of the hub, or nobody is logged in."""
+    from huggingface_hub import get_token
+
+    if not REPOSITORY.fullmatch(repository):
+        raise ValueError(f"{repository!r} is no repository of the hub: write OWNER/NAME")
+    if get_token() is None:
+        raise ValueError("nobody is logged in to the hub: run `hf auth login`, or set HF_TOKEN")
+
+
+def upload(folder: Path, repository: str, is_public: bool) -> str:
+    """Upload a drafter's files in one commit, and return its id.
+
+    Args:
+        folder: Its folder.
+        repository: OWNER/NAME; a new one is private unless ``is_public``, one that exists stays as it is.
+        is_public: Whether a new repository is public.
+
+    Raises:
+        ValueError: The hub cannot be reached, or the repository may not be written.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        created = api.create_repo(repository, private=not is_public, exist_ok=True)
+        print(f"uploading to {created}", file=sys.stderr)
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload a drafter",
+            allow_patterns=list(checkpoint.FILES),
+        )
+    except Exception as error:  # the hub client's own errors, and those of its HTTP client
+        raise ValueError(f"cannot upload to {repository}: {safe_line(reason_of(error))}") from error
+    return commit.oid

@@ -1,4 +1,0 @@
-"""Small commands around training: show-mask and tokenizer.
-
-May import `validation`.
-"""

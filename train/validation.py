@@ -1,0 +1,210 @@
+"""Validation: decoding simulated on held-out text, which measures the acceptance length while a drafter is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from drafters.protocol import BaseWeights, LearnedDrafter, Limits
+from drafters.tree import DraftTree
+from inference.verifier.base import Base
+
+Answers = Literal["greedy", "text"]
+
+
+class Acceptance(Metric):
+    """Tokens per step and accepted draft tokens, over all steps of all answers and processes.
+
+    Args:
+        max_depth: Deepest position of a draft that is counted.
+    """
+
+    emitted: Tensor
+    steps: Tensor
+    reached: Tensor
+
+    def __init__(self, max_depth: int = 8) -> None:
+        super().__init__()
+        self.add_state("emitted", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("steps", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("reached", torch.zeros(max_depth), dist_reduce_fx="sum")
+
+    def update(self, emitted: Sequence[int]) -> None:
+        """Add the number of tokens that each step of one answer emitted, bonus token included."""
+        self.emitted += sum(emitted)
+        self.steps += len(emitted)
+        for count in emitted:
+            self.reached[: count - 1] += 1
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Return the acceptance length, and the share of steps that accept at least d draft tokens, d = 1, 2, ...
+
+        All are 0 if there were no steps.
+        """
+        steps = self.steps.clamp(min=1)
+        return self.emitted / steps, self.reached / steps
+
+
+# ---- the text
+
+
+def answer_spans(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the half-open ranges of consecutive assistant tokens."""
+    spans: list[tuple[int, int]] = []
+    start = None
+    for position, is_answer in enumerate([*loss_mask, 0]):
+        if is_answer and start is None:
+            start = position
+        elif not is_answer and start is not None:
+            spans.append((start, position))
+            start = None
+    return spans
+
+
+@torch.no_grad()
+def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> dict[str, Tensor]:
+    """Replace everything after the first prompt of each conversation by the base's own greedy answer.
+
+    Validation then decodes what the base would really write. All answers may be equally long, at most half of the
+    context, so that no answer depends on the other prompts of its batch. Prompts that leave less room are left out and
+    counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context.
+
+    Args:
+        base: The base that answers.
+        batch: ``input_ids`` (B, S) and ``loss_mask`` (B, S).
+        max_tokens: Maximum number of tokens of an answer.
+
+    Returns:
+        The same keys on the CPU, padded on the right. Conversations without an answer are left out.
+
+    Raises:
+        ValueError: All prompts fill the base's context.
+    """
+    prompts = [
+        ids[: spans[0][0]]
+        for ids, mask in zip(batch["input_ids"], batch["loss_mask"].tolist(), strict=True)
+        if (spans := answer_spans(mask))
+    ]
+    # One call for all rows: where the base is sharded, every process makes as many calls as the others.
+    max_new_tokens = min(max_tokens, base.context_length // 2)
+    fitting = [prompt for prompt in prompts if len(prompt) + max_new_tokens <= base.context_length]
+    if num_left_out := len(prompts) - max(1, len(fitting)):
+        print(
+            f"validation leaves out {num_left_out} of {len(prompts)} prompts of a batch: they leave less than "
+            f"{max_new_tokens} tokens of the context of {base.name}",
+            flush=True,
+        )
+    prompts = fitting or [min(prompts, key=len)]
+    width = max(map(len, prompts))
+    max_new_tokens = min(max_new_tokens, base.context_length - width)
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"a held-out prompt has {width} tokens and the context of {base.name} ends at {base.context_length}: "
+            "lower data.max_length, or set model.val_answers to text"
+        )
+    pad = base.tokenizer.pad_token_id or 0
+    padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=pad) for prompt in prompts])
+    is_token = torch.stack([torch.arange(width, device=padded.device) >= width - len(prompt) for prompt in prompts])
+    with torch.autocast(padded.device.type, enabled=False):
+        answers = base.greedy(padded, is_token.long(), max_new_tokens)
+    texts, masks = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ends = [int(position) for token in base.eos for position in (answer == token).nonzero()]
+        texts.append(torch.cat([prompt, answer[: min(ends) + 1] if ends else answer]).cpu())
+        masks.append(torch.arange(len(texts[-1])) >= len(prompt))
+    return {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=pad),
+        "loss_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_value=False),
+        "lengths": torch.tensor([len(text) for text in texts]),
+    }
+
+
+# ---- the simulation
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step of simulated decoding.
+
+    Args:
+        tree: The draft tree.
+        num_accepted: Draft tokens that the base accepts.
+        num_emitted: Tokens that the text grows by, bonus token included.
+    """
+
+    tree: DraftTree
+    num_accepted: int
+    num_emitted: int
+
+
+def draft_answer(
+    drafter: LearnedDrafter,
+    hidden: Tensor,
+    input_ids: Tensor,
+    span: tuple[int, int],
+    base_weights: BaseWeights,
+    eos: frozenset[int] = frozenset(),
+) -> list[DraftTree]:
+    """Draft a tree at every token of an answer but the last, which nothing follows.
+
+    Args:
+        drafter: The drafter.
+        hidden: (S, F * D) hidden states of the base over the text.
+        input_ids: (S,) the text.
+        span: Half-open range of the answer.
+        base_weights: The base's embedding and LM head.
+        eos: Tokens that end a text.
+    """
+    start, end = span
+    if end - start < 2:
+        return []
+    anchors = torch.arange(start, end - 1, device=input_ids.device)
+    return drafter.draft_at(hidden, input_ids, anchors, base_weights, Limits(max_depth=end - start, eos=eos))
+
+
+def simulated_steps(
+    trees: Sequence[DraftTree], tokens: Sequence[int], span: tuple[int, int], max_nodes: int | None = None
+) -> Iterator[SimulatedStep]:
+    """Decode an answer with the trees that `draft_answer` drafted for it.
+
+    If the base writes this text greedily, these are the steps of a session. The one difference: a session under a
+    length cap makes its last trees less deep.
+
+    Args:
+        trees: A tree for each token of the answer but the last.
+        tokens: The text.
+        span: Half-open range of the answer. Its first token is the prefill's, which is no step.
+        max_nodes: Use only this many nodes of each tree, the first ones; all if not given.
+    """
+    start, end = span
+    root = start
+    while root < end - 1:
+        tree = trees[root - start]
+        path = tree.follow(tokens[root + 1 : end])
+        num_accepted = len(path) if max_nodes is None else sum(node < max_nodes for node in path)
+        num_emitted = min(num_accepted + 1, end - 1 - root)
+        yield SimulatedStep(tree, num_accepted, num_emitted)
+        root += num_emitted
+
+
+def simulate_answers(
+    drafter: LearnedDrafter, base: Base, hidden: Tensor, input_ids: Tensor, loss_mask: Tensor
+) -> Iterator[list[int]]:
+    """Decode all answers of a batch, and yield for each of them how many tokens each step emits.
+
+    Args:
+        drafter: The drafter.
+        base: The base that the drafter drafts for.
+        hidden: (B, S, F * D) hidden states of the base.
+        input_ids: (B, S).
+        loss_mask: (B, S), true on the tokens of the answers.
+    """
+    for states, tokens, mask in zip(hidden, input_ids, loss_mask.tolist(), strict=True):
+        for span in answer_spans(mask):
+            trees = draft_answer(drafter, states, tokens, span, base.base_weights, base.eos)
+            yield [step.num_emitted for step in simulated_steps(trees, tokens.tolist(), span)]

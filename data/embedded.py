@@ -97,7 +97,7 @@ def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedToken
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from data.conversation import TEMPLATES, VICUNA_SYSTEM
+    from data.tokenizer import TEMPLATES, VICUNA_SYSTEM
 
     def texts() -> Iterator[str]:
         # With the words of the template around the turns, so that these get short tokens too.

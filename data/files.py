@@ -240,9 +240,14 @@ def hash_of(parts: Iterable[object], length: int = 64) -> str:
     """Return the first hexadecimal digits of the SHA-256 of texts, bytes and JSON values, one after the other."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, (bytes, bytearray, memoryview, str)) else json.dumps(part)
+        data = part if isinstance(part, (bytes, str)) else json.dumps(part, default=str)
         digest.update(data.encode() if isinstance(data, str) else data)
     return digest.hexdigest()[:length]
+
+
+def short_hash(text: str) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
+    return hash_of([text], 16)
 
 
 def checksum(path: Path) -> str:

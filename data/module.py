@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,16 +12,16 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from data.batch import BucketSampler, collate
-from data.conversation import resolve_template
-from data.feature_store.store import FeatureStore, StoredRows
-from data.sharegpt import Statistics, lengths, load_conversations, tokenise
-from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
+from data.batches import BucketSampler, collate
+from data.conversations import Conversation, load_conversations
+from data.features import FeatureStore, StoredRows
+from data.files import short_hash
+from data.rows import Statistics, lengths, tokenise
+from data.templates import resolve_template
+from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from data.conversation import Conversation
 
 Loader = TypeVar("Loader", bound=DataLoader)
 
@@ -124,7 +125,7 @@ class ShareGPTData(L.LightningDataModule):
             if dropped.total:
                 rank_zero_info(f"validation: {dropped}")
         else:
-            train, val = split(train, options["val_size"], options["seed"])
+            train, val = hold_out(train, options["val_size"], options["seed"])
         self.val_set = self._tokenise("validation", val) if val else None
         self.train_set = self._tokenise("training", train)
 
@@ -155,7 +156,7 @@ class ShareGPTData(L.LightningDataModule):
         loader = self._loader(ResumableLoader, self.train_set, is_shuffled=True)
         if self.trainer is not None:
             loader.trainer = self.trainer
-        rank_zero_info(f"training: {planned(loader.batch_sampler, self.trainer)}")
+        rank_zero_info(f"training: {describe_epoch(loader.batch_sampler, self.trainer)}")
         return loader
 
     def val_dataloader(self) -> DataLoader | list:
@@ -170,10 +171,6 @@ class ShareGPTData(L.LightningDataModule):
         rank, world_size = 0, 1
         if self.trainer is not None:
             rank, world_size = self.trainer.global_rank, self.trainer.world_size
-            if world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
-                raise ValueError(
-                    "the batches are already split over the ranks; set trainer.use_distributed_sampler: false"
-                )
         source = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
         if self.store is not None and rows is self.train_set:
             source = StoredRows(self.store, self._places)
@@ -194,7 +191,7 @@ class ShareGPTData(L.LightningDataModule):
         )
 
 
-def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
+def describe_epoch(batches: BucketSampler, trainer: L.Trainer | None) -> str:
     """Describe the number of batches per epoch, their share of padding, and the number of steps of the trainer."""
     text = f"{len(batches):,} batches an epoch and device, {batches.padding_share():.1%} of their tokens padding"
     if trainer is None:
@@ -207,7 +204,9 @@ def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
     return f"{text}; {min(ends):,} steps, {per_epoch:,} an epoch" if ends else text
 
 
-def split(conversations: list[Conversation], val_size: int, seed: int) -> tuple[list[Conversation], list[Conversation]]:
+def hold_out(
+    conversations: list[Conversation], val_size: int, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
     """Split conversations into a training and a validation set, both in their original order.
 
     Conversations with the same user messages, like several answers to one prompt, are all in the same set.
@@ -222,26 +221,21 @@ def split(conversations: list[Conversation], val_size: int, seed: int) -> tuple[
     """
     if val_size < 0:
         raise ValueError(f"val_size must be at least 0, not {val_size}")
-    if val_size >= len(conversations):
+    prompts = [tuple(text for role, text in each.messages if role == "user") for each in conversations]
+    counts, num_held_out = Counter(prompts), 0
+    held_out: set[tuple[str, ...]] = set()
+    for place in reversed(random.Random(seed).sample(range(len(prompts)), len(prompts))):
+        if num_held_out >= val_size:
+            break
+        if prompts[place] not in held_out:
+            held_out.add(prompts[place])
+            num_held_out += counts[prompts[place]]
+    if num_held_out == len(conversations):
         raise ValueError(
-            f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on; "
-            "lower it, or give val_files"
+            f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on, as those with the "
+            "same user messages are held out together; lower it, or give val_files"
         )
-    order = random.Random(seed).sample(range(len(conversations)), len(conversations))
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for n, conversation in enumerate(conversations):
-        alike.setdefault(_user_messages(conversation), []).append(n)
-    held_out: set[int] = set()
-    while len(held_out) < val_size:
-        held_out.update(alike[_user_messages(conversations[order.pop()])])
-    if len(held_out) == len(conversations):
-        raise ValueError(
-            f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on, because those with "
-            "the same user messages are held out together; lower it, or give val_files"
-        )
-    train = [conversation for n, conversation in enumerate(conversations) if n not in held_out]
-    return train, [conversation for n, conversation in enumerate(conversations) if n in held_out]
-
-
-def _user_messages(conversation: Conversation) -> tuple[str, ...]:
-    return tuple(text for role, text in conversation.messages if role == "user")
+    parts: tuple[list[Conversation], list[Conversation]] = [], []
+    for conversation, prompt in zip(conversations, prompts, strict=True):
+        parts[prompt in held_out].append(conversation)
+    return parts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from data.sharegpt import assistant_token_counts
+from data.rows import assistant_token_counts
 from drafters.nn.draft_vocabulary import most_frequent
 from drafters.protocol import LearnedDrafter
 from inference.verifier.base import Base

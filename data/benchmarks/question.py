@@ -1,10 +1,13 @@
-"""The types of a benchmark: questions, the prompt styles that ask them, and the data sets they come from."""
+"""The types of a benchmark: questions, the prompt styles that ask them, and where its rows and its score come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+Run = Callable[[str], bool]  # runs a program, isolated from this machine, and tells whether it finished
+Score = Callable[..., dict[str, float]]  # of questions and as many texts, and of a `Run` if the benchmark `runs_code`
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,13 @@ class Question:
     tools: tuple[Mapping[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields, without ``system`` and ``tools`` if they are empty: older fingerprints stay what they were."""
-        fields = asdict(self)
-        return {name: value for name, value in fields.items() if value or name not in ("system", "tools")}
+        """The fields, without ``system`` and ``tools`` if they are empty."""
+        return {name: value for name, value in asdict(self).items() if value or name not in ("system", "tools")}
+
+
+def as_read(question: Question, shots: Sequence[Question]) -> str:
+    """The plain text of the question."""
+    return question.turns[0]
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,13 @@ class Style:
     """A prompt style: one way to ask the questions of a benchmark.
 
     Args:
-        about: Description in one line.
         ask: Builds the prompt from the question, whose first turn is its plain text, and from the example questions.
         num_shots: Number of example questions in the prompt.
         is_raw: See `Question`.
         stops: See `Question`.
     """
 
-    about: str
-    ask: Callable[[Question, Sequence[Question]], str]
+    ask: Callable[[Question, Sequence[Question]], str] = as_read
     num_shots: int = 0
     is_raw: bool = False
     stops: tuple[str, ...] = ()
@@ -79,61 +84,36 @@ class Style:
         return replace(question, turns=turns, is_raw=self.is_raw, stops=self.stops)
 
 
-def as_read(about: str) -> dict[str, Style]:
-    """The single style of a benchmark whose questions are asked as they are read.
-
-    Args:
-        about: Description in one line.
-    """
-    return {"plain": Style(about, lambda question, shots: question.turns[0])}
-
-
-AS_IT_IS = as_read("the plain text of the question")
-
-
-@dataclass(frozen=True)
-class Hub:
-    """A data set on the Hugging Face hub.
-
-    Args:
-        repository: Its name, OWNER/NAME.
-        configuration: Its configuration, if it has several.
-        split: The split that holds the questions.
-        shot_split: The split that holds the examples for few-shot styles.
-        revision: Revision of the repository. By default the newest.
-        file: A JSONL file of the repository to read instead of a split, where `datasets` cannot load it.
-    """
-
-    repository: str
-    configuration: str | None
-    split: str
-    shot_split: str | None = None
-    revision: str | None = None
-    file: str | None = None
-
-
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: where its questions come from and how they are read and asked.
+    """A benchmark: its rows, how they are read and asked, and how the answers are scored.
 
     Args:
-        hub: Its data set on the hub, if there is one.
+        source: Its rows, as `data.sources.read_rows` names them; None if it has no copy on the hub.
         download: The file to download if the hub cannot be used, for error messages.
         fields: The fields of a row, for error messages.
         read: Builds a question from a row and its index in the file. The first turn is the question's plain text.
         max_new_tokens: Largest number of tokens per answer in the papers.
         styles: Prompt styles by name. The first is the default.
+        score: Scores answers to questions that have a reference, in percent. None for a benchmark without references.
+        runs_code: Whether ``score`` runs the programs in the answers.
+        package: The optional package that ``score`` needs.
+        shots: The rows of the example questions, as ``source``.
         ids: Ids of the questions to ask, if the file holds others too.
         shot_ids: Ids of the example questions, if they are in the same file.
         parallel: Names of the fields that can also be read from one text file each, with a line per row.
     """
 
-    hub: Hub | None
+    source: str | None
     download: str
     fields: str
     read: Callable[[Mapping, int], Question]
     max_new_tokens: int
-    styles: Mapping[str, Style] = field(default_factory=lambda: AS_IT_IS)
+    styles: Mapping[str, Style] = field(default_factory=lambda: {"plain": Style()})
+    score: Score | None = None
+    runs_code: bool = False
+    package: str = ""
+    shots: str | None = None
     ids: range | None = None
     shot_ids: range | None = None
     parallel: tuple[str, ...] = ()

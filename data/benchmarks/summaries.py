@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from data.benchmarks.question import Benchmark, Hub, Question, Style, text
+from data.benchmarks.question import Benchmark, Question, Style, text
 
 # The Stanford Alpaca template with an input and the instruction of the ANPD paper (its Figure 8).
 ALPACA = (
@@ -13,6 +13,9 @@ ALPACA = (
     "### Instruction:\nSummarize the following articles.\n\n### Input:\n{article}\n\n### Response:\n"
 )
 OUROBOROS = "Please summarize the following document within one sentence. Document: {article}  Summary: "
+CNN_DM = "hub:abisee/cnn_dailymail@96df5e686bee6baa90b8bee7c28b81fa3fa6223d:3.0.0"
+# The hub's parquet conversion, because the repository itself holds a script that `datasets` no longer runs.
+XSUM = "hub:EdinburghNLP/xsum@refs/convert/parquet:default"
 
 
 def read_cnn_dm(row: Mapping, index: int) -> Question:
@@ -33,57 +36,53 @@ def read_xsum(row: Mapping, index: int) -> Question:
     return Question(index, "summarization", (article,), text(row, "summary", "summary_gt"))
 
 
-def _fill(template: str) -> Callable[[Question, Sequence[Question]], str]:
-    return lambda question, shots: template.replace("{article}", question.turns[0])
-
-
 def after_shot(question: Question, shots: Sequence[Question]) -> str:
-    """Build the one-shot prompt of the ANPD paper (its Figure 9)."""
+    """Build the one-shot prompt of the ANPD paper (its Figure 9), with an example of the train split."""
     shown = "".join(f"Article: {shot.turns[0]}\nSummary: {shot.reference}\n" for shot in shots)
     return f"{shown}Article: {question.turns[0]}\nSummary:"
 
 
 def _styles(instruction: str) -> dict[str, Style]:
+    def fill(template: str) -> Callable[[Question, Sequence[Question]], str]:
+        return lambda question, shots: template.replace("{article}", question.turns[0])
+
     return {
-        "instruct": Style(
-            "the article with a request to summarise it in a chat, in our own wording",
-            _fill(f"{instruction}\n\n{{article}}"),
-        ),
-        "alpaca": Style(
-            "the zero-shot prompt of ANPD (its Figure 8), without a chat template",
-            _fill(ALPACA),
-            is_raw=True,
-            stops=("\n###",),
-        ),
-        "shot": Style(
-            "the one-shot prompt of ANPD (its Figure 9) with an example of the train split, without a chat template",
-            after_shot,
-            num_shots=1,
-            is_raw=True,
-            stops=("\nArticle:",),
-        ),
-        "ouroboros": Style(
-            "the request of Ouroboros for one sentence, without a chat template", _fill(OUROBOROS), is_raw=True
-        ),
+        "instruct": Style(fill(f"{instruction}\n\n{{article}}")),  # in a chat, in our own wording
+        "alpaca": Style(fill(ALPACA), is_raw=True, stops=("\n###",)),
+        "shot": Style(after_shot, num_shots=1, is_raw=True, stops=("\nArticle:",)),
+        "ouroboros": Style(fill(OUROBOROS), is_raw=True),
     }
+
+
+def rouge(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L with stemming (Lin 2004), computed by rouge-score."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    names = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+    scorer = RougeScorer(list(names), use_stemmer=True)
+    scores = [scorer.score(question.reference, text) for question, text in zip(questions, texts, strict=True)]
+    return {names[key]: 100 * sum(one[key].fmeasure for one in scores) / len(scores) for key in names}
 
 
 BENCHMARKS = {
     "cnn_dm": Benchmark(
-        Hub("abisee/cnn_dailymail", "3.0.0", "test", "train", "96df5e686bee6baa90b8bee7c28b81fa3fa6223d"),
+        f"{CNN_DM}:test",
         "the test split of CNN/DM as JSONL",
         "article, highlights",
         read_cnn_dm,
         max_new_tokens=128,
         styles=_styles("Summarize this article in a few sentences."),
+        score=rouge,
+        shots=f"{CNN_DM}:train",
     ),
     "xsum": Benchmark(
-        # The hub's parquet conversion, because the repository itself holds a script that `datasets` no longer runs.
-        Hub("EdinburghNLP/xsum", "default", "test", "train", revision="refs/convert/parquet"),
+        f"{XSUM}:test",
         "the test split of XSum as JSONL",
         "document, summary",
         read_xsum,
         max_new_tokens=128,
         styles=_styles("Summarize this article in one sentence."),
+        score=rouge,
+        shots=f"{XSUM}:train",
     ),
 }

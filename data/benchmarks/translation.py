@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from data.benchmarks.question import Benchmark, Hub, Question, Style, text
+from data.benchmarks.question import Benchmark, Question, Style, text
 
 
 def read(row: Mapping, index: int) -> Question:
@@ -13,27 +13,39 @@ def read(row: Mapping, index: int) -> Question:
     return Question(index, "translation", (text(pair, "de"),), text(pair, "en"))
 
 
+def instruct(question: Question, shots: Sequence[Question]) -> str:
+    """A request in a chat, in our own wording."""
+    return f"Translate this sentence from German to English.\n\n{question.turns[0]}"
+
+
+def ouroboros(question: Question, shots: Sequence[Question]) -> str:
+    """The request of Ouroboros, without a chat template."""
+    return f"Translate this German sentence to English. German: {question.turns[0]} English: "
+
+
+def bleu_and_chrf(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Corpus BLEU and chrF with sacrebleu's defaults."""
+    import sacrebleu
+
+    references = [[question.reference or "" for question in questions]]
+    return {
+        "BLEU": sacrebleu.corpus_bleu(list(texts), references).score,
+        "chrF": sacrebleu.corpus_chrf(list(texts), references).score,
+    }
+
+
 BENCHMARKS = {
     "wmt16": Benchmark(
-        Hub("wmt/wmt16", "de-en", "test", revision="41d8a4013aa1489f28fea60ec0932af246086482"),
+        "hub:wmt/wmt16@41d8a4013aa1489f28fea60ec0932af246086482:de-en:test",
         "newstest2016 as two text files, German and English,",
         "de, en",
         read,
         max_new_tokens=64,
         styles={
-            "instruct": Style(
-                "the sentence with a request to translate it in a chat, in our own wording",
-                lambda question, shots: f"Translate this sentence from German to English.\n\n{question.turns[0]}",
-            ),
-            "ouroboros": Style(
-                "the request of Ouroboros, without a chat template",
-                lambda question, shots: (
-                    f"Translate this German sentence to English. German: {question.turns[0]} English: "
-                ),
-                is_raw=True,
-                stops=("\n", " German:"),
-            ),
+            "instruct": Style(instruct),
+            "ouroboros": Style(ouroboros, is_raw=True, stops=("\n", " German:")),
         },
+        score=bleu_and_chrf,
         parallel=("de", "en"),
     )
 }

@@ -143,7 +143,7 @@ def write_conversations(folder, tiny):
 
 
 def read_conversations(folder, name):
-    from data.sharegpt import load_conversations
+    from data.conversations import load_conversations
 
     load_conversations([str(folder / name)])
 
@@ -156,7 +156,7 @@ def write_texts(folder, tiny):
 
 
 def read_texts(folder, name):
-    from data import texts
+    from data import sources as texts
 
     list(texts.read_texts([str(folder / name)]))
 
@@ -179,8 +179,7 @@ def stored_rows():
 
 
 def write_feature_store(folder, tiny):
-    from data.feature_store.shards import row_keys, write_shard
-    from data.feature_store.store import Manifest
+    from data.features import Manifest, row_keys, write_shard
 
     ids = torch.tensor([5, 6, 7])
     row = {"id": "a", "input_ids": ids, "loss_mask": ids > 5, "labels": ids, "hidden": torch.ones(3, 8)}
@@ -192,7 +191,7 @@ def write_feature_store(folder, tiny):
 
 
 def read_feature_store(folder, name):
-    from data.feature_store.store import FeatureStore, Manifest
+    from data.features import FeatureStore, Manifest
 
     if name == "manifest.json":
         Manifest.read(folder)
@@ -423,7 +422,7 @@ def write_base(folder, tiny):
 
 
 def read_base(folder, name):
-    from data.conversation import encode_prompt
+    from data.templates import encode_prompt
     from inference.generation import generate
     from inference.verifier.base import load_base, load_base_info
 

@@ -6,7 +6,7 @@ import yaml
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from data.batch import collate
+from data.batches import collate
 from train.base_training import BaseTraining
 from train.cli import commands, lightning_command
 

@@ -15,9 +15,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.filesize import decimal
 from rich.table import Table
 
-from data.files import SafeConsole
-from data.sharegpt import lengths
-from data.tokenizer import first_line
+from data.files import SafeConsole, cause_of
+from data.rows import lengths
 from train.callbacks.memory import estimate_memory, largest_batch, peak_memory
 from train.module import DrafterTraining
 
@@ -45,7 +44,7 @@ class Estimate(L.Callback):
             with trainer.precision_plugin.train_step_context():
                 parts = estimate_memory(pl_module, trainer, num_rows, num_positions)
         except Exception as error:  # the drafter of another package may read numbers, which a rehearsal has not
-            print(f"the memory of {type(pl_module.drafter).__name__} cannot be estimated: {first_line(error)}")
+            print(f"the memory of {type(pl_module.drafter).__name__} cannot be estimated: {cause_of(error)}")
             return
         show_memory(parts, num_rows, num_positions, device_bytes(pl_module.device))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.tokenizer import first_line
+from data.files import cause_of
 from train.checkpointing.checkpoints import check_complete
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -70,9 +70,7 @@ def _load(path: Path) -> dict[str, Any]:
             "give the .ckpt that `lightning fit` wrote"
         ) from error
     except Exception as error:  # zip and I/O errors have types of their own
-        raise ValueError(
-            f"{path} is not a readable checkpoint ({first_line(error)}); train or copy it again"
-        ) from error
+        raise ValueError(f"{path} is not a readable checkpoint ({cause_of(error)}); train or copy it again") from error
 
 
 def _read_shards(folder: Path) -> dict[str, Any]:

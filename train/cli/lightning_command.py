@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from data.shipped import shipped_folder
+from data.tokenizer import shipped_folder
 
 CONFIGS = shipped_folder("configs")
 

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from data.conversation import encode
+from data.conversations import load_conversations
 from data.files import CHECKSUMS
 from data.module import ShareGPTData
-from data.sharegpt import load_conversations
+from data.templates import encode
 from drafters import recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import LearnedDrafter, Limits

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import check_files, escape_markdown, safe_line, yaml_line
-from data.hub import reason_of, split_revision
-from data.shipped import find_base
+from data.tokenizer import find_base, reason_of, split_revision
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.parallel.drafter import ParallelDrafter

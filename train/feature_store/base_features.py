@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.feature_store.shards import unpack
-from data.feature_store.store import LAST_HIDDEN, FeatureStore
+from data.features import LAST_HIDDEN, FeatureStore, unpack
 from drafters.protocol import TrainingBatch
 from inference.verifier.base import Base, base_hash
 
@@ -48,7 +47,7 @@ def read_features(
     """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
 
     Args:
-        batch: A batch made by `data.batch.collate`, with the stored states of ``layers`` side by side.
+        batch: A batch made by `data.batches.collate`, with the stored states of ``layers`` side by side.
         layers: The drafter's hidden layers.
         dtype: Dtype of the base.
         step: Optimizer steps taken before this batch.

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from data.conversation import resolve_template
-from data.feature_store.shards import BYTES_PER_ROW, StoreDtype, bytes_per_token
-from data.feature_store.store import MANIFEST, Manifest
-from data.files import safe_text
-from data.sharegpt import Statistics, load_conversations, tokenise
-from data.tokenizer import short_hash, tokenizer_hash
+from data.conversations import load_conversations
+from data.features import BYTES_PER_ROW, MANIFEST, Manifest, StoreDtype, bytes_per_token
+from data.files import safe_text, short_hash
+from data.rows import Statistics, tokenise
+from data.templates import resolve_template
+from data.tokenizer import tokenizer_hash
 from inference.outputs import folder_above
 from inference.verifier.base import Base, Dtype, base_hash, load_base, resolve_device
 from train.feature_store.base_features import dtype_name

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from data.feature_store.shards import BYTES_PER_ROW, Shard, bytes_per_token, checksum, row_keys
-from data.feature_store.store import LAST_HIDDEN, MANIFEST, Manifest, differing_settings
-from data.sharegpt import lengths
+from data.features import (
+    BYTES_PER_ROW,
+    LAST_HIDDEN,
+    MANIFEST,
+    Manifest,
+    Shard,
+    bytes_per_token,
+    differing_settings,
+    row_keys,
+)
+from data.files import checksum
+from data.rows import lengths
 from inference.outputs import folder_above
 
 if TYPE_CHECKING:

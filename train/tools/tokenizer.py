@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from data import embedded
+from data.conversations import load_conversations
 from data.files import atomic_folder, safe_text
-from data.sharegpt import load_conversations
 from inference.outputs import folder_above
 
 MAX_VOCABULARY = 1 << 20

@@ -119,7 +119,7 @@ DRAFTERS = {
     # ---- the base
     "verify --drafter anpd --base @nowhere": "no base at",
     "verify --drafter anpd --base nowhere": "no base at nowhere",
-    "verify --drafter anpd --base nobody/nothing": "nobody/nothing is not in the local hub cache",
+    "verify --drafter anpd --base nobody/nothing": "no base nobody/nothing from the hub",
     "verify --drafter anpd --base @hollow": "is a folder without config.json",
     "verify --drafter anpd --base @whole.json": "no base at",
     "verify --drafter anpd --base @base-cut": "model.safetensors is damaged or cut short",
@@ -155,8 +155,8 @@ DRAFTERS = {
     EVAL + "--drafter anpd --drafter anpd": "the drafter anpd is named twice",
     # ---- the questions
     "eval --base @tiny --drafter anpd --benchmark mtbench": "unknown benchmark 'mtbench'; choose one of: mt_bench,",
-    "eval --base @tiny --drafter anpd --benchmark mt_bench": "cannot reach",
-    EVAL + "--drafter anpd --questions @hollow": "hollow is a folder; give a file of questions in it",
+    "eval --base @tiny --drafter anpd --benchmark mt_bench": "cannot be loaded from the hub",
+    EVAL + "--drafter anpd --questions @hollow": "hollow: a folder; give the files in it",
     EVAL + "--drafter anpd --questions @whole.json --questions @whole.json": "2 --questions for 1 --benchmark",
     EVAL + "--drafter anpd --questions @nowhere.jsonl": "no such file",
     EVAL + "--drafter anpd --questions @questions-not-json.jsonl": "line 1: invalid JSON",
@@ -240,7 +240,7 @@ LIGHTNING = {
     FIT + "--data.files [@malformed.json]": "invalid JSON",
     FIT + "--data.files [@malformed.jsonl]": "val_size 4 leaves nothing of 1 conversations",
     FIT + "--data.files [@broken-records.json]": "no usable conversation",
-    FIT + "--data.files [@sharegpt.txt]": "unknown kind of file",
+    FIT + "--data.files [@sharegpt.txt]": "no usable conversation",
     FIT + "--data.files [embedded:2]": "val_size 4 leaves nothing",
     FIT + "--data.files []": "data.files",
     FIT + "--data.files [@long.json] --data.max_length 2048": "pass --data.max_length 512 or less",
@@ -296,13 +296,13 @@ import os
 os.environ.pop("HF_HUB_OFFLINE", None)
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 from data.benchmarks import load_questions
-from data.sources import read_records
+from data.sources import read_rows
 from data.tokenizer import load_tokenizer
 for read in (
     lambda: load_tokenizer("nobody/nothing"),
     lambda: load_questions("mt_bench"),
-    lambda: read_records("hub:nobody/nothing"),
-    lambda: read_records("hub:nobody/nothing/talks.json"),
+    lambda: read_rows("hub:nobody/nothing"),
+    lambda: read_rows("hub:nobody/nothing/talks.json"),
 ):
     try:
         read()
@@ -312,7 +312,7 @@ for read in (
     done = fresh_python("-c", code)
     base, questions, *talks = done.stdout.splitlines()
     assert base.startswith("no base nobody/nothing from the hub (") and "go online" in base
-    assert questions.startswith("cannot reach HuggingFaceH4/mt_bench_prompts on the hub; download")
+    assert questions.startswith("hub:HuggingFaceH4/mt_bench_prompts@") and "; or download" in questions
     assert all(line.startswith("hub:nobody/nothing") and "go online, or give a file" in line for line in talks)
     assert len(talks) == 2 and "Retrying" not in done.stderr
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from data import hub
 from data.files import write_checksums
-from data.tokenizer import tokenizer_hash
+from data.tokenizer import find_folder, tokenizer_hash
 from drafters import CTC, checkpoint, recipe
 from inference import drafter_builders, drafter_specs
 from inference.fingerprint import fingerprint
@@ -286,7 +285,7 @@ def test_a_refused_token_and_no_token_take_one_line(server, folder, monkeypatch,
 
 
 def test_what_the_hub_does_not_have_is_refused_in_one_line(server, base):
-    with pytest.raises(ValueError, match=r"cannot download ada/none@main: .*; check the name and the revision"):
+    with pytest.raises(ValueError, match=r"cannot download ada/none@main \(.*\): check the name and the revision"):
         drafter_specs.make("ctc=ada/none@main", Runner(base))
 
 
@@ -296,14 +295,14 @@ def test_an_unreachable_hub_is_refused_at_once(server, folder, monkeypatch, caps
         main(["push", str(folder), "ada/drafter"])
     assert stopped.value.code == 2 and "cannot upload to ada/drafter: " in capsys.readouterr().err
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    with pytest.raises(ValueError, match="is not here, and the hub cannot be reached"):
-        hub.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
+    with pytest.raises(ValueError, match="cannot download"):
+        find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
 
 
 def test_a_local_folder_of_that_name_comes_first(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ada" / "drafter@main").mkdir(parents=True)
-    assert hub.find_folder("ada/drafter@main", checkpoint.FILES).is_dir() and server.requests == []
+    assert find_folder("ada/drafter@main", checkpoint.FILES).is_dir() and server.requests == []
 
 
 @pytest.mark.slow

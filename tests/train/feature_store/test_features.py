@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 
-from data.feature_store.store import FeatureStore, Manifest
+from data.features import FeatureStore, Manifest
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
 from inference.verifier.base import base_hash, load_base
@@ -182,7 +182,7 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
     del stopped["shards"][2:]  # killed before the third was recorded, the second cut short by the crash
     (folder / "manifest.json").write_text(json.dumps(stopped))
     (folder / names[1]).write_bytes(whole[names[1]][0][:-7])
-    (folder / f"{names[2]}.new").write_bytes(b"half")
+    (folder / f".{names[2]}.new").write_bytes(b"half")
     with pytest.raises(ValueError, match="is not finished"):
         FeatureStore(folder)
     outcome = call(commands.main, *command(tiny, folder))

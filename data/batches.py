@@ -17,11 +17,7 @@ CLASSES_PER_OCTAVE = 12  # lengths within one class differ by at most 6 %
 
 
 def collate(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
-    """Pad rows on the right and stack them.
-
-    Args:
-        rows: Rows of a tokenised data set or of a feature store.
-        pad_id: Token id to pad ``input_ids`` with.
+    """Pad rows of a tokenised data set or of a feature store on the right, and stack them.
 
     Returns:
         ``input_ids`` (B, S) int64, ``loss_mask`` (B, S) bool and ``lengths`` (B,) int64. Rows from a feature store add
@@ -58,9 +54,6 @@ class BucketSampler:
         world_size: Number of ranks.
         is_shuffled: If false, every epoch has the same order, with the longest rows last.
         max_tokens: Largest number of tokens per batch and rank, padding included. None sets no limit.
-
-    Raises:
-        ValueError: `batch_size` is below 1, or a single row is longer than `max_tokens`.
     """
 
     def __init__(
@@ -132,16 +125,7 @@ class TokenBudget:
 
     Rows are sorted into classes of similar length, longest class first, and keep their given order within a class. When
     the batch sizes are planned, each row counts as long as the longest row of the longest class in its batch, so the
-    batch fits no matter which rows of those classes end up in it.
-
-    Args:
-        lengths: Number of tokens of each row.
-        batch_size: Largest number of rows per batch and rank.
-        max_tokens: Largest number of tokens per batch and rank, padding included.
-        world_size: Number of ranks. Every rank takes the same number of rows of a batch.
-
-    Raises:
-        ValueError: A single row is longer than `max_tokens`.
+    batch fits no matter which rows of those classes end up in it. The arguments are those of `BucketSampler`.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, max_tokens: int, world_size: int = 1) -> None:

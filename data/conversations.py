@@ -107,11 +107,11 @@ class Dropped:
 def load_conversations(
     files: Sequence[str], limit: int | None = None, requires_answers: bool = True
 ) -> tuple[list[Conversation], Dropped]:
-    """Load conversations, and count the records that cannot be parsed.
+    """Load up to ``limit`` conversations in total, and count the records that cannot be parsed.
 
     Args:
         files: Paths, `hub:OWNER/NAME` or `embedded`, see `data.sources.read_rows`.
-        limit: Largest number of conversations to load in total. None loads all.
+        limit: Largest number of conversations. None loads all.
         requires_answers: Whether the assistant's turns must be present, see `parse`.
 
     Raises:
@@ -149,16 +149,12 @@ def parse(record: object, index: int, requires_answers: bool = True) -> Conversa
     `tool_calls`, whose results are messages with the role `tool`; the record's `tools` describe the tools.
 
     Assistant turns before the first user turn are dropped, as in FastChat. A key whose value is null counts as missing,
-    because parquet fills missing columns with null.
+    because parquet fills missing columns with null. Raises ValueError if the record is not a valid conversation.
 
     Args:
         record: The decoded JSON object, or a ValueError that says why it could not be read, which is raised.
         index: Position of the record in its file, used as the id of a record that has none.
-        requires_answers: Whether the assistant's turns must be present and not empty. Pass false where only the user's
-            turns are read.
-
-    Raises:
-        ValueError: The record is not a valid conversation.
+        requires_answers: Whether the assistant's turns must be present and not empty, or only the user's are read.
     """
     if isinstance(record, ValueError):
         raise record

@@ -116,13 +116,9 @@ def bytes_per_token(num_layers: int, hidden_size: int, dtype: StoreDtype) -> int
 
 
 def pack(states: Tensor, dtype: StoreDtype) -> tuple[Tensor, Tensor | None]:
-    """Convert hidden states (S, D) to the dtype of the store.
+    """Convert hidden states (S, D) to the dtype of the store, for int8 with the scale of each token (S,) in float32.
 
-    Returns:
-        The converted states (S, D) and, for int8, the scale of each token (S,) in float32.
-
-    Raises:
-        ValueError: The states are not finite, or too large for float16.
+    Raises ValueError if the states are not finite, or too large for float16.
     """
     if not torch.isfinite(states).all():
         raise ValueError("the base's hidden states are not finite")
@@ -163,7 +159,7 @@ def row_keys(rows: Dataset) -> list[bytes]:
 def write_shard(
     path: Path, names: Sequence[bytes], tensors: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
 ) -> Shard:
-    """Write one shard atomically.
+    """Write one shard atomically, or raise ValueError if the states do not fit the dtype or the disk.
 
     Args:
         path: File to write.
@@ -171,9 +167,6 @@ def write_shard(
         tensors: For each row ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,) and ``hidden`` (S, F * D).
         layers: The F layers that ``hidden`` holds side by side.
         dtype: Dtype to store the hidden states in.
-
-    Raises:
-        ValueError: Hidden states do not fit the dtype, or the file cannot be written.
     """
     columns: dict[str, list[Tensor]] = {}
     lengths = []
@@ -204,14 +197,7 @@ def write_shard(
 
 
 class FeatureStore:
-    """A finished feature store, read row by row through memory maps.
-
-    Args:
-        folder: The folder that `drafters features` wrote.
-
-    Raises:
-        ValueError: The store is missing, unfinished or damaged. The message names the file.
-    """
+    """The finished feature store in a folder, read row by row through memory maps; ValueError if it is damaged."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -226,17 +212,7 @@ class FeatureStore:
         self.layers = self.manifest.layers  # the layers to read as `hidden`; a trainer selects those its drafter reads
 
     def check(self, tokenizer: str, template: str, template_name: str, max_length: int) -> None:
-        """Check that conversations were tokenised in the same way as those of the store.
-
-        Args:
-            tokenizer: `tokenizer_hash` of the tokenizer.
-            template: `short_hash` of the text of the chat template.
-            template_name: Name of the chat template.
-            max_length: Largest number of tokens per conversation.
-
-        Raises:
-            ValueError: The store was written with another setting. The message names it.
-        """
+        """Raise ValueError if conversations were not tokenised in the same way as those of the store."""
         stored = self.manifest
         if tokenizer != stored.tokenizer:
             problem, remedy = f"by {stored.base}, which has another tokenizer", f"--model.base {stored.base}"
@@ -253,11 +229,7 @@ class FeatureStore:
         )
 
     def find(self, rows: Dataset) -> list[tuple[int, int, int]]:
-        """Find rows in the store: the shard of each row, its first token there, and the token after its last.
-
-        Raises:
-            ValueError: Some rows are not in the store, or a shard is not the file that the manifest describes.
-        """
+        """Find rows in the store: the shard of each row, its first token there, and the token after its last."""
         places: dict[bytes, tuple[int, int, int]] = {}
         for number, shard in enumerate(self.manifest.shards):
             with reading(self.folder / shard.file, AGAIN), self._open(number) as opened:

@@ -104,8 +104,15 @@ class ShareGPTData(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load the tokenised conversations and, for training, check that the feature store matches them."""
         self._load()
-        if self.hparams["features"] and stage in (None, "fit") and self.store is None:
-            self.store, self._places = self._open_store()
+        options, tokenizer = self.hparams, self.tokenizer_object
+        if options["features"] and stage in (None, "fit") and self.store is None:
+            store = FeatureStore(options["features"])
+            template = short_hash(resolve_template(options["template"], tokenizer))
+            store.check(tokenizer_hash(tokenizer), template, options["template"], options["max_length"])
+            self.store, self._places = store, store.find(self.train_set)
+            rank_zero_info(
+                f"training: the hidden states of {len(self._places):,} conversations come from {store.folder}"
+            )
 
     def _load(self) -> None:
         if self.train_set is not None:
@@ -116,39 +123,26 @@ class ShareGPTData(L.LightningDataModule):
         self.tokenizer_object = load_tokenizer(options["tokenizer"])
         pad_ids = (self.tokenizer_object.pad_token_id, self.tokenizer_object.eos_token_id, 0)
         self.pad_id = next(token for token in pad_ids if token is not None)
-        train, dropped = load_conversations(options["files"], options["limit"])
-        val: list[Conversation] = []
-        if dropped.total:
-            rank_zero_info(str(dropped))
+        train = self._read("training", options["files"])
         if options["val_files"]:
-            val, dropped = load_conversations(options["val_files"], options["limit"])
-            if dropped.total:
-                rank_zero_info(f"validation: {dropped}")
+            val = self._read("validation", options["val_files"])
         else:
             train, val = hold_out(train, options["val_size"], options["seed"])
         self.val_set = self._tokenise("validation", val) if val else None
         self.train_set = self._tokenise("training", train)
 
-    def _open_store(self) -> tuple[FeatureStore, list[tuple[int, int, int]]]:
-        options, tokenizer = self.hparams, self.tokenizer_object
-        store = FeatureStore(options["features"])
-        template = short_hash(resolve_template(options["template"], tokenizer))
-        store.check(tokenizer_hash(tokenizer), template, options["template"], options["max_length"])
-        places = store.find(self.train_set)
-        rank_zero_info(f"training: the hidden states of {len(places):,} conversations come from {store.folder}")
-        return store, places
+    def _read(self, name: str, files: Sequence[str]) -> list[Conversation]:
+        conversations, dropped = load_conversations(files, self.hparams["limit"])
+        if dropped.total:
+            rank_zero_info(f"{name}: {dropped}")
+        return conversations
 
     def _tokenise(self, name: str, conversations: list[Conversation]) -> Dataset:
-        options = self.hparams
-        template, max_length = options["template"], options["max_length"]
-        rows = tokenise(conversations, self.tokenizer_object, template, max_length, options["cache_dir"])
+        template, max_length, cache_dir = (self.hparams[key] for key in ("template", "max_length", "cache_dir"))
+        rows = tokenise(conversations, self.tokenizer_object, template, max_length, cache_dir)
+        reasons = f"refused by the template, or no assistant token within {max_length} tokens"
         num_empty = len(conversations) - len(rows)
-        note = (
-            f"; {num_empty} left out: refused by the template, or no assistant token within {max_length} tokens"
-            if num_empty
-            else ""
-        )
-        rank_zero_info(f"{name}: {Statistics.of(rows)}{note}")
+        rank_zero_info(f"{name}: {Statistics.of(rows)}{f'; {num_empty} left out: {reasons}' if num_empty else ''}")
         return rows
 
     def train_dataloader(self) -> ResumableLoader:
@@ -168,24 +162,15 @@ class ShareGPTData(L.LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, loader_class: type[Loader], rows: Dataset, is_shuffled: bool) -> Loader:
-        rank, world_size = 0, 1
-        if self.trainer is not None:
-            rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        options, trainer = self.hparams, self.trainer
         source = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
         if self.store is not None and rows is self.train_set:
             source = StoredRows(self.store, self._places)
-        options = self.hparams
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        size, seed, max_tokens = options["batch_size"], options["seed"], options["max_tokens"]
         return loader_class(
             source,
-            batch_sampler=BucketSampler(
-                lengths(rows),
-                options["batch_size"],
-                options["seed"],
-                rank,
-                world_size,
-                is_shuffled,
-                options["max_tokens"],
-            ),
+            batch_sampler=BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens),
             collate_fn=partial(collate, pad_id=self.pad_id),
             num_workers=options["num_workers"],
         )
@@ -209,15 +194,8 @@ def hold_out(
 ) -> tuple[list[Conversation], list[Conversation]]:
     """Split conversations into a training and a validation set, both in their original order.
 
-    Conversations with the same user messages, like several answers to one prompt, are all in the same set.
-
-    Args:
-        conversations: All conversations.
-        val_size: Number of conversations to hold out for validation; more if the last one chosen has others like it.
-        seed: Seed of the random choice.
-
-    Raises:
-        ValueError: `val_size` is negative, or leaves no conversation to train on.
+    Conversations with the same user messages, like several answers to one prompt, are all in the same set, so that more
+    than ``val_size`` may be held out. Raises ValueError if that leaves no conversation to train on.
     """
     if val_size < 0:
         raise ValueError(f"val_size must be at least 0, not {val_size}")

@@ -79,18 +79,11 @@ def tokenise(
 ) -> Dataset:
     """Return rows of ``input_ids`` (S,) int32, ``loss_mask`` (S,) int8 and ``id``, from the cache if they are there.
 
-    Conversations that the template refuses, or without an assistant token among the first `max_length`, are left out,
-    so there may be fewer rows than conversations.
+    Conversations that the template refuses, or without an assistant token among the first `max_length`, are left out;
+    ValueError is raised if that leaves none. Other arguments are those of `data.templates.encode`.
 
     Args:
-        conversations: The conversations to encode.
-        tokenizer: Tokenizer of the base.
-        template: Name of the chat template, see `data.templates.resolve_template`.
-        max_length: Largest number of tokens per row; the rest is cut off. None keeps all.
         cache_dir: Folder of the cache. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
-
-    Raises:
-        ValueError: No conversation has an assistant token to train on.
     """
     import pyarrow as pa
     from datasets import Dataset

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import cause_of, open_bytes, read_json, reading
+from data.files import cause_of, open_bytes, parse_line, read_json, reading
 from data.tokenizer import cached_if_unreachable
 
 Rows = Iterator[tuple[str, object]]
@@ -106,16 +105,13 @@ def _json_lines(source: str, path: Path) -> Rows:
     with reading(source, AGAIN), open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield f"line {number}", _decoded(line.strip())
+                try:
+                    row = parse_line(line)
+                except ValueError as error:
+                    row = error
+                yield f"line {number}", row
         if number == 0:
             raise ValueError("the file is empty")
-
-
-def _decoded(line: bytes) -> object:
-    try:
-        return json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return ValueError(cause_of(error))
 
 
 def _listed_rows(source: str, path: Path) -> list[object]:
@@ -148,17 +144,12 @@ def _numbered(records: Iterable[object]) -> Rows:
 
 
 def read_texts(files: Sequence[str]) -> Iterator[str]:
-    """Yield the documents of the files in order, skipping empty ones, for drafters that index plain text.
+    """Yield the documents of files in order, skipping empty ones, for drafters that index plain text.
 
-    A record with a field ``text`` is one document. In any other record, each part is a document: the question and the
-    answer, the instruction, the input and the output, or each turn of a conversation (ShareGPT or OpenAI form, or a
-    ``history`` of ``user`` and ``bot``). In a text file the documents are the paragraphs, separated by blank lines.
-
-    Args:
-        files: .jsonl, .json or .parquet files of records, or text files under any other name; also compressed (.gz).
-
-    Raises:
-        ValueError: A file is missing, is not UTF-8, or holds a record without text. The message names the place.
+    In .jsonl, .json or .parquet files, a record with a field ``text`` is one document. In any other record, each part
+    is one: the question and the answer, the instruction, the input and the output, or each turn of a conversation
+    (ShareGPT or OpenAI form, or a ``history`` of ``user`` and ``bot``). In files with other names, which are text, the
+    documents are the paragraphs, separated by blank lines. Raises ValueError with the place of what cannot be read.
     """
     for file, path in zip(files, text_paths(files), strict=True):
         is_text = kind_of(path) not in (".jsonl", ".json", ".parquet")
@@ -168,11 +159,7 @@ def read_texts(files: Sequence[str]) -> Iterator[str]:
 
 
 def text_paths(files: Sequence[str]) -> list[Path]:
-    """Return the paths of the files.
-
-    Raises:
-        ValueError: A file is missing, or no file is named.
-    """
+    """Return the paths of the files, or raise ValueError if one is missing or none is named."""
     paths = [Path(file).expanduser() for file in files]
     missing = [f" at {file}" for file, path in zip(files, paths, strict=True) if not path.is_file()]
     if missing or not files:

@@ -67,10 +67,10 @@ def encode_prompt(
     template: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
-    """Return the token ids of a prompt: the messages and the start of the assistant's next turn.
+    """Return the token ids of a prompt: (role, text) pairs, and the start of the assistant's next turn.
 
     Args:
-        messages: (role, text) pairs that end with a user message.
+        messages: The pairs; the last is the user's.
         tokenizer: Tokenizer of the base.
         template: Name of the chat template, see `resolve_template`.
         tools: Definitions of the tools that the template offers, each a JSON object.
@@ -140,16 +140,14 @@ def mask_without_marks(
 
     What the template writes for an answer after its prompt is in the mask, up to the last EOS token: reasoning, tool
     calls and the names of channels too, if the template shows them. The rendered texts are compared rather than the
-    ids, because an answer that starts with a line break may share its first token with the prompt.
+    ids, because an answer that starts with a line break may share its first token with the prompt. Raises ValueError if
+    the template refuses the conversation, or an answer cannot be found in what it writes.
 
     Args:
         messages: Dicts as chat templates read them.
         tokenizer: Tokenizer of the base.
         template: Text of the template.
         tools: Descriptions of the tools that the assistant may call.
-
-    Raises:
-        ValueError: The template refuses the conversation, or an answer cannot be found in what it writes.
     """
     texts = _Texts(messages, tokenizer, template, tools)
     answers: list[tuple[int, int]] = []
@@ -179,15 +177,11 @@ class _Texts:
         used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
         self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
         # A template must write the name of each tool that is called, wherever it is called.
-        renamed = [
-            message
-            | {"tool_calls": [call | {"function": call["function"] | {"name": self.stand_in}} for call in calls]}
-            if (calls := message.get("tool_calls"))
-            else message
-            for message in messages
-        ]
-        num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
-        if num_calls and self._text(renamed).count(self.stand_in) < num_calls:
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        renamed = json.loads(json.dumps(messages, default=str))
+        for call in (call for message in renamed for call in message.get("tool_calls", ())):
+            call["function"]["name"] = self.stand_in
+        if calls and self._text(renamed).count(self.stand_in) < len(calls):
             raise ValueError("the chat template leaves out a tool call")
 
     def _text(self, messages: Sequence[dict], is_prompt: bool = False) -> str:
@@ -299,13 +293,7 @@ class ReasoningMarks:
 
 
 def find_marks(template: str, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> ReasoningMarks | None:
-    """Return the marks that a chat template contains; None if it contains none of `MARKS`.
-
-    Args:
-        template: Text of the template.
-        tokenizer: Tokenizer of the base.
-        prompt: A prompt that the template rendered.
-    """
+    """Return the marks that the text of a chat template contains, which rendered ``prompt``; None if it has none."""
     marks = next((pair for pair in MARKS if pair[1] in template), None)
     if marks is None:
         return None

@@ -54,19 +54,13 @@ TEMPLATES = {
 
 
 def shipped_folder(name: str) -> Path:
-    """Return the path of the top-level folder ``configs`` or ``checkpoints``.
-
-    An installed wheel holds a copy inside this package (see setup.py); in a checkout it is next to the package.
-    """
+    """Return the folder ``configs`` or ``checkpoints``: inside this package (see setup.py) or next to it."""
     package = Path(__file__).resolve().parent
     return package / name if (package / name).is_dir() else package.parent / name
 
 
 def find_base(name: str) -> str:
-    """Return where to load the base ``name`` from: `name` itself, or the shipped base of that name.
-
-    A folder below the current one comes first, so ``checkpoints/tiny-chat`` can be replaced by another.
-    """
+    """Return where to load a base from: `name` itself, or the shipped base of that name if there is no such folder."""
     path = Path(name)
     if path.parts[:1] == ("checkpoints",) and not path.exists():
         shipped = shipped_folder("checkpoints").joinpath(*path.parts[1:])
@@ -87,16 +81,10 @@ def join_revision(name: str, revision: str | None) -> str:
 
 
 def find_folder(name: str | Path, files: Sequence[str]) -> Path:
-    """Return a local folder, or the local copy of ``OWNER/NAME@REVISION`` of the hub.
+    """Return a local folder, or the local copy of files of ``OWNER/NAME@REVISION``, a repository of the hub.
 
-    What was downloaded stays in the hub's cache; a commit that is there is not asked for again.
-
-    Args:
-        name: A folder, or a repository of models at a commit, tag or branch.
-        files: Names of the files to download.
-
-    Raises:
-        ValueError: The hub cannot be reached, or there is no such repository or revision.
+    What was downloaded stays in the hub's cache; a commit that is there is not asked for again. Raises ValueError if
+    the hub cannot be reached, or has no such repository or revision.
     """
     repository, revision = split_revision(str(name))
     if revision is None:
@@ -127,13 +115,7 @@ def reason_of(error: Exception) -> str:
 
 
 def connection_error(repository: str, file: str, repo_type: str | None = None) -> Exception | None:
-    """Ask the hub for one file of a repository; return why it gave no answer, or None if it gave any.
-
-    Args:
-        repository: Id of the repository, as OWNER/NAME.
-        file: Name of the file.
-        repo_type: "dataset", or None for a model.
-    """
+    """Ask the hub for one file of a repository, OWNER/NAME; return why it gave no answer, or None if it gave any."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -165,17 +147,13 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     """Load a model, a configuration or a tokenizer with transformers, without running code that its folder contains.
 
     Every call of `from_pretrained` goes through here: where `trust_remote_code` is left out, transformers asks on
-    standard input whether to run the code, and whatever is piped into the command answers.
+    standard input whether to run the code, and whatever is piped into the command answers. For what they cannot load,
+    transformers, the hub client and safetensors raise errors of many types.
 
     Args:
         auto_class: A class of transformers, such as `AutoConfig`.
-        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch); ``checkpoints/tiny-chat`` is also
-            found where the package is installed.
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
         options: Further arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: It cannot be used without code of its own.
-        Exception: transformers, the hub client and safetensors raise errors of many types for what they cannot load.
     """
     source, revision = split_revision(find_base(name))
     options |= {"revision": revision} if revision else {}
@@ -191,14 +169,7 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a base.
-
-    Args:
-        name: Folder or hub id of the base; ``checkpoints/tiny-chat`` is also found where the package is installed.
-
-    Raises:
-        ValueError: No tokenizer can be loaded from there; the message says what is missing.
-    """
+    """Load the tokenizer of a base, given as for `load_pretrained`; raise ValueError if there is none."""
     from transformers import AutoTokenizer
 
     source = find_base(name)

@@ -155,13 +155,9 @@ def _read(name: str, rows: Rows, ids: range | None) -> list[Question]:
 
 
 def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: Run | None = None) -> dict[str, float]:
-    """Score one text per question, in percent; empty if the benchmark has no references, or nothing to score with.
+    """Score one text per question, without its reasoning, in percent.
 
-    Args:
-        name: Name of the benchmark; a prompt style after a colon is ignored.
-        questions: The questions.
-        texts: The answer to each question, without its reasoning.
-        run: Runs a program and tells whether it finished; None runs none, and programs have no score.
+    The score is empty if the benchmark has no references, or if its programs are not run or its package is missing.
     """
     benchmark, _ = find_benchmark(name)
     pairs = [

@@ -32,12 +32,6 @@ def read(row: Mapping, index: int) -> Question:
     return Question(index, "math", (text(row, "question"),), text(row, "answer"))
 
 
-def after_shots(question: Question, shots: Sequence[Question]) -> str:
-    """Build a few-shot prompt in the Q and A form that Ouroboros uses with eight examples."""
-    shown = "".join(f"Q: {shot.turns[0]}\nA: {shot.reference}\n\n" for shot in shots)
-    return f"{shown}Q: {question.turns[0]}\nA:"
-
-
 def exact_match(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
     """Percentage of answers whose final number equals that of the reference."""
     right = [
@@ -126,7 +120,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _boxed(source: str, download: str, max_new_tokens: int) -> Benchmark:
-    styles = {"boxed": Style(lambda question, shots: question.turns[0] + BOX_INSTRUCTION), "plain": Style()}
+    styles = {"boxed": Style("{question}" + BOX_INSTRUCTION), "plain": Style()}
     fields = "problem (or prompt), answer"
     return Benchmark(source, download, fields, read_boxed, max_new_tokens, styles, boxed_match, package="math_verify")
 
@@ -160,8 +154,11 @@ BENCHMARKS = {
         max_new_tokens=256,
         styles={
             "plain": Style(),
-            "ctc": Style(lambda question, shots: CTC_INSTRUCTION + question.turns[0]),
-            "shots": Style(after_shots, num_shots=8, is_raw=True, stops=("\nQ:",)),
+            "ctc": Style(CTC_INSTRUCTION + "{question}"),
+            # The form that Ouroboros uses.
+            "shots": Style(
+                "Q: {question}\nA:", "Q: {question}\nA: {answer}\n\n", num_shots=8, is_raw=True, stops=("\nQ:",)
+            ),
         },
         score=exact_match,
         shots="hub:openai/gsm8k@740312add88f781978c0658806c59bc2815b9866:main:train",

@@ -6,14 +6,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from data.benchmarks.question import Benchmark, Checks, Question, Run, Style, text
+from data.benchmarks.question import Benchmark, Checks, Question, Run, Style, fill, text
 
 # The stop sequences that Codex uses for HumanEval (Chen et al. 2021).
 FUNCTION_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(")
-OUROBOROS_INSTRUCTION = (
+OUROBOROS = (
     "Please complete the following Python code without providing any additional tasks such as testing or explanations\n"
 )
 MBPP = "hub:google-research-datasets/mbpp@4bb6404fdc6cacfda99d4ac4205087b89d32030c:full"
+# In our own wording.
+COMPLETE = "Complete this Python function. Write the whole function.\n\n```python\n{code}\n```"
+WRITE = "{question}\n\nWrite it in Python. It must pass these tests:\n\n```python\n{tests}\n```"
+# The prompt of the MBPP paper (Austin et al. 2021).
+TASK = (
+    "You are an expert Python programmer, and here is your task: {question} "
+    "Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+)
 FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -39,7 +47,7 @@ def read_mbpp(row: Mapping, index: int) -> Question:
 def read_mbpp_plus(row: Mapping, index: int) -> Question:
     """Read a row of MBPP+: a row of the sanitized MBPP, whose tests are shown, with EvalPlus's own ones in ``test``."""
     question = read_mbpp(row, index)
-    return replace(question, turns=(write(question, ()),), checks=Checks("", "", text(row, "test")))
+    return replace(question, turns=(fill(WRITE, question),), checks=Checks("", "", text(row, "test")))
 
 
 def read_livecodebench(row: Mapping, index: int) -> Question:
@@ -49,33 +57,6 @@ def read_livecodebench(row: Mapping, index: int) -> Question:
     form = f"Continue this code:\n\n```python\n{starter.rstrip()}\n```" if starter else "Read stdin, write to stdout."
     category = str(row.get("difficulty") or "coding")
     return Question(index, category, (f"{asked}\n\nSolve the problem in Python. {form}",))
-
-
-def complete(question: Question, shots: Sequence[Question]) -> str:
-    """Ask a chat model to complete the function, in our own wording."""
-    return f"Complete this Python function. Write the whole function.\n\n```python\n{question.turns[0].rstrip()}\n```"
-
-
-def write(question: Question, shots: Sequence[Question]) -> str:
-    """Ask a chat model for a function that passes the tests, in our own wording."""
-    return f"{question.turns[0]}\n\nWrite it in Python. It must pass these tests:\n\n```python\n{_tests(question)}\n```"
-
-
-def after_shots(question: Question, shots: Sequence[Question]) -> str:
-    """Build the few-shot prompt of the MBPP paper (Austin et al. 2021), with examples of its prompt split."""
-    return "".join(_task(shot) + f"{shot.reference}\n[DONE]\n" for shot in shots) + _task(question)
-
-
-def _task(question: Question) -> str:
-    return (
-        f"You are an expert Python programmer, and here is your task: {question.turns[0]} "
-        f"Your code should pass these tests:\n\n{_tests(question)}\n[BEGIN]\n"
-    )
-
-
-def _tests(question: Question) -> str:
-    assert question.checks is not None
-    return question.checks.tests
 
 
 def pass_at_1(questions: Sequence[Question], texts: Sequence[str], run: Run) -> dict[str, float]:
@@ -112,11 +93,9 @@ def _humaneval(source: str, download: str) -> Benchmark:
         read_humaneval,
         max_new_tokens=512,
         styles={
-            "instruct": Style(complete),
+            "instruct": Style(COMPLETE),
             "completion": Style(is_raw=True, stops=FUNCTION_ENDS),  # the start of the function (ANPD, appendix A.5)
-            "ouroboros": Style(
-                lambda question, shots: OUROBOROS_INSTRUCTION + question.turns[0], is_raw=True, stops=FUNCTION_ENDS
-            ),
+            "ouroboros": Style(OUROBOROS + "{question}", is_raw=True, stops=FUNCTION_ENDS),
         },
         score=pass_at_1,
         runs_code=True,
@@ -130,7 +109,10 @@ def _mbpp(split: str, ids: range) -> Benchmark:
         "task_id, text, code, test_list",
         read_mbpp,
         max_new_tokens=512,
-        styles={"instruct": Style(write), "shots": Style(after_shots, num_shots=3, is_raw=True, stops=("[DONE]",))},
+        styles={
+            "instruct": Style(WRITE),
+            "shots": Style(TASK, TASK + "{answer}\n[DONE]\n", num_shots=3, is_raw=True, stops=("[DONE]",)),
+        },
         score=pass_at_1,
         runs_code=True,
         shots=f"{MBPP}:prompt",

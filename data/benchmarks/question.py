@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -57,31 +58,36 @@ class Question:
         return {name: value for name, value in asdict(self).items() if value or name not in ("system", "tools")}
 
 
-def as_read(question: Question, shots: Sequence[Question]) -> str:
-    """The plain text of the question."""
-    return question.turns[0]
-
-
 @dataclass(frozen=True)
 class Style:
     """A prompt style: one way to ask the questions of a benchmark.
 
     Args:
-        ask: Builds the prompt from the question, whose first turn is its plain text, and from the example questions.
-        num_shots: Number of example questions in the prompt.
+        prompt: The prompt, with {question} for the plain text of the question, {code} for the same without white space
+            at its end, {answer} for its reference and {tests} for its tests.
+        shot: The text of an example question, in the same form. Examples come before the prompt.
+        num_shots: Number of example questions.
         is_raw: See `Question`.
         stops: See `Question`.
     """
 
-    ask: Callable[[Question, Sequence[Question]], str] = as_read
+    prompt: str = "{question}"
+    shot: str = ""
     num_shots: int = 0
     is_raw: bool = False
     stops: tuple[str, ...] = ()
 
     def put(self, question: Question, shots: Sequence[Question]) -> Question:
         """Return the question as this style asks it. Turns after the first do not change."""
-        turns = (self.ask(question, shots), *question.turns[1:])
-        return replace(question, turns=turns, is_raw=self.is_raw, stops=self.stops)
+        prompt = "".join(fill(self.shot, shot) for shot in shots) + fill(self.prompt, question)
+        return replace(question, turns=(prompt, *question.turns[1:]), is_raw=self.is_raw, stops=self.stops)
+
+
+def fill(template: str, question: Question) -> str:
+    """Fill in the template of a `Style`."""
+    values = {"question": question.turns[0], "code": question.turns[0].rstrip(), "answer": question.reference or ""}
+    values["tests"] = question.checks.tests if question.checks else ""
+    return re.sub(r"\{(question|code|answer|tests)\}", lambda match: values[match[1]], template)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from data.benchmarks.question import Benchmark, Question, Style, text
 
@@ -10,9 +10,9 @@ from data.benchmarks.question import Benchmark, Question, Style, text
 ALPACA = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\nSummarize the following articles.\n\n### Input:\n{article}\n\n### Response:\n"
+    "### Instruction:\nSummarize the following articles.\n\n### Input:\n{question}\n\n### Response:\n"
 )
-OUROBOROS = "Please summarize the following document within one sentence. Document: {article}  Summary: "
+OUROBOROS = "Please summarize the following document within one sentence. Document: {question}  Summary: "
 CNN_DM = "hub:abisee/cnn_dailymail@96df5e686bee6baa90b8bee7c28b81fa3fa6223d:3.0.0"
 # The hub's parquet conversion, because the repository itself holds a script that `datasets` no longer runs.
 XSUM = "hub:EdinburghNLP/xsum@refs/convert/parquet:default"
@@ -36,21 +36,13 @@ def read_xsum(row: Mapping, index: int) -> Question:
     return Question(index, "summarization", (article,), text(row, "summary", "summary_gt"))
 
 
-def after_shot(question: Question, shots: Sequence[Question]) -> str:
-    """Build the one-shot prompt of the ANPD paper (its Figure 9), with an example of the train split."""
-    shown = "".join(f"Article: {shot.turns[0]}\nSummary: {shot.reference}\n" for shot in shots)
-    return f"{shown}Article: {question.turns[0]}\nSummary:"
-
-
 def _styles(instruction: str) -> dict[str, Style]:
-    def fill(template: str) -> Callable[[Question, Sequence[Question]], str]:
-        return lambda question, shots: template.replace("{article}", question.turns[0])
-
+    article = "Article: {question}\nSummary:"  # as in the ANPD paper (its Figure 9)
     return {
-        "instruct": Style(fill(f"{instruction}\n\n{{article}}")),  # in a chat, in our own wording
-        "alpaca": Style(fill(ALPACA), is_raw=True, stops=("\n###",)),
-        "shot": Style(after_shot, num_shots=1, is_raw=True, stops=("\nArticle:",)),
-        "ouroboros": Style(fill(OUROBOROS), is_raw=True),
+        "instruct": Style(f"{instruction}\n\n{{question}}"),  # in our own wording
+        "alpaca": Style(ALPACA, is_raw=True, stops=("\n###",)),
+        "shot": Style(article, f"{article} {{answer}}\n", num_shots=1, is_raw=True, stops=("\nArticle:",)),
+        "ouroboros": Style(OUROBOROS, is_raw=True),
     }
 
 

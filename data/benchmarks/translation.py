@@ -13,16 +13,6 @@ def read(row: Mapping, index: int) -> Question:
     return Question(index, "translation", (text(pair, "de"),), text(pair, "en"))
 
 
-def instruct(question: Question, shots: Sequence[Question]) -> str:
-    """A request in a chat, in our own wording."""
-    return f"Translate this sentence from German to English.\n\n{question.turns[0]}"
-
-
-def ouroboros(question: Question, shots: Sequence[Question]) -> str:
-    """The request of Ouroboros, without a chat template."""
-    return f"Translate this German sentence to English. German: {question.turns[0]} English: "
-
-
 def bleu_and_chrf(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
     """Corpus BLEU and chrF with sacrebleu's defaults."""
     import sacrebleu
@@ -42,8 +32,12 @@ BENCHMARKS = {
         read,
         max_new_tokens=64,
         styles={
-            "instruct": Style(instruct),
-            "ouroboros": Style(ouroboros, is_raw=True, stops=("\n", " German:")),
+            "instruct": Style("Translate this sentence from German to English.\n\n{question}"),  # in our own wording
+            "ouroboros": Style(
+                "Translate this German sentence to English. German: {question} English: ",
+                is_raw=True,
+                stops=("\n", " German:"),
+            ),
         },
         score=bleu_and_chrf,
         parallel=("de", "en"),

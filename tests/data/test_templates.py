@@ -1,15 +1,9 @@
-"""Prompts, loss masks and the marks of reasoning, with templates as those of real models.
+"""Prompts, loss masks and the marks of reasoning, with templates as those of real models."""
 
-``DRAFTERS_TEMPLATES=FOLDER pytest tests/data/test_templates.py`` also checks the chat templates of real models, which
-the folder holds as NAME.jinja.
-"""
-
-import os
 from array import array
 from copy import deepcopy
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
@@ -341,32 +335,6 @@ def test_a_call_that_the_template_leaves_out_is_refused(tokenizer, monkeypatch):
     monkeypatch.setitem(TEMPLATES, "tried", template.replace("SHOWN", shown))
     with pytest.raises(ValueError, match="the chat template leaves out a tool call"):
         encode(parse(WITH_TOOLS, 0), tokenizer, "tried")
-
-
-REAL = sorted(Path(os.environ.get("DRAFTERS_TEMPLATES", "no folder")).glob("*.jinja"))
-ENDS = "<|im_end|>", "<|eot_id|>", "<|return|>", "<end_of_turn>", "<|end|>\n<|endoftext|>", "<｜end▁of▁sentence｜>"
-
-
-@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
-@pytest.mark.parametrize("record", [PLAIN, WITH_TOOLS], ids=["plain", "tools"])
-def test_masks_of_a_real_template(tokenizer, monkeypatch, path, record):
-    """The template is that of the model; the tokenizer is not, so the ends of answers are replaced by its own."""
-    text = path.read_text()
-    for end in ENDS:
-        text = text.replace(end, "</s>")
-    monkeypatch.setitem(TEMPLATES, "real", text)
-    try:
-        found, others = learned(parse(record, 0), tokenizer, "real")
-    except ValueError as error:
-        if record is WITH_TOOLS and "the chat template" in str(error) and "does not extend" not in str(error):
-            pytest.skip(str(error))
-        raise
-    seen, rest = "".join(found), "".join(others)
-    assert "It is 5." in seen and "<b>6</b>" in seen and found[-1].rstrip().endswith("</s>")
-    assert "It is 5." not in rest and "<b>6</b>" not in rest
-    assert all(question not in seen for question in ("2 + 3?", "5 + 1?", "Be brief."))
-    if record is WITH_TOOLS:
-        assert len(found) == 3 and "add" in found[0] and "3" in found[0]
 
 
 MARKS = ("<think>", "</think>")

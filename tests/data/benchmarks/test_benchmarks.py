@@ -124,14 +124,10 @@ def test_a_malformed_file_is_named_with_its_line(write, name, rows, reason):
         load_questions(name, write(rows))
 
 
-def test_an_offset_past_the_end_is_refused(write):
-    with pytest.raises(ValueError, match="gsm8k has 4, offset is 9"):
-        load_questions("gsm8k", write(GSM8K), offset=9)
-
-
-@pytest.mark.parametrize(("offset", "limit"), [(-1, None), (-1, 2), (0, 0), (0, -1)])
+@pytest.mark.parametrize(("offset", "limit"), [(-1, None), (0, 0), (9, None)])
 def test_an_offset_or_limit_out_of_range_is_refused(write, offset, limit):
-    with pytest.raises(ValueError, match=f"at least 0 and limit at least 1, not {offset} and {limit}"):
+    said = f"gsm8k has 4, offset is {offset}" if offset > 0 else f"limit at least 1, not {offset} and {limit}"
+    with pytest.raises(ValueError, match=said):
         load_questions("gsm8k", write(GSM8K), offset, limit)
 
 
@@ -197,13 +193,9 @@ def test_few_shot_examples_come_from_the_train_split_on_the_hub(hub):
 
 def test_a_parquet_file_has_the_same_questions_as_a_jsonl_file(write, tmp_path):
     rows = [*SPEED, SPEED[0] | {"question_id": "x", "category": None, "turns": ["a", "b"]}]
-    file = tmp_path / "test.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    questions = load_questions("speed_bench", str(file))
-    assert questions == load_questions("speed_bench", write(rows))
-    assert (questions[-1].turns, questions[-1].category) == (("a", "b"), "all")
-    parquet.write_table(pyarrow.table({"instruction": ["Go."], "input": pyarrow.array([None], pyarrow.string())}), file)
-    assert load_questions("alpaca", str(file))[0].turns == ("Go.",)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    questions = load_questions("speed_bench", str(tmp_path / "test.parquet"))
+    assert questions == load_questions("speed_bench", write(rows)) and questions[-1].category == "all"
 
 
 def test_mathematics_is_asked_with_a_box_whether_or_not_the_file_contains_the_request(write):
@@ -234,18 +226,12 @@ def test_any_file_of_turns_is_read(write):
     assert second.category == "easy" and "```python\ndef f():\n```" in second.turns[0]
 
 
-def test_mbpp_plus_shows_the_tests_of_mbpp_and_is_judged_by_its_own(write):
+def test_programs_are_judged_by_the_tests_of_their_benchmark_and_split(write):
     question = load_questions("mbpp_plus", write(PLUS))[0]
     assert "assert f() == 1\n```" in question.turns[0] and "or True" not in question.turns[0]
     assert question.checks == Checks("", "", "assert f() == 0 or True")
-
-
-def test_humaneval_questions_contain_the_tests_of_the_answer(write):
     first = load_questions("humaneval", write(HUMANEVAL))[1]
     assert first.checks == Checks(HUMANEVAL[1]["prompt"], "add1", f"{HUMANEVAL[1]['test']}\ncheck(add1)\n")
-
-
-def test_mbpp_asks_the_questions_of_its_test_or_validation_split(write):
     file = write(MBPP)
     assert [question.question_id for question in load_questions("mbpp", file)] == [11, 510]
     assert [question.question_id for question in load_questions("mbpp_validation", file)] == [511, 600]
@@ -356,35 +342,32 @@ def test_length_limits_are_those_of_the_papers():
     assert list(caps.values()) == [512, 512, 256, 128, 64]  # Ouroboros, section 4.1
 
 
-REAL = {
-    "mt_bench": ("mt_bench/question.jsonl", 80),
-    "spec_bench": ("spec_bench/question.jsonl", 480),
-    "gsm8k": ("gsm8k/test.jsonl", 1319),
-    "gsm8k:shots": ("gsm8k/test.jsonl,gsm8k/train.jsonl", 1319),
-    "math500": ("math500/test.jsonl", 500),
-    "aime24": ("aime/aime24.jsonl", 30),
-    "aime25:plain": ("aime/aime25.jsonl", 30),
-    "aime26": ("aime/aime26.jsonl", 30),
-    "humaneval": ("humaneval/HumanEval.jsonl.gz", 164),
-    "humaneval_plus": ("humaneval/HumanEval.jsonl.gz", 164),
-    "file": ("mt_bench/question.jsonl", 80),
-    "mbpp": ("mbpp/mbpp.jsonl", 500),
-    "mbpp_validation:shots": ("mbpp/mbpp.jsonl", 90),
-    "cnn_dm": ("summarization/cnndm.jsonl", 100),
-    "xsum": ("summarization/xsum_0shot.jsonl", 1000),
-    "wmt16": ("translation/test_2016_flickr.de.gz,translation/test_2016_flickr.en.gz", 1000),
-}
+REAL = [  # files, and the number of questions in them
+    ("mt_bench", "mt_bench/question.jsonl", 80),
+    ("spec_bench", "spec_bench/question.jsonl", 480),
+    ("gsm8k", "gsm8k/test.jsonl", 1319),
+    ("gsm8k:shots", "gsm8k/test.jsonl,gsm8k/train.jsonl", 1319),
+    ("math500", "math500/test.jsonl", 500),
+    ("aime24", "aime/aime24.jsonl", 30),
+    ("aime25:plain", "aime/aime25.jsonl", 30),
+    ("aime26", "aime/aime26.jsonl", 30),
+    ("humaneval", "humaneval/HumanEval.jsonl.gz", 164),
+    ("mbpp", "mbpp/mbpp.jsonl", 500),
+    ("mbpp_validation:shots", "mbpp/mbpp.jsonl", 90),
+    ("cnn_dm", "summarization/cnndm.jsonl", 100),
+    ("xsum", "summarization/xsum_0shot.jsonl", 1000),
+    ("wmt16", "translation/test_2016_flickr.de.gz,translation/test_2016_flickr.en.gz", 1000),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real benchmarks are not in the folder `shared`")
-@pytest.mark.parametrize("name", REAL)
-def test_the_real_files_are_read(name):
-    files, count = REAL[name]
+@pytest.mark.parametrize(("name", "files", "count"), REAL)
+def test_the_real_files_are_read(name, files, count):
     questions = load_questions(name, ",".join(str(SHARED / file) for file in files.split(",")))
     assert len(questions) == len({question.question_id for question in questions}) == count
     assert all(turn.strip() for question in questions for turn in question.turns)
-    if name not in ("mt_bench", "spec_bench", "file"):
+    if name not in ("mt_bench", "spec_bench"):
         assert all(question.reference.strip() for question in questions)
     if name == "spec_bench":
         assert {question.category for question in questions} == {

@@ -26,19 +26,12 @@ NUM_EXAMPLES, NUM_REASONS = 3, 12  # places that are listed of each reason, and 
 
 @dataclass(frozen=True)
 class RecordedTokens:
-    """The exact tokens of a conversation that the base answered itself; tokenising its text again may differ.
+    """The exact tokens of a conversation that the base answered itself; tokenising its text again may differ."""
 
-    Args:
-        input_ids: (S,) token ids. An answer that was cut at a length limit has no EOS.
-        loss_mask: (S,) 1 on the tokens that the base generated.
-        tokenizer: `tokenizer_hash` of the tokenizer that produced the ids.
-        template: `short_hash` of the text of the chat template that rendered the conversation.
-    """
-
-    input_ids: array
-    loss_mask: array
-    tokenizer: str
-    template: str
+    input_ids: array  # (S,) token ids; an answer that was cut at a length limit has no EOS
+    loss_mask: array  # (S,) 1 on the tokens that the base generated
+    tokenizer: str  # `tokenizer_hash` of the tokenizer that produced the ids
+    template: str  # `short_hash` of the text of the chat template that rendered the conversation
 
 
 @dataclass(frozen=True)
@@ -46,20 +39,14 @@ class Conversation:
     """The messages of a conversation: an optional system message, then user and assistant turns in alternation.
 
     Between a user's turn and the answer, the assistant may call tools, whose results are messages of their own.
-
-    Args:
-        id: Name of the conversation in its file.
-        messages: (role, text) pairs; a role is "system", "user", "assistant" or "tool".
-        recorded: The tokens of the conversation, if the record holds them. They are used instead of the messages.
-        details: What messages have besides their text, by index: reasoning, ``tool_calls``, ``tool_call_id``, ``name``.
-        tools: Descriptions of the tools that the assistant may call.
     """
 
-    id: str
-    messages: tuple[tuple[str, str], ...]
-    recorded: RecordedTokens | None = None
+    id: str  # its name in its file
+    messages: tuple[tuple[str, str], ...]  # pairs of a role (system, user, assistant or tool) and a text
+    recorded: RecordedTokens | None = None  # used instead of the messages
+    # What messages have besides their text, by index: reasoning, `tool_calls`, `tool_call_id`, `name`.
     details: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # descriptions of the tools that the assistant may call
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the messages as the dicts that chat templates read."""
@@ -71,17 +58,11 @@ class Conversation:
 
 @dataclass
 class Dropped:
-    """Counts records that were left out, by reason, and remembers where the first of them are.
-
-    Args:
-        counts: Number of records per reason.
-        examples: Place and reason of the first records.
-        what: What is counted, in the plural.
-    """
+    """Counts records that were left out, by reason, and remembers where the first of them are."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
-    what: str = "records"
+    examples: list[str] = field(default_factory=list)  # places and reasons
+    what: str = "records"  # what is counted, in the plural
 
     def add(self, reason: str, place: str) -> None:
         """Count one record, and remember it if it is among the first `NUM_EXAMPLES` of its reason."""

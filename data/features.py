@@ -42,44 +42,24 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json: everything the hidden states depend on, and the shards that are written.
+    """The content of manifest.json: everything the hidden states depend on, and the shards that are written."""
 
-    Args:
-        base: Folder or hub id of the base.
-        base_dtype: Dtype the base ran in.
-        base_hash: Hash of the base's shape and of samples of its weights.
-        tokenizer: `tokenizer_hash` of the base's tokenizer.
-        template: `short_hash` of the text of the chat template.
-        template_name: Name of the chat template.
-        max_length: Largest number of tokens per conversation.
-        layers: The stored layers; 0 is the embedding, -1 the normed last hidden state.
-        hidden_size: Hidden size D of the base.
-        dtype: Dtype of the stored hidden states.
-        rows: Hash of the keys of all rows, in the order of the shards.
-        num_rows: Number of conversations.
-        num_tokens: Number of tokens of all conversations.
-        shard_bytes: Planned size of a shard.
-        files: Name, size and time of the files that were read, for information only: rows are found by key.
-        shards: The shards written so far, in order.
-        is_complete: Whether all shards are written.
-    """
-
-    base: str
+    base: str  # folder or hub id
     base_dtype: str
-    base_hash: str
-    tokenizer: str
-    template: str
+    base_hash: str  # of the base's shape and of samples of its weights
+    tokenizer: str  # `tokenizer_hash`
+    template: str  # `short_hash` of its text
     template_name: str
     max_length: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # 0 is the embedding, -1 the normed last hidden state
     hidden_size: int
-    dtype: StoreDtype
-    rows: str
+    dtype: StoreDtype  # of the stored hidden states
+    rows: str  # hash of the keys of all rows, in the order of the shards
     num_rows: int
     num_tokens: int
-    shard_bytes: int
-    files: tuple[dict[str, Any], ...] = ()
-    shards: tuple[Shard, ...] = ()
+    shard_bytes: int  # planned size of a shard
+    files: tuple[dict[str, Any], ...] = ()  # name, size and time, for information only: rows are found by key
+    shards: tuple[Shard, ...] = ()  # those written so far, in order
     is_complete: bool = False
 
     def save(self, folder: Path) -> None:

@@ -200,15 +200,11 @@ def hold_out(
     if val_size < 0:
         raise ValueError(f"val_size must be at least 0, not {val_size}")
     prompts = [tuple(text for role, text in each.messages if role == "user") for each in conversations]
-    counts, num_held_out = Counter(prompts), 0
+    counts, order = Counter(prompts), random.Random(seed).sample(prompts, len(prompts))
     held_out: set[tuple[str, ...]] = set()
-    for place in reversed(random.Random(seed).sample(range(len(prompts)), len(prompts))):
-        if num_held_out >= val_size:
-            break
-        if prompts[place] not in held_out:
-            held_out.add(prompts[place])
-            num_held_out += counts[prompts[place]]
-    if num_held_out == len(conversations):
+    while order and sum(counts[prompt] for prompt in held_out) < val_size:
+        held_out.add(order.pop())
+    if len(held_out) == len(counts):
         raise ValueError(
             f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on, as those with the "
             "same user messages are held out together; lower it, or give val_files"

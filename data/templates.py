@@ -256,19 +256,12 @@ def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTo
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """The marks around the reasoning in an answer.
+    """The marks around the reasoning in an answer."""
 
-    Args:
-        texts: The mark before the reasoning, and the mark after it.
-        start: The first one as token ids.
-        end: The second one as token ids.
-        is_open: Whether the prompt ends within the reasoning, so that an answer begins with it.
-    """
-
-    texts: tuple[str, str]
-    start: tuple[int, ...]
+    texts: tuple[str, str]  # before the reasoning, and after it
+    start: tuple[int, ...]  # the first as token ids
     end: tuple[int, ...]
-    is_open: bool
+    is_open: bool  # whether the prompt ends within the reasoning, so that an answer begins with it
 
     def span(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """The first and the end position of the reasoning in an answer, marks included; None if there is none.

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-from data.benchmarks import dialogue, mathematics, programs, summaries, translation
+from data.benchmarks import dialogue, mathematics, programs, texts
 from data.benchmarks.question import Benchmark, Checks, Question, Run, Style
 from data.files import MALFORMED, open_bytes, reading
 from data.sources import Rows, read_rows
@@ -28,8 +28,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     **dialogue.BENCHMARKS,
     **mathematics.BENCHMARKS,
     **programs.BENCHMARKS,
-    **summaries.BENCHMARKS,
-    **translation.BENCHMARKS,
+    **texts.BENCHMARKS,
 }
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from data.benchmarks.mathematics import exact_match
 from data.benchmarks.question import Benchmark, Question, text
-from data.benchmarks.summaries import rouge
-from data.benchmarks.translation import bleu_and_chrf
+from data.benchmarks.texts import bleu_and_chrf, rouge
 
 FIELDS = "question_id, category, turns"
 MT_BENCH_CATEGORIES = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"

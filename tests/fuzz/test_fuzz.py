@@ -34,8 +34,8 @@ PREPARE = [
     "eval --base @base --drafter anpd --benchmark embedded --limit 1 --max-new-tokens 3 --repeats 1 --out @results",
     "export @last.ckpt @drafter",
     "features --base @base --files @talk.json --out @store --template vicuna_v1.1 --max-length 64 --cache-dir @cache",
-    "corpus @corpus --tokenizer @base --files @text.txt --min-count 1",
-    "datastore @datastore --tokenizer @base --files @text.txt --depth 4",
+    "index corpus @corpus --tokenizer @base --files @text.txt --min-count 1",
+    "index datastore @datastore --tokenizer @base --files @text.txt --depth 4",
 ]
 FIT = (
     "--data.val_size 1 --trainer.max_steps 1 --trainer.default_root_dir @out --data.template vicuna_v1.1 --print_config"

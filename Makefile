@@ -56,7 +56,7 @@ test-engines: $(ENGINES)/.installed
 		$(ENGINES)/bin/python -m pytest --override-ini filterwarnings= \
 		--numprocesses 2 --dist loadfile --no-loadscope-reorder tests/engines
 
-# New hostile inputs for every reader and command line; tests/fuzz/conftest.py explains it.
+# New hostile inputs for every reader and command line; tests/fuzz/test_fuzz.py explains it.
 fuzz: install
 	FUZZ_MINUTES=$(FUZZ_MINUTES) nice $(BIN)/python -m pytest tests/fuzz
 

@@ -84,22 +84,24 @@ def read_json_lines(path: str | Path, remedy: str = "") -> Iterator[tuple[str, A
     """
     with reading(path, remedy), open_bytes(path) as stream:
         for number, line in enumerate(stream, 1):
-            place = f"{path} line {number}"
-            try:
-                value = json.loads(line.strip().decode("utf-8-sig")) if line.strip() else None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{place}: {cause_of(error)}{remedy and '; '}{remedy}") from error
+            with reading(place := f"{path} line {number}", remedy):
+                value = parse_line(line) if line.strip() else None
             if line.strip():
                 yield place, value
 
 
+def parse_line(line: bytes) -> Any:
+    """Parse a line of JSON, or raise ValueError with what is wrong."""
+    try:
+        return json.loads(line.strip().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(cause_of(error)) from error
+
+
 def validated(kind: Any, value: Any) -> Any:
-    """Build a dataclass, or another type such as ``list[int]``, from parsed JSON.
+    """Build a dataclass, or another type such as ``list[int]``, from parsed JSON; raise ValueError if it does not fit.
 
     Lists become tuples and whole numbers become floats where the type says so; unknown keys are left out.
-
-    Raises:
-        ValueError: A field is missing or has another type. The message, of one line, names it.
     """
     try:
         return _adapter(kind).validate_python(value)
@@ -144,11 +146,8 @@ def disk_errors(path: str | Path) -> Iterator[None]:
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a temporary file in the same folder, which replaces ``path`` if the block succeeds.
 
-    The folder is created if it does not exist. If the block raises, the temporary file is deleted and ``path`` stays as
-    it was. What a killed process left is overwritten by the next call.
-
-    Raises:
-        ValueError: ``path`` is a link, a folder or a device; `DiskError` if the disk is full.
+    If the block raises, ``path`` stays as it was. What a killed process left is overwritten by the next call. Raises
+    ValueError if ``path`` is a link, a folder or a device, and `DiskError` if the disk is full.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):  # root could replace even /dev/null
@@ -178,18 +177,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(path: str | Path, replaced: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield a temporary folder next to ``path``, which takes its place if the block succeeds.
-
-    If the block raises, the temporary folder is deleted and ``path`` stays as it was. The old folder is renamed, and
-    deleted when the new one is in its place; what a killed process left of either is cleaned up by the next call.
+    """Yield a temporary folder next to ``path``, which takes its place if the block succeeds, as in `atomic_write`.
 
     Args:
         path: Folder to write. If it is a link to a folder, that folder is written.
         replaced: Patterns of file names. Files of an existing folder are kept unless the new one has a file of that
             name, or one of these patterns fits.
-
-    Raises:
-        ValueError: ``path`` is a file or device; `DiskError` if the disk is full.
     """
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_dir():
@@ -240,9 +233,14 @@ def hash_of(parts: Iterable[object], length: int = 64) -> str:
     """Return the first hexadecimal digits of the SHA-256 of texts, bytes and JSON values, one after the other."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part if isinstance(part, (bytes, bytearray, memoryview, str)) else json.dumps(part)
+        data = part if isinstance(part, (bytes, str)) else json.dumps(part, default=str)
         digest.update(data.encode() if isinstance(data, str) else data)
     return digest.hexdigest()[:length]
+
+
+def short_hash(text: str) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
+    return hash_of([text], 16)
 
 
 def checksum(path: Path) -> str:
@@ -259,11 +257,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_files(folder: Path, *names: str) -> None:
-    """Compare files of a folder with their checksums. Files without a checksum are not checked.
-
-    Args:
-        folder: The folder.
-        names: Names of the files; by default all that have a checksum.
+    """Compare the named files of a folder, or all, with their checksums, which some may not have.
 
     Raises:
         ValueError: A file is missing or differs, or the list of checksums is damaged.
@@ -287,14 +281,10 @@ def check_files(folder: Path, *names: str) -> None:
 
 @contextmanager
 def output_lock(out: str | Path) -> Iterator[None]:
-    """Hold the lock of an output file or folder; a process on the same or another machine that wants it is refused.
+    """Hold the lock of an output file or folder; raise ValueError if a process on this or another machine holds it.
 
-    The system releases the lock when its process ends, however it ends, so a lock file that is left over is no
-    obstacle. Folders above that are missing are made, and deleted at the end if they are empty. Where no lock can be
-    made, none is held: the command itself says why it cannot write there.
-
-    Raises:
-        ValueError: Another process holds the lock; the message says which, where and since when.
+    The system releases the lock when its process ends, however it ends. Folders above that are missing are made, and
+    deleted at the end if they are empty. Where no lock can be made, the command itself says why it cannot write there.
     """
     place = Path(os.path.realpath(out))
     is_inside = place.is_dir() and not os.access(place.parent, os.W_OK)

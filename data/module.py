@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,16 +12,16 @@ import lightning as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 
-from data.batch import BucketSampler, collate
-from data.conversation import resolve_template
-from data.feature_store.store import FeatureStore, StoredRows
-from data.sharegpt import Statistics, lengths, load_conversations, tokenise
-from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
+from data.batches import BucketSampler, collate
+from data.conversations import Conversation, load_conversations
+from data.features import FeatureStore, StoredRows
+from data.files import short_hash
+from data.rows import Statistics, lengths, tokenise
+from data.templates import resolve_template
+from data.tokenizer import load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from data.conversation import Conversation
 
 Loader = TypeVar("Loader", bound=DataLoader)
 
@@ -103,8 +104,15 @@ class ShareGPTData(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load the tokenised conversations and, for training, check that the feature store matches them."""
         self._load()
-        if self.hparams["features"] and stage in (None, "fit") and self.store is None:
-            self.store, self._places = self._open_store()
+        options, tokenizer = self.hparams, self.tokenizer_object
+        if options["features"] and stage in (None, "fit") and self.store is None:
+            store = FeatureStore(options["features"])
+            template = short_hash(resolve_template(options["template"], tokenizer))
+            store.check(tokenizer_hash(tokenizer), template, options["template"], options["max_length"])
+            self.store, self._places = store, store.find(self.train_set)
+            rank_zero_info(
+                f"training: the hidden states of {len(self._places):,} conversations come from {store.folder}"
+            )
 
     def _load(self) -> None:
         if self.train_set is not None:
@@ -115,39 +123,26 @@ class ShareGPTData(L.LightningDataModule):
         self.tokenizer_object = load_tokenizer(options["tokenizer"])
         pad_ids = (self.tokenizer_object.pad_token_id, self.tokenizer_object.eos_token_id, 0)
         self.pad_id = next(token for token in pad_ids if token is not None)
-        train, dropped = load_conversations(options["files"], options["limit"])
-        val: list[Conversation] = []
-        if dropped.total:
-            rank_zero_info(str(dropped))
+        train = self._read("training", options["files"])
         if options["val_files"]:
-            val, dropped = load_conversations(options["val_files"], options["limit"])
-            if dropped.total:
-                rank_zero_info(f"validation: {dropped}")
+            val = self._read("validation", options["val_files"])
         else:
-            train, val = split(train, options["val_size"], options["seed"])
+            train, val = hold_out(train, options["val_size"], options["seed"])
         self.val_set = self._tokenise("validation", val) if val else None
         self.train_set = self._tokenise("training", train)
 
-    def _open_store(self) -> tuple[FeatureStore, list[tuple[int, int, int]]]:
-        options, tokenizer = self.hparams, self.tokenizer_object
-        store = FeatureStore(options["features"])
-        template = short_hash(resolve_template(options["template"], tokenizer))
-        store.check(tokenizer_hash(tokenizer), template, options["template"], options["max_length"])
-        places = store.find(self.train_set)
-        rank_zero_info(f"training: the hidden states of {len(places):,} conversations come from {store.folder}")
-        return store, places
+    def _read(self, name: str, files: Sequence[str]) -> list[Conversation]:
+        conversations, dropped = load_conversations(files, self.hparams["limit"])
+        if dropped.total:
+            rank_zero_info(f"{name}: {dropped}")
+        return conversations
 
     def _tokenise(self, name: str, conversations: list[Conversation]) -> Dataset:
-        options = self.hparams
-        template, max_length = options["template"], options["max_length"]
-        rows = tokenise(conversations, self.tokenizer_object, template, max_length, options["cache_dir"])
+        template, max_length, cache_dir = (self.hparams[key] for key in ("template", "max_length", "cache_dir"))
+        rows = tokenise(conversations, self.tokenizer_object, template, max_length, cache_dir)
+        reasons = f"refused by the template, or no assistant token within {max_length} tokens"
         num_empty = len(conversations) - len(rows)
-        note = (
-            f"; {num_empty} left out: refused by the template, or no assistant token within {max_length} tokens"
-            if num_empty
-            else ""
-        )
-        rank_zero_info(f"{name}: {Statistics.of(rows)}{note}")
+        rank_zero_info(f"{name}: {Statistics.of(rows)}{f'; {num_empty} left out: {reasons}' if num_empty else ''}")
         return rows
 
     def train_dataloader(self) -> ResumableLoader:
@@ -155,7 +150,7 @@ class ShareGPTData(L.LightningDataModule):
         loader = self._loader(ResumableLoader, self.train_set, is_shuffled=True)
         if self.trainer is not None:
             loader.trainer = self.trainer
-        rank_zero_info(f"training: {planned(loader.batch_sampler, self.trainer)}")
+        rank_zero_info(f"training: {describe_epoch(loader.batch_sampler, self.trainer)}")
         return loader
 
     def val_dataloader(self) -> DataLoader | list:
@@ -167,34 +162,21 @@ class ShareGPTData(L.LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, loader_class: type[Loader], rows: Dataset, is_shuffled: bool) -> Loader:
-        rank, world_size = 0, 1
-        if self.trainer is not None:
-            rank, world_size = self.trainer.global_rank, self.trainer.world_size
-            if world_size > 1 and self.trainer._accelerator_connector.use_distributed_sampler:
-                raise ValueError(
-                    "the batches are already split over the ranks; set trainer.use_distributed_sampler: false"
-                )
+        options, trainer = self.hparams, self.trainer
         source = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
         if self.store is not None and rows is self.train_set:
             source = StoredRows(self.store, self._places)
-        options = self.hparams
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        size, seed, max_tokens = options["batch_size"], options["seed"], options["max_tokens"]
         return loader_class(
             source,
-            batch_sampler=BucketSampler(
-                lengths(rows),
-                options["batch_size"],
-                options["seed"],
-                rank,
-                world_size,
-                is_shuffled,
-                options["max_tokens"],
-            ),
+            batch_sampler=BucketSampler(lengths(rows), size, seed, rank, world_size, is_shuffled, max_tokens),
             collate_fn=partial(collate, pad_id=self.pad_id),
             num_workers=options["num_workers"],
         )
 
 
-def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
+def describe_epoch(batches: BucketSampler, trainer: L.Trainer | None) -> str:
     """Describe the number of batches per epoch, their share of padding, and the number of steps of the trainer."""
     text = f"{len(batches):,} batches an epoch and device, {batches.padding_share():.1%} of their tokens padding"
     if trainer is None:
@@ -207,41 +189,27 @@ def planned(batches: BucketSampler, trainer: L.Trainer | None) -> str:
     return f"{text}; {min(ends):,} steps, {per_epoch:,} an epoch" if ends else text
 
 
-def split(conversations: list[Conversation], val_size: int, seed: int) -> tuple[list[Conversation], list[Conversation]]:
+def hold_out(
+    conversations: list[Conversation], val_size: int, seed: int
+) -> tuple[list[Conversation], list[Conversation]]:
     """Split conversations into a training and a validation set, both in their original order.
 
-    Conversations with the same user messages, like several answers to one prompt, are all in the same set.
-
-    Args:
-        conversations: All conversations.
-        val_size: Number of conversations to hold out for validation; more if the last one chosen has others like it.
-        seed: Seed of the random choice.
-
-    Raises:
-        ValueError: `val_size` is negative, or leaves no conversation to train on.
+    Conversations with the same user messages, like several answers to one prompt, are all in the same set, so that more
+    than ``val_size`` may be held out. Raises ValueError if that leaves no conversation to train on.
     """
     if val_size < 0:
         raise ValueError(f"val_size must be at least 0, not {val_size}")
-    if val_size >= len(conversations):
+    prompts = [tuple(text for role, text in each.messages if role == "user") for each in conversations]
+    counts, order = Counter(prompts), random.Random(seed).sample(prompts, len(prompts))
+    held_out: set[tuple[str, ...]] = set()
+    while order and sum(counts[prompt] for prompt in held_out) < val_size:
+        held_out.add(order.pop())
+    if len(held_out) == len(counts):
         raise ValueError(
-            f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on; "
-            "lower it, or give val_files"
+            f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on, as those with the "
+            "same user messages are held out together; lower it, or give val_files"
         )
-    order = random.Random(seed).sample(range(len(conversations)), len(conversations))
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for n, conversation in enumerate(conversations):
-        alike.setdefault(_user_messages(conversation), []).append(n)
-    held_out: set[int] = set()
-    while len(held_out) < val_size:
-        held_out.update(alike[_user_messages(conversations[order.pop()])])
-    if len(held_out) == len(conversations):
-        raise ValueError(
-            f"val_size {val_size} leaves nothing of {len(conversations)} conversations to train on, because those with "
-            "the same user messages are held out together; lower it, or give val_files"
-        )
-    train = [conversation for n, conversation in enumerate(conversations) if n not in held_out]
-    return train, [conversation for n, conversation in enumerate(conversations) if n in held_out]
-
-
-def _user_messages(conversation: Conversation) -> tuple[str, ...]:
-    return tuple(text for role, text in conversation.messages if role == "user")
+    parts: tuple[list[Conversation], list[Conversation]] = [], []
+    for conversation, prompt in zip(conversations, prompts, strict=True):
+        parts[prompt in held_out].append(conversation)
+    return parts

@@ -1,51 +1,57 @@
-"""Reads records of conversations from JSON, JSON lines and parquet files, from the hub, or from the embedded corpus."""
+"""Reads rows from JSON and parquet files, from the hub or from the embedded corpus, and documents of plain text."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from data.files import cause_of, open_bytes, read_json, reading
-from data.hub import cached_if_unreachable
-from data.tokenizer import first_line
+from data.files import cause_of, open_bytes, parse_line, read_json, reading
+from data.tokenizer import cached_if_unreachable
 
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch, Table
+Rows = Iterator[tuple[str, object]]
 
-KINDS = ".json, .jsonl (also .gz) or .parquet"
-FORMS = (
-    *(("conversations",), ("conversation",), ("messages",), ("question", "answer")),
-    *(("instruction", "output"), ("instruction", "response"), ("history",)),
+ROWS_PER_READ = 64  # rows of a parquet file or of the hub that are held in memory at a time
+AGAIN = "fetch the file again"
+HUB = re.compile(
+    r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>refs/convert/parquet|[\w.-]+))?"
+    r"(/(?P<file>[^:]+)|(:(?P<config>[^:/]+))?:(?P<split>[^:/]+))?"
 )
-# The columns that `parse` reads.
-COLUMNS = {"id", "input", "input_ids", "loss_mask", "tokenizer", "template", "tools"}.union(*FORMS)
-ROWS_PER_READ = 256  # rows of a parquet file or of the hub that are held in memory at a time
+# The fields of a record whose parts are documents of their own.
+PARTS = ("text",), ("question", "answer"), ("instruction", "input", "output"), ("instruction", "input", "response")
+EXPECTED = "a field `text`, `question` and `answer`, `instruction` and `output`, or `conversations` or `messages`"
 
 
-def read_records(source: str) -> Iterator[tuple[str, object]]:
-    """Yield the place of each record, such as ``line 3``, and the record, or a ValueError that says why it is broken.
+def read_rows(source: str, columns: Collection[str] = ()) -> Rows:
+    """Yield the place of each row, such as ``line 3``, and the row, or a ValueError that says why it is broken.
 
-    A .jsonl file is read line by line, parquet files and the hub `ROWS_PER_READ` rows at a time, a .json file at once.
+    A file of JSON lines is read line by line, parquet files and the hub `ROWS_PER_READ` rows at a time, a .json file,
+    which holds a list or an object with one list, at once.
 
     Args:
-        source: Path of a .json or .jsonl (also .gz) or .parquet file; `hub:OWNER/NAME[[:CONFIG]:SPLIT]` for a data set
-            on the Hugging Face hub, split `train` by default; `hub:OWNER/NAME/FILE` for one file of a data set; or
-            `embedded[:COUNT[:SEED]]` for the project's own corpus. The hub is used only for names with `hub:`.
+        source: Path of a .json, .parquet or JSON lines file (.json and JSON lines also as .gz);
+            `hub:OWNER/NAME[@REVISION][[:CONFIG]:SPLIT]` for a data set on the Hugging Face hub, split `train` by
+            default; `hub:OWNER/NAME[@REVISION]/FILE` for one file of a data set; or `embedded[:COUNT[:SEED]]` for the
+            project's own corpus. The hub is used only for names with `hub:`.
+        columns: Columns of a table to read; by default all.
 
     Raises:
         ValueError: The source as a whole cannot be read.
     """
     if source.startswith("hub:"):
-        return _read_hub(source)
+        return _read_hub(source, columns)
     if source.split(":")[0] == "embedded":
         return _read_embedded(source)
-    return _read_file(source, _regular_file(source))
+    path = Path(source).expanduser()
+    if not path.is_file():
+        hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
+        problem = "a folder; give the files in it" if path.is_dir() else "no such file; give the path of one"
+        raise ValueError(f"{source}: {problem}, .json, .jsonl (also .gz) or .parquet{hub}")
+    return _read_file(source, path, columns)
 
 
-def _read_embedded(source: str) -> Iterator[tuple[str, object]]:
+def _read_embedded(source: str) -> Rows:
     from data import embedded
 
     numbers = source.split(":")[1:]
@@ -53,115 +59,140 @@ def _read_embedded(source: str) -> Iterator[tuple[str, object]]:
         raise ValueError(
             f"{source}: expected embedded, embedded:COUNT or embedded:COUNT:SEED, for example embedded:4000:0"
         )
-    size, seed = [*map(int, numbers), *[4000, 0][len(numbers) :]]
-    return _numbered(embedded.conversations(size, seed))
+    count, seed = [*map(int, numbers), *(4000, 0)[len(numbers) :]]
+    return _numbered(embedded.conversations(count, seed))
 
 
-def _read_hub(source: str) -> Iterator[tuple[str, object]]:
+def _read_hub(source: str, columns: Collection[str]) -> Rows:
     from datasets import load_dataset
     from huggingface_hub import hf_hub_download
 
-    name, *chosen = source.removeprefix("hub:").split(":")
-    owner, *parts = name.split("/")
-    if not parts or not all([owner, *parts, *chosen]) or len(chosen) > (2 if len(parts) == 1 else 0):
-        raise ValueError(
-            f"{source}: expected hub:OWNER/NAME, hub:OWNER/NAME:SPLIT, hub:OWNER/NAME:CONFIG:SPLIT or "
-            "hub:OWNER/NAME/FILE"
-        )
-    *config, split = chosen or ["train"]
+    match = HUB.fullmatch(source)
+    if match is None:
+        raise ValueError(f"{source}: expected hub:OWNER/NAME[@REVISION][[:CONFIG]:SPLIT] or hub:OWNER/NAME/FILE")
+    name, file, split = match["name"], match["file"], match["split"] or "train"
+    options: dict[str, Any] = {"revision": match["revision"]} if match["revision"] else {}
     try:
-        with cached_if_unreachable(f"{owner}/{parts[0]}"):
-            if len(parts) == 1:
-                rows = load_dataset(name, *config, split=split).with_format("arrow")
+        with cached_if_unreachable(name):
+            if file:
+                path = Path(hf_hub_download(name, file, repo_type="dataset", **options))
             else:
-                path = Path(hf_hub_download(f"{owner}/{parts[0]}", "/".join(parts[1:]), repo_type="dataset"))
+                rows = load_dataset(name, match["config"], split=split, **options).with_format("arrow")
     except Exception as error:  # a missing connection, data set, file, split or permission each raises its own class
         raise ValueError(
-            f"{source}: cannot be loaded from the hub ({first_line(error)}); check the name, go online, or give a file"
+            f"{source}: cannot be loaded from the hub ({cause_of(error)}); check the name, go online, or give a file"
         ) from error
-    if len(parts) > 1:
-        return _read_file(source, path)
-    return _read_tables(source, rows.column_names, lambda columns: rows.select_columns(columns).iter(ROWS_PER_READ))
+    if file:
+        return _read_file(source, path, columns)
+    tables = rows.select_columns(_chosen(source, rows.column_names, columns)).iter(ROWS_PER_READ)
+    return _numbered(row for table in tables for row in table.to_pylist())
 
 
-def _regular_file(source: str) -> Path:
-    path = Path(os.path.expanduser(source))
-    if path.is_file():
-        return path
-    hub = f"; for a data set of the hub write hub:{source}" if source.count("/") == 1 and not path.suffix else ""
-    problem = "a folder" if path.is_dir() else "no such file"
-    advice = (
-        f"give the files in it, {KINDS}" if path.is_dir() else f"give the path of a {KINDS} file, or `embedded`{hub}"
-    )
-    raise ValueError(f"{source}: {problem}; {advice}")
+def _read_file(source: str, path: Path, columns: Collection[str] = ()) -> Rows:
+    kind = kind_of(path)
+    if kind == ".parquet":
+        return _numbered(_parquet_rows(source, path, columns))
+    return _numbered(_listed_rows(source, path)) if kind == ".json" else _json_lines(source, path)
 
 
-def _read_file(source: str, path: Path) -> Iterator[tuple[str, object]]:
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    if kind == ".jsonl":
-        return _read_lines(source, path)
-    if kind == ".json":
-        return _numbered(_read_list(source, path))
-    if path.suffix == ".parquet":
-        return _read_parquet(source, path)
-    raise ValueError(f"{source}: unknown kind of file; convert it to {KINDS}")
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file, without .gz."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def _read_lines(source: str, path: Path) -> Iterator[tuple[str, object]]:
+def _json_lines(source: str, path: Path) -> Rows:
     number = 0
-    with reading(source, "fetch the file again"), open_bytes(path) as stream:
+    with reading(source, AGAIN), open_bytes(path) as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield f"line {number}", _decoded(line)
+                try:
+                    row = parse_line(line)
+                except ValueError as error:
+                    row = error
+                yield f"line {number}", row
         if number == 0:
             raise ValueError("the file is empty")
 
 
-def _decoded(line: bytes) -> object:
-    try:
-        return json.loads(line.strip().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return ValueError(cause_of(error))
-
-
-def _read_list(source: str, path: Path) -> list[object]:
-    value = read_json(path, "fetch it again, or name it .jsonl if it has a record a line")
+def _listed_rows(source: str, path: Path) -> list[object]:
+    value = read_json(path, f"{AGAIN}, or name it .jsonl if it has a record a line")
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [entry for entry in value.values() if isinstance(entry, list)]
     if len(lists) != 1:
-        raise ValueError(f"{source}: expected a list of conversations, or an object that holds one list")
+        raise ValueError(f"{source}: expected a list of records, or an object that holds one list")
     return lists[0]
 
 
-def _read_parquet(source: str, path: Path) -> Iterator[tuple[str, object]]:
-    import pyarrow
+def _parquet_rows(source: str, path: Path, columns: Collection[str]) -> Iterator[object]:
     from pyarrow.parquet import ParquetFile
 
-    try:
-        with ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            yield from _read_tables(source, names, lambda columns: file.iter_batches(ROWS_PER_READ, columns=columns))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{source}: cannot be read as parquet ({first_line(error)}); fetch the file again") from error
+    with reading(source, AGAIN), ParquetFile(path) as file:
+        for batch in file.iter_batches(ROWS_PER_READ, columns=_chosen(source, file.schema_arrow.names, columns)):
+            yield from batch.to_pylist()
 
 
-def _read_tables(
-    source: str, names: list[str], read: Callable[[list[str]], Iterable[RecordBatch | Table]]
-) -> Iterator[tuple[str, object]]:
-    if not any(set(form) <= set(names) for form in FORMS):
-        expected = ", ".join(" and ".join(form) for form in FORMS)
-        raise ValueError(f"{source}: none of its columns ({', '.join(names)}) holds conversations; expected {expected}")
-    tables = read([name for name in names if name in COLUMNS])
-    return _numbered(_row(table.slice(row, 1)) for table in tables for row in range(table.num_rows))
+def _chosen(source: str, names: Sequence[str], columns: Collection[str]) -> list[str]:
+    chosen = [name for name in names if not columns or name in columns]
+    if not chosen:
+        raise ValueError(f"{source}: none of its columns ({', '.join(names)}) is one of {', '.join(sorted(columns))}")
+    return chosen
 
 
-def _row(table: RecordBatch | Table) -> object:
-    try:
-        return table.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return ValueError(f"not UTF-8 ({error.reason})")
-
-
-def _numbered(records: Iterable[object]) -> Iterator[tuple[str, object]]:
+def _numbered(records: Iterable[object]) -> Rows:
     return ((f"record {number}", record) for number, record in enumerate(records, 1))
+
+
+def read_texts(files: Sequence[str]) -> Iterator[str]:
+    """Yield the documents of files in order, skipping empty ones, for drafters that index plain text.
+
+    In .jsonl, .json or .parquet files, a record with a field ``text`` is one document. In any other record, each part
+    is one: the question and the answer, the instruction, the input and the output, or each turn of a conversation
+    (ShareGPT or OpenAI form, or a ``history`` of ``user`` and ``bot``). In files with other names, which are text, the
+    documents are the paragraphs, separated by blank lines. Raises ValueError with the place of what cannot be read.
+    """
+    for file, path in zip(files, text_paths(files), strict=True):
+        is_text = kind_of(path) not in (".jsonl", ".json", ".parquet")
+        rows = () if is_text else _read_file(file, path)
+        documents = _paragraphs(file, path) if is_text else (text for row in rows for text in _documents(file, *row))
+        yield from (text for text in documents if text.strip())
+
+
+def text_paths(files: Sequence[str]) -> list[Path]:
+    """Return the paths of the files, or raise ValueError if one is missing or none is named."""
+    paths = [Path(file).expanduser() for file in files]
+    missing = [f" at {file}" for file, path in zip(files, paths, strict=True) if not path.is_file()]
+    if missing or not files:
+        place = missing[0] if missing else ""
+        raise ValueError(f"no text file{place}: give .txt, .jsonl, .json or .parquet files (.gz is read as well)")
+    return paths
+
+
+def _paragraphs(file: str, path: Path) -> Iterator[str]:
+    paragraph: list[str] = []
+    with reading(file, AGAIN), open_bytes(path) as stream:
+        for number, line in enumerate(stream, start=1):
+            with reading(f"{file} line {number}", "convert the file"):
+                text = line.decode("utf-8")
+            if text.strip():
+                paragraph.append(text)
+            else:
+                yield "".join(paragraph)
+                paragraph = []
+        yield "".join(paragraph)
+
+
+def _documents(file: str, place: str, record: object) -> Iterator[str]:
+    if isinstance(record, ValueError):
+        raise ValueError(f"{file} {place}: {record}; repair or remove it") from record
+    record = record if isinstance(record, dict) else {}
+    turns, history = record.get("conversations") or record.get("messages"), record.get("history")
+    names = next((names for names in PARTS if names[0] in record and names[-1] in record), ())
+    parts = [record[name] for name in names if record.get(name) is not None]
+    if isinstance(turns, list):
+        parts = [turn.get("value", turn.get("content")) if isinstance(turn, dict) else None for turn in turns]
+    elif not names and isinstance(history, list):
+        parts = [pair.get(side) for pair in history if isinstance(pair, dict) for side in ("user", "bot")]
+    if not parts or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{file} {place}: no text; expected {EXPECTED}")
+    yield from parts

@@ -1,35 +1,159 @@
-"""Loads the tokenizer of a base and identifies its vocabulary by a hash."""
+"""Finds bases on the disk and on the Hugging Face hub, and loads their tokenizers; the chat templates of ours.
+
+Without a network, the hub's libraries repeat each of their requests for about half a minute, so one request asks first.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.hub import connection_error, split_revision
-from data.shipped import find_base
+from data.files import cause_of, short_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+TIMEOUT = 10  # seconds
+PINNED = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)")
+COMMIT = re.compile("[0-9a-f]{40}")
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+# Both reproduce FastChat's prompts exactly. `{% generation %}` marks what the loss is taken on: the answer and its EOS.
+TEMPLATES = {
+    "vicuna_v1.1": (
+        "{%- if messages[0]['role'] == 'system' -%}{%- set system = messages[0]['content'] -%}"
+        f"{{%- else -%}}{{%- set system = {VICUNA_SYSTEM!r} -%}}{{%- endif -%}}"
+        "{{- bos_token + system + ' ' -}}"
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' -%}{{- 'USER: ' + message['content'] + ' ' -}}"
+        "{%- elif message['role'] == 'assistant' -%}{{- 'ASSISTANT:' -}}"
+        "{%- generation -%}{{- ' ' + message['content'] + eos_token -}}{%- endgeneration -%}"
+        "{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
+    ),
+    "llama2_chat": (
+        "{%- for message in messages -%}"
+        "{%- if message['role'] == 'user' -%}"
+        "{{- bos_token + '[INST] ' -}}"
+        "{%- if loop.index0 == 1 and messages[0]['role'] == 'system' -%}"
+        "{{- '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' -}}{%- endif -%}"
+        "{{- message['content'] + ' [/INST]' -}}"
+        "{%- elif message['role'] == 'assistant' -%}"
+        "{%- generation -%}{{- ' ' + message['content'] + ' ' + eos_token -}}{%- endgeneration -%}"
+        "{%- endif -%}{%- endfor -%}"
+    ),
+}
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the folder ``configs`` or ``checkpoints``: inside this package (see setup.py) or next to it."""
+    package = Path(__file__).resolve().parent
+    return package / name if (package / name).is_dir() else package.parent / name
+
+
+def find_base(name: str) -> str:
+    """Return where to load a base from: `name` itself, or the shipped base of that name if there is no such folder."""
+    path = Path(name)
+    if path.parts[:1] == ("checkpoints",) and not path.exists():
+        shipped = shipped_folder("checkpoints").joinpath(*path.parts[1:])
+        if (shipped / "config.json").is_file():
+            return str(shipped)
+    return name
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Split ``OWNER/NAME@REVISION`` of the hub; a folder, or a name without a revision, stays as it is."""
+    match = PINNED.fullmatch(name)
+    return (name, None) if match is None or Path(name).exists() else (match["repository"], match["revision"])
+
+
+def join_revision(name: str, revision: str | None) -> str:
+    """Return ``OWNER/NAME@REVISION``, the inverse of `split_revision`; a folder has no revisions and stays as it is."""
+    return f"{name}@{revision}" if revision and not Path(name).exists() else name
+
+
+def find_folder(name: str | Path, files: Sequence[str]) -> Path:
+    """Return a local folder, or the local copy of files of ``OWNER/NAME@REVISION``, a repository of the hub.
+
+    What was downloaded stays in the hub's cache; a commit that is there is not asked for again. Raises ValueError if
+    the hub cannot be reached, or has no such repository or revision.
+    """
+    repository, revision = split_revision(str(name))
+    if revision is None:
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": list(files), "etag_timeout": TIMEOUT}
+    if COMMIT.fullmatch(revision):
+        with suppress(LocalEntryNotFoundError):
+            found = Path(snapshot_download(repository, local_files_only=True, **options))
+            if all((found / file).is_file() for file in files):
+                return found
+    try:
+        if error := connection_error(repository, files[0]):
+            raise error
+        return Path(snapshot_download(repository, **options))
+    except Exception as error:  # the hub client's own errors, and those of its HTTP client
+        raise ValueError(
+            f"cannot download {name} ({reason_of(error)}): check the name and the revision, go online, log in with "
+            "`hf auth login` if the repository is private, or give a folder"
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return why the hub refused something, in one line: its own message if it sent one."""
+    return str(getattr(error, "server_message", None) or " ".join(str(error).split()) or type(error).__name__)
+
+
+def connection_error(repository: str, file: str, repo_type: str | None = None) -> Exception | None:
+    """Ask the hub for one file of a repository, OWNER/NAME; return why it gave no answer, or None if it gave any."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, file, repo_type=repo_type), timeout=TIMEOUT)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:  # the errors of httpx, or that the hub was switched off
+        return error
+    return None
+
+
+@contextmanager
+def cached_if_unreachable(repository: str) -> Iterator[None]:
+    """Let `datasets` read a data set from the local cache alone if the hub gives no answer."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    if connection_error(repository, "README.md", "dataset"):
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     """Load a model, a configuration or a tokenizer with transformers, without running code that its folder contains.
 
     Every call of `from_pretrained` goes through here: where `trust_remote_code` is left out, transformers asks on
-    standard input whether to run the code, and whatever is piped into the command answers.
+    standard input whether to run the code, and whatever is piped into the command answers. For what they cannot load,
+    transformers, the hub client and safetensors raise errors of many types.
 
     Args:
         auto_class: A class of transformers, such as `AutoConfig`.
-        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch); ``checkpoints/tiny-chat`` is also
-            found where the package is installed.
+        name: Folder or hub id, also with ``@REVISION`` (a commit, tag or branch), as `find_base` reads it.
         options: Further arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: It cannot be used without code of its own.
-        Exception: transformers, the hub client and safetensors raise errors of many types for what they cannot load.
     """
     source, revision = split_revision(find_base(name))
     options |= {"revision": revision} if revision else {}
@@ -45,70 +169,37 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a base.
-
-    Args:
-        name: Folder or hub id of the base; ``checkpoints/tiny-chat`` is also found where the package is installed.
-
-    Raises:
-        ValueError: No tokenizer can be loaded from there; the message says what is missing.
-    """
+    """Load the tokenizer of a base, given as for `load_pretrained`; raise ValueError if there is none."""
     from transformers import AutoTokenizer
 
     source = find_base(name)
-    _require_folder_or_hub_id(source)
-    try:
-        return load_pretrained(AutoTokenizer, name)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
-        if not Path(source).is_dir():
-            raise ValueError(
-                f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
-            ) from error
-        raise ValueError(
-            f"cannot load the tokenizer of {name} ({first_line(error)}): tokenizer.json must be next to config.json"
-        ) from error
-
-
-def _require_folder_or_hub_id(name: str) -> None:
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
-            raise ValueError(f"{name} is a folder without config.json: pass a folder saved by save_pretrained")
-    elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    path = Path(source)
+    is_hub_id = source.count("/") == 1 and not source.startswith((".", "/", "~")) and not path.parent.is_dir()
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "tokenizer.json")):
+        raise ValueError(f"{path} is a folder without config.json: pass a folder saved by save_pretrained")
+    if not path.is_dir() and (path.exists() or not is_hub_id):
         raise ValueError(
             f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name)"
         )
-    elif path.parent.is_dir():
-        raise ValueError(f"no base at {name}: {path.parent} is a folder here, but it holds no {path.name}")
-    elif os.environ.get("HF_HUB_OFFLINE") == "1":
-        from huggingface_hub import try_to_load_from_cache
-
-        repository, revision = split_revision(name)
-        if not isinstance(try_to_load_from_cache(repository, "config.json", revision=revision), str):
-            raise ValueError(
-                f"{name} is not in the local hub cache and HF_HUB_OFFLINE=1: pass a folder, or go online once"
-            )
-    else:
-        _require_reachable(name)
+    try:
+        if is_hub_id:
+            _check_reachable(name)
+        return load_pretrained(AutoTokenizer, name)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
+        place = f"no base {name} from the hub" if is_hub_id else f"cannot load the tokenizer of {name}"
+        remedy = "check the name, go online, or give a folder" if is_hub_id else "tokenizer.json must be in the folder"
+        raise ValueError(f"{place} ({cause_of(error)}): {remedy}") from error
 
 
-def _require_reachable(name: str) -> None:
-    """Raise ValueError if a hub id is neither in the local cache nor the hub can be reached."""
+def _check_reachable(name: str) -> None:
+    """Raise the error of the connection if a hub id is neither in the local cache nor the hub can be reached."""
     from huggingface_hub import try_to_load_from_cache
 
     repository, revision = split_revision(name)
     files = "config.json", "tokenizer_config.json"
-    if any(isinstance(try_to_load_from_cache(repository, file, revision=revision), str) for file in files):
-        return
-    if error := connection_error(repository, files[0]):
-        raise ValueError(
-            f"no base {name} from the hub ({first_line(error)}): check the name, go online, or give a folder"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error message; libraries often add pages to it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    is_cached = any(isinstance(try_to_load_from_cache(repository, file, revision=revision), str) for file in files)
+    if not is_cached and (error := connection_error(repository, files[0])):
+        raise error
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -119,13 +210,5 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 # Called once per conversation. The size tells one state of a vocabulary from another, since tokens are only ever added.
 @lru_cache(maxsize=8)
 def _vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
-    return short_hash("\n".join(f"{index} {token}" for token, index in _by_index(tokenizer)))
-
-
-def _by_index(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, int]]:
-    return sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
-
-
-def short_hash(text: str) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    by_index = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    return short_hash("\n".join(f"{index} {token}" for token, index in by_index))

@@ -13,6 +13,7 @@ PLAIN = {  # folders without a docstring
     "configs": "Training configurations: one per method, and overlays.",
     "configs/base": "Pre-training of a small base.",
     "configs/strategy": "DDP, FSDP2 and DeepSpeed overlays.",
+    "data/corpus": "The words of the embedded conversations.",
     "docs": "These pages.",
     "tests": "Mirrors the source tree.",
 }

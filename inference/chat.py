@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from data.files import SafeConsole, safe_text
-from data.reasoning import decode_answer
+from data.templates import decode_answer
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.compiled.runner import make_runner

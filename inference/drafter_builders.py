@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import drafters
-from data.hub import find_folder
+from data.tokenizer import find_folder
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from data.conversation import encode_prompt
+from data.templates import encode_prompt
 from drafters.protocol import Drafter
 from inference import drafter_specs
 from inference.budget import BudgetController

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from data.texts import read_texts, text_paths
+from data.sources import read_texts, text_paths
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.suffix_array import SuffixArray, check_depth

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data.benchmarks import Question
-from data.conversation import encode_prompt, resolve_template
-from data.reasoning import ReasoningMarks, find_marks
+from data.templates import ReasoningMarks, encode_prompt, find_marks, resolve_template
 from inference.verifier.base import BaseInfo
 from inference.verifier.session import check_prompt
 

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from data.files import SafeConsole, atomic_write, write_text
-from data.tokenizer import short_hash
+from data.files import SafeConsole, atomic_write, short_hash, write_text
 from drafters import Medusa
 from drafters.protocol import NoDrafter
 from drafters.trees import best_first

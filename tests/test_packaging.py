@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.shipped import find_base, shipped_folder
+from data.tokenizer import find_base, shipped_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("data", "drafters", "inference", "train")
@@ -84,7 +84,7 @@ def test_the_wheel_holds_every_source_file_config_and_file_of_the_tiny_base(arch
 
 @pytest.mark.slow
 def test_the_installed_package_is_imported_and_not_the_checkout(installed, empty):
-    code = "import data.shipped, drafters, inference, train; print(*(m.__file__ for m in (drafters, inference, train)))"
+    code = "import data.files, drafters, inference, train; print(*(m.__file__ for m in (drafters, inference, train)))"
     for file in run(installed / "python", "-c", code, cwd=empty).split():
         assert Path(file).is_relative_to(installed.parent)
 

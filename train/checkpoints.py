@@ -16,8 +16,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from data.files import DiskError, atomic_write
-from data.tokenizer import first_line
+from data.files import DiskError, atomic_write, cause_of
 
 Shapes = dict[str, Sequence[int]]
 """Shape of each weight of a parameter group, in order."""
@@ -57,7 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, new)
         except (OSError, RuntimeError, DiskError) as error:  # torch does not say what the system said
             raise ValueError(
-                f"the checkpoint {path} could not be written ({first_line(error)}), and the one before it is kept: "
+                f"the checkpoint {path} could not be written ({cause_of(error)}), and the one before it is kept: "
                 "make room, then go on with --ckpt_path last"
             ) from error
 
@@ -79,7 +78,7 @@ def check_complete(path: Path) -> None:
             with ZipFile(path) as file:
                 problem = file.testzip()
     except Exception as error:  # zip and I/O errors have types of their own
-        problem = first_line(error)
+        problem = cause_of(error)
     if problem:
         raise ValueError(f"{path} is not a readable checkpoint ({problem}): train or copy it again")
 
@@ -154,10 +153,6 @@ def readable(path: str | Path) -> Iterator[None]:
         raise ValueError(
             f"{path} is not a readable checkpoint: it is another kind of file, or holds more than weights and numbers; "
             "give the .ckpt that `lightning fit` wrote"
-        ) from error
-    except Exception as error:
-        raise ValueError(
-            f"{path} is not a readable checkpoint ({first_line(error)}); train or copy it again"
         ) from error
 
 

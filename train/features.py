@@ -14,21 +14,25 @@ from rich.filesize import decimal
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.conversation import resolve_template
-from data.feature_store.shards import (
+from data.conversations import load_conversations
+from data.features import (
     BYTES_PER_ROW,
+    LAST_HIDDEN,
+    MANIFEST,
+    FeatureStore,
+    Manifest,
     Shard,
     StoreDtype,
     bytes_per_token,
-    checksum,
+    differing_settings,
     row_keys,
     unpack,
     write_shard,
 )
-from data.feature_store.store import LAST_HIDDEN, MANIFEST, FeatureStore, Manifest, differing_settings
-from data.files import safe_text
-from data.sharegpt import Statistics, lengths, load_conversations, tokenise
-from data.tokenizer import short_hash, tokenizer_hash
+from data.files import checksum, safe_text, short_hash
+from data.rows import Statistics, lengths, tokenise
+from data.templates import resolve_template
+from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
 from inference.outputs import folder_above
 from inference.progress import progress_bars
@@ -72,7 +76,7 @@ def read_features(
     """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
 
     Args:
-        batch: A batch of `data.batch.collate`, with the stored states of the drafter's ``layers`` side by side.
+        batch: A batch of `data.batches.collate`, with the stored states of the drafter's ``layers`` side by side.
         layers: The drafter's hidden layers.
         dtype: Dtype of the base.
         step: Optimizer steps taken before this batch.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from data.sharegpt import assistant_token_counts
+from data.rows import assistant_token_counts
 from drafters import checkpoint, recipe
 from drafters.nn.draft_vocabulary import most_frequent
 from drafters.protocol import BaseShape, LearnedDrafter

@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from data.files import SafeConsole
-from data.sharegpt import lengths
-from data.tokenizer import first_line
+from data.files import SafeConsole, cause_of
+from data.rows import lengths
 from drafters.losses.chunks import chunks
 from drafters.nn.anchor_attention import AnchorMask
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
@@ -55,7 +54,7 @@ class MemoryEstimate(L.Callback):
         try:
             parts = memory_parts(pl_module, trainer, size, autocast_dtype)
         except Exception as error:  # the drafter of another package may read numbers, which such a step has not
-            print(f"the memory of {type(drafter).__name__} cannot be estimated: {first_line(error)}")
+            print(f"the memory of {type(drafter).__name__} cannot be estimated: {cause_of(error)}")
             return
         show(parts, size, torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None)
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.files import code_span, escape_markdown, safe_line, yaml_line
-from data.hub import reason_of, split_revision
-from data.shipped import find_base
+from data.tokenizer import find_base, reason_of, split_revision
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 

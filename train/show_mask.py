@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from data.conversation import encode
-from data.loss_mask import masked_text
-from data.sharegpt import load_conversations
+from data.conversations import load_conversations
+from data.templates import encode, masked_text
 from data.tokenizer import load_tokenizer
 
 

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 
 from data import embedded
+from data.conversations import load_conversations
 from data.files import atomic_folder, write_checksums
-from data.sharegpt import load_conversations
 from data.tokenizer import load_tokenizer
 from train.checkpoints import read_checkpoint
 from train.cli import user_errors

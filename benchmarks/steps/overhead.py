@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from benchmarks.harness import ResultTable, alternate, main, percentile, show, spread
-from data import sharegpt
+from data.conversations import load_conversations
 from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs
 from drafters.registry import registered
@@ -233,7 +233,7 @@ def _text(data: str, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> lis
         ValueError: The conversations have too few tokens.
     """
     text: list[int] = []
-    for conversation in sharegpt.load_conversations([data])[0]:
+    for conversation in load_conversations([data])[0]:
         text += tokenizer("\n".join(words for _, words in conversation.messages)).input_ids
         if len(text) >= num_tokens:
             return text[:num_tokens]

@@ -1,37 +1,35 @@
-"""The benchmark questions of the papers, and the project's own."""
+"""The benchmarks of the papers and the project's own: a file has the rows, the prompts and the score of a family."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 
-from data.benchmarks import arithmetic, dialogue, programs, summaries, translation
-from data.benchmarks.question import Benchmark, Checks, Question, Style
-from data.benchmarks.rows import Rows, file_rows, hub_rows, split_files
-from data.files import MALFORMED
+from data.benchmarks import dialogue, mathematics, programs, texts
+from data.benchmarks.question import Benchmark, Checks, Question, Run, Style
+from data.files import MALFORMED, open_bytes, reading
+from data.sources import Rows, read_rows
 
 __all__ = [
     "BENCHMARKS",
     "Checks",
     "Question",
-    "benchmark_names",
-    "check_selection",
     "find_benchmark",
     "length_cap",
     "load_questions",
+    "needs_code",
+    "needs_package",
+    "score",
 ]
 
 BENCHMARKS: dict[str, Benchmark] = {
     **dialogue.BENCHMARKS,
-    **arithmetic.BENCHMARKS,
+    **mathematics.BENCHMARKS,
     **programs.BENCHMARKS,
-    **summaries.BENCHMARKS,
-    **translation.BENCHMARKS,
+    **texts.BENCHMARKS,
 }
-
-
-def benchmark_names() -> list[str]:
-    """Return the names of the benchmarks."""
-    return [*BENCHMARKS]
 
 
 def find_benchmark(name: str) -> tuple[Benchmark, Style]:
@@ -42,7 +40,7 @@ def find_benchmark(name: str) -> tuple[Benchmark, Style]:
     """
     benchmark, colon, style = name.partition(":")
     if benchmark not in BENCHMARKS:
-        raise ValueError(f"unknown benchmark {benchmark!r}; choose one of: {', '.join(benchmark_names())}")
+        raise ValueError(f"unknown benchmark {benchmark!r}; choose one of: {', '.join(BENCHMARKS)}")
     styles = BENCHMARKS[benchmark].styles
     if colon and style not in styles:
         raise ValueError(f"{benchmark} has no prompt style {style!r}; choose one of: {', '.join(styles)}")
@@ -65,9 +63,9 @@ def load_questions(
     """Load the questions of a benchmark from local files, from the hub, or from the project itself (embedded).
 
     Args:
-        name: One of `benchmark_names()`, with ``:STYLE`` appended for a prompt style other than the first.
-        questions: A JSONL file (also .gz) with the columns of the benchmark or of its copy on the hub. wmt16 also reads
-            two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
+        name: One of `BENCHMARKS`, with ``:STYLE`` appended for a prompt style other than the first.
+        questions: A JSONL (also .gz), JSON or Parquet file with the columns of the benchmark or of its copy on the hub.
+            wmt16 also reads two text files, ``GERMAN,ENGLISH``. A style with examples reads them from a second file,
             ``FILE,TRAIN_FILE``. By default the questions come from the hub.
         offset: Number of questions to skip.
         limit: Largest number of questions to load. By default all are loaded.
@@ -76,61 +74,72 @@ def load_questions(
         ValueError: The benchmark is unknown, cannot be reached or is malformed, or no question is selected.
     """
     benchmark, style = find_benchmark(name)
-    check_selection(offset, limit)
-    files = split_files(questions) if questions is not None else []
-    num_question_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
-    if len(files) > num_question_files + bool(style.num_shots) or 0 < len(files) < num_question_files:
+    if offset < 0 or (limit is not None and limit < 1):
+        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
+    files = [questions] if questions and Path(questions).expanduser().is_file() else (questions or "").split(",")
+    files = [file for file in files if file]
+    num_files = len(benchmark.parallel) if benchmark.parallel and len(files) > 1 else 1
+    if len(files) > num_files + bool(style.num_shots) or 0 < len(files) < num_files:
         raise ValueError(f"{questions}: {len(files)} files are too many or too few for {name}")
-    loaded = _read(name, benchmark, _question_rows(name, benchmark, files[:num_question_files]), benchmark.ids)
+    if len(files[:num_files]) > 1:
+        rows = _parallel_rows(files[:num_files], benchmark.parallel)
+    else:
+        rows = _rows(name, files[0] if files else benchmark.source)
+    loaded = _read(name, rows, benchmark.ids)
     chosen = loaded[offset:][:limit]
     if not chosen:
         raise ValueError(f"no question selected: {name} has {len(loaded)}, offset is {offset}, limit is {limit}")
-    shots = _shots(name, benchmark, style, files, num_question_files) if style.num_shots else []
+    shots: list[Question] = []
+    if style.num_shots:
+        others = files[num_files:] or (files if benchmark.shot_ids else [])
+        if files and not others:
+            raise ValueError(f"{name} shows examples of the train split: give {files[0]},TRAIN_FILE")
+        rows = _rows(name, others[0] if others else benchmark.shots)
+        rows = rows if benchmark.shot_ids else islice(rows, style.num_shots)
+        shots = _read(name, rows, benchmark.shot_ids)[: style.num_shots]
+        if len(shots) < style.num_shots:
+            raise ValueError(f"{name} shows {style.num_shots} examples, but the files hold only {len(shots)}")
     return [style.put(question, shots) for question in chosen]
 
 
-def check_selection(offset: int, limit: int | None) -> None:
-    """Raise ValueError if `offset` or `limit` is out of range."""
-    if offset < 0 or (limit is not None and limit < 1):
-        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")
-
-
-def _question_rows(name: str, benchmark: Benchmark, files: list[str]) -> Rows:
-    if files:
-        return file_rows(files, benchmark.parallel)
-    if name.partition(":")[0] == "embedded":
+def _rows(name: str, source: str | None) -> Rows:
+    """Yield the rows of a source with their places, which begin with the source."""
+    download = f"download {find_benchmark(name)[0].download} and give that file"
+    if source == "embedded":
         from data import embedded
 
         return (("embedded", row) for row in embedded.questions())
-    if benchmark.hub is None:
-        raise ValueError(f"{name} has no copy on the hub; download {benchmark.download} and pass --questions FILE")
-    return hub_rows(benchmark.hub, benchmark.hub.split, benchmark)
+    if source is None:
+        raise ValueError(f"{name} has no copy on the hub; {download}")
+    try:
+        rows = read_rows(source)
+    except ValueError as error:
+        if not source.startswith("hub:"):
+            raise
+        raise ValueError(f"{error}; or {download}") from error
+    return ((f"{source} {place}", row) for place, row in rows)
 
 
-def _shots(name: str, benchmark: Benchmark, style: Style, files: list[str], num_question_files: int) -> list[Question]:
-    """Return the questions that the style shows as examples, the first of the train split."""
-    assert benchmark.hub is not None and benchmark.hub.shot_split is not None
-    if len(files) > num_question_files:
-        rows = file_rows(files[num_question_files:])
-    elif files and benchmark.shot_ids:
-        rows = file_rows(files)
-    elif files:
-        raise ValueError(f"{name} shows examples of the train split: pass --questions {files[0]},TRAIN_FILE")
-    else:
-        rows = hub_rows(benchmark.hub, f"{benchmark.hub.shot_split}[:{style.num_shots}]", benchmark)
-    shots = _read(name, benchmark, rows, benchmark.shot_ids)[: style.num_shots]
-    if len(shots) < style.num_shots:
-        raise ValueError(f"{name} shows {style.num_shots} examples, but the files hold only {len(shots)}")
-    return shots
+def _parallel_rows(files: Sequence[str], names: Sequence[str]) -> Rows:
+    columns = []
+    for file in files:
+        with reading(file, "give a text file with a line per row"), open_bytes(Path(file).expanduser()) as stream:
+            columns.append(stream.read().decode("utf-8-sig").removesuffix("\n").split("\n"))
+    if len({len(lines) for lines in columns}) > 1:
+        lengths = ", ".join(f"{file} has {len(lines)} lines" for file, lines in zip(files, columns, strict=True))
+        raise ValueError(f"the files do not belong together: {lengths}")
+    for number, row in enumerate(zip(*columns, strict=True), 1):
+        yield f"{files[0]} line {number}", dict(zip(names, row, strict=True))
 
 
-def _read(name: str, benchmark: Benchmark, rows: Rows, ids: range | None) -> list[Question]:
+def _read(name: str, rows: Rows, ids: range | None) -> list[Question]:
+    benchmark, _ = find_benchmark(name)
     loaded: dict[int, Question] = {}
     for index, (place, row) in enumerate(rows):
+        if isinstance(row, ValueError):
+            raise ValueError(f"{place}: {row}; repair or download the file again") from row
         try:
-            if not isinstance(row, Mapping):
-                raise TypeError("not a JSON object")
-            question = benchmark.read(row, index)
+            question = benchmark.read(row, index)  # type: ignore[arg-type]
         except MALFORMED as error:
             raise ValueError(
                 f"{place}: not a question of {name}, expected the fields {benchmark.fields} ({error!r})"
@@ -142,3 +151,34 @@ def _read(name: str, benchmark: Benchmark, rows: Rows, ids: range | None) -> lis
                 )
             loaded[question.question_id] = question
     return list(loaded.values())
+
+
+def score(name: str, questions: Sequence[Question], texts: Sequence[str], run: Run | None = None) -> dict[str, float]:
+    """Score one text per question, without its reasoning, in percent.
+
+    The score is empty if the benchmark has no references, or if its programs are not run or its package is missing.
+    """
+    benchmark, _ = find_benchmark(name)
+    pairs = [
+        (
+            question,
+            text[: min((place for stop in question.stops if (place := text.find(stop)) >= 0), default=len(text))],
+        )
+        for question, text in zip(questions, texts, strict=True)
+        if question.reference is not None
+    ]
+    if not pairs or benchmark.score is None or needs_package(name) or (benchmark.runs_code and run is None):
+        return {}
+    asked, written = map(list, zip(*pairs, strict=True))
+    return benchmark.score(asked, written, *([run] if benchmark.runs_code else []))
+
+
+def needs_code(name: str) -> bool:
+    """Whether the score of a benchmark comes from running the programs in its answers."""
+    return find_benchmark(name)[0].runs_code
+
+
+def needs_package(name: str) -> str:
+    """Return the package that the score of a benchmark needs if it is not installed, else an empty text."""
+    package = find_benchmark(name)[0].package
+    return package if package and find_spec(package) is None else ""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from data.benchmarks.question import Benchmark, Hub, Question, as_read, text
+from data.benchmarks.mathematics import exact_match
+from data.benchmarks.question import Benchmark, Question, text
+from data.benchmarks.texts import bleu_and_chrf, rouge
 
-MT_BENCH_CATEGORIES = (
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
-)  # fmt: skip
+FIELDS = "question_id, category, turns"
+MT_BENCH_CATEGORIES = "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
+SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+SPEED_BENCH_CONFIGURATIONS = {
+    "speed_bench": "qualitative",
+    **{f"speed_bench_{length}": f"throughput_{length}" for length in ("1k", "2k", "8k", "16k", "32k")},
+}
 
 
 def read_turns(row: Mapping, index: int) -> Question:
@@ -21,11 +27,29 @@ def read_turns(row: Mapping, index: int) -> Question:
     return Question(int(number), str(row["category"]), tuple(turns), reference)
 
 
+def _flat(reference: object) -> list[str]:
+    """Flatten a reference: Spec-Bench has single texts, lists of texts and nested lists."""
+    if isinstance(reference, list):
+        return [text for part in reference for text in _flat(part)]
+    return [str(reference)]
+
+
 def read_spec_bench(row: Mapping, index: int) -> Question:
     """Read a row of Spec-Bench. Its 80 questions from MT-Bench form one of its six tasks, ``mt_bench``."""
     question = read_turns(row, index)
     category = "mt_bench" if question.category in MT_BENCH_CATEGORIES else question.category
     return Question(question.question_id, category, question.turns, question.reference)
+
+
+def score_by_task(questions: Sequence[Question], texts: Sequence[str]) -> dict[str, float]:
+    """Score the tasks of Spec-Bench that have a measure: mathematics, summaries and translations."""
+    measures = {"math_reasoning": exact_match, "summarization": rouge, "translation": bleu_and_chrf}
+    found: dict[str, float] = {}
+    for task, measure in measures.items():
+        pairs = [pair for pair in zip(questions, texts, strict=True) if pair[0].category == task]
+        if pairs:
+            found |= measure(*map(list, zip(*pairs, strict=True)))
+    return found
 
 
 def read_any(row: Mapping, index: int) -> Question:
@@ -56,7 +80,8 @@ def read_any(row: Mapping, index: int) -> Question:
 def read_instruction(row: Mapping, index: int) -> Question:
     """Read a row of Alpaca: instruction and input, which may be empty; or turns, as in the 80 questions of EAGLE.
 
-    The id is the index in the file, or that of a row with turns.
+    The input stands below the instruction, without Stanford's template. The id is the index in the file, or that of a
+    row with turns.
     """
     if "turns" in row:
         return read_any(row, index)
@@ -66,34 +91,26 @@ def read_instruction(row: Mapping, index: int) -> Question:
     return Question(index, "instruction", (f"{instruction}\n\n{given}" if given else instruction,))
 
 
-def _flat(reference: object) -> list[str]:
-    """Flatten a reference: Spec-Bench has single texts, lists of texts and nested lists."""
-    if isinstance(reference, list):
-        return [text for part in reference for text in _flat(part)]
-    return [str(reference)]
-
-
-FIELDS = "question_id, category, turns"
-SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-SPEED_BENCH_CONFIGURATIONS = {
-    "speed_bench": "qualitative",
-    **{f"speed_bench_{length}": f"throughput_{length}" for length in ("1k", "2k", "8k", "16k", "32k")},
-}
 BENCHMARKS = {
     # 512 is the limit of the baseline answers released with CTC-drafter; Spec-Bench's own limit is 1024.
     "mt_bench": Benchmark(
-        Hub("HuggingFaceH4/mt_bench_prompts", None, "train", revision="e3a795c5e9a82ee40611c416b8a7786c73198991"),
+        "hub:HuggingFaceH4/mt_bench_prompts@e3a795c5e9a82ee40611c416b8a7786c73198991",
         "question.jsonl of lm-sys/FastChat",
         FIELDS,
         read_turns,
         max_new_tokens=512,
     ),
     "spec_bench": Benchmark(
-        None, "data/spec_bench/question.jsonl of hemingkx/Spec-Bench", FIELDS, read_spec_bench, max_new_tokens=1024
+        None,
+        "data/spec_bench/question.jsonl of hemingkx/Spec-Bench",
+        FIELDS,
+        read_spec_bench,
+        max_new_tokens=1024,
+        score=score_by_task,
     ),
     **{
         name: Benchmark(
-            Hub("nvidia/SPEED-Bench", configuration, "test", revision="487aa718444e816458d1a0a52bfce7a454285cf4"),
+            f"hub:nvidia/SPEED-Bench@487aa718444e816458d1a0a52bfce7a454285cf4:{configuration}:test",
             f"speed/{configuration}/test.parquet as SPEED-Bench's prepare_data.py writes it",
             "category, turns",
             read_any,
@@ -102,20 +119,19 @@ BENCHMARKS = {
         for name, configuration in SPEED_BENCH_CONFIGURATIONS.items()
     },
     "alpaca": Benchmark(
-        Hub("tatsu-lab/alpaca", None, "train", revision="dce01c9b08f87459cf36a430d809084718273017"),
+        "hub:tatsu-lab/alpaca@dce01c9b08f87459cf36a430d809084718273017",
         "the instructions of tatsu-lab/stanford_alpaca as JSONL",
         "instruction, input (or turns)",
         read_instruction,
         max_new_tokens=512,
-        styles=as_read("the instruction, an empty line and the input, without Stanford's template"),
     ),
     "arena_hard": Benchmark(
-        Hub("lmarena-ai/arena-hard-auto-v0.1", None, "train", revision="2a69efe86cff85c593cfd4c2b4491c128e52c6f1"),
+        "hub:lmarena-ai/arena-hard-auto-v0.1@2a69efe86cff85c593cfd4c2b4491c128e52c6f1",
         "question.jsonl of lmarena-ai/arena-hard-auto",
         "turns (or prompt)",
         read_any,
         max_new_tokens=1024,
     ),
     "file": Benchmark(None, "nothing, give any file of questions", "turns", read_any, max_new_tokens=512),
-    "embedded": Benchmark(None, "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),
+    "embedded": Benchmark("embedded", "nothing, the project generates it", FIELDS, read_turns, max_new_tokens=256),
 }

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from data.benchmarks.question import Benchmark, Checks, Hub, Question, Style, as_read, text
+from data.benchmarks.question import Benchmark, Checks, Question, Run, Style, fill, text
 
 # The stop sequences that Codex uses for HumanEval (Chen et al. 2021).
 FUNCTION_ENDS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(")
-OUROBOROS_INSTRUCTION = (
+OUROBOROS = (
     "Please complete the following Python code without providing any additional tasks such as testing or explanations\n"
 )
+MBPP = "hub:google-research-datasets/mbpp@4bb6404fdc6cacfda99d4ac4205087b89d32030c:full"
+# In our own wording.
+COMPLETE = "Complete this Python function. Write the whole function.\n\n```python\n{code}\n```"
+WRITE = "{question}\n\nWrite it in Python. It must pass these tests:\n\n```python\n{tests}\n```"
+# The prompt of the MBPP paper (Austin et al. 2021).
+TASK = (
+    "You are an expert Python programmer, and here is your task: {question} "
+    "Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+)
+FENCED = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def read_humaneval(row: Mapping, index: int) -> Question:
@@ -36,7 +47,7 @@ def read_mbpp(row: Mapping, index: int) -> Question:
 def read_mbpp_plus(row: Mapping, index: int) -> Question:
     """Read a row of MBPP+: a row of the sanitized MBPP, whose tests are shown, with EvalPlus's own ones in ``test``."""
     question = read_mbpp(row, index)
-    return replace(question, turns=(write(question, ()),), checks=Checks("", "", text(row, "test")))
+    return replace(question, turns=(fill(WRITE, question),), checks=Checks("", "", text(row, "test")))
 
 
 def read_livecodebench(row: Mapping, index: int) -> Question:
@@ -48,112 +59,94 @@ def read_livecodebench(row: Mapping, index: int) -> Question:
     return Question(index, category, (f"{asked}\n\nSolve the problem in Python. {form}",))
 
 
-def complete(question: Question, shots: Sequence[Question]) -> str:
-    """Ask a chat model to complete the function."""
-    return f"Complete this Python function. Write the whole function.\n\n```python\n{question.turns[0].rstrip()}\n```"
+def pass_at_1(questions: Sequence[Question], texts: Sequence[str], run: Run) -> dict[str, float]:
+    """Percentage of programs that pass their tests, one program per task (Chen et al. 2021 with n = k = 1)."""
+    passed = [run(program(question, text)) for question, text in zip(questions, texts, strict=True)]
+    return {"pass@1": 100 * sum(passed) / len(passed)}
 
 
-def write(question: Question, shots: Sequence[Question]) -> str:
-    """Ask a chat model for a function that passes the tests."""
-    return f"{question.turns[0]}\n\nWrite it in Python. It must pass these tests:\n\n```python\n{_tests(question)}\n```"
+def program(question: Question, text: str) -> str:
+    """Return the program of an answer: the prefix that it continues, its code, and the tests.
+
+    If the answer has fenced code blocks, its code is the first block that defines the required function, or else the
+    first block.
+    """
+    assert question.checks is not None, f"question {question.question_id} has no tests"
+    prefix, entry_point = question.checks.prefix, question.checks.entry_point
+    blocks = FENCED.findall(text)
+    defines = re.compile(rf"^(?:async )?def {re.escape(entry_point)}\b" if entry_point else r"^def ", re.MULTILINE)
+    code = next((block for block in blocks if defines.search(block)), blocks[0] if blocks else text)
+    if prefix and not defines.search(code):
+        # Decoding or stripping may have removed the indentation of the first line.
+        last = prefix.rstrip("\n").rpartition("\n")[2]
+        indentation = last[: len(last) - len(last.lstrip())]
+        code = code if code.startswith((indentation, "\n")) else indentation + code.lstrip(" ")
+    # The prefix stays even if the code defines the function, because it may contain imports and other functions.
+    return f"{prefix}{code}\n\n{question.checks.tests}\n"
 
 
-def after_shots(question: Question, shots: Sequence[Question]) -> str:
-    """Build the few-shot prompt of the MBPP paper (Austin et al. 2021), with examples of its prompt split."""
-    return "".join(_task(shot) + f"{shot.reference}\n[DONE]\n" for shot in shots) + _task(question)
-
-
-def _task(question: Question) -> str:
-    return (
-        f"You are an expert Python programmer, and here is your task: {question.turns[0]} "
-        f"Your code should pass these tests:\n\n{_tests(question)}\n[BEGIN]\n"
-    )
-
-
-def _tests(question: Question) -> str:
-    assert question.checks is not None
-    return question.checks.tests
-
-
-def _mbpp(split: str, ids: range) -> Benchmark:
+def _humaneval(source: str, download: str) -> Benchmark:
     return Benchmark(
-        Hub("google-research-datasets/mbpp", "full", split, "prompt", "4bb6404fdc6cacfda99d4ac4205087b89d32030c"),
-        "mbpp.jsonl of google-research/mbpp",
-        "task_id, text, code, test_list",
-        read_mbpp,
-        max_new_tokens=512,
-        styles={
-            "instruct": Style("the task and its tests in a chat, in our own wording", write),
-            "shots": Style(
-                "the prompt of the MBPP paper with three examples of its prompt split, without a chat template",
-                after_shots,
-                num_shots=3,
-                is_raw=True,
-                stops=("[DONE]",),
-            ),
-        },
-        ids=ids,
-        shot_ids=range(1, 11),
-    )
-
-
-def _humaneval(hub: Hub, download: str) -> Benchmark:
-    return Benchmark(
-        hub,
+        source,
         download,
         "task_id, prompt, entry_point, canonical_solution, test",
         read_humaneval,
         max_new_tokens=512,
         styles={
-            "instruct": Style("a request to complete the function in a chat, in our own wording", complete),
-            "completion": Style(
-                "the start of the function alone, without a chat template (ANPD, appendix A.5)",
-                lambda question, shots: question.turns[0],
-                is_raw=True,
-                stops=FUNCTION_ENDS,
-            ),
-            "ouroboros": Style(
-                "the instruction of Ouroboros and the start of the function, without a chat template",
-                lambda question, shots: OUROBOROS_INSTRUCTION + question.turns[0],
-                is_raw=True,
-                stops=FUNCTION_ENDS,
-            ),
+            "instruct": Style(COMPLETE),
+            "completion": Style(is_raw=True, stops=FUNCTION_ENDS),  # the start of the function (ANPD, appendix A.5)
+            "ouroboros": Style(OUROBOROS + "{question}", is_raw=True, stops=FUNCTION_ENDS),
         },
+        score=pass_at_1,
+        runs_code=True,
+    )
+
+
+def _mbpp(split: str, ids: range) -> Benchmark:
+    return Benchmark(
+        f"{MBPP}:{split}",
+        "mbpp.jsonl of google-research/mbpp",
+        "task_id, text, code, test_list",
+        read_mbpp,
+        max_new_tokens=512,
+        styles={
+            "instruct": Style(WRITE),
+            "shots": Style(TASK, TASK + "{answer}\n[DONE]\n", num_shots=3, is_raw=True, stops=("[DONE]",)),
+        },
+        score=pass_at_1,
+        runs_code=True,
+        shots=f"{MBPP}:prompt",
+        ids=ids,
+        shot_ids=range(1, 11),
     )
 
 
 BENCHMARKS = {
     "humaneval": _humaneval(
-        Hub("openai/openai_humaneval", None, "test", revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"),
+        "hub:openai/openai_humaneval@7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544:test",
         "HumanEval.jsonl.gz of openai/human-eval",
     ),
     "humaneval_plus": _humaneval(
-        Hub("evalplus/humanevalplus", None, "test", revision="d32357cf319e50e9c8d8dab5ea876c72b0fd321b"),
+        "hub:evalplus/humanevalplus@d32357cf319e50e9c8d8dab5ea876c72b0fd321b:test",
         "the test split of evalplus/humanevalplus",
     ),
     "mbpp": _mbpp("test", range(11, 511)),
     "mbpp_validation": _mbpp("validation", range(511, 601)),
     "mbpp_plus": Benchmark(
-        Hub("evalplus/mbppplus", None, "test", revision="b2d74c91837c3f2a20c1299ae98133cbe7cfa077"),
+        "hub:evalplus/mbppplus@b2d74c91837c3f2a20c1299ae98133cbe7cfa077:test",
         "the test split of evalplus/mbppplus",
         "task_id, prompt, code, test_list, test",
         read_mbpp_plus,
         max_new_tokens=512,
-        styles=as_read("the task and the tests of MBPP in a chat, in our own wording"),
+        score=pass_at_1,
+        runs_code=True,
     ),
     "livecodebench": Benchmark(
         # `datasets` no longer runs the script of this repository. The last file has the problems that release 6 added.
-        Hub(
-            "livecodebench/code_generation_lite",
-            None,
-            "test",
-            revision="0fe84c3912ea0c4d4a78037083943e8f0c4dd505",
-            file="test6.jsonl",
-        ),
+        "hub:livecodebench/code_generation_lite@0fe84c3912ea0c4d4a78037083943e8f0c4dd505/test6.jsonl",
         "test6.jsonl, or an earlier one, of livecodebench/code_generation_lite",
         "question_content, starter_code",
         read_livecodebench,
         max_new_tokens=1024,
-        styles=as_read("the problem and its starter code with a request for Python, in our own wording"),
     ),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.tokenizer import first_line
+from data.files import cause_of
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.compiled.cache import LengthBuckets, StepCache
@@ -107,7 +107,7 @@ class CompiledRunner(Runner):
         except Exception as error:  # torch's compilers raise errors of many types
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
             raise ValueError(
-                f"{name} cannot be compiled ({type(cause).__name__}: {first_line(cause)}): {hint}"
+                f"{name} cannot be compiled ({type(cause).__name__}: {cause_of(cause)}): {hint}"
             ) from error
         found = difference(got.logits, expected.logits)
         if got.hidden is not None and expected.hidden is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from data.benchmarks import Question
-from data.reasoning import decode_answer
+from data.templates import decode_answer
 from inference.prompts import encode_question
 from inference.results.records import Answer, Turn
 from inference.timing import MIN_CORE_SHARE, CoreClock

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.benchmarks import Question
+from data.benchmarks import Question, needs_code, needs_package
 from data.files import SafeConsole, write_text
-from data.reasoning import ReasoningMarks
-from inference.evaluation.quality import needs_code, needs_math_verify, quality_of
+from data.templates import ReasoningMarks
+from inference.evaluation.quality import quality_of
 from inference.reporting import report
 from inference.reporting.tables import COUNTING_RULE, Summaries
 from inference.results import records
@@ -148,7 +148,7 @@ def print_results(outcome: Outcome) -> None:
         console.print(f"The programs in the answers ran in a sandbox of {outcome.sandbox}.")
     elif any(map(needs_code, outcome.summaries)):
         console.print("pass@1 was not measured: --allow-code-execution runs the programs in the answers.")
-    if any(map(needs_math_verify, outcome.summaries)):
+    if any(map(needs_package, outcome.summaries)):
         console.print(
             "Exact match was not measured: it needs math-verify, pip install 'ctc-drafters[maths]'.", markup=False
         )

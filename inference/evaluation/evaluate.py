@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 
-from data.tokenizer import first_line
+from data.benchmarks import needs_code
+from data.files import cause_of
 from inference import drafter_specs, timing
 from inference.drafter_specs import Budget
 from inference.evaluation import processes
 from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
 from inference.evaluation.conclusion import Outcome, conclude, graded
 from inference.evaluation.plan import EvaluationPlan
-from inference.evaluation.quality import needs_code
 from inference.evaluation.question_options import BenchmarkOptions
 from inference.evaluation.results_folder import JOURNALS, delete_journals, describe_run, results_folder
 from inference.evaluation.served.plan import ServerOptions
@@ -131,7 +131,7 @@ def evaluate(
             log_evaluation(logger, outcome.summaries, outcome.context, folder / "plots")
         except Exception as error:  # each logger raises errors of its own
             raise ValueError(
-                f"--logger {options.logger} failed ({first_line(error)}); the results are in {out}"
+                f"--logger {options.logger} failed ({cause_of(error)}); the results are in {out}"
             ) from error
 
 

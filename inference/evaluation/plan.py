@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from data.benchmarks import Question
-from data.tokenizer import short_hash
+from data.files import short_hash
 from inference import drafter_builders, drafter_specs
 from inference.drafter_specs import Budget
 from inference.fingerprint import fingerprint

@@ -41,7 +41,7 @@ class QuestionOptions:
         Raises:
             ValueError: The benchmark is unknown, its file cannot be read, or the offset or limit is out of range.
         """
-        benchmarks.check_selection(self.offset, self.limit)
+        _check_limit(self.offset, self.limit)
         return benchmarks.load_questions(self.benchmark, self.questions, self.offset)
 
     def select(self, base: BaseInfo, questions: list[Question]) -> BenchmarkPrompts:
@@ -112,7 +112,7 @@ class BenchmarkOptions:
             raise ValueError(
                 f"{len(files)} --questions for {len(names)} --benchmark: give one file for each, in the same order"
             )
-        benchmarks.check_selection(self.offset, self.limit)
+        _check_limit(self.offset, self.limit)
         if self.spaced and self.limit is None:
             raise ValueError("--spaced selects the questions of a --limit: give a --limit too")
         return {
@@ -135,3 +135,8 @@ class BenchmarkOptions:
             name: select_questions(base, name, loaded, self.template, caps[name], self.limit, self.spaced)
             for name, loaded in questions.items()
         }
+
+
+def _check_limit(offset: int, limit: int | None) -> None:
+    if limit is not None and limit < 1:
+        raise ValueError(f"offset must be at least 0 and limit at least 1, not {offset} and {limit}")

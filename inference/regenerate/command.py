@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from data.conversation import resolve_template
-from data.files import atomic_write, safe_text, validated
-from data.reasoning import THINKING_SWITCH
-from data.sharegpt import load_conversations
-from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
+from data.conversations import load_conversations
+from data.files import atomic_write, safe_text, short_hash, validated
+from data.templates import THINKING_SWITCH, resolve_template
+from data.tokenizer import load_tokenizer, tokenizer_hash
 from inference.journal import Journal
 from inference.outputs import new_file
 from inference.progress import throughput_bar

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from data.conversation import Conversation, encode, encode_prompt, resolve_template
-from data.loss_mask import REASONING
-from data.reasoning import decode_answer
-from data.sharegpt import Dropped
-from data.tokenizer import short_hash, tokenizer_hash
+from data.conversations import REASONING, Conversation, Dropped
+from data.files import short_hash
+from data.templates import decode_answer, encode, encode_prompt, resolve_template
+from data.tokenizer import tokenizer_hash
 from inference.verifier.session import common_prefix
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from data.files import SafeConsole, escape_markdown, write_text
-from data.reasoning import decode_answer
+from data.templates import decode_answer
 from data.tokenizer import load_tokenizer
 from inference.outputs import folder_above
 from inference.reporting import comparison_table, conventions

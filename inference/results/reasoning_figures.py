@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.reasoning import ReasoningMarks
+from data.templates import ReasoningMarks
 from inference.results.draft_figures import GroupAcceptance, group_acceptance
 from inference.results.records import Answer, Turn
 

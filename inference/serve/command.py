@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
-from data.conversation import resolve_template
 from data.files import reading, safe_line
+from data.templates import resolve_template
 from inference import drafter_specs
 from inference.drafter_specs import Budget
 from inference.verifier.options import ModelOptions

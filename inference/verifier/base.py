@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from data.files import check_files
-from data.hub import split_revision
-from data.shipped import find_base
-from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
+from data.files import cause_of, check_files
+from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
 from inference.verifier.base_files import check_base_folder
@@ -257,7 +255,7 @@ def load_base(
         model: Any = load_pretrained(AutoModelForCausalLM, name, **options)
     except Exception as error:  # transformers, the hub client and safetensors each raise errors of their own
         raise ValueError(
-            f"cannot load the base {name}: {first_line(error)}; if a file is damaged, copy or download it again"
+            f"cannot load the base {name}: {cause_of(error)}; if a file is damaged, copy or download it again"
         ) from error
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
@@ -286,7 +284,7 @@ def load_base_info(name: str) -> BareBase:
     try:
         config = load_pretrained(AutoConfig, name)
     except Exception as error:  # transformers and the hub client raise errors of their own
-        raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
+        raise ValueError(f"cannot load the configuration of {name}: {cause_of(error)}") from error
     if not isinstance(length := getattr(config, "max_position_embeddings", None), int):
         raise ValueError(f"the configuration of {name} has no context length (max_position_embeddings)")
     return BareBase(name, tokenizer, length)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from data.tokenizer import first_line
+from data.files import cause_of
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.layers import attention_spans, longrope_border, takes_argument
@@ -243,7 +243,7 @@ def _one_line_errors(base: Base, where: str) -> Iterator[None]:
         raise
     except Exception as error:  # each model raises its own types of errors
         raise ValueError(
-            f"{base.name} is not supported: {where} fails ({type(error).__name__}: {first_line(error)})"
+            f"{base.name} is not supported: {where} fails ({type(error).__name__}: {cause_of(error)})"
         ) from error
 
 

@@ -10,9 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from data.hub import split_revision
-from data.shipped import find_base
-from data.tokenizer import first_line, load_pretrained, load_tokenizer
+from data.files import cause_of
+from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision
 from drafters import checkpoint
 from drafters.parallel.drafter import ParallelDrafter
 from inference import drafter_builders, drafter_specs
@@ -145,7 +144,7 @@ def _read_base(name: str) -> ServedBase:
     try:
         config = load_pretrained(AutoConfig, name)
     except Exception as error:  # transformers and the hub client raise errors of their own
-        raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
+        raise ValueError(f"cannot load the configuration of {name}: {cause_of(error)}") from error
     return ServedBase(find_base(name), tokenizer, shape_of(config.get_text_config()))
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from data.hub import join_revision
-from data.tokenizer import load_tokenizer
+from data.tokenizer import join_revision, load_tokenizer
 from drafters.protocol import Limits
 from inference.verifier.base import shape_of
 from inference.vllm.served_drafter import ServedBase, check_version

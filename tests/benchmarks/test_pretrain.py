@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import pretrain
 from benchmarks.pretrain import BaseTraining
-from data.batch import collate
+from data.batches import collate
 from data.tokenizer import load_tokenizer
 from inference.verifier.base import load_base, tokenizer_hash
 

@@ -6,11 +6,10 @@ import lightning as L
 import pytest
 import torch
 
-from data.batch import BucketSampler
-from data.conversation import Conversation
-from data.module import ShareGPTData, planned, split
-from data.sharegpt import Statistics
-from data.tokenizer import load_tokenizer
+from data.batches import BucketSampler
+from data.conversations import Conversation
+from data.module import ShareGPTData, describe_epoch, hold_out
+from data.rows import Statistics
 
 CONVERSATION = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 
@@ -62,29 +61,15 @@ def fit(data, folder, resume=None, **options):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_trains_on_the_batches_of_an_uninterrupted_run(make, tmp_path):
-    whole = fit(make(), tmp_path)
-    assert len(whole) == 24  # 32 conversations, batches of 4, three epochs
-    assert sorted(map(str, whole[:8])) != sorted(map(str, whole[8:16]))  # each epoch has an order of its own
-    for step in (3, 13, 16):
-        assert fit(make(), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt") == whole[step:]
-
-
-@pytest.mark.slow
-def test_prefetched_batches_do_not_count_as_trained_on(make, tmp_path):
-    whole = fit(make(num_workers=1), tmp_path, limit_val_batches=0)
-    resumed = fit(make(), tmp_path / "again", resume=tmp_path / "step=13.ckpt", limit_val_batches=0)
-    assert resumed == whole[13:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [5, 11, 26])
-def test_a_run_under_a_token_budget_resumes_exactly(make, tmp_path, step):
-    options = {"batch_size": 100, "max_tokens": 700}
-    whole = fit(make(**options), tmp_path, limit_val_batches=0)
-    assert len(whole) % 3 == 0 and all(len(ids) * len(ids[0]) <= 700 for ids in whole)
-    assert len({len(ids) for ids in whole}) > 1, "batches of short rows have more rows"
-    resumed = fit(make(**options), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt", limit_val_batches=0)
+@pytest.mark.parametrize("step", [3, 13, 16])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"batch_size": 100, "max_tokens": 700}], ids=str)
+def test_a_resumed_run_trains_on_the_batches_of_an_uninterrupted_run(make, tmp_path, step, options):
+    """Batches that a worker has prefetched do not count as trained on."""
+    whole = fit(make(**options), tmp_path)
+    epoch = len(whole) // 3
+    assert len(whole) == 3 * epoch and sorted(map(str, whole[:epoch])) != sorted(map(str, whole[epoch : 2 * epoch]))
+    assert "max_tokens" not in options or all(len(ids) * len(ids[0]) <= 700 for ids in whole)
+    resumed = fit(make(**options), tmp_path / "again", resume=tmp_path / f"step={step}.ckpt")
     assert resumed == whole[step:]
 
 
@@ -121,7 +106,7 @@ def test_training_logs_its_data_batches_and_steps_before_it_starts(make, tmp_pat
 )
 def test_the_number_of_steps_is_logged_if_it_is_known(options, expected):
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
-    assert planned(BucketSampler([1] * 63, 4), trainer).endswith(expected)
+    assert describe_epoch(BucketSampler([1] * 63, 4), trainer).endswith(expected)
 
 
 def test_held_out_conversations_are_not_trained_on(make):
@@ -137,47 +122,34 @@ def test_held_out_conversations_are_not_trained_on(make):
 
 
 def test_validation_files_replace_the_held_out_conversations(make):
-    data = make(val_files=["embedded:6:5"])
-    data.setup("fit")
-    assert len(data.train_set) == 40
+    data, none = make(val_files=["embedded:6:5"]), make(val_size=0)
+    for each in (data, none):
+        each.setup("fit")
+        assert len(each.train_set) == 40
     assert set(data.val_set["id"]) == {f"embedded-5-{n}" for n in range(6)}
+    assert none.val_dataloader() == []
 
 
-def test_without_validation_conversations_there_are_no_validation_batches(make):
-    data = make(val_size=0)
-    data.setup("fit")
-    assert data.val_dataloader() == [] and len(data.train_set) == 40
-
-
-def test_the_split_depends_on_the_seed_and_keeps_the_order():
-    conversations = [Conversation(str(n), (("user", str(n)),)) for n in range(20)]
-    train, val = split(conversations, 5, seed=1)
-    assert sorted([*train, *val], key=lambda c: int(c.id)) == conversations and len(val) == 5
-    assert [int(c.id) for c in train] == sorted(int(c.id) for c in train)
-    assert split(conversations, 5, seed=1)[1] == val != split(conversations, 5, seed=2)[1]
-    with pytest.raises(ValueError, match="val_size 20 leaves nothing"):
-        split(conversations, 20, seed=1)
-
-
-def test_all_answers_to_a_prompt_are_in_the_same_set():
+def test_all_answers_to_a_prompt_are_in_the_same_set_and_the_order_stays():
     def answers(prompts, num_answers):
         turns = [(("user", f"question {n}"), ("assistant", str(a))) for n in range(prompts) for a in range(num_answers)]
         return [Conversation(str(n), messages) for n, messages in enumerate(turns)]
 
     for seed in range(5):
-        train, val = split(answers(8, 4), 10, seed)
+        train, val = hold_out(answers(8, 4), 10, seed)
         asked = [{conversation.messages[0][1] for conversation in part} for part in (train, val)]
         assert not asked[0] & asked[1] and (len(train), len(val)) == (20, 12)
-        single = answers(20, 1)
-        assert [int(c.id) for c in split(single, 5, seed)[1]] == sorted(random.Random(seed).sample(range(20), 20)[15:])
-    with pytest.raises(ValueError, match="val_size 2 leaves nothing of 3 conversations to train on, because"):
-        split(answers(1, 3), 2, seed=0)
-
-
-def test_a_missing_tokenizer_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"no base at .*nowhere: pass a folder") as error:
-        load_tokenizer(str(tmp_path / "nowhere"))
-    assert "\n" not in str(error.value)
+        assert [int(c.id) for c in train] == sorted(int(c.id) for c in train)
+        held_out = sorted(random.Random(seed).sample(range(20), 20)[15:])
+        assert [int(c.id) for c in hold_out(answers(20, 1), 5, seed)[1]] == held_out
+    assert hold_out(answers(20, 1), 0, seed=1) == (answers(20, 1), [])
+    for conversations, val_size in ((answers(1, 3), 2), (answers(20, 1), 20), (answers(20, 1), 21)):
+        with pytest.raises(
+            ValueError, match=rf"val_size {val_size} leaves nothing of {len(conversations)} conversations"
+        ):
+            hold_out(conversations, val_size, seed=0)
+    with pytest.raises(ValueError, match="val_size must be at least 0, not -1"):
+        hold_out(answers(20, 1), -1, seed=0)
 
 
 def test_batches_are_padded_with_the_tokenizers_padding_token(make):

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from data import hub
+from data import tokenizer
 from drafters import checkpoint
 from inference import drafter_builders, drafter_specs
 from inference.verifier.base import load_base, tokenizer_hash
@@ -253,10 +253,10 @@ def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused
         export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
     with pytest.raises(ValueError, match="is not here, and the hub cannot be reached"):
-        hub.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
+        tokenizer.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
 
 
 def test_a_local_folder_of_that_name_comes_first(server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ada" / "drafter@main").mkdir(parents=True)
-    assert hub.find_folder("ada/drafter@main", checkpoint.FILES).is_dir() and server.requests == []
+    assert tokenizer.find_folder("ada/drafter@main", checkpoint.FILES).is_dir() and server.requests == []

@@ -7,8 +7,7 @@ import lightning as L
 import pytest
 import torch
 
-from data.feature_store.shards import BYTES_PER_ROW
-from data.feature_store.store import FeatureStore, Manifest
+from data.features import BYTES_PER_ROW, FeatureStore, Manifest
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
 from inference.verifier.base import load_base
@@ -153,7 +152,7 @@ def test_an_interrupted_run_continues_after_its_complete_shards(call, tiny, stor
     del stopped["shards"][2:]  # killed before the third was recorded, the second cut short by the crash
     (folder / "manifest.json").write_text(json.dumps(stopped))
     (folder / names[1]).write_bytes(whole[names[1]][0][:-7])
-    (folder / f"{names[2]}.new").write_bytes(b"half")
+    (folder / f".{names[2]}.new").write_bytes(b"half")
     with pytest.raises(ValueError, match="is not finished"):
         FeatureStore(folder)
     outcome = call(run_drafters, *command(tiny, folder))

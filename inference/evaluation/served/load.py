@@ -11,7 +11,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from data.benchmarks import Question
-from data.reasoning import decode_answer
+from data.templates import decode_answer
 from inference.evaluation.served.client import OWN_SERVER, REFUSALS, Completion, ServedModel, ServerClient, ServerError
 from inference.prompts import encode_question
 from inference.results.records import Answer, Turn

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from data.benchmarks import Question
-from data.tokenizer import short_hash
+from data.files import short_hash
 from inference import drafter_builders, drafter_specs
 from inference.fingerprint import fingerprint
 from inference.vllm.command import installed_vllm, make_launch

@@ -3,7 +3,7 @@
 import pytest
 
 from data.benchmarks import Question
-from data.reasoning import ReasoningMarks
+from data.templates import ReasoningMarks
 from inference.evaluation.conclusion import Outcome, graded, write_results
 from inference.results import records
 from inference.results.records import Answer, Turn

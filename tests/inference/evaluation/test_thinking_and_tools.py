@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.benchmarks import Question, load_questions
-from data.reasoning import ReasoningMarks
+from data.templates import ReasoningMarks
 from drafters import NoDrafter
 from inference.evaluation.answering import answer_question
 from inference.evaluation.conclusion import marks_of

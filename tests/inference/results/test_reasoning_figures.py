@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from data.reasoning import ReasoningMarks
+from data.templates import ReasoningMarks
 from inference.reporting.exports import summary_records
 from inference.reporting.tables import drafter_rows
 from inference.results.draft_figures import GroupAcceptance

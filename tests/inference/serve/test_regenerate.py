@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from data.conversation import Conversation
+from data.conversations import Conversation
 from inference.journal import Journal
 from inference.regenerate.answerers import LocalAnswerer, ServerAnswerer
 from inference.regenerate.command import AnswerOptions, answer_all

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.conversation import encode, encode_prompt
+from data.conversations import load_conversations
 from data.module import ShareGPTData
-from data.sharegpt import load_conversations, tokenise
+from data.rows import tokenise
+from data.templates import encode, encode_prompt
 from inference.journal import Journal
 from inference.regenerate import answerers
 from inference.regenerate.answerers import LocalAnswerer

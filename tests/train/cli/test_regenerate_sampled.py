@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from data.conversation import encode
-from data.sharegpt import load_conversations
+from data.conversations import load_conversations
+from data.templates import encode
 from inference.journal import Journal
 from inference.regenerate.answerers import LocalAnswerer
 from inference.regenerate.command import AnswerOptions, answer_all

@@ -1,4 +1,0 @@
-"""The files of a feature store: a manifest and safetensors shards of hidden states.
-
-Imports no other package of `data`.
-"""

@@ -1,0 +1,274 @@
+"""The feature store: hidden states and labels of a frozen base, in safetensors shards with a manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from data.files import DiskError, atomic_write, checksum, hash_of, read_json, reading, validated, write_text
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+AGAIN = "write the store again with `drafters features`"
+LAST_HIDDEN = -1  # the layer number of the normed last hidden state, which the LM head reads
+KEY_BYTES = 16
+BYTES_PER_ROW = KEY_BYTES + 8  # the key of the row and its start
+StoreDtype = Literal["float32", "float16", "bfloat16", "int8"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Name, content and checksum of one shard file."""
+
+    file: str
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json: everything the hidden states depend on, and the shards that are written."""
+
+    base: str  # folder or hub id
+    base_dtype: str
+    base_hash: str  # of the base's shape and of samples of its weights
+    tokenizer: str  # `tokenizer_hash`
+    template: str  # `short_hash` of its text
+    template_name: str
+    max_length: int
+    layers: tuple[int, ...]  # 0 is the embedding, -1 the normed last hidden state
+    hidden_size: int
+    dtype: StoreDtype  # of the stored hidden states
+    rows: str  # hash of the keys of all rows, in the order of the shards
+    num_rows: int
+    num_tokens: int
+    shard_bytes: int  # planned size of a shard
+    files: tuple[dict[str, Any], ...] = ()  # name, size and time, for information only: rows are found by key
+    shards: tuple[Shard, ...] = ()  # those written so far, in order
+    is_complete: bool = False
+
+    def save(self, folder: Path) -> None:
+        """Write manifest.json atomically."""
+        write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read manifest.json; raises ValueError if it is missing or damaged."""
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise ValueError(f"no feature store at {folder}: {MANIFEST} is missing; write one with `drafters features`")
+        with reading(path, AGAIN):
+            values = read_json(path, AGAIN)
+            if values["format"] != FORMAT:
+                raise ValueError(f"format {values['format']}, not {FORMAT}")
+            manifest = validated(cls, values)
+            if any(Path(shard.file).name != shard.file for shard in manifest.shards):
+                raise ValueError("a shard outside its folder")
+        return manifest
+
+
+def differing_settings(left: Manifest, right: Manifest) -> list[str]:
+    """Return the names of the settings in which two stores differ; names, files and shards are not settings."""
+    ignored = {"base", "files", "shards", "is_complete", "template_name"}
+    names = [entry.name for entry in fields(Manifest) if entry.name not in ignored]
+    return [name for name in names if getattr(left, name) != getattr(right, name)]
+
+
+def bytes_per_token(num_layers: int, hidden_size: int, dtype: StoreDtype) -> int:
+    """Return the bytes per token on disk: hidden states (in int8 with a scale per layer), label, id and mask."""
+    state = hidden_size * {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}[dtype] + 4 * (dtype == "int8")
+    return num_layers * state + 4 + 4 + 1
+
+
+def pack(states: Tensor, dtype: StoreDtype) -> tuple[Tensor, Tensor | None]:
+    """Convert hidden states (S, D) to the dtype of the store, for int8 with the scale of each token (S,) in float32.
+
+    Raises ValueError if the states are not finite, or too large for float16.
+    """
+    if not torch.isfinite(states).all():
+        raise ValueError("the base's hidden states are not finite")
+    if dtype != "int8":
+        packed = states.to(getattr(torch, dtype))
+        if not torch.isfinite(packed).all():
+            largest = states.abs().max().item()
+            raise ValueError(f"hidden states reach {largest:.3g}, beyond {dtype}: pass --dtype bfloat16 or float32")
+        return packed, None
+    scale = states.float().abs().amax(-1) / 127
+    steps = states.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return steps.round().clamp(-127, 127).to(torch.int8), scale
+
+
+def unpack(packed: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Invert `pack` for any leading shape: layers side by side (..., F * D) with their scales (..., F)."""
+    if scale is None:
+        return packed.to(dtype)
+    return (packed.unflatten(-1, (scale.shape[-1], -1)).float() * scale[..., None]).flatten(-2).to(dtype)
+
+
+def row_keys(rows: Dataset) -> list[bytes]:
+    """Return the key of each row: a hash of its tokens and its loss mask, independent of the file it came from."""
+    import numpy as np
+
+    found = []
+    for batch in rows.with_format("arrow")[:].to_batches():
+        columns = [(batch["input_ids"], np.int32), (batch["loss_mask"], np.int8)]
+        (ids, ids_starts), (masks, mask_starts) = (
+            (column.values.to_numpy().astype(dtype), column.offsets.to_numpy()) for column, dtype in columns
+        )
+        for (start, end), (first, last) in zip(pairwise(ids_starts), pairwise(mask_starts), strict=True):
+            digest = hash_of([ids[start:end].tobytes(), b"/", masks[first:last].tobytes()], 2 * KEY_BYTES)
+            found.append(bytes.fromhex(digest))
+    return found
+
+
+def write_shard(
+    path: Path, names: Sequence[bytes], tensors: Iterable[dict[str, Any]], layers: Sequence[int], dtype: StoreDtype
+) -> Shard:
+    """Write one shard atomically, or raise ValueError if the states do not fit the dtype or the disk.
+
+    Args:
+        path: File to write.
+        names: Keys of the rows.
+        tensors: For each row ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,) and ``hidden`` (S, F * D).
+        layers: The F layers that ``hidden`` holds side by side.
+        dtype: Dtype to store the hidden states in.
+    """
+    columns: dict[str, list[Tensor]] = {}
+    lengths = []
+    for row in tensors:
+        lengths.append(len(row["input_ids"]))
+        values = {name: row[name].to(torch.int32) for name in ("input_ids", "labels")}
+        values["loss_mask"] = row["loss_mask"].to(torch.uint8)
+        for layer, states in zip(layers, row["hidden"].chunk(len(layers), dim=-1), strict=True):
+            try:
+                values[f"layer.{layer}"], scale = pack(states, dtype)
+            except ValueError as error:
+                raise ValueError(f"conversation {row['id']}, layer {layer}: {error}") from error
+            if scale is not None:
+                values[f"scale.{layer}"] = scale
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value.cpu())
+    data = {name: torch.cat(columns.pop(name)).contiguous() for name in list(columns)}
+    data["starts"] = torch.tensor([0, *lengths]).cumsum(0)
+    data["keys"] = torch.frombuffer(bytearray(b"".join(names)), dtype=torch.uint8).view(-1, KEY_BYTES)
+    try:
+        with atomic_write(path) as new:
+            save_file(data, new)
+            return Shard(path.name, len(lengths), sum(lengths), new.stat().st_size, checksum(new))
+    except (OSError, SafetensorError, DiskError) as error:
+        raise ValueError(
+            f"{path} cannot be written ({error}): free some space and run again, finished shards are kept"
+        ) from error
+
+
+class FeatureStore:
+    """The finished feature store in a folder, read row by row through memory maps; ValueError if it is damaged."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self.manifest = Manifest.read(self.folder)
+        if not self.manifest.is_complete:
+            raise ValueError(f"the feature store {folder} is not finished: run its `drafters features` command again")
+        for shard in self.manifest.shards:
+            path = self.folder / shard.file
+            if not path.is_file() or path.stat().st_size != shard.num_bytes:
+                problem = "is not of the size in the manifest" if path.is_file() else "is missing"
+                raise ValueError(f"{path} {problem}: {AGAIN}")
+        self.layers = self.manifest.layers  # the layers to read as `hidden`; a trainer selects those its drafter reads
+
+    def check(self, tokenizer: str, template: str, template_name: str, max_length: int) -> None:
+        """Raise ValueError if conversations were not tokenised in the same way as those of the store."""
+        stored = self.manifest
+        if tokenizer != stored.tokenizer:
+            problem, remedy = f"by {stored.base}, which has another tokenizer", f"--model.base {stored.base}"
+        elif template != stored.template:
+            problem = f"with the template {stored.template_name}, whose text is not that of {template_name}"
+            remedy = f"--data.template {stored.template_name}"
+        elif max_length != stored.max_length:
+            problem = f"with max_length {stored.max_length}, not {max_length}"
+            remedy = f"--data.max_length {stored.max_length}"
+        else:
+            return
+        raise ValueError(
+            f"the feature store {self.folder} was written {problem}: pass {remedy}, or write another store"
+        )
+
+    def find(self, rows: Dataset) -> list[tuple[int, int, int]]:
+        """Find rows in the store: the shard of each row, its first token there, and the token after its last."""
+        places: dict[bytes, tuple[int, int, int]] = {}
+        for number, shard in enumerate(self.manifest.shards):
+            with reading(self.folder / shard.file, AGAIN), self._open(number) as opened:
+                starts, names = opened.get_tensor("starts").tolist(), opened.get_tensor("keys").numpy()
+                columns = [f"layer.{layer}" for layer in self.manifest.layers]
+                columns += [f"scale.{layer}" for layer in self.manifest.layers if self.manifest.dtype == "int8"]
+                sizes = {
+                    opened.get_slice(name).get_shape()[0] for name in (*columns, "input_ids", "loss_mask", "labels")
+                }
+                if sizes != {shard.num_tokens} or starts != sorted(starts) or starts[-1] != shard.num_tokens:
+                    raise ValueError("it is not the file that the manifest describes")
+            for name, start, end in zip(names, starts[:-1], starts[1:], strict=True):
+                places[name.tobytes()] = (number, start, end)
+        keys = row_keys(rows)
+        if missing := [row for row, key in enumerate(keys) if key not in places]:
+            raise ValueError(
+                f"{len(missing)} of {len(keys)} conversations are not in the feature store {self.folder}, the "
+                f"first is {rows[missing[0]]['id']}: it was written from other files, or with another limit"
+            )
+        return [places[key] for key in keys]
+
+    def read(self, place: tuple[int, int, int]) -> dict[str, Tensor]:
+        """Read the row at a place that `find` returns, with its hidden states in the dtype of the store.
+
+        Returns:
+            ``input_ids``, ``loss_mask`` and ``labels`` (S,), and ``hidden`` (S, F * D), the states of `layers`. If the
+            normed last hidden state is stored but not in `layers`, it is ``last_hidden`` (S, D). An int8 store adds the
+            scales ``hidden_scale`` (S, F) and ``last_hidden_scale`` (S, 1).
+        """
+        number, start, end = place
+        with self._open(number) as opened:
+
+            def part(name: str) -> Tensor:
+                return opened.get_slice(name)[start:end]
+
+            row = {name: part(name) for name in ("input_ids", "loss_mask", "labels")}
+            last = (LAST_HIDDEN,) if LAST_HIDDEN in self.manifest.layers and LAST_HIDDEN not in self.layers else ()
+            for name, layers in (("hidden", self.layers), ("last_hidden", last)):
+                if layers:
+                    row[name] = torch.cat([part(f"layer.{layer}") for layer in layers], dim=-1)
+                    if self.manifest.dtype == "int8":
+                        row[f"{name}_scale"] = torch.stack([part(f"scale.{layer}") for layer in layers], dim=-1)
+        return row
+
+    def _open(self, number: int) -> safe_open:
+        path = self.folder / self.manifest.shards[number].file
+        with reading(path, AGAIN):
+            return safe_open(path, framework="pt")
+
+
+@dataclass(frozen=True)
+class StoredRows(TorchDataset[dict[str, Tensor]]):
+    """A map-style data set of the rows of a feature store, in the order of ``places``."""
+
+    store: FeatureStore
+    places: Sequence[tuple[int, int, int]]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return self.store.read(self.places[row])

@@ -1,0 +1,149 @@
+"""Tokenises conversations once, into a cached Arrow table, and counts what it holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.conversations import Conversation, Dropped
+from data.files import disk_errors, hash_of
+from data.templates import encode, resolve_template
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 4  # part of the cache key: raise it when `encode` or the columns change
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Size of a tokenised data set."""
+
+    num_conversations: int
+    num_tokens: int
+    num_assistant_tokens: int
+    median_length: int
+    longest: int
+
+    @classmethod
+    def of(cls, rows: Dataset) -> Statistics:
+        """Count the tokens of a data set returned by `tokenise`."""
+        import pyarrow.compute as pc
+
+        masks, sizes = rows.with_format("arrow")[:]["loss_mask"], sorted(lengths(rows))
+        num_assistant_tokens = pc.sum(pc.list_flatten(masks)).as_py()
+        return cls(len(rows), sum(sizes), num_assistant_tokens, sizes[len(sizes) // 2], sizes[-1])
+
+    def __str__(self) -> str:
+        share = self.num_assistant_tokens / self.num_tokens
+        return (
+            f"{self.num_conversations:,} conversations, {self.num_tokens:,} tokens, "
+            f"{self.num_assistant_tokens:,} of the assistant ({share:.0%}), "
+            f"median length {self.median_length:,}, longest {self.longest:,}"
+        )
+
+
+def lengths(rows: Dataset) -> list[int]:
+    """Return the number of tokens of each row, computed from the table's offsets without reading the tokens."""
+    import pyarrow.compute as pc
+
+    return pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
+
+
+def assistant_token_counts(rows: Dataset, vocab_size: int) -> np.ndarray:
+    """Count how often the assistant writes each token: (vocab_size,) int64."""
+    import numpy as np
+    import pyarrow.compute as pc
+
+    counts = np.zeros(vocab_size, np.int64)
+    for part in rows.with_format("arrow").iter(batch_size=1000):
+        ids, mask = (pc.list_flatten(part[name]).to_numpy() for name in ("input_ids", "loss_mask"))
+        counts += np.bincount(ids[mask.astype(bool)], minlength=vocab_size)
+    return counts
+
+
+def tokenise(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    max_length: int | None,
+    cache_dir: str | None = None,
+) -> Dataset:
+    """Return rows of ``input_ids`` (S,) int32, ``loss_mask`` (S,) int8 and ``id``, from the cache if they are there.
+
+    Conversations that the template refuses, or without an assistant token among the first `max_length`, are left out;
+    ValueError is raised if that leaves none. Other arguments are those of `data.templates.encode`.
+
+    Args:
+        cache_dir: Folder of the cache. The default is $DRAFTERS_CACHE, or else ~/.cache/drafters.
+    """
+    import pyarrow as pa
+    from datasets import Dataset
+
+    folder = Path(cache_dir or os.environ.get("DRAFTERS_CACHE") or "~/.cache/drafters").expanduser()
+    # The fingerprints of `datasets` hash code and pickles, so they change without need or miss a change.
+    key = hash_of(_identity(conversations, tokenizer, resolve_template(template, tokenizer), max_length), 24)
+    path = folder / f"tokens-{key}.arrow"
+    if not path.is_file():
+        table = _encode_all(conversations, tokenizer, template, max_length)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Written elsewhere and renamed, so that no reader sees half a table even if two processes write.
+        with disk_errors(path), tempfile.TemporaryDirectory(dir=folder, prefix="writing-") as temporary:
+            with pa.ipc.new_stream(f"{temporary}/rows", table.schema) as stream:
+                stream.write_table(table)
+            os.replace(f"{temporary}/rows", path)
+    return Dataset.from_file(str(path))
+
+
+def _identity(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, text: str, max_length: int | None
+) -> Iterator[object]:
+    """Yield everything that the rows depend on."""
+    special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    yield [FORMAT_VERSION, tokenizer.backend_tokenizer.to_str(), special, text, max_length]
+    for each in conversations:
+        yield [each.id, each.messages, sorted(each.details.items()), each.tools]
+        if recorded := each.recorded:
+            yield from (recorded.input_ids.tobytes(), recorded.loss_mask.tobytes())
+            yield [recorded.tokenizer, recorded.template]
+
+
+def _encode_all(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None
+) -> pa.Table:
+    import numpy as np
+    import pyarrow as pa
+    from tqdm.auto import tqdm
+
+    refused = Dropped()
+    columns: dict[str, list] = {"input_ids": [], "loss_mask": [], "id": []}
+    for conversation in tqdm(conversations, desc="tokenise", unit=" conversations", disable=None):
+        try:
+            ids, mask = encode(conversation, tokenizer, template, max_length)
+        except ValueError as error:
+            refused.add(str(error), f"conversation {conversation.id}")
+            continue
+        if any(mask):
+            columns["input_ids"].append(np.array(ids, dtype=np.int32))
+            columns["loss_mask"].append(np.array(mask, dtype=np.int8))
+            columns["id"].append(conversation.id)
+    if refused.total:
+        logging.getLogger(__name__).warning("%s", refused)
+    if not columns["id"] and refused.total == len(conversations):
+        raise ValueError(f"template {template!r} refuses every conversation: {refused}")
+    if not columns["id"]:
+        raise ValueError(
+            f"the loss mask is zero everywhere: template {template!r} marks no assistant token within the first "
+            f"{max_length} tokens of any of {len(conversations)} conversations; raise max_length, or choose another "
+            "template and check it with `drafters show-mask`"
+        )
+    types = {"input_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8()), "id": pa.string()}
+    return pa.table(columns, schema=pa.schema(types.items()))

@@ -1,0 +1,315 @@
+"""Chat templates: tokens of prompts and conversations, the loss mask on the assistant's text, marks of reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Any
+
+from data.conversations import REASONING, Conversation
+from data.files import short_hash
+from data.tokenizer import TEMPLATES, tokenizer_hash
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
+
+PRIVATE_USE = tuple(map(chr, range(0xE000, 0xF900)))  # characters that texts hardly contain
+# By which templates of reasoning models are told whether to begin an answer with its reasoning.
+THINKING_SWITCH = re.compile(r"\{[%{][^{}]*?(?<!['\"])\b(enable_thinking|thinking)\b")
+# Before and after the reasoning, in the templates of Qwen3 and DeepSeek-R1, Magistral, Cohere, Seed-OSS and others. Not
+# the channels of gpt-oss, whose template refuses answers that contain them.
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<reasoning>", "</reasoning>"),
+)
+
+
+def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a chat template.
+
+    Args:
+        name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template. With ``:thinking=on`` or
+            ``:thinking=off`` after it, the template's own switch asks for answers with or without reasoning.
+        tokenizer: Tokenizer of the base.
+
+    Raises:
+        ValueError: There is no such template, or it has no such switch.
+    """
+    name, _, option = name.partition(":")
+    if name not in (*TEMPLATES, "tokenizer"):
+        raise ValueError(f"unknown chat template {name!r}; choose one of: tokenizer, {', '.join(TEMPLATES)}")
+    if name == "tokenizer" and not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer has no chat template of its own; choose one of: {', '.join(TEMPLATES)}")
+    text = TEMPLATES[name] if name in TEMPLATES else tokenizer.get_chat_template()
+    if not option:
+        return text
+    values = {"thinking=on": "true", "thinking=off": "false"}
+    if option not in values:
+        raise ValueError(f"unknown option {option!r} of the chat template: write {name}:{' or :'.join(values)}")
+    switch = THINKING_SWITCH.search(text)
+    if switch is None:
+        raise ValueError(f"the chat template has no thinking switch (enable_thinking): write {name} without {option}")
+    # transformers drops a line break after a block, so this one keeps a line break with which the template may begin.
+    return f"{{% set {switch[1]} = {values[option]} %}}\n{text}"
+
+
+def encode_prompt(
+    messages: Sequence[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Return the token ids of a prompt: (role, text) pairs, and the start of the assistant's next turn.
+
+    Args:
+        messages: The pairs; the last is the user's.
+        tokenizer: Tokenizer of the base.
+        template: Name of the chat template, see `resolve_template`.
+        tools: Definitions of the tools that the template offers, each a JSON object.
+    """
+    dicts, options = Conversation("prompt", tuple(messages)).as_dicts(), {"tools": list(tools)} if tools else {}
+    text = resolve_template(template, tokenizer)
+    return list(_apply(dicts, tokenizer, text, return_dict=True, add_generation_prompt=True, **options)["input_ids"])
+
+
+def encode(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, template: str, max_length: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a conversation and its loss mask, both (S,).
+
+    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer.
+
+    Args:
+        conversation: The conversation to encode.
+        tokenizer: Tokenizer of the base.
+        template: Name of the chat template, see `resolve_template`.
+        max_length: Tokens after this many are cut off. None keeps all.
+
+    Raises:
+        ValueError: The template refuses the conversation, or recorded tokens belong to another tokenizer or template.
+    """
+    text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
+    tools = list(conversation.tools) or None
+    if recorded := conversation.recorded:
+        for name, expected, found in (
+            ("tokenizer", tokenizer_hash(tokenizer), recorded.tokenizer),
+            ("chat template", short_hash(text), recorded.template),
+        ):
+            if expected != found:
+                raise ValueError(
+                    f"its tokens were written with another {name}: use that one, or remove input_ids from the records"
+                )
+        if max(recorded.input_ids) >= len(tokenizer):
+            raise ValueError("input_ids holds tokens that the tokenizer does not know")
+        ids, mask = recorded.input_ids.tolist(), recorded.loss_mask.tolist()
+    elif "{% generation" in text or "{%- generation" in text:
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = _apply(messages, tokenizer, text, tools=tools, **options)
+        ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    else:
+        ids, mask = mask_without_marks(messages, tokenizer, text, tools)
+    return ids[:max_length], mask[:max_length]
+
+
+def _apply(messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, **options: Any) -> Any:
+    """Apply a template, which writes BOS itself, so that no special tokens are added."""
+    from jinja2 import TemplateError
+
+    if "tool_calls" not in template and any("tool_calls" in message for message in messages):
+        raise ValueError("the chat template has no place for tool calls")
+    if options.get("return_dict"):  # no warning about texts beyond the tokenizer's maximum: `encode` cuts them
+        options["tokenizer_kwargs"] = {"verbose": False}
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+
+
+def mask_without_marks(
+    messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the token ids and the loss mask (S,) of a conversation whose template has no ``{% generation %}`` marks.
+
+    What the template writes for an answer after its prompt is in the mask, up to the last EOS token: reasoning, tool
+    calls and the names of channels too, if the template shows them. The rendered texts are compared rather than the
+    ids, because an answer that starts with a line break may share its first token with the prompt. Raises ValueError if
+    the template refuses the conversation, or an answer cannot be found in what it writes.
+
+    Args:
+        messages: Dicts as chat templates read them.
+        tokenizer: Tokenizer of the base.
+        template: Text of the template.
+        tools: Descriptions of the tools that the assistant may call.
+    """
+    texts = _Texts(messages, tokenizer, template, tools)
+    answers: list[tuple[int, int]] = []
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            answers.append(texts.answer(turn, after=answers[-1][1] if answers else 0))
+    encoded = tokenizer(texts.whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, mask = list(encoded["input_ids"]), [0] * len(encoded["input_ids"])
+    ends = [end for _, end in encoded["offset_mapping"]]
+    for start, end in answers:
+        answer = range(bisect_right(ends, start), bisect_right(ends, end))
+        eos = [place for place in answer if ids[place] == tokenizer.eos_token_id]
+        for place in answer:
+            # Anything the template writes after the last EOS, such as a line break, is not part of the answer.
+            mask[place] = int(not eos or place <= eos[-1])
+    return ids, mask
+
+
+class _Texts:
+    """What a template writes for a conversation and for parts of it."""
+
+    def __init__(
+        self, messages: list[dict], tokenizer: PreTrainedTokenizerBase, template: str, tools: list[dict] | None
+    ) -> None:
+        self.messages, self.tokenizer, self.template, self.tools = messages, tokenizer, template, tools
+        self.whole = self._text(messages)
+        used = {*self.whole, *json.dumps([messages, tools], ensure_ascii=False, default=str)}
+        self.stand_in = next((character for character in PRIVATE_USE if character not in used), PRIVATE_USE[0])
+        # A template must write the name of each tool that is called, wherever it is called.
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        renamed = json.loads(json.dumps(messages, default=str))
+        for call in (call for message in renamed for call in message.get("tool_calls", ())):
+            call["function"]["name"] = self.stand_in
+        if calls and self._text(renamed).count(self.stand_in) < len(calls):
+            raise ValueError("the chat template leaves out a tool call")
+
+    def _text(self, messages: Sequence[dict], is_prompt: bool = False) -> str:
+        options = {"tools": self.tools, "tokenize": False, "add_generation_prompt": is_prompt}
+        return _apply(list(messages), self.tokenizer, self.template, **options)
+
+    def answer(self, turn: int, after: int) -> tuple[int, int]:
+        """Return the half-open range of an answer in the whole text, where the answer before it ends at ``after``."""
+        prompt = self._text(self.messages[:turn], is_prompt=True)
+        answered = self._text(self.messages[: turn + 1])
+        if self.whole.startswith(answered) and answered.startswith(prompt):
+            return len(prompt), len(answered)
+        # Many templates write the answers of earlier turns in another way than the last one: without the reasoning
+        # (Qwen3), with another end (gpt-oss), or without the system message (Mistral).
+        found = self._where_stand_in_is(turn) or self._where_tool_call_is(turn, prompt, after)
+        if found is None:
+            raise ValueError(
+                "the chat template does not extend its own prompt, so the answers cannot be found in it; "
+                "add {% generation %} marks to it, or choose another template"
+            )
+        start, end = found
+        if self.whole.startswith(prompt) and len(prompt) < start:
+            start = len(prompt)
+        eos = str(self.tokenizer.eos_token or "")
+        return start, end + len(eos) * self.whole.startswith(eos, end)
+
+    def _where_stand_in_is(self, turn: int) -> tuple[int, int] | None:
+        """The range that changes if the answer is another one, unless anything else changes with it."""
+        message = {"role": "assistant", "content": self.stand_in}
+        try:
+            changed = self._text([*self.messages[:turn], message, *self.messages[turn + 1 :]])
+        except ValueError:  # the results of tools may have to follow calls
+            return None
+        before, _, behind = changed.partition(self.stand_in)
+        end = len(self.whole) - len(behind)
+        is_only_change = self.whole.startswith(before) and self.whole.endswith(behind) and len(before) <= end
+        if self.stand_in in self.whole or changed.count(self.stand_in) != 1 or not is_only_change:
+            return None
+        return len(before), end
+
+    def _where_tool_call_is(self, turn: int, prompt: str, after: int) -> tuple[int, int] | None:
+        """The range of a tool call, written as after its own prompt: the first such text behind the answer before it.
+
+        Unless a message between the two quotes it.
+        """
+        message, earlier = self.messages[turn], self.messages[:turn]
+        between = list(takewhile(lambda message: message["role"] != "assistant", reversed(earlier)))
+        without_reasoning = {name: value for name, value in message.items() if name not in REASONING}
+        for written in (message, without_reasoning) if "tool_calls" in message else ():
+            answered = self._text([*earlier, written])
+            call = answered.removeprefix(prompt)
+            is_quoted = any(call.strip() in str(message["content"]) for message in between)
+            start = self.whole.find(call, after)
+            if call and call != answered and start >= 0 and not is_quoted:
+                return start, start + len(call)
+        return None
+
+
+def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Decode tokens into a text that shows those inside the loss mask in bold green and the others dimmed."""
+    from rich.text import Text
+
+    text, decoded, end = Text(), "", 0
+    for is_masked_in, run in groupby(mask):
+        end += len(list(run))
+        # Decoding from the start keeps the space that SentencePiece drops at the start of a text.
+        longer = str(tokenizer.decode(list(ids[:end]), clean_up_tokenization_spaces=False))
+        text.append(longer[len(decoded) :], style="bold green" if is_masked_in else "dim")
+        decoded = longer
+    return text
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """The marks around the reasoning in an answer."""
+
+    texts: tuple[str, str]  # before the reasoning, and after it
+    start: tuple[int, ...]  # the first as token ids
+    end: tuple[int, ...]
+    is_open: bool  # whether the prompt ends within the reasoning, so that an answer begins with it
+
+    def span(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """The first and the end position of the reasoning in an answer, marks included; None if there is none.
+
+        Reasoning without an end lasts until the answer was cut. An end without a start belongs to an answer that begins
+        with the reasoning.
+        """
+        start, end = _find(token_ids, self.start), _find(token_ids, self.end)
+        if start is None and end is None and not self.is_open:
+            return None
+        if start is None or self.is_open or (end is not None and end < start):
+            start = 0
+        return start, len(token_ids) if end is None else end + len(self.end)
+
+    def without_reasoning(self, text: str) -> str:
+        """What an answer says after its reasoning: nothing if the reasoning has no end, everything if there is none."""
+        start, end = self.texts
+        reasoning, mark, rest = text.partition(end)
+        if mark:
+            return rest.strip()
+        return "" if self.is_open or start in reasoning else text
+
+
+def find_marks(template: str, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> ReasoningMarks | None:
+    """Return the marks that the text of a chat template contains, which rendered ``prompt``; None if it has none."""
+    marks = next((pair for pair in MARKS if pair[1] in template), None)
+    if marks is None:
+        return None
+    start, end = (tuple(tokenizer(mark, add_special_tokens=False).input_ids) for mark in marks)
+    reverse = prompt[::-1]
+    opened, closed = _find(reverse, start[::-1]), _find(reverse, end[::-1])
+    return ReasoningMarks(marks, start, end, opened is not None and (closed is None or opened < closed))
+
+
+def decode_answer(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Decode an answer without special tokens but with the marks of `MARKS`, which are special in some tokenizers.
+
+    Without its marks, reasoning would be part of the answer for whoever reads the text, also for the chat template that
+    renders the next prompt.
+    """
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    marks = {index for index, content in special.items() if any(content in pair for pair in MARKS)}
+    if marks.isdisjoint(token_ids):
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    return str(tokenizer.decode([token for token in token_ids if token in marks or token not in special]))
+
+
+def _find(tokens: Sequence[int], part: Sequence[int]) -> int | None:
+    """Position at which a part first occurs in tokens."""
+    places = range(len(tokens) - len(part) + 1) if part else ()
+    return next((place for place in places if tuple(tokens[place : place + len(part)]) == tuple(part)), None)

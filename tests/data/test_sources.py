@@ -1,0 +1,232 @@
+"""Rows and documents are read from every kind of file; what is broken is named in one line."""
+
+import gzip
+import json
+import os
+
+import pyarrow as pa
+import pytest
+from datasets.packaged_modules.json.json import Json
+from pyarrow import parquet
+
+from data.conversations import load_conversations
+from data.sources import read_rows, read_texts
+
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}
+GOOD = [{"id": f"good-{n}", "conversations": [HUMAN, GPT]} for n in range(3)]
+LINES = [json.dumps(record).encode() for record in GOOD]
+TABLE = pa.Table.from_pylist(GOOD)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        content = content.encode() if isinstance(content, str) else content
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        return str(path)
+
+    return write
+
+
+def refusal(source, read=read_rows):
+    with pytest.raises(ValueError) as error:
+        list(read(source))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("list.json", json.dumps(GOOD)),
+        ("list.json.gz", json.dumps(GOOD)),
+        ("object.json", json.dumps({"version": 1, "data": GOOD})),
+        ("marked.json", b"\xef\xbb\xbf" + json.dumps(GOOD).encode()),
+        ("lines.jsonl", b"\n\n  \n" + b"\r\n".join(LINES) + b"\n"),
+        ("marked.jsonl", b"\xef\xbb\xbf" + b"\n".join(LINES)),
+        ("lines.jsonl.gz", b"\n".join(LINES)),
+        ("another name", b"\n".join(LINES)),
+    ],
+)
+def test_every_kind_of_file_is_read(write, name, content):
+    rows = list(read_rows(write(name, content)))
+    assert [row for _, row in rows] == GOOD and rows[1][0] in ("record 2", "line 2", "line 5")
+
+
+def test_a_table_is_read_with_the_columns_that_are_asked_for(tmp_path):
+    file = str(tmp_path / "talk.parquet")
+    parquet.write_table(TABLE, file)
+    assert [row for _, row in read_rows(file)] == GOOD
+    assert [row for _, row in read_rows(file, {"id", "other"})] == [{"id": row["id"]} for row in GOOD]
+    with pytest.raises(ValueError, match=r"none of its columns \(id, conversations\) is one of text"):
+        list(read_rows(file, {"text"}))
+
+
+def test_the_embedded_corpus_is_read_by_name():
+    assert [row["id"] for _, row in read_rows("embedded:3:9")] == ["embedded-9-0", "embedded-9-1", "embedded-9-2"]
+    assert list(read_rows("embedded:5")) == list(read_rows("embedded:9:0"))[:5]
+    assert "embedded:COUNT" in refusal("embedded:many") and "embedded:COUNT" in refusal("embedded:1:2:3")
+
+
+def test_json_lines_are_read_one_at_a_time(write, tmp_path):
+    file = write("long.jsonl", b"\n".join(LINES) + b"\n" + b"x" * 1000)
+    found = read_rows(file)
+    assert next(found)[0] == "line 1"
+    (tmp_path / "long.jsonl").write_bytes(b"")  # what is read ahead is a buffer, not the file
+    assert len(list(found)) == 3
+
+
+def test_a_data_set_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
+    from datasets import config
+
+    written = tmp_path / "talk.jsonl"
+    written.write_bytes(b"\n".join(LINES))
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    builder = Json(dataset_name="talk", hash="0", data_files={"train": [str(written)]})
+    builder.download_and_prepare()
+    (tmp_path / "cache" / "someone___talk").mkdir()
+    (tmp_path / "cache" / "talk" / builder.config_id).rename(tmp_path / "cache" / "someone___talk" / "default")
+    for source in ("hub:someone/talk", "hub:someone/talk:train", "hub:someone/talk:default:train"):
+        assert [row["id"] for _, row in read_rows(source)] == ["good-0", "good-1", "good-2"]
+    assert 'cannot be loaded from the hub (Unknown split "test"' in refusal("hub:someone/talk:test")
+
+
+def test_a_file_of_the_hub_is_read_from_the_local_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder, commit = tmp_path / "datasets--someone--talk", "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit / "raw").mkdir(parents=True)
+    (folder / "snapshots" / commit / "raw" / "a.jsonl").write_bytes(LINES[0])
+    for source in ("hub:someone/talk/raw/a.jsonl", f"hub:someone/talk@{commit}/raw/a.jsonl"):
+        assert list(read_rows(source)) == [("line 1", GOOD[0])]
+
+
+MALFORMED = ["hub:", "hub:talk", "hub:someone/", "hub:someone/talk:", "hub:someone/talk:a:b:c", "hub:a/b/c.json:train"]
+
+
+@pytest.mark.parametrize("source", [*MALFORMED, "hub:someone/nothing", "hub:a/b:test", "hub:a/b@main/c.json"])
+def test_a_source_missing_on_the_hub_is_refused_in_one_line(source):
+    said = "expected hub:OWNER/NAME" if source in MALFORMED else f"{source}: cannot be loaded from the hub ("
+    assert said in refusal(source)
+
+
+ZIPPED = gzip.compress(b"\n".join(os.urandom(300).hex().encode() for _ in range(2000)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.json", b" \n", "empty.json line 2: invalid JSON"),
+        ("empty.jsonl", b"", "empty.jsonl: the file is empty; fetch the file again"),
+        ("cut.json", json.dumps(GOOD, indent=1).encode()[:-60], "cut.json line 34: invalid JSON"),
+        (
+            "lines.json",
+            b"\n".join(LINES),
+            "lines.json line 2: invalid JSON (Extra data); fetch the file again, or",
+        ),
+        ("latin.json", b'[\n"caf\xe9"]', "latin.json: not UTF-8 (invalid continuation byte)"),
+        ("lists.json", b'{"a": [], "b": []}', "lists.json: expected a list of records"),
+        ("text.json", b'"Hi"', "text.json: expected a list of records"),
+        ("false.parquet", b"\n".join(LINES), "false.parquet: Parquet magic bytes not found"),
+        ("empty.parquet", b"", "empty.parquet: Parquet file size is 0 bytes"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_line(write, name, content, message):
+    assert message in refusal(write(name, content))
+
+
+@pytest.mark.parametrize("name", ["cut.jsonl.gz", "damaged.jsonl.gz", "cut.json.gz", "cut.parquet", "damaged.parquet"])
+def test_a_truncated_or_damaged_file_is_refused_by_name(tmp_path, name):
+    whole = ZIPPED
+    if "parquet" in name:
+        parquet.write_table(TABLE, tmp_path / name, write_page_checksum=False)
+        whole = (tmp_path / name).read_bytes()
+    damaged = whole[: len(whole) // 2] if "cut" in name else whole[:10] + b"\xff" * 190 + whole[200:]
+    (tmp_path / name).write_bytes(damaged)
+    assert f"{tmp_path / name}: " in refusal(str(tmp_path / name))
+
+
+def test_what_is_no_file_is_refused_with_advice(tmp_path):
+    (tmp_path / "real.jsonl").write_bytes(b"\n".join(LINES))
+    (tmp_path / "link.jsonl").symlink_to("real.jsonl")
+    assert len(list(read_rows(str(tmp_path / "link.jsonl")))) == 3
+    assert "a folder; give the files in it" in refusal(str(tmp_path))
+    assert "no such file; give the path of one" in refusal(str(tmp_path / "nowhere.jsonl"))
+    assert "for a data set of the hub write hub:someone/talk" in refusal("someone/talk")
+
+
+BROKEN_LINES = {
+    "half a record": (LINES[0][:40], "invalid JSON (Unterminated string"),
+    "two records in a line": (LINES[0] + LINES[1], "invalid JSON (Extra data)"),
+    "broken UTF-8": (LINES[0].replace(b"Hi", b"H\xff"), "not UTF-8 (invalid start byte)"),
+    "UTF-16": (LINES[0].decode().encode("utf-16"), "not UTF-8"),
+    "NUL bytes": (b"\x00" * 64, "invalid JSON (Expecting value)"),
+    "deep nesting": (b"[" * 100_000, "recursion"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_LINES)
+def test_a_broken_line_is_named_and_the_others_are_read(write, name):
+    line, reason = BROKEN_LINES[name]
+    conversations, dropped = load_conversations([write("mixed.jsonl", b"\n".join([LINES[0], line, *LINES[1:]]))])
+    assert [each.id for each in conversations] == ["good-0", "good-1", "good-2"] and dropped.total == 1
+    assert dropped.examples[0].startswith("mixed.jsonl line 2: ") and reason in dropped.examples[0]
+
+
+TURNS = [{"from": "human", "value": "w3 w4"}, {"from": "gpt", "value": "w5"}]
+MESSAGES = [{"role": "user", "content": "w6"}, {"role": "assistant", "content": ""}]
+
+
+@pytest.mark.parametrize(
+    ("record", "texts"),
+    [
+        ({"text": "w3\n\nw4"}, ["w3\n\nw4"]),
+        ({"text": " "}, []),
+        ({"text": "w3", "id": 4, "meta": None}, ["w3"]),
+        ({"conversations": TURNS}, ["w3 w4", "w5"]),
+        ({"id": 1, "messages": MESSAGES}, ["w6"]),
+        ({"question": "w7?", "answer": "w8\u2028w9"}, ["w7?", "w8\u2028w9"]),
+        ({"instruction": "w3", "input": "", "output": "w4"}, ["w3", "w4"]),
+        ({"instruction": "w3", "output": "w4"}, ["w3", "w4"]),
+        ({"instruction": "w3", "input": "w4", "response": "w5", "history": []}, ["w3", "w4", "w5"]),
+        ({"id": 1, "history": [{"user": "w3", "bot": "w4"}, {"user": "w5", "bot": "w6"}]}, ["w3", "w4", "w5", "w6"]),
+    ],
+)
+def test_the_documents_of_a_record_are_its_parts(write, tmp_path, record, texts):
+    files = [write("a.jsonl", json.dumps(record)), write("b.json", json.dumps([record], indent=1))]
+    files += [write("c.jsonl.gz", "\n\n" + json.dumps(record) + "\n"), str(tmp_path / "d.parquet")]
+    parquet.write_table(pa.Table.from_pylist([record]), files[-1])
+    assert list(read_texts(files)) == 4 * texts
+
+
+def test_blank_lines_separate_the_documents_of_a_text(write):
+    files = [write("a.txt", "\nw3 ünicode\nw4\u2028w5\n \n\nw6\r\n"), write("b.py", "w3"), write("c.txt.gz", "")]
+    assert list(read_texts(files)) == ["w3 ünicode\nw4\u2028w5\n", "w6\r\n", "w3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "invalid JSON"),
+        ("[1]", "no text; expected a field `text`"),
+        ('{"txt": "w3"}', "no text"),
+        ('{"text": 3}', "no text"),
+        ('{"question": "w3"}', "no text"),
+        ('{"conversations": ["w3"]}', "no text"),
+        ('{"conversations": "w3"}', "no text"),
+        ('{"messages": [{"role": "user"}]}', "no text"),
+    ],
+)
+def test_a_record_without_text_is_refused_with_its_file_and_line(write, line, message):
+    file = write("a.jsonl", f'{{"text": "w3"}}\n{line}\n{{"text": "w3"}}')
+    assert refusal([file], read_texts).startswith(f"{file} line 2: {message}")
+
+
+def test_texts_that_cannot_be_read_are_refused_by_name(write, tmp_path):
+    latin = write("a.txt", b"w3\nGr\xfc\xdfe\n")
+    assert f"{latin} line 2: not UTF-8" in refusal([latin], read_texts)
+    assert "no text file at" in refusal([str(tmp_path)], read_texts) and "no text file:" in refusal([], read_texts)

@@ -1,0 +1,402 @@
+"""Prompts, loss masks and the marks of reasoning, with templates as those of real models."""
+
+from array import array
+from copy import deepcopy
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+
+from data.conversations import Conversation, RecordedTokens, parse
+from data.files import short_hash
+from data.templates import (
+    TEMPLATES,
+    ReasoningMarks,
+    decode_answer,
+    encode,
+    encode_prompt,
+    find_marks,
+    masked_text,
+    resolve_template,
+)
+from data.tokenizer import VICUNA_SYSTEM, tokenizer_hash
+
+CHAT = Conversation(
+    "chat",
+    (
+        ("user", "How many legs has a spider?"),
+        ("assistant", "Eight.\n\nInsects have 6."),
+        ("user", "And  two spiders?"),
+        ("assistant", " 16 in total"),
+    ),
+)
+CHATML = (
+    "{%- for message in messages -%}{{- '[' + message['role'] + ']\\n' + message['content'] -}}"
+    "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '[assistant]\\n' -}}{%- endif -%}"
+)
+
+
+def unmarked(template: str) -> str:
+    for mark in ("{%- generation -%}", "{%- endgeneration -%}"):
+        template = template.replace(mark, "")
+    return template
+
+
+def learned(conversation, tokenizer, template):
+    """The texts inside the loss mask, and all others."""
+    ids, mask = encode(conversation, tokenizer, template)
+    runs = {0: [], 1: []}
+    for is_learned, run in groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0]):
+        runs[is_learned].append(tokenizer.decode([token for _, token in run], clean_up_tokenization_spaces=False))
+    return runs[1], runs[0]
+
+
+def fastchat_add_colon_two(messages, system=VICUNA_SYSTEM, seps=(" ", "</s>")):
+    """Render messages by the rule of FastChat's SeparatorStyle.ADD_COLON_TWO."""
+    text = "<s>" + system + seps[0]
+    for n, (role, message) in enumerate(messages):
+        text += f"{role.upper()}: {message}{seps[n % 2]}" if message is not None else f"{role.upper()}:"
+    return text
+
+
+def llama2_official(messages, system=None):
+    """Render messages by Meta's rule: the system text is in the first user turn, every pair has its own BOS and EOS."""
+    texts = [message for _, message in messages]
+    if system:
+        texts[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{texts[0]}"
+    pairs = [texts[n : n + 2] for n in range(0, len(texts), 2)]
+    return "".join(f"<s>[INST] {pair[0]} [/INST]" + "".join(f" {answer} </s>" for answer in pair[1:]) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("template", "official"), [("vicuna_v1.1", fastchat_add_colon_two), ("llama2_chat", llama2_official)]
+)
+def test_the_templates_render_the_official_prompts(tokenizer, template, official):
+    def rendered(messages, **options):
+        dicts = [{"role": role, "content": text} for role, text in messages]
+        return tokenizer.apply_chat_template(dicts, chat_template=TEMPLATES[template], tokenize=False, **options)
+
+    assert rendered(CHAT.messages) == official(CHAT.messages)
+    with_system = (("system", "Be brief."), *CHAT.messages)
+    assert rendered(with_system) == official(CHAT.messages, system="Be brief.")
+    asked = CHAT.messages[:3]
+    prompt = (*asked, ("assistant", None)) if template == "vicuna_v1.1" else asked
+    assert rendered(asked, add_generation_prompt=True) == official(prompt)
+
+
+@pytest.mark.parametrize(("template", "before_eos"), [("vicuna_v1.1", ""), ("llama2_chat", " ")])
+def test_the_mask_covers_the_answers_and_their_eos_and_nothing_else(tokenizer, template, before_eos, monkeypatch):
+    answers = [f" {text}{before_eos}</s>" for role, text in CHAT.messages if role == "assistant"]
+    assert learned(CHAT, tokenizer, template)[0] == answers
+    monkeypatch.setitem(TEMPLATES, "unmarked", unmarked(TEMPLATES[template]))
+    ids, mask = encode(CHAT, tokenizer, template)
+    assert encode(CHAT, tokenizer, "unmarked") == (ids, mask), "with and without the marks of transformers"
+    assert encode(CHAT, tokenizer, template, 50) == (ids[:50], mask[:50])
+
+
+@pytest.mark.parametrize("first", ["", "{{- messages | length -}}"], ids=["extends its prompt", "rewrites it"])
+def test_what_a_template_adds_after_eos_is_outside_the_mask(tokenizer, monkeypatch, first):
+    monkeypatch.setitem(TEMPLATES, "chatml", first + CHATML)
+    assert learned(CHAT, tokenizer, "chatml")[0] == ["Eight.\n\nInsects have 6.</s>", " 16 in total</s>"]
+    for answer in ("\nEight", "  Eight", "\n\n\nEight"):  # which may share a token with the prompt
+        ((found,), _) = learned(Conversation("", (("user", "Hi"), ("assistant", answer))), tokenizer, "chatml")
+        assert found.strip("\n ") == "Eight</s>"
+
+
+def test_a_template_that_rewrites_its_prompt_with_the_answers_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "counting", "{{- messages | map(attribute='content') | join | length -}}" + CHATML)
+    with pytest.raises(ValueError, match="does not extend its own prompt"):
+        encode(CHAT, tokenizer, "counting")
+    monkeypatch.setitem(TEMPLATES, "refusing", "{{- raise_exception('no system message') -}}")
+    with pytest.raises(ValueError, match="the chat template refuses the conversation: no system message"):
+        encode(CHAT, tokenizer, "refusing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", list(TEMPLATES))
+def test_a_prompt_is_a_prefix_of_the_conversation_with_its_answer_and_has_one_bos(
+    tokenizer, llama_tokenizer, template, monkeypatch
+):
+    monkeypatch.setitem(TEMPLATES, "unmarked", unmarked(TEMPLATES[template]))
+    for each in (tokenizer, llama_tokenizer):
+        for turn in (1, 3):
+            prompt = encode_prompt(CHAT.messages[:turn], each, template)
+            ids, mask = encode(Conversation("", CHAT.messages[: turn + 1]), each, template)
+            assert ids[: len(prompt)] == prompt and all(mask[len(prompt) :]) and not mask[len(prompt) - 1]
+        assert encode(CHAT, each, template) == encode(CHAT, each, "unmarked")
+        assert encode_prompt(CHAT.messages[:1], each, template).count(each.bos_token_id) == 1
+
+
+def test_templates_are_chosen_by_name(tokenizer, monkeypatch):
+    assert resolve_template("vicuna_v1.1", tokenizer) == TEMPLATES["vicuna_v1.1"]
+    assert resolve_template("tokenizer", tokenizer) == tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    for name, said in {
+        "alpaca": r"'alpaca'.*vicuna_v1.1, llama2_chat",
+        "alpaca:thinking=on": "unknown chat template 'alpaca'",
+        "tokenizer": r"no chat template of its own; choose one of: vicuna_v1.1",
+        "vicuna_v1.1:thinking=off": r"no thinking switch \(enable_thinking\): write vicuna_v1.1 without thinking=off",
+        "vicuna_v1.1:thinking=maybe": "unknown option 'thinking=maybe' .* write vicuna_v1.1:thinking=on or",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            resolve_template(name, tokenizer)
+
+
+SWITCH = (
+    "\n{%- for message in messages %}{{ '[' + message.role + ']' + message.content }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '[assistant]' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{%- endif %}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("text", [SWITCH, SWITCH.strip(), SWITCH.replace("enable_thinking", "thinking")])
+def test_the_thinking_switch_is_the_templates_own(tokenizer, monkeypatch, text):
+    monkeypatch.setattr(tokenizer, "chat_template", text)
+    prompts = {}
+    for option, value in (("", None), (":thinking=on", True), (":thinking=off", False)):
+        switch = {} if value is None else {"enable_thinking": value, "thinking": value}
+        expected = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Why?"}], add_generation_prompt=True, return_dict=False, **switch
+        )
+        prompts[option] = encode_prompt([("user", "Why?")], tokenizer, f"tokenizer{option}")
+        assert prompts[option] == expected
+    assert prompts[""] == prompts[":thinking=on"] != prompts[":thinking=off"]
+
+
+def test_the_answers_are_shown_in_green_within_the_complete_text(tokenizer):
+    text = masked_text(*encode(CHAT, tokenizer, "vicuna_v1.1"), tokenizer)
+    assert text.plain == fastchat_add_colon_two(CHAT.messages)
+    green = [text.plain[span.start : span.end] for span in text.spans if span.style == "bold green"]
+    assert green == [" Eight.\n\nInsects have 6.</s>", "  16 in total</s>"]
+
+
+def test_recorded_tokens_are_used_as_they_are_with_the_tokenizer_and_template_they_belong_to(tokenizer):
+    own = tokenizer_hash(tokenizer), short_hash(TEMPLATES["vicuna_v1.1"])
+    recorded = replace(CHAT, recorded=RecordedTokens(array("i", [5, 6, 7]), array("b", [0, 1, 1]), *own))
+    assert encode(recorded, tokenizer, "vicuna_v1.1", 2) == ([5, 6], [0, 1])
+    for tokens, said in (
+        (replace(recorded.recorded, tokenizer="0"), "another tokenizer: use that one, or remove input_ids"),
+        (replace(recorded.recorded, template="0"), "another chat template: use that one"),
+        (replace(recorded.recorded, input_ids=array("i", [5, 6, 9999])), "tokens that the tokenizer does not know"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            encode(replace(CHAT, recorded=tokens), tokenizer, "vicuna_v1.1")
+
+
+SYSTEM = "{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}"
+# As Qwen3: only the answer to the last question shows its reasoning, which is empty if there is none.
+THINKING = (
+    "{%- set last = namespace(user=0) -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for m in messages -%}{{- '[' + m.role + ']' -}}{%- if m.role != 'assistant' -%}{{- m.content + '\n' -}}"
+    "{%- else -%}"
+    "{%- if loop.index0 > last.user and (loop.last or m.reasoning_content) -%}"
+    "{{- '<think>' + (m.reasoning_content or '') + '</think>' -}}{%- endif -%}"
+    "{{- m.content -}}"
+    "{%- for call in m.tool_calls or [] -%}"
+    "{{- '<call>' + call.function.name + ' ' + call.function.arguments | tojson + '</call>' -}}{%- endfor -%}"
+    "{{- eos_token + '\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think></think>' -}}{%- endif -%}"
+    "{%- endif -%}"
+)
+# As gpt-oss: channels, of which the reasoning is shown before the last answer only, and another end of earlier answers.
+CHANNELS = (
+    "{%- set state = namespace(called='') -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}{{- '[user]' + m.content + '[end]' -}}"
+    "{%- elif m.role == 'tool' -%}{%- if not state.called -%}{{- raise_exception('no call') -}}{%- endif -%}"
+    "{{- '[' + state.called + ']' + m.content + '[end]' -}}"
+    "{%- elif m.tool_calls -%}"
+    "{%- if m.thinking and loop.last -%}{{- '[assistant][analysis]' + m.thinking + '[end]' -}}{%- endif -%}"
+    "{%- set state.called = m.tool_calls[0].function.name -%}"
+    "{{- '[assistant] to=' + state.called + '[commentary]' + m.tool_calls[0].function.arguments | tojson + '[call]' -}}"
+    "{%- elif loop.last -%}"
+    "{%- if m.thinking -%}{{- '[assistant][analysis]' + m.thinking + '[end]' -}}{%- endif -%}"
+    "{{- '[assistant][final]' + m.content + eos_token -}}"
+    "{%- else -%}{{- '[assistant][final]' + m.content + '[end]' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
+)
+# As Mistral: the system message and the tools stand before the last question, and turns must alternate.
+MOVING = (
+    SYSTEM + "{%- set n = namespace(turns=0, users=messages | selectattr('role', 'equalto', 'user') | list) -%}"
+    "{{- bos_token -}}{%- for m in messages -%}"
+    "{%- if m.role in ('user', 'assistant') and not m.tool_calls -%}"
+    "{%- if (m.role == 'user') != (n.turns % 2 == 0) -%}{{- raise_exception('turns must alternate') -}}{%- endif -%}"
+    "{%- set n.turns = n.turns + 1 -%}{%- endif -%}"
+    "{%- if m.role == 'user' -%}"
+    "{%- if tools and m == n.users[-1] -%}{{- '[TOOLS]' + tools | tojson + '[/TOOLS]' -}}{%- endif -%}"
+    "{{- '[INST]' + (system + '\n' if system and loop.last else '') + m.content + '[/INST]' -}}"
+    "{%- elif m.tool_calls -%}{{- '[CALLS]' + m.tool_calls[0].function | tojson + eos_token -}}"
+    "{%- elif m.role == 'tool' -%}{{- '[RESULT]' + m.content + '[/RESULT]' -}}"
+    "{%- elif m.role == 'assistant' -%}{{- m.content + eos_token -}}{%- endif -%}{%- endfor -%}"
+)
+CALL = {"id": "call12345", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+QUESTION, THANKS = {"role": "user", "content": "What is 2 + 3?"}, {"role": "user", "content": "And 5 + 1?"}
+FIVE = {"role": "assistant", "content": "It is 5.", "reasoning_content": "Add them."}
+SIX = {"role": "assistant", "content": "<b>6</b>", "reasoning": "Once more."}
+ASKS = {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking": "I need a tool."}
+RESULT = {"role": "tool", "tool_call_id": "call12345", "content": "5"}
+PLAIN = {"messages": [{"role": "system", "content": "Be brief."}, QUESTION, FIVE, THANKS, SIX]}
+WITH_TOOLS = {"messages": [QUESTION, ASKS, RESULT, FIVE, THANKS, SIX], "tools": [TOOL]}
+
+
+CALLED = '{"a": 2, "b": 3}'
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "expected"),
+    [
+        (THINKING, PLAIN, ["It is 5.</s>", "<think>Once more.</think><b>6</b></s>"]),
+        (
+            THINKING,
+            WITH_TOOLS,
+            [f"<call>add {CALLED}</call></s>", "It is 5.</s>", "<think>Once more.</think><b>6</b></s>"],
+        ),
+        (CHANNELS, PLAIN, ["[final]It is 5.", "[analysis]Once more.[end][assistant][final]<b>6</b></s>"]),
+        (
+            CHANNELS,
+            WITH_TOOLS,
+            [
+                f" to=add[commentary]{CALLED}[call]",
+                "[final]It is 5.",
+                "[analysis]Once more.[end][assistant][final]<b>6</b></s>",
+            ],
+        ),
+        (MOVING, PLAIN, ["It is 5.</s>", "<b>6</b></s>"]),
+        (
+            MOVING,
+            WITH_TOOLS,
+            [f'[CALLS]{{"name": "add", "arguments": {CALLED}}}</s>', "It is 5.</s>", "<b>6</b></s>"],
+        ),
+    ],
+    ids=["thinking", "thinking-tools", "channels", "channels-tools", "moving", "moving-tools"],
+)
+def test_answers_and_tool_calls_are_learned_and_nothing_else_is(tokenizer, monkeypatch, template, record, expected):
+    monkeypatch.setitem(TEMPLATES, "tried", template)
+    found, others = learned(parse(record, 0), tokenizer, "tried")
+    assert [text.strip() for text in found] == [text.strip() for text in expected]
+    assert any("2 + 3?" in text for text in others) and any("5 + 1?" in text for text in others)
+    if record is WITH_TOOLS:
+        assert any("5" in text.replace("5 + 1", "") for text in others), "the result of the tool is there, not learned"
+
+
+@pytest.mark.parametrize("template", [CHANNELS, MOVING], ids=["channels", "moving"])
+def test_equal_tool_calls_are_each_learned_where_they_are(tokenizer, monkeypatch, template):
+    monkeypatch.setitem(TEMPLATES, "tried", template)
+    (first, *_), _ = learned(parse(WITH_TOOLS, 0), tokenizer, "tried")
+    again = [QUESTION, ASKS, RESULT, ASKS, RESULT, FIVE, THANKS, ASKS, RESULT, SIX]
+    found, others = learned(parse({"messages": again, "tools": [TOOL]}, 0), tokenizer, "tried")
+    assert [text == first for text in found] == [True, True, False, True, False]
+    assert "".join(others).count("5 + 1") == 1 and CALLED not in "".join(others)
+
+
+def test_a_tool_call_that_the_user_quotes_is_not_taken_for_the_answer(tokenizer, monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "tried", CHANNELS)
+    quoted = {"role": "user", "content": f"What does [assistant] to=add[commentary]{CALLED}[call] mean?"}
+    with pytest.raises(ValueError, match="answers cannot be found"):
+        encode(parse({"messages": [quoted, ASKS, RESULT, FIVE, THANKS, SIX]}, 0), tokenizer, "tried")
+
+
+def test_without_thinking_the_last_answer_begins_after_the_empty_reasoning(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    said = Conversation("", (("user", "a"), ("assistant", "<i>b</i>"), ("user", "c"), ("assistant", "d")))
+    found, others = learned(said, tokenizer, "tokenizer:thinking=off")
+    assert [text.strip() for text in found] == ["<i>b</i></s>", "d</s>"] and others[-2].endswith("<think></think>")
+
+
+def test_private_use_characters_in_a_text_hide_no_answer(tokenizer, monkeypatch):
+    monkeypatch.setitem(TEMPLATES, "tried", THINKING)
+    said = Conversation("", (("user", "a\ue000"), ("assistant", "b"), ("user", "c\ue001"), ("assistant", "d")))
+    found, _ = learned(said, tokenizer, "tried")
+    assert found == ["b</s>", "<think></think>d</s>"]
+
+
+def test_tool_calls_are_refused_by_a_template_that_does_not_show_them(tokenizer):
+    with pytest.raises(ValueError, match="the chat template has no place for tool calls"):
+        encode(parse(WITH_TOOLS, 0), tokenizer, "vicuna_v1.1")
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tokenizer, monkeypatch):
+    """DeepSeek-R1-Distill's writes a call only where the text is null, and transformers makes that an empty text.
+
+    The tools before it have its name too, so that the name alone does not show the call.
+    """
+    shown = "{{ c.function.name if m.content is none }}"
+    template = (
+        "{{ tools }}{%- for m in messages -%}[{{ m.role }}]{{ m.content }}"
+        "{%- for c in m.tool_calls -%}SHOWN{%- endfor -%}{{ '</s>' if m.role == 'assistant' }}{%- endfor -%}"
+        "{{ '[assistant]' if add_generation_prompt }}"
+    )
+    monkeypatch.setitem(TEMPLATES, "tried", template.replace("SHOWN", "{{ c.function.name }}"))
+    assert learned(parse(WITH_TOOLS, 0), tokenizer, "tried")[0] == ["add</s>", "It is 5.</s>", "<b>6</b></s>"]
+    monkeypatch.setitem(TEMPLATES, "tried", template.replace("SHOWN", shown))
+    with pytest.raises(ValueError, match="the chat template leaves out a tool call"):
+        encode(parse(WITH_TOOLS, 0), tokenizer, "tried")
+
+
+MARKS = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_open", "span"),
+    [
+        ([7, 5, 1, 2, 8, 3], False, (1, 5)),
+        ([5, 8, 3, 5, 8], False, (0, 2)),  # a second pair belongs to the answer
+        ([5, 1, 2], False, (0, 3)),  # cut within the reasoning
+        ([1, 2, 8, 3], False, (0, 3)),  # the prompt ended with the start
+        ([1, 8, 5, 3], False, (0, 2)),
+        ([1, 2, 3], False, None),
+        ([1, 2, 3], True, (0, 3)),
+        ([1, 8, 3], True, (0, 2)),
+        ([], False, None),
+    ],
+)
+def test_the_reasoning_lies_between_its_marks(answer, is_open, span):
+    assert ReasoningMarks(MARKS, (5,), (8,), is_open).span(answer) == span
+
+
+def test_a_mark_of_several_tokens_is_found_as_a_whole():
+    marks = ReasoningMarks(MARKS, (5, 6), (5, 6, 7), False)
+    assert marks.span([5, 7, 5, 6, 1, 5, 6, 7, 5, 6]) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_open"),
+    [("w31", False), ("w31 <think>", True), ("w31 <think> </think>", False), ("</think> <think>", True)],
+)
+def test_the_marks_are_those_of_the_template_and_the_prompt_says_whether_an_answer_begins_inside(
+    thinking_tokenizer, ending, is_open
+):
+    template = "{{ messages[0]['content'] }} ... </think>"
+    prompt = thinking_tokenizer(f"w9 {ending}").input_ids
+    assert find_marks(template, thinking_tokenizer, prompt) == ReasoningMarks(MARKS, (5,), (8,), is_open)
+    assert find_marks("{{ messages[0]['content'] }}", thinking_tokenizer, prompt) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "said"),
+    [
+        ("<think>\nIs it 4?\n</think>\n\nIt is 5.", False, "It is 5."),
+        ("Is it 4?</think> It is 5.", True, "It is 5."),
+        ("Is it 4?</think> It is 5.", False, "It is 5."),  # the prompt ended with the start
+        ("<think></think>The marks are <think> and </think>", False, "The marks are <think> and </think>"),
+        ("<think>Is it 4?", False, ""),  # cut within the reasoning
+        ("Is it 4?", True, ""),
+        ("It is 5. ", False, "It is 5. "),
+    ],
+)
+def test_what_an_answer_says_after_its_reasoning(text, is_open, said):
+    assert ReasoningMarks(MARKS, (5,), (8,), is_open).without_reasoning(text) == said
+
+
+@pytest.mark.parametrize("are_special", [False, True])
+def test_an_answer_is_decoded_with_the_marks_of_its_reasoning(thinking_tokenizer, are_special):
+    tokenizer = deepcopy(thinking_tokenizer)
+    tokenizer.add_tokens([*MARKS, "<other>"], special_tokens=are_special)
+    other = tokenizer.convert_tokens_to_ids("<other>")
+    expected = "<think> w9 </think> w10" if are_special else "<think> w9 </think> <other> w10"
+    assert decode_answer([1, 5, 9, 8, other, 10, 2], tokenizer) == expected
+    assert decode_answer([9, 10, 2], tokenizer) == "w9 w10" and decode_answer([], tokenizer) == ""

@@ -1,0 +1,43 @@
+"""Bases of the hub at a revision, from the local cache, and names that are none."""
+
+import pytest
+
+from data.tokenizer import find_folder, join_revision, load_tokenizer, split_revision
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_tokenizer_and_files_are_read_at_their_revision(tokenizer, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--owner--name" / "snapshots" / COMMIT
+    tokenizer.save_pretrained(place)
+    (place / "config.json").write_text('{"model_type": "llama"}')
+    assert load_tokenizer(f"owner/name@{COMMIT}").get_vocab() == tokenizer.get_vocab()
+    assert find_folder(f"owner/name@{COMMIT}", ["config.json"]) == place
+    for other in ("owner/name", f"owner/name@{COMMIT[::-1]}"):
+        with pytest.raises(ValueError, match=r"no base owner/name.* from the hub \(.*\): check the name, go online"):
+            load_tokenizer(other)
+    with pytest.raises(ValueError, match=r"cannot download owner/name@main \(.*\): check the name"):
+        find_folder("owner/name@main", ["config.json"])
+
+
+def test_only_names_of_the_hub_have_a_revision(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name@1").mkdir(parents=True)
+    assert split_revision("owner/name@1") == ("owner/name@1", None)
+    for name, revision in (("owner/other", COMMIT), ("owner/other", None), (str(tmp_path), None)):
+        assert split_revision(join_revision(name, revision)) == (name, revision)
+    assert join_revision(str(tmp_path), "v1") == str(tmp_path)
+    assert find_folder("owner/name@1", ["config.json"]).is_dir()
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "owner/nam", "a/b/c", "file", "owner"])
+def test_what_is_neither_a_base_nor_a_hub_id_is_refused_in_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"no base at|is a folder without config\.json") as error:
+        load_tokenizer(name)
+    assert "\n" not in str(error.value)

@@ -29,7 +29,7 @@ from benchmarks.harness import (
 from data.module import ShareGPTData
 from drafters import recipe
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter, TrainingBatch
-from inference.progress import progress_bars
+from inference.runs import progress_bars
 from inference.verifier.base import Base, Dtype, resolve_device, shape_of
 from train.callbacks.rehearsal import BatchSize, rehearse
 from train.feature_store.base_features import compute_features

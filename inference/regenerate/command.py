@@ -14,10 +14,9 @@ from data.reasoning import THINKING_SWITCH
 from data.sharegpt import load_conversations
 from data.tokenizer import load_tokenizer, short_hash, tokenizer_hash
 from inference.journal import Journal
-from inference.outputs import new_file
-from inference.progress import throughput_bar
 from inference.regenerate.answerers import Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.runs import new_file, throughput_bar
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
 

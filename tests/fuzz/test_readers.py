@@ -309,7 +309,7 @@ def read_small_files(folder, name):
 
 
 def recorded_answers():
-    from inference.results.records import Answer, Turn
+    from inference.evaluate.answers import Answer, Turn
     from inference.verifier.session import StepCost
 
     step = StepCost(2, 1, 1, 3, 0, 0, (0.1, 0.2, 0.0, 0.0, 0.1))
@@ -321,40 +321,47 @@ def recorded_answers():
 
 
 def write_results(folder, tiny):
-    from inference.reporting import report
-    from inference.results import metrics, records
+    from inference.evaluate import metrics, results
+    from inference.evaluate.plan import BenchmarkConditions, DrafterConditions, RunConditions
 
     answers = recorded_answers()
+    conditions = RunConditions(
+        base=str(tiny),
+        base_fingerprint="",
+        dtype="float32",
+        engine="drafters",
+        devices=["cpu"],
+        machine="a machine",
+        threads=1,
+        versions={},
+        template="tokenizer",
+        drafters={name: DrafterConditions(name) for name in answers},
+        benchmarks={"embedded": BenchmarkConditions("abc", 9)},
+    )
+    run = results.Run(conditions, results.RunRecord())
     summaries = {"embedded": {name: metrics.summarise(own, answers["none"]) for name, own in answers.items()}}
-    for name, own in answers.items():
-        records.write(folder / "answers" / "embedded" / f"{name}.jsonl", own)
-    report.write_results(folder, summaries, {"base": str(tiny), "dtype": "float32", "command": "drafters eval"})
+    results.write(folder, results.EvaluationResults("", {"": run}, summaries, {"embedded": answers}))
 
 
 def read_results(folder, name):
     from rich.console import Console
 
-    from inference.reporting import conventions, report, tables
-    from inference.results import answer_files
-    from inference.results.folders import read_all
+    from inference.evaluate import page, recount, tables
+    from inference.evaluate.results import read_all
 
     (results,) = read_all([str(folder)])
-    decode = report.decoder(results)
     with open("/dev/null", "w", encoding="utf-8") as nowhere:
-        for part in tables.table(results.summaries):
-            Console(file=nowhere).print(part)
-    report.markdown(results.summaries, results.context)
-    report.write_page(folder.parent, [(results, decode)])
+        Console(file=nowhere).print(*tables.terminal(results))
+    tables.markdown(results)
+    page.write_page(folder.parent / "report.html", [(results, page.find_decoder(results))])
     if name.endswith(".jsonl"):
-        own = answer_files.read(folder / name)
-        pairs = conventions.pair(own, answer_files.read(folder / "answers/embedded/anpd.jsonl"))
-        conventions.figures(pairs)
-        conventions.markdown(pairs)
+        own = recount.read(folder / name)
+        recount.figures(recount.pair(own, recount.read(folder / "answers/embedded/anpd.jsonl")))
 
 
 def write_journals(folder, tiny):
+    from inference.evaluate import answers as records
     from inference.journal import Journal
-    from inference.results import records
 
     answers = recorded_answers()
     with Journal(folder / "answers.jsonl", {"base": "b", "caps": {"x": 3}}) as journal:
@@ -368,17 +375,14 @@ def write_journals(folder, tiny):
 
 
 def read_journals(folder, name):
-    from inference.evaluation.collected import _read_load
-    from inference.evaluation.worker import read_answers
+    from inference.evaluate.worker import read_entries
     from inference.journal import Journal
     from inference.regenerate.answerers import LocalAnswerer
     from inference.regenerate.command import _read_batch
 
     journal = Journal(folder / name, {"base": "b", "caps": {"x": 3}} if name == "answers.jsonl" else {"base": "b"})
     if name == "answers.jsonl":
-        for by_slot in read_answers(journal).values():
-            [answer.seconds for answer in by_slot.values()]
-        list(journal.entries(_read_load))
+        [entry.answer.seconds for entry in read_entries(journal) if entry.answer]
     else:
         config = SimpleNamespace(vocab_size=40)
         responder = LocalAnswerer(SimpleNamespace(model=SimpleNamespace(config=config)), 9)

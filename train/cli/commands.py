@@ -29,22 +29,16 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "eval": Command(
-        "inference.evaluation.evaluate",
+        "inference.evaluate.command",
         "evaluate",
         "measure drafters side by side on the benchmarks of the papers or our own",
     ),
     "tune": Command("inference.tune", "tune", "search the options of a drafter for speed or acceptance"),
     "chat": Command("inference.chat", "chat", "talk to a base in the terminal and watch its drafter"),
     "report": Command(
-        "inference.reporting.report",
+        "inference.evaluate.report",
         "report",
-        "make one page of several evaluations, or recount recorded answers by every convention",
-        ("folders",),
-    ),
-    "leaderboard": Command(
-        "inference.reporting.leaderboard",
-        "leaderboard",
-        "make one page with the drafters of many evaluations, to sort, filter and compare",
+        "make one page of evaluations, compare two, or recount published answers",
         ("folders",),
     ),
     "replay": Command(

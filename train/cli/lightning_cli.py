@@ -24,7 +24,7 @@ from data.files import output_lock
 from data.module import ShareGPTData
 from drafters import recipe, registry
 from drafters.protocol import LearnedDrafter
-from inference.outputs import folder_above
+from inference.runs import folder_above
 from inference.timing import num_cores
 from train.callbacks.console import console_callbacks, quieten_libraries
 from train.callbacks.estimate import Estimate

@@ -6,9 +6,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data.files import check_files, escape_markdown, safe_line, yaml_line
 from data.hub import reason_of, split_revision
@@ -18,16 +17,15 @@ from drafters.checkpoint import DrafterConfig
 from drafters.parallel.drafter import ParallelDrafter
 from drafters.registry import registered
 from inference import drafter_specs
-from inference.fingerprint import fingerprint
-from inference.reporting.tables import COUNTING_RULE
-from inference.results import folders
-from inference.results.conditions import LENGTH_CAP, drafter_fingerprint
-from inference.results.folders import EvaluationResults
-from inference.results.metrics import Summary
+from inference.evaluate import results as evaluations
+from inference.evaluate.metrics import Summary
+from inference.evaluate.results import EvaluationResults
+from inference.evaluate.tables import COUNTING_RULE
+from inference.runs import fingerprint
 from inference.vllm import own_methods
 
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
-HARDWARE_KEYS = "device", "dtype", "decoding", LENGTH_CAP, "template", "versions", "date", "command"
+HARDWARE_KEYS = "device", "dtype", "decoding", "length caps", "template", "versions", "date", "command"
 
 
 def push(
@@ -63,7 +61,7 @@ def push(
     if source / "model.safetensors" not in files:
         raise ValueError(f"{source} holds no model.safetensors: export the drafter again")
     name = drafter_specs.name_of(config)
-    card = card_for_hub(source, config, repository, [folders.read(each) for each in results or ()], license)
+    card = card_for_hub(source, config, repository, [evaluations.read(each) for each in results or ()], license)
     for file in files:
         size = len(card.encode()) if file.name == "README.md" else file.stat().st_size
         print(f"{size:>12,} bytes  {file.name}")
@@ -160,11 +158,9 @@ def _measured_section(results: EvaluationResults, name: str, own: str) -> str:
             f"{results.name} holds no results of {name}, but of {found}: give an evaluation of this drafter"
         )
     prints = {
-        label: drafter_fingerprint(
-            results.context, label.partition(" @ ")[0]
-        )  # without the requests at once of a server
+        label: drafter.fingerprint if (drafter := results.drafter(summary.drafter)) else ""
         for by_drafter in chosen.values()
-        for label in by_drafter
+        for label, summary in by_drafter.items()
     }
     others = [label for label, its in prints.items() if its not in ("", own)]
     if len(others) == len(prints):
@@ -178,12 +174,12 @@ def _measured_section(results: EvaluationResults, name: str, own: str) -> str:
         for label, summary in by_drafter.items()
         if label not in others
     ]
-    context: Mapping[str, Any] = results.context
+    context = next(iter(results.runs.values())).describe()
     told = [f"- {key}: {escape_markdown(context[key])}" for key in HARDWARE_KEYS if key in context]
     if "" in prints.values():
         told.append(f"- drafter: one named {name}; the results do not say which files it was read from")
     header = [
-        f"## Measured with {escape_markdown(context.get('base', 'its base'))}",
+        f"## Measured with {escape_markdown(context['base'])}",
         "\n".join(
             [
                 "| benchmark | drafter | acceptance length | accepted at position 1, 2, ... | speed-up | identical |",
@@ -201,9 +197,9 @@ def _is_named(label: str, name: str) -> bool:
 
 
 def _row(benchmark: str, label: str, summary: Summary) -> str:
-    length = "" if summary.acceptance_length is None else f"{summary.acceptance_length:.2f}"
-    positions = ", ".join(f"{share:.2f}" for share in summary.acceptance_by_depth)
-    speedup = "" if summary.wall_speedup is None else f"{summary.wall_speedup:.2f}× (wall time)"
-    speedup = speedup if summary.speedup is None else f"{summary.speedup:.2f}×"
+    length = "" if (value := summary.acceptance.length.value) is None else f"{value:.2f}"
+    positions = ", ".join(f"{rate.rate.value:.2f}" for rate in summary.acceptance.rates)
+    wall = "" if summary.speed.speedup.value is not None else " (wall time)"
+    speedup = "" if (value := summary.speed.best.value) is None else f"{value:.2f}×{wall}"
     cells = [benchmark, label, length, positions, speedup, f"{summary.identical}/{summary.questions}"]
     return f"| {' | '.join(map(escape_markdown, cells))} |"

@@ -15,7 +15,7 @@ from data.feature_store.store import MANIFEST, Manifest
 from data.files import safe_text
 from data.sharegpt import Statistics, load_conversations, tokenise
 from data.tokenizer import short_hash, tokenizer_hash
-from inference.outputs import folder_above
+from inference.runs import folder_above
 from inference.verifier.base import Base, Dtype, base_hash, load_base, resolve_device
 from train.feature_store.base_features import dtype_name
 from train.feature_store.plan import (

@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from data.feature_store.shards import BYTES_PER_ROW, Shard, bytes_per_token, checksum, row_keys
 from data.feature_store.store import LAST_HIDDEN, MANIFEST, Manifest, differing_settings
 from data.sharegpt import lengths
-from inference.outputs import folder_above
+from inference.runs import folder_above
 
 if TYPE_CHECKING:
     from datasets import Dataset

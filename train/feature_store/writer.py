@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from data.feature_store.shards import KEY_BYTES, Shard, write_shard
-from inference.progress import progress_bars
+from inference.runs import progress_bars
 from inference.verifier.base import Base
 from train.feature_store.base_features import compute_features
 from train.feature_store.plan import Plan, Texts, shard_name

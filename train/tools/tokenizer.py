@@ -7,7 +7,7 @@ from pathlib import Path
 from data import embedded
 from data.files import atomic_folder, safe_text
 from data.sharegpt import load_conversations
-from inference.outputs import folder_above
+from inference.runs import folder_above
 
 MAX_VOCABULARY = 1 << 20
 

@@ -94,6 +94,7 @@ def arguments(row, place):
 
 
 EVAL = "eval --base @tiny --benchmark embedded --limit 1 --max-new-tokens 4 "
+ASKED = "eval --base @tiny --drafter anpd --benchmark embedded="
 VERIFY = "verify --base @tiny --limit 1 --max-new-tokens 4 "
 DRAFTERS = {
     # ---- commands and options
@@ -108,10 +109,10 @@ DRAFTERS = {
     EVAL + "--drafter anpd ngram": "--drafter takes one value at a time: write --drafter again before ngram",
     EVAL + "--benchmark embedded --drafter anpd": "the benchmark embedded is named twice",
     "regenerate --files a b": "--files takes one value at a time: write --files again before b",
-    EVAL + "--drafter anpd --limit 0": "limit at least 1, not 0 and 0",
-    EVAL + "--drafter anpd --limit -1": "limit at least 1, not 0 and -1",
-    EVAL + "--drafter anpd --offset -1": "offset must be at least 0",
-    EVAL + "--drafter anpd --offset 1000": "no question selected",
+    EVAL + "--drafter anpd --limit 0": "limit must be at least 1, not 0",
+    EVAL + "--drafter anpd --limit -1": "limit must be at least 1, not -1",
+    EVAL + "--drafter anpd --rows x": "rows must be a slice such as 1200:1260",
+    EVAL + "--drafter anpd --rows 1000:": "selects none of the 40 questions",
     EVAL + "--drafter anpd --dtype float8": "--dtype takes float32, bfloat16, float16, int8 or nf4, not 'float8'",
     EVAL + "--drafter anpd --device cuda": "no CUDA device here",
     EVAL + "--drafter anpd --template chatml": "unknown chat template 'chatml'",
@@ -156,14 +157,15 @@ DRAFTERS = {
     # ---- the questions
     "eval --base @tiny --drafter anpd --benchmark mtbench": "unknown benchmark 'mtbench'; choose one of: mt_bench,",
     "eval --base @tiny --drafter anpd --benchmark mt_bench": "cannot reach",
-    EVAL + "--drafter anpd --questions @hollow": "hollow is a folder; give a file of questions in it",
-    EVAL + "--drafter anpd --questions @whole.json --questions @whole.json": "2 --questions for 1 --benchmark",
-    EVAL + "--drafter anpd --questions @nowhere.jsonl": "no such file",
-    EVAL + "--drafter anpd --questions @questions-not-json.jsonl": "line 1: invalid JSON",
-    EVAL + "--drafter anpd --questions @questions-without-turns.jsonl": "not a question of embedded",
-    EVAL + "--drafter anpd --questions @questions-empty.jsonl": "no question selected",
-    EVAL + "--drafter anpd --questions @questions-huge.jsonl": "shorten the prompt",
-    VERIFY + "--drafter anpd --questions @questions-huge.jsonl": "shorten the prompt",
+    ASKED + "@hollow": "hollow is a folder; give a file of questions in it",
+    EVAL
+    + "--drafter anpd --benchmark mt_bench=@whole.json --benchmark mt_bench": "the benchmark mt_bench is named twice",
+    ASKED + "@nowhere.jsonl": "no such file",
+    ASKED + "@questions-not-json.jsonl": "line 1: invalid JSON",
+    ASKED + "@questions-without-turns.jsonl": "not a question of embedded",
+    ASKED + "@questions-empty.jsonl": "no question selected",
+    ASKED + "@questions-huge.jsonl": "shorten the prompt",
+    ASKED.replace("eval", "verify") + "@questions-huge.jsonl": "shorten the prompt",
     # ---- the results
     EVAL + "--drafter anpd --out @results": "already holds results",
     EVAL + "--drafter anpd --out @whole.json": "is a file",
@@ -322,7 +324,7 @@ def test_the_error_about_another_selection_in_the_same_folder_is_in_plain_words(
     row = EVAL + "--drafter anpd --out @kept "
     assert call(commands.main, *arguments(row, place)).code == 0
     before = (place / "kept" / "results.json").read_bytes()
-    for change, said in {"--offset 1": "different questions", "--seed 3": "seed 0 instead of 3"}.items():
+    for change, said in {"--rows 1:": "different benchmarks", "--seed 3": "different sampling"}.items():
         line = without_notes(call(commands.main, *arguments(row + change, place))).one_line_error("drafters")
         assert f"was started with {said}: repeat that command to continue it, pass --overwrite to start over" in line
         assert "another --out" in line and "{" not in line

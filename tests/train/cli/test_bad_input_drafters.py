@@ -198,7 +198,7 @@ SPECS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("spec, said", SPECS.items(), ids=SPECS)
 def test_a_wrong_drafter_spec_ends_with_one_line(call, place, spec, said):
-    row = f"verify --base @tiny --questions @questions.jsonl --max-new-tokens 1 --drafter {spec}"
+    row = f"verify --base @tiny --benchmark embedded=@questions.jsonl --max-new-tokens 1 --drafter {spec}"
     assert said in refused(call, place, row)
 
 
@@ -294,10 +294,10 @@ ROWS = {
     f"{TUNE} --out @damaged-study": "study.db could not be read or written (file is not a database)",
     # ---- verify
     f"{VERIFY} --drafter corpus=@corpus-cut": "is not a corpus cache",
-    f"{VERIFY} --drafter anpd --questions @latin.jsonl": "latin.jsonl line 1: not UTF-8",
-    f"{VERIFY} --drafter anpd --limit -1": "limit at least 1, not 0 and -1",
+    f"{VERIFY} --benchmark file=@latin.jsonl": "latin.jsonl line 1: not UTF-8",
+    f"{VERIFY} --limit -1": "limit must be at least 1, not -1",
     # ---- eval
-    f"{EVAL} --questions @latin.jsonl": "latin.jsonl line 1: not UTF-8",
+    f"{EVAL} --benchmark file=@latin.jsonl": "latin.jsonl line 1: not UTF-8",
     f"{EVAL} --typical": "typical acceptance is a rule for sampling: give a --temperature above 0",
     f"{EVAL} --typical --temperature -1": f"{TEMPERATURE} -1",
     f"{EVAL} --temperature nan": "--temperature takes a number, not 'nan'",

@@ -10,11 +10,7 @@ import pytest
 
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from inference.reporting.report import write_results
-from inference.results.metrics import summarise
-from inference.results.records import Answer, Turn
 from inference.verifier.base import tokenizer_hash
-from inference.verifier.session import StepCost
 from train.cli import commands, lightning_command
 from train.export import vllm
 
@@ -56,10 +52,6 @@ def inputs(tiny_tokenizer, tiny_base, tmp_path_factory):
         "drafters.Medusa", {"num_heads": 2}, tiny_base.shape, tiny_base.name, tokenizer_hash(tiny_tokenizer)
     )
     checkpoint.save(folder / "medusa", medusa.build(), medusa)
-    turns = [Turn("", [3, 4], 5, [StepCost(1, 0, 1, 0, 0, 0, (0.1,) * 5)] * 2, 1.0)]
-    answers = {name: [Answer(1, "x", name, turns, [True])] for name in ("none", "anpd")}
-    summaries = {name: summarise(own, answers["none"]) for name, own in answers.items()}
-    write_results(folder / "results", {"embedded": summaries}, {"base": "tiny"})
     eagle = replace(medusa, class_path="drafters.EAGLE", init_args={"fc_bias": False})
     (folder / "public").mkdir()
     vllm.write(folder / "public", eagle.build(), eagle)
@@ -83,7 +75,6 @@ def run(call, trained, tiny, inputs, tmp_path):
 COMMANDS = {
     "eval --base @tiny --drafter anpd --out @out": 2000,
     "report --answers @answers.jsonl --baseline @answers.jsonl --out @out": 300,
-    "leaderboard @results --out @out": 3000,
     "replay --tokenizer @tiny --answers @answers.jsonl --questions @questions.jsonl --out @out --drafter anpd": 300,
     "regenerate --base @tiny --files embedded:4 --limit 2 --max-new-tokens 8 --out @out": 300,
     "export @ckpt @out": 4000,

@@ -50,7 +50,7 @@ def test_a_count_of_recorded_answers_shows_hostile_names(call, tmp_path):
     line = ("report", "--answers", answers, "--baseline", answers, "--out", tmp_path / "out")
     outcome = call(commands.main, *line)
     assert outcome.code == 0, outcome.err
-    page = (tmp_path / "out" / "recount.md").read_text()
+    page = (tmp_path / "out.md").read_text()
     assert "a␛]0;ti" in outcome.out and "a␛\\]0;title␎" in page
     assert is_harmless(outcome.out) and is_harmless(page) and "\r" not in page
 

@@ -16,7 +16,6 @@ LINES = [
     f"tune {NONE} --space order=2 --out @out",
     "report @out",
     "report one two --out @out",
-    "leaderboard one two --out @out",
     "replay --tokenizer nowhere --answers a --questions q --drafter anpd --out @out",
     "regenerate --base nowhere --files embedded --out @out",
     "export nowhere @out",

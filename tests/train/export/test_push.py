@@ -17,10 +17,12 @@ from data.files import write_checksums
 from data.tokenizer import tokenizer_hash
 from drafters import CTC, checkpoint, recipe
 from inference import drafter_builders, drafter_specs
-from inference.fingerprint import fingerprint
-from inference.results.folders import EvaluationResults
-from inference.results.metrics import summarise
-from inference.results.records import Answer, Turn
+from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.intervals import Estimate
+from inference.evaluate.metrics import summarise
+from inference.evaluate.plan import DrafterConditions, RunConditions
+from inference.evaluate.results import EvaluationResults, Run, RunRecord, read
+from inference.runs import fingerprint
 from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import StepCost
@@ -231,17 +233,22 @@ def test_the_card_names_a_base_of_the_hub_and_no_folder(name, line, folder):
 
 def test_the_card_shows_the_speed_up_of_a_served_run():
     summary = measured().summaries["mt_bench"]["ctc"]
-    row = _row("mt_bench", "ctc", replace(summary, speedup=None, wall_speedup=1.5))
-    assert "| 1.50× (wall time) |" in row and "(wall" not in _row("mt_bench", "ctc", replace(summary, speedup=1.4))
+    served = replace(summary, speed=replace(summary.speed, speedup=Estimate(), wall=Estimate(1.5)))
+    assert "| 1.50× (wall time) |" in _row("mt_bench", "ctc", served)
+    assert "(wall" not in _row("mt_bench", "ctc", summary)
 
 
-def measured(**context):
+def measured(**fingerprints):
     """Results that hold a drafter as our own loop and as a server names it."""
     turn = Turn("", [1, 2], 3, [StepCost(2, 1, 1, 4, 0, 0, (0.1,) * 5)], 1.0)
     answers = [Answer(1, "writing", "ctc", [turn], [True])]
     summary = summarise(answers, answers)
-    labels = "none", "ctc", "ctc:tree=chain @ 4"
-    return EvaluationResults("runs/eval", {"": context}, {"mt_bench": dict.fromkeys(labels, summary)}, {}, {})
+    chain = replace(summary, drafter="ctc:tree=chain", concurrency=4)
+    summaries = {each.name: each for each in (replace(summary, drafter="none"), summary, chain)}
+    conditions = RunConditions("base", "", "float32", "drafters", ["cpu"], "a machine", 1, {}, "tokenizer")
+    drafters = {name: DrafterConditions(name, own) for name, own in fingerprints.items()}
+    run = Run(replace(conditions, drafters=drafters), RunRecord())
+    return EvaluationResults("runs/eval", {"": run}, {"mt_bench": summaries}, {})
 
 
 def rows_of(card):
@@ -252,17 +259,17 @@ def test_the_card_shows_only_what_was_measured_with_these_files(folder):
     config, own = checkpoint.read_config(folder), fingerprint(folder)
     both = ["ctc", "ctc:tree=chain @ 4"]
 
-    def card(stated):
-        results = [measured(**stated)]
-        return card_for_hub(folder, config, "ada/drafter", results)
+    def card(**fingerprints):
+        return card_for_hub(folder, config, "ada/drafter", [measured(**fingerprints)])
 
-    assert rows_of(card({"drafter_fingerprints": f"ctc: {own}; ctc:tree=chain: {own}"})) == both
-    mixed = card({"drafter_fingerprints": f"ctc: {'0' * 16}; ctc:tree=chain: {own}; eagle: {'1' * 16}"})
+    chain = "ctc:tree=chain"
+    assert rows_of(card(ctc=own, **{chain: own})) == both
+    mixed = card(ctc="0" * 16, **{chain: own}, eagle="1" * 16)
     assert rows_of(mixed) == both[1:] and "do not say" not in mixed
-    older = card({})
-    assert rows_of(older) == both and "- drafter: one named ctc; the results do not say which files" in older
+    unknown = card()
+    assert rows_of(unknown) == both and "- drafter: one named ctc; the results do not say which files" in unknown
     with pytest.raises(ValueError, match="measured ctc, ctc:tree=chain @ 4 from other files than this folder's"):
-        card({"drafter_fingerprints": f"ctc: {'0' * 16}; ctc:tree=chain: {'0' * 16}"})
+        card(ctc="0" * 16, **{chain: "0" * 16})
 
 
 def test_damaged_weights_are_not_pushed(server, folder, capsys):
@@ -315,9 +322,9 @@ def test_the_card_shows_what_was_measured_for_this_drafter(server, folder, base,
     main(["push", str(folder), "ada/drafter", "--results", results])
     card = server.commits["ada/drafter"]["main"]["README.md"].decode()
     rows = [line for line in card.splitlines() if line.startswith("| embedded")]
-    summary = json.loads((tmp_path / "eval" / "results.json").read_text())["results"]["embedded"]["ctc"]
-    assert len(rows) == 1 and rows[0].startswith(f"| embedded | ctc | {summary['acceptance_length']:.2f} |")
-    assert f"{summary['identical']}/2" in rows[0] and "transformers" in card and "- device: cpu" in card
+    summary = read(results).summaries["embedded"]["ctc"]
+    assert len(rows) == 1 and rows[0].startswith(f"| embedded | ctc | {summary.acceptance.length.value:.2f} |")
+    assert f"{summary.identical}/2" in rows[0] and "transformers" in card and "- device: cpu" in card
     (tmp_path / "eval" / "results.json").write_text(
         (tmp_path / "eval" / "results.json").read_text().replace('"ctc"', '"block"')
     )

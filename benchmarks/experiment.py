@@ -24,7 +24,7 @@ from data.benchmarks import load_questions
 from data.files import atomic_write, write_text
 from drafters import checkpoint, recipe
 from drafters.protocol import LearnedDrafter
-from inference.evaluation.answering import encode_question
+from inference.prompts import encode_question
 from inference.regenerate.batched import decode_batch
 from inference.verifier.base import Base, base_hash
 from train import lightning_cli

@@ -26,7 +26,7 @@ from rich.table import Table
 import drafters
 from data.files import write_text
 from drafters import recipe
-from inference.progress import progress_bars
+from inference.runs import progress_bars
 from inference.timing import processor_name
 from inference.verifier.base import Base
 from train.cli import find_config

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from inference.reporting.plots import FADED, PALETTE
+from inference.evaluate.plots import FADED, PALETTE
 
 Results = dict[tuple[str, str], list[dict[str, Any]]]  # by arm and tree, a result for each seed
 Colours = dict[tuple[str, str], str]

@@ -29,7 +29,7 @@ from benchmarks.harness import (
 from data.module import ShareGPTData
 from drafters import recipe
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter, TrainingBatch
-from inference.progress import progress_bars
+from inference.runs import progress_bars
 from inference.verifier.base import Base, Dtype, resolve_device, shape_of
 from train.features import compute_features
 from train.memory import step_bytes

@@ -14,7 +14,7 @@ from inference import drafter_specs
 from inference.budget import BudgetController
 from inference.compiled.runner import make_runner
 from inference.drafter_specs import Budget
-from inference.results import metrics
+from inference.evaluate import metrics
 from inference.verifier.base import Base
 from inference.verifier.cache import CacheKind
 from inference.verifier.examination import check_config, model_state

@@ -14,8 +14,7 @@ from data.sources import read_texts, text_paths
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.suffix_array import SuffixArray, check_depth
-from inference.outputs import new_file
-from inference.progress import progress_bars
+from inference.runs import new_file, progress_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

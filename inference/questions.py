@@ -30,11 +30,7 @@ class QuestionOptions:
     template: str = "tokenizer"
 
     def files(self) -> dict[str, str | None]:
-        """The files of the questions, by the name of the benchmark; None stands for the benchmark's own source.
-
-        Raises:
-            ValueError: A benchmark is named twice.
-        """
+        """The files of the questions, by the name of the benchmark; None stands for the benchmark's own source."""
         files: dict[str, str | None] = {}
         for given in self.benchmark or ["embedded"]:
             name, _, file = given.partition("=")
@@ -51,11 +47,7 @@ class QuestionOptions:
         }
 
     def load(self) -> dict[str, list[Question]]:
-        """Load the rows of each benchmark. It needs no base, so that a mistake is found before one is loaded.
-
-        Raises:
-            ValueError: An option is out of range, a benchmark is unknown, or a file cannot be read.
-        """
+        """Load the rows of each benchmark; raises ValueError for a mistake in the options, before a base is loaded."""
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, not {self.limit}")
         chosen = _slice(self.rows)
@@ -66,15 +58,7 @@ class QuestionOptions:
         return {name: questions[chosen] for name, questions in loaded.items()}
 
     def select(self, base: BaseInfo, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
-        """Select the questions whose prompts fit into the context of the base, up to the limit, by benchmark.
-
-        Args:
-            base: The base, of which only the tokenizer and the context length are read.
-            questions: The questions that `load` returned.
-
-        Raises:
-            ValueError: A prompt is empty, `max_new_tokens` is less than 1, or no question of a benchmark fits.
-        """
+        """Select the loaded questions whose prompts fit into the context of the base, see `select_questions`."""
         caps = self.caps()
         return {
             name: select_questions(base, name, loaded, self.template, caps[name], self.limit)

@@ -20,6 +20,7 @@ from drafters.protocol import Drafter
 from inference import drafter_specs
 from inference.budget import BudgetController
 from inference.drafter_specs import Budget
+from inference.evaluate import metrics
 from inference.generate_call import (
     SCORE_OUTPUTS,
     check_supported,
@@ -29,7 +30,6 @@ from inference.generate_call import (
     read_prompts,
 )
 from inference.generation import acquire_runner, kept_budget, make_drafter
-from inference.results import metrics
 from inference.verifier.base import Base
 from inference.verifier.cache import CacheKind
 from inference.verifier.processing import ScoreProcessors

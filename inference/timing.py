@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,6 +36,11 @@ def processor_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def machine_name(device: str) -> str:
+    """Name of the GPU, or of the processor for a CPU."""
+    return processor_name() if device == "cpu" else torch.cuda.get_device_name(device)
 
 
 def num_cores() -> int:
@@ -78,61 +82,28 @@ def gpu_use(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class MachineLoad:
-    """How busy the machine was before and during a measurement.
+    """How busy the machine was before and during a measurement; what is unknown is None or empty."""
 
-    Args:
-        num_threads: Number of threads that decode, over all processes.
-        num_cores: Number of cores.
-        before: `running_threads` before each start of the command; there are several if it was interrupted.
-        during: `load_average` at the end of each answer.
-        core_shares: `CoreClock.share` of each answer.
-        gpu_percents: `gpu_use` before each start, where it is known.
-        num_again: How often a question was decoded again because the thread had waited for a core.
-    """
-
-    num_threads: int
-    num_cores: int
-    before: Sequence[float] = ()
-    during: Sequence[float] = ()
-    core_shares: Sequence[float] = ()
-    gpu_percents: Sequence[int] = ()
-    num_again: int = 0
+    cores: int
+    threads: int  # that decode, over all processes
+    before: list[float] = field(default_factory=list)  # `running_threads` before each start of the command
+    during: float | None = None  # the highest `load_average` at the end of an answer
+    core_share: float | None = None  # mean over the answers of `CoreClock.share`
+    gpu_percents: list[int] = field(default_factory=list)  # `gpu_use` before each start
+    decoded_again: int = 0  # questions that were decoded again because the thread had waited for a core
 
     def warnings(self) -> list[str]:
         """One line for each sign that other work disturbed the measured times."""
         lines = []
-        if self.before and max(self.before) + self.num_threads > self.num_cores + SPARE_CORES:
+        if self.before and max(self.before) + self.threads > self.cores + SPARE_CORES:
             lines.append(
-                f"the machine was busy before the run: load {max(self.before):.1f} in addition to "
-                f"{self._decoding_threads()} on {self.num_cores} cores"
+                f"the machine was busy before the run: load {max(self.before):.1f} in addition to {self.threads} "
+                f"decoding thread{'' if self.threads == 1 else 's'} on {self.cores} cores"
             )
-        if self.during and max(self.during) > max(self.num_cores, self.num_threads) + SPARE_CORES:
-            lines.append(
-                f"the machine was busy during the run: load up to {max(self.during):.1f} on {self.num_cores} cores"
-            )
-        if self.core_shares and self._mean_core_share() < MIN_CORE_SHARE:
-            lines.append(f"decoding waited for a core {100 * (1 - self._mean_core_share()):.0f} % of the time")
+        if self.during and self.during > max(self.cores, self.threads) + SPARE_CORES:
+            lines.append(f"the machine was busy during the run: load up to {self.during:.1f} on {self.cores} cores")
+        if self.core_share is not None and self.core_share < MIN_CORE_SHARE:
+            lines.append(f"decoding waited for a core {100 * (1 - self.core_share):.0f} % of the time")
         if self.gpu_percents and max(self.gpu_percents) > MAX_GPU_PERCENT:
             lines.append(f"the GPU was busy before the run: {max(self.gpu_percents)} % utilisation")
         return lines
-
-    def describe(self) -> str:
-        """All measurements in one line."""
-        parts = [f"{self.num_cores} cores, {self._decoding_threads()}"]
-        if self.before:
-            parts.append(f"load before the run {', '.join(f'{value:.1f}' for value in self.before)}")
-        if self.during:
-            parts.append(f"load during the run up to {max(self.during):.1f}")
-        if self.core_shares:
-            parts.append(f"decoding had a core {100 * self._mean_core_share():.0f} % of the time")
-        if self.num_again:
-            parts.append(f"{self.num_again} answers decoded again because of that")
-        if self.gpu_percents:
-            parts.append(f"GPU utilisation before the run {', '.join(f'{value} %' for value in self.gpu_percents)}")
-        return ", ".join(parts)
-
-    def _decoding_threads(self) -> str:
-        return f"{self.num_threads} decoding thread{'' if self.num_threads == 1 else 's'}"
-
-    def _mean_core_share(self) -> float:
-        return sum(self.core_shares) / len(self.core_shares)

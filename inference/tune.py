@@ -26,10 +26,8 @@ from drafters import Medusa
 from drafters.protocol import NoDrafter
 from drafters.trees import best_first
 from inference import drafter_builders, drafter_specs
-from inference.fingerprint import fingerprint
-from inference.outputs import folder_above
-from inference.progress import progress_bars
 from inference.questions import QuestionOptions
+from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
 from inference.verifier.layer_skipping import default_skips, sublayers
 from inference.verifier.options import ModelOptions, SamplingOptions

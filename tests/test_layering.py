@@ -31,14 +31,14 @@ LAYERS = {
         ctc
     """,
     "inference": """
-        budget fingerprint journal outputs progress sandbox timing
+        budget journal runs sandbox timing
         verifier
-        compiled drafter_builders equality generate_call indexes prompts regenerate
+        compiled drafter_builders generate_call indexes prompts regenerate
         drafter_specs questions
-        results vllm
-        generation reporting
-        chat evaluation replay serve speculation
-        verify
+        verify vllm
+        evaluate
+        generation replay
+        chat serve speculation
         tune
     """,
     "train": """

@@ -35,11 +35,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "eval": Command("inference.evaluation.evaluate:evaluate", "measure drafters side by side on benchmarks"),
+    "eval": Command("inference.evaluate.command:evaluate", "measure drafters side by side on benchmarks"),
     "tune": Command("inference.tune:tune", "search the options of a drafter for speed or acceptance"),
-    "report": Command("inference.reporting.report:report", "make one page of several evaluations", ("folders",)),
-    "leaderboard": Command(
-        "inference.reporting.leaderboard:leaderboard", "make one page with the drafters of evaluations", ("folders",)
+    "report": Command(
+        "inference.evaluate.report:report",
+        "make one page of evaluations, compare two, or recount answers",
+        ("folders",),
     ),
     "verify": Command("inference.verify:verify", "show that a drafter changes no token of what the base writes"),
     "chat": Command("inference.chat:chat", "talk to a base in the terminal and watch its drafter"),

@@ -34,8 +34,7 @@ from data.rows import Statistics, lengths, tokenise
 from data.templates import resolve_template
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
-from inference.outputs import folder_above
-from inference.progress import progress_bars
+from inference.runs import folder_above, progress_bars
 from inference.verifier.base import Base, Dtype, base_hash, load_base, resolve_device
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from data.files import output_lock
 from data.module import ShareGPTData
 from drafters.registry import find_class
-from inference.outputs import folder_above
+from inference.runs import folder_above
 from train.callbacks import CommandLine, KeepFreedMemory, SkipNonFiniteSteps, Speed
 from train.checkpoints import AtomicCheckpointIO, check_complete, newest_complete
 from train.memory import MemoryEstimate

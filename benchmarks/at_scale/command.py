@@ -17,12 +17,10 @@ from data.files import read_json, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
-from inference.evaluation.answering import answer_questions
-from inference.evaluation.question_options import QuestionOptions
-from inference.progress import progress_bars
-from inference.reporting import plots
-from inference.results import metrics, records
-from inference.results.records import Answer
+from inference.evaluate import metrics, plots
+from inference.evaluate.answers import Answer, answer_questions, median_answers
+from inference.questions import QuestionOptions
+from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
 from inference.verifier.layers import pack_weights
 from inference.verifier.runner import Runner
@@ -81,8 +79,9 @@ def at_scale(
     if threads:
         torch.set_num_threads(threads)
     small = load_base(base, "float32", resolve_device(device))
-    options = QuestionOptions(benchmark, questions, offset, limit, max_new_tokens, TEMPLATE)
-    chosen = options.select(small, options.load()).questions
+    named = benchmark if questions is None else f"{benchmark}={questions}"
+    options = QuestionOptions([named], limit, f"{offset}:", max_new_tokens, TEMPLATE)
+    chosen = options.select(small, options.load())[benchmark].questions
     drafters = {name: drafter_specs.make(spec, Runner(small)) for name, spec in specs.items()}
     small_answers = decode(small, drafters, specs, chosen, max_new_tokens, 1, f"{base} at its own shape")
     wide = widen_base(
@@ -162,10 +161,10 @@ def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str,
     """Write a run, and the tables and the plot of all runs in the folder."""
     name = f"{Path(result['base']).name}-{result['shape']}-{result['dtype']}"
     write_text(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
-    typical = {drafter: records.median_answers(own) for drafter, own in answers.items()}
+    typical = {drafter: median_answers(own) for drafter, own in answers.items()}
     summaries = {drafter: metrics.summarise(own, typical[NONE]) for drafter, own in typical.items()}
     phases = plots.draw("phases", summaries, plots.choose_colours(summaries.values()))
-    (folder / f"{name}-phases.png").write_bytes(phases["light"])
+    (folder / f"{name}-phases.png").write_bytes(phases)
     results: list[Any] = [read_json(path) for path in sorted(folder.glob("*.json"))]
     parts = []
     for each in results:

@@ -11,10 +11,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.harness import ResultTable
-from inference.evaluation.answering import without_times
-from inference.reporting.plots import FADED, PALETTE
-from inference.results import metrics, records
-from inference.results.records import Answer
+from inference.evaluate import metrics
+from inference.evaluate.answers import Answer, comparable, median_answers
+from inference.evaluate.plots import FADED, PALETTE
 from inference.verifier.session import PHASES, StepCost
 
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
@@ -84,7 +83,7 @@ def measure(
         clock: Times of the drafter's search.
         num_parameters: Size of the drafter.
     """
-    answers, baseline = (records.median_answers(wide[key]) for key in (name, NONE))
+    answers, baseline = (median_answers(wide[key]) for key in (name, NONE))
     summary = metrics.summarise(answers, baseline, list(zip(wide[name], wide[NONE], strict=True)))
     steps, base_steps = (_steps(wide[key]) for key in (name, NONE))
     seconds, base_seconds = (decoding_seconds(each) / _emitted(each) for each in (steps, base_steps))
@@ -93,11 +92,11 @@ def measure(
     return {
         "parameters": num_parameters,
         "questions": len(answers),
-        "acceptance_length": summary.acceptance_length,
-        "fed_per_step": summary.fed_per_step,
+        "acceptance_length": summary.acceptance.length.value,
+        "fed_per_step": summary.acceptance.fed_per_step,
         "speedup": base_seconds / seconds,
-        "wall_speedup": summary.wall_speedup,
-        "wall_speedup_interval": summary.wall_speedup_interval,
+        "wall_speedup": summary.speed.wall.value,
+        "wall_speedup_interval": summary.speed.wall.interval,
         "step_ms": 1e3 * median(times),
         "step_spread": (high - low) / median(times),
         "phases_ms": median_phases(steps, clock),
@@ -105,7 +104,7 @@ def measure(
         "small_acceptance_length": metrics.acceptance_length([turn for each in small[name] for turn in each.turns]),
         "same_texts_as_small": sum(map(_same_text, answers, small[NONE])),
         "same_steps_as_small": sum(
-            without_times(own) == without_times(other) for own, other in zip(answers, small[name], strict=True)
+            comparable(own) == comparable(other) for own, other in zip(answers, small[name], strict=True)
         ),
     }
 

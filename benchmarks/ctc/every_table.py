@@ -161,12 +161,13 @@ def tiny_text(conversations: int, limit: int | None) -> Text:
 def gsm_text(base: str, gsm8k: str, folder: Path, limit: int | None, live: int) -> Text:
     """The base gsm-chat-7m, with its own answers to GSM8K's questions for training."""
     asked = ["--questions", f"{gsm8k}/test.jsonl", "--offset", "1200"]
+    evaluated = ["--benchmark", f"gsm8k={gsm8k}/test.jsonl", "--rows", "1200:"]
     return Text(
         "gsm",
         base,
         f"[{folder / 'gsm8k.jsonl'}]",
         [*asked, *(["--limit", str(limit)] if limit else [])],
-        ["--benchmark", "gsm8k", *asked, "--limit", str(live), "--max-new-tokens", "200"],
+        [*evaluated, "--limit", str(live), "--max-new-tokens", "200"],
         group="best",
         curves=("ctc_deep_muon", "ctc_muon", "block_muon", "eagle", "medusa"),
         split=("ctc_muon", "block_muon"),

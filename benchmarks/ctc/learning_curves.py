@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator
 from benchmarks.experiment import BUDGETS, SharedSettings, decoded_answers, minutes_of, train
 from benchmarks.harness import ResultTable, main, show
 from benchmarks.learned_drafters import ARMS, BEST_TREES, simulate_all
-from inference.reporting.plots import FADED, PALETTE
+from inference.evaluate.plots import FADED, PALETTE
 from inference.verifier.base import load_base
 
 Points = dict[str, dict[int, list[dict[str, Any]]]]  # by arm and number of steps, a result for each seed

@@ -13,10 +13,9 @@ from data.files import atomic_write, safe_text, short_hash, validated
 from data.templates import THINKING_SWITCH, resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
 from inference.journal import Journal
-from inference.outputs import new_file
-from inference.progress import throughput_bar
 from inference.regenerate.answerers import Answerer, LocalAnswerer, Request, ServerAnswerer
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
+from inference.runs import new_file, throughput_bar
 from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
 from inference.verifier.sampling import derived_seed
 

@@ -16,12 +16,11 @@ from data.files import SafeConsole, escape_markdown, write_text
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
 from inference import drafter_specs
-from inference.outputs import new_folder
-from inference.progress import progress_bars
 from inference.replay import recordings
 from inference.replay.recordings import NoModel, Recorded, RecordedBase, Recording, Recordings, ReplayRunner
 from inference.reporting.rows import Row, markdown_table, number, rich_table
 from inference.results.metrics import acceptance_length, decode_steps
+from inference.runs import new_folder, progress_bars
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session, StepCost
 

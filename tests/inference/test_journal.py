@@ -1,7 +1,6 @@
 """A journal holds every completed entry, however its run was interrupted."""
 
 import json
-import os
 
 import pytest
 
@@ -52,21 +51,6 @@ def test_other_settings_are_refused_in_one_line(path):
         ValueError, match=r"was started with different questions: repeat .* start over, or choose another --out$"
     ):
         Journal(path, SETTINGS | {"questions": {"embedded": "bc5f"}})
-    with pytest.raises(ValueError, match="was started with different prompts"):
-        Journal(path, SETTINGS | {"questions": {}}, labels={"questions": "prompts"})
-
-
-def test_settings_that_a_journal_of_an_older_version_lacks_are_not_compared(path):
-    newer = SETTINGS | {"processor": "a", "threads": 1}
-    with Journal(path, newer, may_lack=["processor", "threads", "library"]) as journal:
-        journal.append("more")
-    with pytest.raises(ValueError, match="threads None instead of 1: repeat"):
-        Journal(path, newer, may_lack=["processor"])
-    assert json.loads(path.read_bytes().splitlines()[0]) == SETTINGS
-    with Journal(path.with_name("newer"), newer) as journal:
-        journal.append("entry")
-    with pytest.raises(ValueError, match="was started with processor 'a' instead of 'b': repeat"):
-        Journal(path.with_name("newer"), newer | {"processor": "b"}, may_lack=["processor", "threads"])
 
 
 def test_entries_of_other_settings_are_replaced_on_request_by_the_first_new_entry(path):
@@ -120,10 +104,3 @@ def test_an_entry_of_another_form_is_named_with_its_line(path):
     assert next(entries) == 2
     with pytest.raises(ValueError, match="line 3 is damaged: delete the file"):
         next(entries)
-
-
-@pytest.mark.parametrize("existing", ["continue", "replace"])
-def test_a_pipe_in_place_of_a_journal_is_refused_at_once(tmp_path, existing):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="not a regular file"):
-        Journal(tmp_path / "pipe", {}, existing)

@@ -7,7 +7,8 @@ import torch
 
 import drafters
 from data.benchmarks import Question
-from inference.evaluation.evaluate import evaluate
+from inference.evaluate.command import evaluate
+from inference.evaluate.results import read
 from inference.prompts import encode_question, select_questions
 from inference.tune import tune
 from inference.verifier.base import load_base_info
@@ -42,18 +43,14 @@ def folder(make_base, toy_tokenizer, tmp_path_factory):
 
 
 def run(command, folder, questions="every", **arguments):
-    several = {"drafter": ["anpd", "joint"], "benchmark": ["mt_bench"], "repeats": 1} if command is evaluate else {}
-    usual = {"benchmark": "mt_bench", "max_new_tokens": 20, "device": "cpu"} | several
-    file = str(folder / f"{questions}.jsonl")
-    usual["questions"] = [file] if command is evaluate else file
-    values = {"base": str(folder / "base")} | usual | arguments
-    command(**grouped(command, values))
+    usual = {"benchmark": [f"mt_bench={folder / questions}.jsonl"], "max_new_tokens": 20, "device": "cpu"}
+    usual |= {"drafter": ["anpd", "joint"], "repeats": 1} if command is evaluate else {}
+    command(**grouped(command, {"base": str(folder / "base")} | usual | arguments))
 
 
 def results(out):
-    found = json.loads((out / "results.json").read_text())
-    names = ("questions", "tokens", "acceptance_length", "fed_per_step", "identical")
-    return {drafter: [each[name] for name in names] for drafter, each in found["results"]["mt_bench"].items()}
+    found = read(out).summaries["mt_bench"]
+    return {name: [each.questions, each.tokens, each.acceptance, each.identical] for name, each in found.items()}
 
 
 @pytest.mark.slow
@@ -104,9 +101,9 @@ def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, 
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
     assert NOTE in " ".join(capsys.readouterr().out.split())
     assert NOTE in (tmp_path / "every" / "results.md").read_text()
-    assert json.loads((tmp_path / "every" / "results.json").read_text())["context"]["left_out"] == NOTE
+    assert read(tmp_path / "every").lines("left_out") == [NOTE]
     assert NOTE.replace("'", "&#39;") in (tmp_path / "every" / "report.html").read_text()
-    assert "left_out" not in (tmp_path / "fitting" / "results.json").read_text()
+    assert read(tmp_path / "fitting").lines("left_out") == []
     journal = tmp_path / "every" / "journal" / "1.jsonl"
     whole = journal.read_bytes()
     journal.write_bytes(whole[: len(whole) // 2])  # it was stopped
@@ -126,7 +123,7 @@ def test_processes_share_the_questions_that_fit(folder, tmp_path):
 @pytest.mark.slow
 def test_a_limit_counts_the_questions_that_fit(folder, tmp_path, capsys):
     run(evaluate, folder, out=str(tmp_path), limit=3)
-    assert "left out: mt_bench: 1 of 4 questions" in " ".join(capsys.readouterr().out.split())
+    assert "Left out: mt_bench: 1 of 4 questions" in " ".join(capsys.readouterr().out.split())
     assert results(tmp_path)["none"][0] == 3
 
 

@@ -16,7 +16,6 @@ from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session
 from inference.verify import (
     Comparison,
-    DistributionOptions,
     PromptOptions,
     compare,
     first_divergence,
@@ -69,7 +68,7 @@ def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
     monkeypatch.setitem(registry._REGISTRATIONS, "seven", registry.Registration("seven", make))
     prompts, sampling = PromptOptions(limit=1, max_new_tokens=8), SamplingOptions(3.0, seed=1)
     model = ModelOptions(folder, check=False)
-    arguments = model, prompts, sampling, DistributionOptions(60, 2), ["seven", "anpd"]
+    arguments = model, prompts, sampling, ["seven", "anpd"], 60, 2
     if is_exact:
         verify(*arguments)
     else:
@@ -88,15 +87,16 @@ def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
 def compared(base, spec, prompts, max_new_tokens, sampler):
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     own = runner.Runner(base)
-    return compare(Session(own, drafter_specs.make(spec, own), sampler), prompts, expected, max_new_tokens)
+    capped = [(prompt, max_new_tokens) for prompt in prompts]
+    return compare(Session(own, drafter_specs.make(spec, own), sampler), capped, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
     drafters = ["none", "anpd:order=3", "prompt_lookup"]
-    prompts, texts = PromptOptions(limit=3, max_new_tokens=16), DistributionOptions(texts=0)
-    verify(ModelOptions(folder), prompts, SamplingOptions(temperature), texts, drafters)
+    prompts = PromptOptions(limit=3, max_new_tokens=16)
+    verify(ModelOptions(folder), prompts, SamplingOptions(temperature), drafters, texts=0)
     printed = capsys.readouterr().out
     assert "Nothing is lost" in printed
     assert printed.count("3/3") == 3
@@ -113,7 +113,7 @@ def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     model = ModelOptions(folder, check=False)
     with pytest.raises(SystemExit) as caught:
         prompts = PromptOptions(limit=3, max_new_tokens=24)
-        verify(model, prompts, SamplingOptions(), DistributionOptions(), ["none", "lossy"])
+        verify(model, prompts, SamplingOptions(), ["none", "lossy"])
     assert caught.value.code == 1
     printed = capsys.readouterr().out
     assert "Nothing is lost" not in printed
@@ -133,8 +133,8 @@ def test_drafters_and_prompts_are_checked_before_anything_is_decoded(
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(module, "generate_reference", lambda *arguments: pytest.fail("the base was asked"))
     with pytest.raises(ValueError, match=said):
-        prompts = PromptOptions(questions=str(questions))
-        verify(ModelOptions(folder), prompts, SamplingOptions(), DistributionOptions(), drafters)
+        prompts = PromptOptions([f"embedded={questions}"])
+        verify(ModelOptions(folder), prompts, SamplingOptions(), drafters)
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inference.evaluation.evaluate import evaluate
 
 from inference.chat import Chat
 from inference.compiled.runner import make_runner
-from inference.evaluation.evaluate import evaluate
 from inference.verifier import layers
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verify import DistributionOptions, PromptOptions, verify

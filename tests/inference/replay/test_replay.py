@@ -5,6 +5,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from inference.evaluation.answering import answer_question
+from inference.results import metrics, records
 
 import drafters
 from data.benchmarks import Question, load_questions
@@ -12,11 +14,9 @@ from data.tokenizer import load_tokenizer
 from drafters import DraftTree, RequiredOutputs, registry
 from drafters.checkpoint import DrafterConfig, save
 from inference import drafter_specs
-from inference.evaluation.answering import answer_question
 from inference.replay import recordings
 from inference.replay.recordings import NOT_RECORDED, Recorded, RecordedBase, Recording, ReplayRunner
 from inference.replay.replay import ReplayedTurn, decode, make, measure, replay
-from inference.results import metrics, records
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session, StepCost

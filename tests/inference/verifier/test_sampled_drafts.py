@@ -18,12 +18,12 @@ from drafters import checkpoint, registry
 from drafters.checkpoint import DrafterConfig
 from inference import Speculation, drafter_specs, generate, stream
 from inference.chat import ChatSession
-from inference.equality import next_probabilities
 from inference.verifier.base import load_base, tokenizer_hash
 from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
+from inference.verify import next_probabilities
 
 SAMPLING, NUM_TOKENS = SamplingOptions(1.5, 2), 4
 NUM_SEEDS, IMPROBABLE = 100, 1e-3

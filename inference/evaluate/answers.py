@@ -1,0 +1,330 @@
+"""Answers with the cost of every step: how they are decoded, and how they are kept as JSON lines.
+
+The lines have the form of FastChat, which Spec-Bench's tools read too.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.benchmarks import Question, score
+from data.files import read_json_lines, reading, validated, write_text
+from data.templates import ReasoningMarks, decode_answer
+from inference.prompts import encode_question
+from inference.timing import MIN_CORE_SHARE, CoreClock
+from inference.verifier.base import Base
+from inference.verifier.session import PHASES, Generation, Session, StepCost
+
+Messages = list[tuple[str, str]]  # role and text
+Slot = tuple[int, str]  # the index of a question, and the name of a drafter
+COUNTS = ("emitted", "accepted", "fed_pending", "fed_candidates", "fed_scratch", "draft_forwards")
+WARM_UP_TOKENS = 16
+MAX_DECODINGS = 3  # of a question by a drafter that waits for a core each time
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answered turn of a conversation. One that a server wrote has no steps, but arrivals."""
+
+    text: str
+    token_ids: list[int]  # with the end-of-sequence token
+    prompt_tokens: int  # with the earlier turns
+    steps: list[StepCost]  # the first one is the prefill
+    seconds: float  # wall time
+    cpu_seconds: list[float] = field(default_factory=list)  # of the decoding thread for each step; none on a GPU
+    # Seconds from the request to each event, and the number of tokens that came with it (0 if the server does not say).
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question answered with one drafter."""
+
+    question_id: int
+    category: str
+    drafter: str
+    turns: list[Turn]
+    ended: list[bool]  # whether each turn ended with an end-of-sequence token, rather than at the length cap
+    peak_bytes: int | None = None  # peak of allocated GPU memory, with the base and all drafters of the run
+    core_share: float | None = None  # of the time, that the decoding thread spent on a core
+    cpu_seconds: float | None = None  # of all threads of the process
+    decodings: int = 1  # how often the question was decoded until the decoding thread had a core
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all turns."""
+        return sum(turn.seconds for turn in self.turns)
+
+
+# ---- decoding
+
+
+def answer_question(
+    session: Session, name: str, question: Question, base: Base, template: str, max_new_tokens: int
+) -> Answer:
+    """Decode all turns of a question with the drafter of a session, see `answer_turns`."""
+    on_gpu = base.model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(base.model.device)
+
+    def write(messages: Messages, prompt: list[int]) -> tuple[Turn, bool]:
+        result, cpu_seconds = decode(session, prompt, max_new_tokens, base.eos)
+        text = decode_answer(result.tokens, base.tokenizer).strip()
+        cpu_seconds = [] if on_gpu else cpu_seconds  # a thread that waits for a GPU is not slowed down by other work
+        turn = Turn(text, result.tokens, len(prompt), result.steps, result.seconds, cpu_seconds)
+        return turn, bool(result.tokens) and result.tokens[-1] in base.eos
+
+    clock, process_time = CoreClock(), time.process_time()
+    encode = partial(encode_question, base, question, template=template)
+    turns, ended = answer_turns(question, encode, base.context_length, write)
+    peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
+    share, process_time = clock.share(), time.process_time() - process_time
+    return Answer(question.question_id, question.category, name, turns, ended, peak, share, process_time)
+
+
+def answer_turns(
+    question: Question,
+    encode: Callable[[Messages], list[int]],
+    context_length: int,
+    write: Callable[[Messages, list[int]], tuple[Turn, bool]],
+) -> tuple[list[Turn], list[bool]]:
+    """Answer all turns of a question; ``write`` writes a turn after a prompt, and tells whether it ended by itself.
+
+    Each prompt contains the earlier answers. A later turn that no longer fits into the context ends the answer early.
+    """
+    messages: Messages = []
+    turns: list[Turn] = []
+    ended: list[bool] = []
+    for text in question.turns:
+        messages.append(("user", text))
+        prompt = encode(messages)
+        if len(prompt) >= context_length and turns:
+            break
+        turn, is_ended = write(messages, prompt)
+        turns.append(turn)
+        ended.append(is_ended)
+        messages.append(("assistant", turn.text))
+    return turns, ended
+
+
+def decode(
+    session: Session, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int]
+) -> tuple[Generation, list[float]]:
+    """Decode as `Session.run` does, and return also the CPU time of this thread up to the end of each step."""
+    result, cpu_seconds = Generation(), []
+    started, mark = time.perf_counter(), time.thread_time()
+    for emitted, cost in session.decode(prompt, max_new_tokens, eos):
+        now = time.thread_time()
+        cpu_seconds.append(now - mark)
+        mark = now
+        result.tokens += emitted
+        result.steps.append(cost)
+    result.seconds = time.perf_counter() - started
+    return result, cpu_seconds
+
+
+def decoding_order(names: Sequence[str], num_questions: int, repeat: int = 0) -> list[Slot]:
+    """All drafters on the first question, then on the second, and so on; each time another drafter comes first."""
+    slots: list[Slot] = []
+    for index in range(num_questions):
+        first = (index + repeat) % len(names)
+        slots += [(index, name) for name in [*names[first:], *names[:first]]]
+    return slots
+
+
+def answer_questions(
+    base: Base,
+    sessions: dict[str, Session],
+    questions: list[Question],
+    template: str,
+    max_new_tokens: int,
+    done: Mapping[Slot, Answer] | None = None,
+    repeat: int = 0,
+) -> Iterator[Answer]:
+    """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
+
+    Each drafter is warmed up on the first question and then reset. A drafter that remembers earlier texts decodes the
+    answers that are done once more, because what it drafts for the others depends on them. Other drafters decode a
+    question again if the thread waited for a core, at most `MAX_DECODINGS` times and, over all slots, half as often as
+    there are slots.
+
+    Args:
+        base: The base.
+        sessions: A session for each drafter, by the drafter's name.
+        questions: The questions.
+        template: Chat template.
+        max_new_tokens: Maximum number of tokens of a turn.
+        done: The answers of an interrupted run.
+        repeat: How often all questions were decoded before.
+    """
+    done = done or {}
+    slots = decoding_order(list(sessions), len(questions), repeat)
+    unfinished = dict.fromkeys(name for index, name in slots if (index, name) not in done)
+    for name in unfinished:
+        answer_question(sessions[name], name, questions[0], base, template, min(WARM_UP_TOKENS, max_new_tokens))
+        sessions[name].drafter.reset()
+    num_spare = len(slots) // 2
+    for index, name in slots:
+        before, remembers = done.get((index, name)), sessions[name].drafter.remembers
+        if before and not (name in unfinished and remembers):
+            continue
+        decode_it = partial(answer_question, sessions[name], name, questions[index], base, template, max_new_tokens)
+        may_repeat = base.model.device.type != "cuda" and not remembers
+        answer = retry_if_descheduled(decode_it, 1 + min(MAX_DECODINGS - 1, num_spare) if may_repeat else 1)
+        num_spare -= answer.decodings - 1
+        with_steps = sessions[name].budget is None
+        if not before:
+            yield answer
+        elif comparable(answer, with_steps) != comparable(before, with_steps):
+            warnings.warn(
+                f"{name} decodes question {answer.question_id} differently than before the interruption: decoding is "
+                "not deterministic on this device, so the results may differ from those of an uninterrupted run",
+                stacklevel=2,
+            )
+
+
+def retry_if_descheduled(decode_it: Callable[[], Answer], limit: int) -> Answer:
+    """Decode a question until the thread had a core throughout; return the answer with the largest share of a core."""
+    answer, num_decodings = decode_it(), 1
+    while (answer.core_share or 0.0) < MIN_CORE_SHARE and num_decodings < limit:
+        answer = max(answer, decode_it(), key=lambda each: each.core_share or 0.0)
+        num_decodings += 1
+    return replace(answer, decodings=num_decodings)
+
+
+def comparable(answer: Answer, with_steps: bool = True) -> list[Any]:
+    """Tokens and step counts of an answer, which are equal for two decodings unless the device is nondeterministic.
+
+    With an automatic budget the step counts depend on the clock, and are left out.
+    """
+    tokens = [turn.token_ids for turn in answer.turns]
+    if not with_steps:
+        return [tokens]
+    steps = [[(step.emitted, step.accepted, step.fed, step.draft_forwards) for step in t.steps] for t in answer.turns]
+    return [tokens, steps]
+
+
+def median_answers(repeats: Sequence[Sequence[Answer]]) -> list[Answer]:
+    """The answer of median time to each question, or the faster one of two; all repeats have the same order."""
+    return [
+        sorted(answers, key=lambda answer: answer.seconds)[(len(answers) - 1) // 2]
+        for answers in zip(*repeats, strict=True)
+    ]
+
+
+# ---- JSON lines
+
+
+def to_json(answer: Answer) -> dict[str, Any]:
+    """The answer in FastChat's form.
+
+    ``idxs`` is the zero-based index of each turn's last step, as FastChat-style tools expect it, and
+    ``accept_lengths`` what Spec-Bench averages: tokens emitted by each step, prefills excluded.
+    """
+    turns = answer.turns
+    choice = {
+        "index": 0,
+        "turns": [turn.text for turn in turns],
+        "token_ids": [list(turn.token_ids) for turn in turns],
+        "idxs": [len(turn.steps) - 1 if turn.steps else None for turn in turns],
+        "new_tokens": [len(turn.token_ids) for turn in turns],
+        "wall_time": [round(turn.seconds, 7) for turn in turns],
+        "accept_lengths": [step.emitted for turn in turns for step in turn.steps[1:]],
+        "prompt_tokens": [turn.prompt_tokens for turn in turns],
+        "ended": list(answer.ended),
+        "steps": [[_step_to_json(step) for step in turn.steps] for turn in turns],
+        "step_cpu_times": [[round(seconds, 7) for seconds in turn.cpu_seconds] for turn in turns],
+        "arrivals": [[(round(seconds, 7), count) for seconds, count in turn.arrivals] for turn in turns],
+        "peak_bytes": answer.peak_bytes,
+        "core_share": None if answer.core_share is None else round(answer.core_share, 4),
+        "cpu_time": None if answer.cpu_seconds is None else round(answer.cpu_seconds, 7),
+        "decodings": answer.decodings,
+    }
+    return {
+        "question_id": answer.question_id,
+        "answer_id": f"{answer.drafter}-{answer.question_id}",
+        "model_id": answer.drafter,
+        "category": answer.category,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
+
+
+def from_json(record: dict[str, Any]) -> Answer:
+    """The inverse of `to_json`; raises one of `data.files.MALFORMED` if the record is not such an answer."""
+    choice = record["choices"][0]
+    names = ("turns", "token_ids", "prompt_tokens", "steps", "wall_time", "step_cpu_times", "arrivals")
+    fields = ("text", "token_ids", "prompt_tokens", "steps", "seconds", "cpu_seconds", "arrivals")
+    turns = [dict(zip(fields, own, strict=True)) for own in zip(*(choice[name] for name in names), strict=True)]
+    for turn in turns:
+        turn["steps"] = list(map(_step_from_json, turn["steps"]))
+        if turn["cpu_seconds"] and len(turn["cpu_seconds"]) != len(turn["steps"]):
+            raise ValueError("its steps and their CPU times differ in number")
+    if len(choice["ended"]) != len(turns):
+        raise ValueError("its turns and its ends differ in number")
+    measured = {name: choice[name] for name in ("ended", "peak_bytes", "core_share", "decodings")}
+    named = {"question_id": record["question_id"], "category": record["category"], "drafter": record["model_id"]}
+    return validated(Answer, {**named, "turns": turns, "cpu_seconds": choice["cpu_time"], **measured})
+
+
+def write(path: str | Path, answers: Iterable[Answer]) -> None:
+    """Write the answers, one per line, replacing the file."""
+    write_text(path, "".join(json.dumps(to_json(answer), ensure_ascii=False) + "\n" for answer in answers))
+
+
+def read(path: str | Path) -> list[Answer]:
+    """Read the answers that `write` wrote; raises ValueError if a line is not such an answer."""
+    answers, remedy = [], "delete the line, or run `drafters eval` again"
+    for place, record in read_json_lines(path, remedy):
+        with reading(place, remedy):
+            answers.append(from_json(record))
+    return answers
+
+
+def _step_to_json(step: StepCost) -> list[float]:
+    counts = [getattr(step, name) for name in COUNTS]
+    return counts + [round(seconds, 7) for seconds in step.seconds]
+
+
+def _step_from_json(row: list[float]) -> dict[str, Any]:
+    if len(row) != len(COUNTS) + len(PHASES) or min(row) < 0:
+        raise ValueError(f"a step has {len(COUNTS)} counts and {len(PHASES)} times, none of them negative")
+    return {**dict(zip(COUNTS, row, strict=False)), "seconds": row[len(COUNTS) :]}
+
+
+def quality_of(
+    benchmark: str,
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+    run: Callable[[str], bool] | None = None,
+    marks: ReasoningMarks | None = None,
+) -> dict[str, float]:
+    """Score the first turns of recorded answers without their reasoning, in percent, as their benchmark scores them.
+
+    Args:
+        benchmark: Name of the benchmark; a prompt style after a colon is ignored.
+        questions: The questions.
+        answers: Answers to them, in any order.
+        run: Runs a program and tells whether it finished; None runs none and leaves out pass@1.
+        marks: The marks of reasoning in the answers; None if there are none.
+
+    Raises:
+        ValueError: A question has no answer.
+    """
+    written = {answer.question_id: answer.turns[0].text for answer in answers if answer.turns}
+    missing = [question.question_id for question in questions if question.question_id not in written]
+    if missing:
+        raise ValueError(f"{benchmark}: question {missing[0]} has no answer; answer the same questions")
+    texts = [written[question.question_id] for question in questions]
+    if marks:
+        texts = [marks.without_reasoning(text) for text in texts]
+    return score(benchmark, questions, texts, run)

@@ -1,0 +1,238 @@
+"""``drafters eval``: measure several drafters side by side on the same questions."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.progress import Progress
+
+from data.benchmarks import Question, needs_code, needs_package
+from data.files import SafeConsole
+from data.templates import ReasoningMarks
+from inference import drafter_specs, sandbox, timing
+from inference.evaluate import tables, worker
+from inference.evaluate.answers import quality_of
+from inference.evaluate.breakdowns import reasoning
+from inference.evaluate.page import Decode, write_page
+from inference.evaluate.plan import EvaluationPlan, RunConditions, make_plan
+from inference.evaluate.report import figures, write_tables
+from inference.evaluate.results import EvaluationResults, Run, RunRecord, write
+from inference.journal import Journal
+from inference.prompts import BenchmarkPrompts, find_reasoning_marks
+from inference.questions import QuestionOptions
+from inference.runs import new_folder, progress_bars
+from inference.verifier.base import BaseInfo, load_base_info
+from inference.verifier.options import ModelOptions, SamplingOptions
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How `drafters eval` measures.
+
+    Args:
+        drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; may be repeated. By default
+            prompt_lookup and joint; the base alone, none, is always measured too.
+        typical: Accept drafts by Medusa's typical acceptance, which is lossy. Needs a temperature above 0.
+        repeats: How often every question is decoded; auto repeats until timing errors are at most 5 %.
+        devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs.
+        run_code: Run the programs in the answers to humaneval and mbpp in bubblewrap, to measure pass@1.
+        server: Measure vllm, or a server that runs: [NAME=]URL, may be repeated; the first is the baseline.
+        concurrency: Number of requests at once that a server gets; may be repeated. By default 1, 4 and 16.
+    """
+
+    drafter: list[str] | None = None
+    typical: bool = False
+    repeats: int | Literal["auto"] = "auto"
+    devices: int | Literal["auto"] = 1
+    run_code: bool = False
+    server: list[str] | None = None
+    concurrency: list[int] | None = None
+
+    def check(self, sampling: SamplingOptions) -> None:
+        """Find mistakes that need neither a base nor a benchmark; raises ValueError."""
+        sampling.sampler()
+        if self.typical and sampling.temperature == 0:
+            raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
+        if self.typical and any(drafter_specs.is_auto(spec, "fixed") for spec in self.drafter or []):
+            raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
+        for name, number in (("repeats", self.repeats), ("devices", self.devices)):
+            if number != "auto" and number < 1:
+                raise ValueError(f"{name} must be at least 1, not {number}")
+        if not self.server and self.concurrency:
+            raise ValueError("--concurrency is for a server: add --server vllm or --server URL")
+        if min(self.concurrency or [1]) < 1:
+            raise ValueError(f"concurrency must be at least 1, not {min(self.concurrency or [])}")
+        if self.server and (self.typical or self.devices != 1 or sampling.temperature):
+            raise ValueError("--typical, --devices and --temperature are for our own decoding loop, not for --server")
+
+
+def evaluate(
+    model: ModelOptions,
+    selection: QuestionOptions,
+    sampling: SamplingOptions,
+    options: EvaluationOptions,
+    out: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Decode the questions of benchmarks with several drafters and compare speed, acceptance length and text.
+
+    With --server the answers come from a server, which is asked with several numbers of requests at once. Prints a
+    table for each benchmark. With --out it also writes the answers as FastChat-style JSONL, results.json, results.csv,
+    results.md and report.html. An interrupted evaluation continues when the same command is run again; its results are
+    those of an uninterrupted one, except for the times.
+
+    Args:
+        out: Folder for the results; by default nothing is written.
+        overwrite: Start over and replace the results that the folder already holds.
+    """
+    options.check(sampling)
+    questions = selection.load()
+    runs_code = options.run_code and any(map(needs_code, questions))
+    if runs_code:
+        sandbox.require()
+    base = load_base_info(model.base)
+    prompts = selection.select(base, questions)
+    if options.server:
+        results, num_new = _ask(model, selection, prompts, base, options, out, overwrite)
+    else:
+        own = options.drafter, options.typical, options.repeats, options.devices
+        plan = make_plan(model, selection, prompts, sampling, *own)
+        results, num_new = decode(plan, results_folder(out, overwrite, plan.conditions), overwrite)
+    results = with_scores(results, prompts, runs_code, find_reasoning_marks(base, selection.template))
+    to_text: Any = base.tokenizer.decode
+    finish(results, Path(out) if out else None, to_text)
+    if any(map(needs_code, questions)) and not options.run_code:
+        print("pass@1 was not measured: --run-code runs the programs in the answers.")
+    for package in {needs_package(name) for name in questions} - {""}:
+        print(f"The answers were not scored: that needs {package}, pip install 'ctc-drafters[maths]'.")
+    if out:
+        if not num_new:
+            print(f"{out} already held every answer, so nothing was decoded; --overwrite measures again.")
+        print(f"Report: {Path(out) / 'report.html'}")
+
+
+def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) -> Path | None:
+    """Return the folder for the results, or None if no folder was chosen.
+
+    Raises:
+        ValueError: The folder cannot be created, or it holds results under other conditions.
+    """
+    journals = sorted((Path(out) / worker.JOURNALS).glob("*.jsonl")) if out else []
+    folder = new_folder(out, overwrite or bool(journals))
+    for path in [] if overwrite else journals:
+        try:
+            Journal(path, asdict(conditions))
+        except ValueError as error:
+            raise ValueError(f"{out} already holds results: {error}") from error
+    return folder
+
+
+@contextmanager
+def _place(folder: Path | None) -> Iterator[tuple[Path, Progress]]:
+    """The folder of the journals, which is a temporary one if no results are kept, and progress bars."""
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as place, progress_bars() as bars:
+        yield Path(place) / worker.JOURNALS, bars
+
+
+def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -> tuple[EvaluationResults, int]:
+    """Decode what the journals in the folder do not hold; return the results, and how many answers were decoded now."""
+    load, num_threads = timing.running_threads(), (plan.conditions.threads or 1) * len(plan.conditions.devices)
+    before = timing.MachineLoad(timing.num_cores(), num_threads, [] if load is None else [load])
+    with _place(folder) as (journals, bars):
+        task = bars.add_task(", ".join(plan.questions), total=0)
+
+        def on_ready() -> None:
+            for line in before.warnings():
+                print(f"drafters eval: {line}; the measured times will be unreliable", file=sys.stderr)
+            for path in journals.glob("*.jsonl") if overwrite else ():
+                path.unlink()
+
+        def repeats() -> Iterator[worker.Repeat]:
+            total = 0
+            for repeat, benchmarks in worker.repeats_to_decode(journals, plan):
+                total += plan.num_answers(benchmarks)
+                bars.update(task, total=total)
+                yield repeat, benchmarks
+
+        num_new = worker.run(plan, journals, repeats(), on_ready, lambda number: bars.advance(task, number))
+        found = worker.collect(journals, plan)
+    num_repeats = {benchmark: found.num_repeats(benchmark) for benchmark in plan.questions}
+    record = RunRecord(found.load, num_repeats, found.num_starts, warnings=found.warnings())
+    run = Run(plan.conditions, record)
+    return EvaluationResults("", {"": run}, found.summaries(), found.median_answers()), num_new
+
+
+def _ask(
+    model: ModelOptions,
+    selection: QuestionOptions,
+    prompts: Mapping[str, BenchmarkPrompts],
+    base: BaseInfo,
+    options: EvaluationOptions,
+    out: str | None,
+    overwrite: bool,
+) -> tuple[EvaluationResults, int]:
+    """Ask servers what the journal in the folder does not hold; return the results, and how many answers are there."""
+    from inference.evaluate import server  # whose client takes a second to import
+
+    levels = sorted(set(options.concurrency or server.DEFAULT_LEVELS))
+    if few := [name for name, own in prompts.items() if len(own.questions) < levels[-1]]:
+        raise ValueError(f"{levels[-1]} requests at once need as many questions, and {few[0]} has fewer: raise --limit")
+    conditions = server.make_conditions(model, selection, prompts, options.drafter, options.server or [])
+    total = len(conditions.drafters) * len(levels) * sum(len(own.questions) for own in prompts.values())
+    with _place(results_folder(out, overwrite, conditions)) as (journals, bars):
+        task = bars.add_task(", ".join(prompts), total=total)
+        advance = partial(bars.advance, task)
+        runs, notes = server.measure(conditions, base, prompts, levels, journals / "1.jsonl", overwrite, advance)
+    summaries, warnings = server.summarise(runs, conditions)
+    answers: dict[str, dict[str, Any]] = {name: {} for name in prompts}
+    for (benchmark, drafter, level), run in runs.items():
+        answers[benchmark][f"{drafter} @ {level}"] = run.answers
+    record = RunRecord(repeats=dict.fromkeys(prompts, 1), warnings=[*notes, *warnings])
+    return EvaluationResults("", {"": Run(conditions, record)}, summaries, answers), total
+
+
+def with_scores(
+    results: EvaluationResults, prompts: Mapping[str, BenchmarkPrompts], runs_code: bool, marks: ReasoningMarks | None
+) -> EvaluationResults:
+    """Add the task quality of the answers, what was accepted in their reasoning, and what was left out."""
+    summaries: dict[str, dict[str, Any]] = {name: {} for name in results.summaries}
+    left_out = [line for own in prompts.values() for line in own.notes()]
+    for benchmark, by_drafter in results.summaries.items():
+        asked = prompts[benchmark].questions
+        own_marks = marks_of(asked, marks)
+        for name, summary in by_drafter.items():
+            answers = results.answers[benchmark][name]
+            quality = quality_of(benchmark, asked, answers, sandbox.finishes if runs_code else None, own_marks)
+            inside = None if summary.latency else reasoning(answers, own_marks)
+            summaries[benchmark][name] = replace(summary, quality=quality, reasoning=inside)
+        pairs = zip(asked, next(iter(results.answers[benchmark].values())), strict=True)
+        if missing := sum(len(question.turns) - len(answer.turns) for question, answer in pairs):
+            left_out.append(f"{benchmark}: {missing} later turns, which no longer fit into the base's context")
+    ((name, run),) = results.runs.items()
+    record = replace(run.run, ran_code=runs_code, left_out=left_out)
+    return replace(results, summaries=summaries, runs={name: replace(run, run=record)})
+
+
+def marks_of(questions: list[Question], marks: ReasoningMarks | None) -> ReasoningMarks | None:
+    """The marks in the answers to these questions; a raw prompt passes through no template that would begin them."""
+    is_raw = any(question.is_raw for question in questions)
+    return replace(marks, is_open=False) if marks and is_raw else marks
+
+
+def finish(results: EvaluationResults, folder: Path | None, decode: Decode) -> None:
+    """Write the results, if there is a folder for them, and print the tables."""
+    if folder:  # written before anything is printed: a closed pipe (`... | head`) must not lose the results
+        results = replace(results, name=folder.resolve().name)
+        write(folder, results)
+        write_tables(folder / "results", ["md", "csv"], tables.markdown(results), [], figures([results]))
+        write_page(folder / "report.html", [(results, decode)], folder / "plots")
+    SafeConsole().print(*tables.terminal(results), sep="\n")
+    if ":" in results.conditions.template:  # with a switch, without which the figures cannot be reproduced
+        print(f"Template: {results.conditions.template}")

@@ -1,0 +1,330 @@
+"""The figures of an evaluation, as pure functions of the recorded answers. A ratio whose denominator is 0 is None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, Protocol
+
+from inference.evaluate import intervals
+from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.breakdowns import (
+    LengthRange,
+    PositionRate,
+    Reasoning,
+    acceptance_rates,
+    count_drafts,
+    length_ranges,
+)
+from inference.evaluate.intervals import UNKNOWN, Estimate
+from inference.evaluate.step_times import MedianStepTimes, timing_error
+from inference.verifier.session import PHASES, StepCost
+
+Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
+
+
+class Decoded(Protocol):
+    """Any decoded text with the cost of its steps, such as a recorded turn or what a session returns."""
+
+    @property
+    def steps(self) -> Sequence[StepCost]: ...
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What the steps did, prefills excluded: the same in every run."""
+
+    length: Estimate = UNKNOWN  # acceptance length: emitted tokens / base forwards over all questions (micro average)
+    mean: Estimate = UNKNOWN  # mean over questions of the acceptance length of each
+    with_prefill: float | None = None  # with prefills and their tokens: Ouroboros' block efficiency (Definition C.1)
+    ended: float | None = None  # over the turns that ended with an end-of-sequence token
+    fed_per_step: float | None = None  # mean number of tokens fed to the base per step
+    scratch_per_step: float | None = None  # of them, those that could not be accepted
+    draft_forwards_per_step: float | None = None  # forwards of a draft module or model
+    hit_ratio: float | None = None  # accepted / fed draft tokens (ANPD's alpha, section 4.5)
+    fed_per_token: float | None = None  # tokens fed for each emitted token
+    wasted_per_token: float | None = None  # of them, those that are neither a root nor accepted
+    rates: list[PositionRate] = field(default_factory=list)  # by draft position, up to the last that was ever accepted
+    conventions: dict[str, float] = field(default_factory=dict)  # the acceptance length as other tools count it
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the clock says, prefills included: other in every run."""
+
+    seconds: float  # wall time of all answers
+    tokens_per_second: float | None
+    speedup: Estimate = UNKNOWN  # the baseline's seconds per token by `MedianStepTimes` / the drafter's
+    timing_error: float | None = None  # relative half-width of its interval on these very questions
+    wall: Estimate = UNKNOWN  # the baseline's seconds of wall time per token / the drafter's
+    noise: float | None = None  # relative standard deviation that `wall` would have over several runs
+    median_seconds: float | None = None  # of all answers by median step times
+    cpu_seconds: float | None = None  # CPU time of the process, over all its threads
+    core_share: float | None = None  # of the wall time, in which the decoding thread had a core
+    peak_bytes: int | None = None  # peak of GPU memory, with the base and all drafters of the run
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # CTC paper, Figure 3; together all seconds
+
+    @property
+    def best(self) -> Estimate:
+        """The speed-up by median step times; by wall time where there are no steps, as from a server."""
+        return self.wall if self.speedup.value is None else self.speedup
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What clients of a server see: median and 95th percentile of seconds, interpolated linearly."""
+
+    first_token: tuple[float, float] | None  # from a request to the first token of its answer
+    inter_token: tuple[float, float] | None  # between two tokens; None if the server does not say what an event holds
+
+
+@dataclass(frozen=True)
+class Category:
+    """One drafter on the questions of one category, with the figures of `Summary`."""
+
+    questions: int
+    identical: int
+    acceptance: float | None
+    speedup: float | None
+    wall: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One drafter compared with the baseline on the same questions with the same length cap."""
+
+    drafter: str
+    baseline: str
+    questions: int
+    identical: int  # questions with the baseline's tokens in every turn
+    first_divergence: tuple[int, int, int] | None  # question id, turn and token position of the first difference
+    tokens: int
+    acceptance: Acceptance
+    speed: Speed
+    by_category: dict[str, Category] = field(default_factory=dict)
+    by_position: list[LengthRange] = field(default_factory=list)  # by position in the context
+    by_prompt: list[LengthRange] = field(default_factory=list)  # by length of the prompt
+    quality: dict[str, float] = field(default_factory=dict)  # in percent, as the benchmark scores it
+    reasoning: Reasoning | None = None
+    concurrency: int | None = None  # number of requests at once, if a server was asked
+    latency: Latency | None = None
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is the baseline itself."""
+        return self.drafter == self.baseline
+
+    @property
+    def name(self) -> str:
+        """The name in tables: that of the drafter, with the number of requests at once in a server."""
+        return self.drafter if self.concurrency is None else f"{self.drafter} @ {self.concurrency}"
+
+
+def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Sequence[Repeat] = ()) -> Summary:
+    """Compare one drafter's answers with the baseline's answers to the same questions.
+
+    Args:
+        answers: One answer to each question; of several repeats, the `median_answers`.
+        baseline: The baseline's answers. Raises ValueError if one is missing.
+        repeats: The answers of both in each repeat, if there was more than one.
+    """
+    if not answers:
+        raise ValueError("no answers to summarise: did the run decode any question?")
+    pairs = pair_answers(answers, baseline)
+    repeats = repeats or [(answers, [base for _, base in pairs])]
+    own_times, base_times = (MedianStepTimes(each) for each in zip(*repeats, strict=True))
+    timed = [TimedPair(answer, base, own_times.seconds(answer), base_times.seconds(base)) for answer, base in pairs]
+    by_position, by_prompt = length_ranges(answers)
+    categories = dict.fromkeys(answer.category for answer in answers)
+    return Summary(
+        drafter=answers[0].drafter,
+        baseline=baseline[0].drafter,
+        **count_identical(pairs),
+        tokens=_tokens(turns_of(answers)),
+        acceptance=_acceptance(answers),
+        speed=_speed(timed, repeats, timing_error(own_times, base_times)),
+        by_category={each: _category([pair for pair in timed if pair.answer.category == each]) for each in categories},
+        by_position=by_position,
+        by_prompt=by_prompt,
+    )
+
+
+def _acceptance(answers: Sequence[Answer]) -> Acceptance:
+    turns = turns_of(answers)
+    steps, counts = decode_steps(turns), count_drafts([turn.steps for turn in turns])
+    lengths = [length for answer in answers if (length := acceptance_length(answer.turns)) is not None]
+    ended = [turn for answer in answers for turn, is_ended in zip(answer.turns, answer.ended, strict=True) if is_ended]
+    own_steps = [decode_steps(answer.turns) for answer in answers]
+    return Acceptance(
+        length=intervals.ratio((sum(step.emitted for step in own), len(own)) for own in own_steps if own),
+        mean=intervals.ratio((length, 1) for length in lengths),
+        with_prefill=_ratio(_tokens(turns), sum(len(turn.steps) for turn in turns)),
+        ended=acceptance_length(ended),
+        fed_per_step=_ratio(sum(step.fed for step in steps), len(steps)),
+        scratch_per_step=_ratio(sum(step.fed_scratch for step in steps), len(steps)),
+        draft_forwards_per_step=_ratio(sum(step.draft_forwards for step in steps), len(steps)),
+        hit_ratio=counts.draft_efficiency,
+        fed_per_token=counts.fed_per_token,
+        wasted_per_token=counts.wasted_per_token,
+        rates=acceptance_rates(own_steps),
+        conventions=counts.by_convention(),
+    )
+
+
+def decode_steps(turns: Iterable[Decoded]) -> list[StepCost]:
+    """All steps except the prefill, which is the first step of each turn."""
+    return [step for turn in turns for step in turn.steps[1:]]
+
+
+def acceptance_length(turns: Iterable[Decoded]) -> float | None:
+    """Emitted tokens / base forwards, prefill excluded from both."""
+    steps = decode_steps(turns)
+    return _ratio(sum(step.emitted for step in steps), len(steps))
+
+
+# ---- texts
+
+
+def pair_answers(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Pair each answer with the baseline's to the same question; raises ValueError if one is missing."""
+    by_id = {base.question_id: base for base in baseline}
+    missing = [answer.question_id for answer in answers if answer.question_id not in by_id]
+    if missing:
+        raise ValueError(f"the baseline has no answer to question {missing[0]}: decode the same questions with both")
+    return [(answer, by_id[answer.question_id]) for answer in answers]
+
+
+def count_identical(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
+    """The fields of a `Summary` that compare texts: ``questions``, ``identical`` and ``first_divergence``."""
+    places = [(answer.question_id, place) for answer, base in pairs if (place := first_difference(answer, base))]
+    first = (places[0][0], *places[0][1]) if places else None
+    return {"questions": len(pairs), "identical": len(pairs) - len(places), "first_divergence": first}
+
+
+def first_difference(answer: Answer, baseline: Answer) -> tuple[int, int] | None:
+    """Turn and token position (from zero) of the first difference of two answers; None if they are identical."""
+    for index, (turn, base) in enumerate(zip_longest(answer.turns, baseline.turns)):
+        tokens, base_tokens = turn.token_ids if turn else [], base.token_ids if base else []
+        if tokens != base_tokens or not (turn and base):
+            parts = (at for at, (ours, its) in enumerate(zip(tokens, base_tokens, strict=False)) if ours != its)
+            return index, next(parts, min(len(tokens), len(base_tokens)))
+    return None
+
+
+# ---- times
+
+
+@dataclass(frozen=True)
+class TimedPair:
+    """A drafter's answer and the baseline's to the same question, with the seconds that each took."""
+
+    answer: Answer
+    base: Answer
+    seconds: float
+    base_seconds: float
+
+    @property
+    def terms(self) -> tuple[float, int, float, int]:
+        """Seconds and tokens of the baseline, then of the drafter."""
+        return self.base_seconds, _tokens(self.base.turns), self.seconds, _tokens(self.answer.turns)
+
+
+def _speed(timed: Sequence[TimedPair], repeats: Sequence[Repeat], error: float | None) -> Speed:
+    answers = [pair.answer for pair in timed]
+    turns = turns_of(answers)
+    walls = [TimedPair(pair.answer, pair.base, pair.answer.seconds, pair.base.seconds) for pair in timed]
+    shares = [(answer.core_share * answer.seconds, answer.seconds) for answer in answers if answer.core_share]
+    cpu_seconds = [answer.cpu_seconds for answer in answers if answer.cpu_seconds is not None]
+    return Speed(
+        seconds=_seconds(turns),
+        tokens_per_second=_ratio(_tokens(turns), _seconds(turns)),
+        speedup=Estimate(_speedup(timed), _interval(timed)),
+        timing_error=error,
+        wall=Estimate(_wall_speedup(turns, turns_of(pair.base for pair in timed)), _interval(walls)),
+        noise=noise(repeats),
+        median_seconds=sum(pair.seconds for pair in timed),
+        cpu_seconds=sum(cpu_seconds) if cpu_seconds else None,
+        core_share=_ratio(*map(sum, zip(*shares, strict=True))) if shares else None,
+        peak_bytes=max((answer.peak_bytes for answer in answers if answer.peak_bytes is not None), default=None),
+        phase_seconds=_phase_seconds(turns),
+    )
+
+
+def _speedup(pairs: Sequence[TimedPair]) -> float | None:
+    columns = [sum(column) for column in zip(*(pair.terms for pair in pairs), strict=True)]
+    if not all(columns):
+        return None
+    base_seconds, base_tokens, seconds, tokens = columns
+    return (base_seconds / base_tokens) / (seconds / tokens)
+
+
+def _wall_speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
+    ours, theirs = _ratio(_seconds(turns), _tokens(turns)), _ratio(_seconds(baseline), _tokens(baseline))
+    return _ratio(theirs, ours) if ours and theirs else None
+
+
+def _interval(pairs: Sequence[TimedPair]) -> tuple[float, float] | None:
+    rows = [terms for pair in pairs if all((terms := pair.terms)[1:])]
+    return intervals.interval(list(zip(*rows, strict=True)), (1, -1, -1, 1)) if rows else None
+
+
+def _phase_seconds(turns: Sequence[Turn]) -> dict[str, float]:
+    """Seconds of each of `PHASES` without the prefills, followed by ``prefill`` and ``other``, the rest of the time."""
+    steps = decode_steps(turns)
+    seconds = {phase: sum(step.seconds[index] for step in steps) for index, phase in enumerate(PHASES)}
+    seconds["prefill"] = sum(sum(turn.steps[0].seconds) for turn in turns if turn.steps)
+    seconds["other"] = _seconds(turns) - sum(seconds.values())
+    return seconds
+
+
+def noise(repeats: Sequence[Repeat]) -> float | None:
+    """Relative standard deviation that the wall speed-up would have over several runs; None if it is not known.
+
+    For the baseline it is that of its tokens per second. With several repeats it is their own standard deviation, which
+    is larger than that of the reported median. With one repeat it is the standard error over questions of the time of a
+    base forward relative to the baseline's; as this also contains real differences between questions, it is an upper
+    estimate. Neither notices what slows down a whole run evenly.
+    """
+    is_baseline = repeats[0][0][0].drafter == repeats[0][1][0].drafter
+    if len(repeats) > 1:
+        speeds = [
+            _ratio(_tokens(turns), _seconds(turns)) if is_baseline else _wall_speedup(turns, turns_of(base))
+            for turns, base in ((turns_of(answers), base) for answers, base in repeats)
+        ]
+        known = [speed for speed in speeds if speed]
+        return intervals.relative_deviation(known) if len(known) == len(speeds) else None
+    pairs = [
+        (_seconds_per_step(answer.turns), 1.0 if is_baseline else _seconds_per_step(base.turns))
+        for answer, base in pair_answers(*repeats[0])
+    ]
+    return intervals.standard_error([own / base for own, base in pairs if own and base])
+
+
+def _seconds_per_step(turns: Sequence[Turn]) -> float | None:
+    steps = decode_steps(turns)
+    return _ratio(sum(sum(step.seconds) for step in steps), len(steps))
+
+
+def _category(pairs: Sequence[TimedPair]) -> Category:
+    turns, base_turns = turns_of(pair.answer for pair in pairs), turns_of(pair.base for pair in pairs)
+    identical = count_identical([(pair.answer, pair.base) for pair in pairs])["identical"]
+    wall = _wall_speedup(turns, base_turns)
+    return Category(len(pairs), identical, acceptance_length(turns), _speedup(pairs), wall)
+
+
+def turns_of(answers: Iterable[Answer]) -> list[Turn]:
+    """All turns of the answers."""
+    return [turn for answer in answers for turn in answer.turns]
+
+
+def _tokens(turns: Iterable[Turn]) -> int:
+    return sum(len(turn.token_ids) for turn in turns)
+
+
+def _seconds(turns: Iterable[Turn]) -> float:
+    return sum(turn.seconds for turn in turns)
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None

@@ -1,0 +1,230 @@
+"""The page of one or several evaluations: tables, plots and answers in one self-contained HTML file."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.files import atomic_write, safe_text, write_text
+from data.templates import decode_answer
+from data.tokenizer import load_tokenizer
+from inference.evaluate import plots
+from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.metrics import Summary, acceptance_length
+from inference.evaluate.plan import DrafterConditions
+from inference.evaluate.results import EvaluationResults
+from inference.evaluate.tables import COUNTING_RULE, benchmark_tables, footnotes, headline, measured_speeds, number
+
+Decode = Callable[[list[int]], str]  # turns token ids into text
+
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+FILTERS = ("benchmark", "base", "dtype", "temperature")  # of the table of all drafters
+MAX_TIMING_ERROR = 0.1  # of a speed-up that is shown without a remark
+MAX_SHOWN_PER_DRAFTER = 12
+MAX_SHOWN_ANSWERS = 48  # of all drafters together, which limits the size of the page
+
+
+def write_page(
+    path: Path, parts: Sequence[tuple[EvaluationResults, Decode | None]], plots_folder: Path | None = None
+) -> None:
+    """Write the page.
+
+    Args:
+        path: The page.
+        parts: Evaluations with different conditions, each with the function that turns its token ids into text; without
+            one, the steps of its answers are not shown.
+        plots_folder: A folder that gets the plots as PNG files too, in place of those of an earlier page.
+    """
+    from jinja2 import Environment
+
+    every, drawn = [results for results, _ in parts], dict[str, bytes]()
+    summaries = [own for results in every for by_drafter in results.summaries.values() for own in by_drafter.values()]
+    colours = plots.choose_colours(summaries)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_safe)
+    environment.filters.update(number=number)
+    rows = [row for index, results in enumerate(every, 1) for row in overview_rows(results, index)]
+    rows.sort(key=lambda row: -(row["summary"].speed.best.value or 0.0))
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        parts=[_describe(results, decode, colours, drawn) for results, decode in parts],
+        rows=rows if len({(row["part"], row["benchmark"]) for row in rows}) > 1 else [],
+        choices={name: sorted({row[name] for row in rows}) for name in FILTERS},
+        runs={name: run.describe() for results in every for name, run in results.runs.items()},
+        colours=colours,
+        counting_rule=COUNTING_RULE,
+    )
+    write_text(path, page)
+    if plots_folder:
+        for name, png in drawn.items():
+            with atomic_write(plots_folder / name) as new:
+                new.write_bytes(png)
+        for old in plots_folder.glob("*.png"):
+            if old.name not in drawn:
+                old.unlink()
+
+
+def find_decoder(results: EvaluationResults, tokenizer: str | None = None) -> Decode | None:
+    """Return the function that turns the token ids of an evaluation into text; None if no tokenizer reproduces it.
+
+    Args:
+        results: The evaluation.
+        tokenizer: Folder of the tokenizer; by default that of the base.
+
+    Raises:
+        ValueError: The given tokenizer cannot be loaded.
+    """
+    try:
+        reader = load_tokenizer(tokenizer or results.conditions.base)
+    except ValueError:
+        if tokenizer:
+            raise
+        return None
+    first_answers = [answers[0] for by_drafter in results.answers.values() for answers in by_drafter.values()]
+    turns = [turn for answer in first_answers for turn in answer.turns]
+    fits = all(decode_answer(turn.token_ids, reader).strip() == turn.text for turn in turns)
+    decode: Any = reader.decode
+    return decode if fits else None
+
+
+def overview_rows(results: EvaluationResults, part: int) -> list[dict[str, Any]]:
+    """A row for each drafter but the baseline on each benchmark, with what speaks against its figures."""
+    own = results.conditions
+    about = {"part": part, "base": own.base, "dtype": own.dtype, "temperature": f"{own.sampling.temperature:g}"}
+    return [
+        {
+            **about,
+            "benchmark": benchmark,
+            "summary": summary,
+            "remarks": remarks(summary, results.drafter(summary.drafter)),
+        }
+        for benchmark, by_drafter in results.summaries.items()
+        for summary in by_drafter.values()
+        if not summary.is_baseline
+    ]
+
+
+def remarks(summary: Summary, drafter: DrafterConditions | None) -> str:
+    """What speaks against the figures of a drafter."""
+    lines, error = [], summary.speed.timing_error
+    if drafter and drafter.is_lossy:
+        lines.append("lossy")
+    elif summary.identical < summary.questions:
+        lines.append("texts differ from the base's")
+    if summary.speed.speedup.value is None:
+        lines.append("speed-up by wall time")
+    elif error is None or error > MAX_TIMING_ERROR:
+        lines.append("timing error unknown" if error is None else f"timing ± {100 * error:.0f} %")
+    if drafter and drafter.is_automatic:
+        lines.append("automatic budget: acceptance depends on times")
+    return "; ".join(lines)
+
+
+def _safe(value: Any) -> Any:
+    return safe_text(value) if type(value) is str else value  # a string that is marked as HTML is ours
+
+
+def _describe(
+    results: EvaluationResults, decode: Decode | None, colours: plots.Colours, drawn: dict[str, bytes]
+) -> dict[str, Any]:
+    """The values that the template shows of one evaluation; the plots are also put under the names of their files."""
+    benchmarks = []
+    for benchmark, by_drafter in results.summaries.items():
+        answers = results.answers.get(benchmark, {})
+        figures = {}
+        for plot in plots.applicable(by_drafter):
+            png = plots.draw(plot, by_drafter, colours)
+            drawn[f"{re.sub('[^A-Za-z0-9_.-]', '-', benchmark)}-{plot}.png"] = png
+            figures[plot] = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        notes = [*footnotes(by_drafter), *_cut(by_drafter, answers, results.cap(benchmark))]
+        tables = benchmark_tables(by_drafter, answers)
+        benchmarks.append({"name": benchmark, "tables": tables, "notes": notes, "figures": figures})
+    return {
+        "name": results.name,
+        "conditions": {"base": results.conditions.base, **results.conditions.same()},
+        "headline": headline(results),
+        "left_out": results.lines("left_out"),
+        "warnings": results.lines("warnings"),
+        "benchmarks": benchmarks,
+        "shown": choose_answers(results, decode),
+        "is_coloured": decode is not None,
+        "is_served": any(s.latency for by_drafter in results.summaries.values() for s in by_drafter.values()),
+    }
+
+
+def _cut(by_drafter: Mapping[str, Summary], answers: Mapping[str, Sequence[Answer]], cap: int | None) -> list[str]:
+    """A sentence about scored answers (their first turns) that were cut at the length cap, if there are any."""
+    scored = [drafter for drafter, summary in by_drafter.items() if summary.quality]
+    ended = [answer.ended[0] for drafter in scored for answer in answers.get(drafter, ())]
+    if all(ended):
+        return []
+    percent = 100 * ended.count(False) / len(ended)
+    return [
+        f"{percent:.3g} % of the scored answers were cut at the length cap of {cap} tokens and scored as they were."
+    ]
+
+
+# ---- answers
+
+
+class StepSpan(NamedTuple):
+    """The text that one step emitted: that of its accepted draft tokens, then that of its bonus token."""
+
+    accepted: str
+    bonus: str
+    num_accepted: int
+    num_emitted: int
+
+
+def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
+    """Divide the text of a turn into its steps; joined, they are the full text.
+
+    A boundary inside a character of several tokens moves back to the beginning of the character.
+    """
+    text = decode(turn.token_ids)
+    spans: list[StepSpan] = []
+    num_tokens = start = 0
+    for index, step in enumerate(turn.steps):
+        tokens_at = (num_tokens + step.accepted, num_tokens + step.emitted)
+        middle, end = (max(start, _common_length(decode(turn.token_ids[:at]), text)) for at in tokens_at)
+        if index == len(turn.steps) - 1:
+            end = len(text)
+        if step.emitted == step.accepted:  # a text that is cut at the length cap may end without a bonus token
+            middle = end
+        spans.append(StepSpan(text[start:middle], text[middle:end], step.accepted, step.emitted))
+        num_tokens, start = tokens_at[1], end
+    return spans
+
+
+def _common_length(text: str, whole: str) -> int:
+    """Length of the longest common beginning."""
+    while not whole.startswith(text):
+        text = text[:-1]
+    return len(text)
+
+
+def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[dict[str, Any]]:
+    """Choose some answers of each drafter, the fastest drafter first; of the base alone only if nothing else was run.
+
+    They are spaced evenly over all benchmarks, and answer the same questions for all drafters.
+    """
+    drafters = list(dict.fromkeys(drafter for by_drafter in results.answers.values() for drafter in by_drafter))
+    baselines = {name for by in results.summaries.values() for name, summary in by.items() if summary.is_baseline}
+    best = next(iter(measured_speeds(results.summaries)), None)
+    drafters = sorted([each for each in drafters if each not in baselines] or drafters, key=lambda each: each != best)
+    num_shown = max(1, min(MAX_SHOWN_PER_DRAFTER, MAX_SHOWN_ANSWERS // max(1, len(drafters))))
+    chosen = []
+    for drafter in drafters:
+        own = [(name, answer) for name, by in results.answers.items() for answer in by.get(drafter, [])]
+        shown = [_shown(*each, decode) for each in own[:: max(1, -(-len(own) // num_shown))]]
+        chosen.append({"drafter": drafter, "num_answers": len(own), "shown": shown})
+    return chosen
+
+
+def _shown(benchmark: str, answer: Answer, decode: Decode | None) -> dict[str, Any]:
+    turns = [
+        {"turn": turn, "is_ended": is_ended, "spans": step_spans(turn, decode) if decode and turn.steps else None}
+        for turn, is_ended in zip(answer.turns, answer.ended, strict=True)
+    ]
+    return {"benchmark": benchmark, "answer": answer, "acceptance": acceptance_length(answer.turns), "turns": turns}

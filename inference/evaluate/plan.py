@@ -1,0 +1,198 @@
+"""What an evaluation measures, and its conditions: data for every process, for the journal and for the results."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any, Literal
+
+import torch
+
+from data.benchmarks import Question
+from data.files import hash_of
+from inference import drafter_builders, drafter_specs
+from inference.prompts import BenchmarkPrompts
+from inference.questions import QuestionOptions
+from inference.runs import fingerprint
+from inference.timing import machine_name
+from inference.verifier.base import resolve_device
+from inference.verifier.options import GREEDY, ModelOptions, SamplingOptions
+
+BASELINE = "none"  # the base alone
+LOSSY = " (lossy)"  # behind the name of a drafter whose drafts are accepted by typical acceptance
+OWN_LOOP = "drafters"  # the engine that is this project's own decoding loop
+DEFAULT_DRAFTERS = ("prompt_lookup", "joint")
+
+
+@dataclass(frozen=True)
+class DrafterConditions:
+    """What a drafter of an evaluation is."""
+
+    spec: str  # or the address of a server
+    fingerprint: str = ""  # of its folder or file; empty if it has none
+    is_automatic: bool = False  # whether the number of fed tokens depends on times
+    is_lossy: bool = False  # whether its drafts are accepted by typical acceptance
+
+
+@dataclass(frozen=True)
+class BenchmarkConditions:
+    """What a benchmark of an evaluation asks."""
+
+    questions: str  # fingerprint of the questions
+    max_new_tokens: int  # of an answer
+
+
+@dataclass(frozen=True)
+class RunConditions:
+    """The conditions under which an evaluation measures: all that its answers and their times depend on.
+
+    They are the first line of its journal, which continues under equal ones only, and stand in results.json. Figures of
+    two evaluations may be compared where `differing` names nothing.
+    """
+
+    base: str
+    base_fingerprint: str  # of its files; empty for a base of the hub
+    dtype: str
+    engine: str  # `OWN_LOOP`, or a server and its version
+    devices: list[str]  # the device of each process, or the addresses of servers
+    machine: str  # name of the GPU or processor
+    threads: int | None  # torch threads of each process
+    versions: dict[str, str]
+    template: str
+    sampling: SamplingOptions = GREEDY
+    forward: str = "eager"  # how the base's forwards are run
+    repeats: int | Literal["auto"] = 1  # auto decodes a benchmark until its speed-ups are precise
+    drafters: dict[str, DrafterConditions] = field(default_factory=dict)  # by name in tables; the baseline first
+    benchmarks: dict[str, BenchmarkConditions] = field(default_factory=dict)
+
+    @property
+    def caps(self) -> dict[str, int]:
+        """The maximum number of tokens of an answer, by benchmark."""
+        return {name: benchmark.max_new_tokens for name, benchmark in self.benchmarks.items()}
+
+    def same(self) -> dict[str, str]:
+        """What must be equal in figures that are compared, besides the base and the benchmarks, in words."""
+        kinds = dict.fromkeys(each.partition(":")[0] if self.engine == OWN_LOOP else each for each in self.devices)
+        count = f"{len(self.devices)} x " if len(self.devices) > 1 and self.engine == OWN_LOOP else ""
+        threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}" if self.threads else ""
+        own, is_lossy = self.sampling, any(drafter.is_lossy for drafter in self.drafters.values())
+        sampled = f"temperature {own.temperature}, top_k {own.top_k}, top_p {own.top_p}, seed {own.seed}"
+        return {
+            "engine": self.engine,
+            "dtype": self.dtype,
+            "forward": self.forward,
+            "device": f"{count}{', '.join(kinds)} ({self.machine}{threads})",
+            "decoding": (sampled if own.temperature else "greedy") + ", typical acceptance: lossy" * is_lossy,
+            "template": self.template,
+        }
+
+
+def differing(ours: RunConditions, its: RunConditions) -> list[str]:
+    """One line for each condition, such as the dtype, in which two evaluations differ.
+
+    Bases are the same if their files have the same fingerprint, and are compared by name where one has none.
+    """
+    lines = []
+    if ours.base_fingerprint and its.base_fingerprint:
+        if ours.base_fingerprint != its.base_fingerprint:
+            lines.append(f"base: {ours.base} and {its.base}" + ", whose files differ" * (ours.base == its.base))
+    elif ours.base != its.base:
+        lines.append(f"base: {ours.base} and {its.base}")
+    pairs = zip(ours.same().items(), its.same().values(), strict=True)
+    return lines + [f"{name}: {own} and {other}" for (name, own), other in pairs if own != other]
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What our own loop decodes, and under which conditions."""
+
+    model: ModelOptions
+    conditions: RunConditions
+    questions: dict[str, list[Question]]  # by benchmark
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names of the drafters; the first one is the base alone."""
+        return list(self.conditions.drafters)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The first line of a journal."""
+        return asdict(self.conditions)
+
+    def num_answers(self, benchmarks: Iterable[str]) -> int:
+        """Number of answers that all drafters give to benchmarks in one repeat."""
+        return len(self.drafters) * sum(len(self.questions[benchmark]) for benchmark in benchmarks)
+
+    def indices_of_process(self, number: int, benchmark: str) -> list[int]:
+        """The indices of the questions that a process answers: of N processes, each takes every N-th question."""
+        return list(range(number, len(self.questions[benchmark]), len(self.conditions.devices)))
+
+
+def make_plan(
+    model: ModelOptions,
+    selection: QuestionOptions,
+    prompts: Mapping[str, BenchmarkPrompts],
+    sampling: SamplingOptions,
+    drafters: Sequence[str] | None = None,
+    typical: bool = False,
+    repeats: int | Literal["auto"] = "auto",
+    devices: int | Literal["auto"] = 1,
+) -> EvaluationPlan:
+    """Decide what our own loop decodes, and on which devices."""
+    processes = process_devices(resolve_device(model.device), devices)
+    conditions = RunConditions(
+        base=model.base,
+        base_fingerprint=fingerprint(model.base),
+        dtype=model.dtype,
+        engine=OWN_LOOP,
+        devices=processes,
+        machine=machine_name(processes[0]),
+        threads=max(1, torch.get_num_threads() // len(processes)),
+        versions=versions("torch", "transformers"),
+        template=selection.template,
+        sampling=sampling,
+        forward="packed" if model.packed else "eager",
+        repeats=repeats,
+        drafters=drafter_conditions(drafters or DEFAULT_DRAFTERS, typical),
+        benchmarks=benchmark_conditions(selection, prompts),
+    )
+    return EvaluationPlan(model, conditions, {name: own.questions for name, own in prompts.items()})
+
+
+def process_devices(device: torch.device, devices: int | Literal["auto"]) -> list[str]:
+    """The device of each process: one GPU each, or the CPU for all; raises ValueError if there are fewer GPUs."""
+    if device.type != "cuda":
+        return ["cpu"] * (1 if devices == "auto" else devices)
+    num_gpus = torch.cuda.device_count()
+    num_wanted = num_gpus if devices == "auto" else devices
+    if num_wanted > num_gpus:
+        raise ValueError(f"{num_wanted} --devices, but there are {num_gpus} GPUs here: give at most that many")
+    return [f"cuda:{index}" for index in range(num_wanted)]
+
+
+def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str, DrafterConditions]:
+    """The base alone and each drafter, by its name in the tables; raises ValueError if one is named twice."""
+    labels = drafter_specs.labels([BASELINE, *(spec for spec in specs if spec != BASELINE)])
+    found = {}
+    for name, spec in labels.items():
+        file, is_lossy = drafter_specs.split(spec)[1], typical and spec != BASELINE
+        own = fingerprint(drafter_builders.drafter_folder(file)) if file else ""
+        is_automatic = drafter_specs.is_auto(spec, "fixed")
+        found[name + LOSSY * is_lossy] = DrafterConditions(spec, own, is_automatic, is_lossy)
+    return found
+
+
+def benchmark_conditions(
+    selection: QuestionOptions, prompts: Mapping[str, BenchmarkPrompts]
+) -> dict[str, BenchmarkConditions]:
+    """What each benchmark asks."""
+    prints = {name: hash_of([[q.as_dict() for q in own.questions]], 16) for name, own in prompts.items()}
+    return {name: BenchmarkConditions(prints[name], selection.caps()[name]) for name in prompts}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of Python and of packages."""
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}

@@ -1,0 +1,270 @@
+"""The plots of an evaluation: matplotlib figures of summaries, as PNG images."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from inference.evaluate.breakdowns import SHORTEST
+from inference.evaluate.intervals import Estimate
+from inference.evaluate.metrics import Summary
+
+Summaries = Mapping[str, Summary]  # of one benchmark, by drafter
+Colours = Mapping[str, str]  # by drafter
+Lines = Mapping[str, Sequence[tuple[float, Estimate]]]  # the points of each drafter
+
+VANILLA_GREY = "#969ba3"
+PALETTE = ("#3f7fdb", "#e2803a", "#2ea583", "#c4579f", "#8b6fd8", "#cfa02a", "#45acc9", "#d65a5a", "#7d9a3c", "#a5765a")
+FADED = ("#9fbfed", "#f0bf9c", "#96d2c1", "#e1abcf", "#c5b7eb", "#e7cf94", "#a2d5e5", "#eaacac", "#becc9d", "#d2baac")
+PHASE_COLOURS = {
+    "prefill": "#b4bac3",
+    "propose": "#e3a13f",
+    "forward": "#7590b0",
+    "accept": "#46a88a",
+    "commit": "#9478d2",
+    "observe": "#d4719f",
+    "other": "#868c95",
+}
+DASHED = (0, (4, 3))
+WIDTH = 5.6
+INK, GRID = "#7d8590", "#7d859055"  # readable on a light page and on a dark one
+STYLE: Any = {
+    "figure.dpi": 160,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
+    "axes.edgecolor": GRID,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlepad": 10,
+    "font.size": 9.5,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "text.parse_math": False,  # a name may contain a dollar sign
+}
+
+
+def choose_colours(summaries: Iterable[Summary]) -> dict[str, str]:
+    """Choose one colour for each drafter in all plots, whatever the number of requests; the baseline is grey."""
+    every = list(summaries)
+    others = dict.fromkeys(summary.drafter for summary in every if not summary.is_baseline)
+    colours = {drafter: (PALETTE + FADED)[index % (2 * len(PALETTE))] for index, drafter in enumerate(others)}
+    return {summary.name: colours.get(summary.drafter, VANILLA_GREY) for summary in every}
+
+
+# ---- bars
+
+
+def plot_bars(
+    summaries: Summaries, colours: Colours, title: str, label: str, read: Callable[[Summary], Estimate], unit: str = ""
+) -> Figure:
+    """A bar for each drafter, with its interval; of several baselines only the first, as all are at the dashed line."""
+    first = next((name for name, summary in summaries.items() if summary.is_baseline), None)
+    summaries = {name: summary for name, summary in summaries.items() if name == first or not summary.is_baseline}
+    estimates = [read(summary) for summary in summaries.values()]
+    figure, axes = _figure(1.5 + 0.36 * len(summaries), title)
+    axes.barh(
+        range(len(estimates)),
+        [e.value or 0.0 for e in estimates],
+        color=[colours[name] for name in summaries],
+        height=0.68,
+    )
+    ends = [1.0]
+    for row, (value, interval) in enumerate((estimate.value or 0.0, estimate.interval) for estimate in estimates):
+        low, high = interval or (value, value)
+        if low < high:
+            axes.plot([low, high], [row, row], color=INK, linewidth=1.2, marker="|", markersize=7)
+            label += "; whiskers: 95 %" * ("whiskers" not in label)
+        ends.append(max(value, high))
+        text = "not measured" if estimates[row].value is None else f"{value:.2f}{unit}"
+        axes.annotate(text, (ends[-1], row), (5, 0), textcoords="offset points", va="center")
+    axes.axvline(1, color=INK, linewidth=1, linestyle=DASHED)
+    axes.set_xlim(0, 1.17 * max(ends))
+    axes.set_xlabel(label)
+    _as_rows(axes, summaries)
+    return figure
+
+
+def plot_phases(summaries: Summaries, colours: Colours) -> Figure:
+    """A stacked bar for each drafter: the time per token of each phase of decoding."""
+    figure, axes = _figure(1.9 + 0.36 * len(summaries), "Time by phase")
+    ends = dict.fromkeys(summaries, 0.0)
+    for phase, colour in PHASE_COLOURS.items():
+        costs = [1000 * max(s.speed.phase_seconds.get(phase, 0.0), 0.0) / max(s.tokens, 1) for s in summaries.values()]
+        axes.barh(range(len(costs)), costs, left=list(ends.values()), color=colour, label=phase, height=0.68)
+        ends = {drafter: end + cost for (drafter, end), cost in zip(ends.items(), costs, strict=True)}
+    for row, end in enumerate(ends.values()):
+        axes.annotate(f"{end:.1f}", (end, row), (4, 0), textcoords="offset points", va="center")
+    axes.set_xlim(0, 1.12 * max(ends.values()) or 1)
+    axes.set_xlabel("ms per token")
+    _as_rows(axes, summaries)
+    _legend_below(figure)
+    return figure
+
+
+# ---- lines
+
+
+def plot_depths(summaries: Summaries, colours: Colours) -> Figure:
+    """A line for each drafter: the share of steps that accept at least d draft tokens."""
+    percents = {name: [100 * (rate.rate.value or 0) for rate in s.acceptance.rates] for name, s in summaries.items()}
+    points = {name: [(at, Estimate(share)) for at, share in enumerate(own, 1)] for name, own in percents.items() if own}
+    figure = _lines("Steps that accept at least d draft tokens", {"% of steps": points}, colours, "d, draft tokens")
+    (axes,) = figure.axes
+    axes.set_xlim(0.7, max([1, *(sum(share >= 1 for share in own) for own in percents.values())]) + 0.3)
+    axes.set_ylim(0, 10 * math.ceil(max([10.0, *(share for own in percents.values() for share in own)]) / 10))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10]))
+    return figure
+
+
+def plot_lengths(summaries: Summaries, colours: Colours, kind: str, of: str) -> Figure:
+    """A line for each drafter: acceptance length and median time of a step by the ranges of ``kind``."""
+    known = {
+        name: [(max(each.start, SHORTEST // 2), each) for each in getattr(summary, kind) if each.step_seconds]
+        for name, summary in summaries.items()
+    }
+    panels = {
+        "acceptance length": {name: [(x, each.acceptance) for x, each in own] for name, own in known.items()},
+        "ms, median": {
+            name: [(x, Estimate(1000 * each.step_seconds)) for x, each in own] for name, own in known.items()
+        },
+    }
+    figure = _lines(f"Acceptance length and step time by {of}", panels, colours, f"{of}, tokens")
+    ticks = {x: f"{each.start:,}–\n{each.end - 1:,}" for own in known.values() for x, each in own}
+    _logarithmic(figure.axes[-1], ticks)
+    return figure
+
+
+def plot_concurrency(summaries: Summaries, colours: Colours) -> Figure:
+    """A line for each drafter: its tokens per second / the baseline's, by the number of requests at once."""
+    served = [s for s in summaries.values() if s.latency and s.concurrency and not s.is_baseline]
+    walls: dict[str, list[tuple[float, Estimate]]] = {}
+    for summary in sorted(served, key=lambda summary: summary.concurrency or 0):
+        walls.setdefault(summary.drafter, []).append((summary.concurrency or 0, summary.speed.wall))
+    own, panels = {summary.drafter: colours[summary.name] for summary in served}, {"tokens/s, × the baseline's": walls}
+    figure = _lines("Speed-up by requests at once", panels, own, "requests at once", is_relative=True)
+    _logarithmic(figure.axes[-1], {level: str(level) for level in sorted({s.concurrency or 0 for s in served})})
+    return figure
+
+
+# ---- drawing
+
+PLOTS: dict[str, Callable[[Summaries, Colours], Figure]] = {
+    "speedup": partial(
+        plot_bars,
+        title="Speed-up over the baseline",
+        label="dashed: the baseline",
+        read=lambda summary: summary.speed.speedup,
+        unit="×",
+    ),
+    "acceptance": partial(
+        plot_bars,
+        title="Acceptance length",
+        label="tokens per base forward",
+        read=lambda summary: summary.acceptance.length,
+    ),
+    "depths": plot_depths,
+    "phases": plot_phases,
+    "positions": partial(plot_lengths, kind="by_position", of="position in the context"),
+    "prompts": partial(plot_lengths, kind="by_prompt", of="length of the prompt"),
+    "concurrency": plot_concurrency,
+}
+
+
+def applicable(summaries: Summaries) -> list[str]:
+    """The names of the plots that have something to show."""
+    every = list(summaries.values())
+    is_served, has_drafters = any(s.latency for s in every), not all(s.is_baseline for s in every)
+    conditions = {
+        "speedup": not is_served,
+        "acceptance": any(s.acceptance.length.value for s in every),
+        "depths": not is_served or any(s.acceptance.rates for s in every),
+        "phases": not is_served,
+        "positions": any(len(s.by_position) > 1 for s in every),
+        "prompts": any(len(s.by_prompt) > 1 for s in every),
+        "concurrency": is_served and has_drafters,
+    }
+    return [plot for plot in PLOTS if conditions[plot]]
+
+
+def draw(plot: str, summaries: Summaries, colours: Colours) -> bytes:
+    """Draw the plot of this name as a PNG image."""
+    with matplotlib.rc_context(STYLE):
+        png = io.BytesIO()
+        PLOTS[plot](summaries, colours).savefig(png, format="png", transparent=True)
+        return png.getvalue()
+
+
+def _figure(height: float, title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    return figure, axes
+
+
+def _lines(title: str, panels: Mapping[str, Lines], colours: Colours, label: str, is_relative: bool = False) -> Figure:
+    """Panels, by the label of their y axes, with a line for each drafter and a band for its intervals."""
+    figure = Figure(figsize=(WIDTH, 3.5 if len(panels) == 1 else 4.6), layout="constrained")
+    every = list(figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0])
+    every[0].set_title(title)
+    for axes, (name, lines) in zip(every, panels.items(), strict=True):
+        for drafter, points in lines.items():
+            known = [(x, each.value, each.interval) for x, each in points if each.value is not None]
+            places, values = [x for x, *_ in known], [value for _, value, _ in known]
+            axes.plot(places, values, color=colours[drafter], label=drafter, marker="o")
+            if any(interval for *_, interval in known):
+                bounds = [interval or (value, value) for _, value, interval in known]
+                axes.fill_between(places, *zip(*bounds, strict=True), color=colours[drafter], alpha=0.15, linewidth=0)
+                label += "; shaded: 95 %" * ("shaded" not in label)
+        if is_relative:
+            axes.axhline(1, color=INK, linewidth=1, linestyle=DASHED)
+            label += "; dashed: the baseline"
+        axes.set_ylabel(name)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="both")
+    every[-1].set_xlabel(label)
+    _legend_below(figure)
+    return figure
+
+
+def _logarithmic(axes: Axes, ticks: Mapping[int, str]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+
+
+def _as_rows(axes: Axes, names: Iterable[str]) -> None:
+    """Label the rows with names, the first on top, and draw vertical grid lines."""
+    labels = [textwrap.fill(textwrap.shorten(name.replace(",", ", "), 44, placeholder=" …"), 24) for name in names]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _legend_below(figure: Figure) -> None:
+    """Add a legend of the first panel below a figure, which grows if the legend has many rows."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        labels = [label if len(label) <= 40 else f"{label[:39]}…" for label in labels]
+        ncols = min(4, max(1, 70 // (6 + max(map(len, labels)))))
+        width, height = figure.get_size_inches()
+        figure.set_size_inches(width, height + 0.17 * max(0, -(-len(labels) // ncols) - 2))
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=ncols, handlelength=1.1, columnspacing=1.4, fontsize=9
+        )

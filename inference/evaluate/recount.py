@@ -1,0 +1,126 @@
+"""Published answers counted again by every convention: those of EAGLE, Spec-Bench, CTC-drafter and `drafters eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from data.files import read_json_lines, reading
+from inference.evaluate.tables import Row, Table, number
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """An answered question in FastChat's form; what a file does not hold is None."""
+
+    texts: list[str]  # of each turn
+    tokens: int  # of all turns; some public baselines record 0, and a base alone writes one token per step
+    index: int | None  # sum over the turns of the zero-based index of the last step
+    steps: int | None  # that emitted the tokens
+    emitted: int  # tokens that these steps emitted: all of them where the first step includes the prefill
+    seconds: float | None  # wall time
+
+
+Pairs = Sequence[tuple[Recorded, Recorded]]  # an answer, and the baseline's answer to the same question
+Convention = Callable[[Pairs], float | None]
+
+
+def read(path: str | Path) -> dict[int, Recorded]:
+    """Read a file of answers, one question per line; raises ValueError if a line is none."""
+    answers = {}
+    for place, row in read_json_lines(path):
+        with reading(place, "it is not a recorded answer"):
+            answers[int(row["question_id"])] = parse(row)
+    if not answers:
+        raise ValueError(f"{path} holds no answer: give a JSONL file of recorded answers")
+    return answers
+
+
+def parse(row: dict[str, Any]) -> Recorded:
+    """Read the answer in one line."""
+    choice = row["choices"][0]
+    indices = choice.get("idxs")
+    if indices is None and "decoding_steps" in choice:  # Spec-Bench's later files count the steps
+        indices = [steps - 1 for steps in choice["decoding_steps"]]
+    known = None if indices is None or None in indices else sum(indices)
+    counts = [len(ids) for ids in choice["token_ids"]] if "token_ids" in choice else choice["new_tokens"]
+    tokens = sum(count or indices[turn] + 1 for turn, count in enumerate(counts))
+    lengths = choice.get("accept_lengths")  # of each step, prefills excluded
+    steps = len(lengths) if lengths is not None else None if known is None else known + len(counts)
+    emitted = sum(lengths) if lengths is not None else tokens
+    seconds = sum(choice["wall_time"]) if "wall_time" in choice else None
+    if min(tokens, known or 0, seconds or 0) < 0:
+        raise ValueError("a count is negative")
+    return Recorded(choice["turns"], tokens, known, steps, emitted, seconds)
+
+
+def pair(answers: dict[int, Recorded], baseline: dict[int, Recorded]) -> Pairs:
+    """Pair each answer with the baseline's to the same question; raises ValueError if one does not fit."""
+    for each, answer in answers.items():
+        if each not in baseline or len(baseline[each].texts) != len(answer.texts):
+            raise ValueError(f"question {each}: the baseline has no answer of as many turns: pass the same questions")
+    return [(answer, baseline[each]) for each, answer in answers.items()]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _speed(answers: Sequence[Recorded]) -> float | None:
+    seconds = [answer.seconds for answer in answers if answer.seconds is not None]
+    return _ratio(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
+
+
+def _micro(pairs: Pairs) -> float | None:
+    known = [own for own, _ in pairs if own.steps is not None]
+    return _ratio(sum(own.emitted for own in known), sum(own.steps or 0 for own in known))
+
+
+CONVENTIONS: dict[str, tuple[str, Convention]] = {
+    "beta, CTC paper": (
+        "mean over questions of new tokens / last step index, from 0 and summed over turns: a step per turn is missing",
+        lambda pairs: _mean(_ratio(own.tokens, own.index) for own, _ in pairs),
+    ),
+    "acceptance length, mean": (
+        "mean over questions of new tokens / steps; steps = that index + 1",
+        lambda pairs: _mean(_ratio(own.emitted, own.steps) for own, _ in pairs),
+    ),
+    "acceptance length, micro": (
+        "all new tokens / all steps, prefills excluded; Spec-Bench's mean accepted tokens",
+        _micro,
+    ),
+    "gamma, CTC paper": (
+        "mean over questions of tokens per second / the baseline's tokens per second",
+        lambda pairs: _mean(_ratio(_speed([own]), _speed([base])) for own, base in pairs),
+    ),
+    "speed-up, Spec-Bench": (
+        "mean over questions of tokens per second / the baseline's mean",
+        lambda pairs: _ratio(*(_mean(_speed([each]) for each in side) for side in zip(*pairs, strict=True))),
+    ),
+    "speed-up, micro": (
+        "(all tokens / all seconds) / the same ratio of the baseline",
+        lambda pairs: _ratio(*(_speed(side) for side in zip(*pairs, strict=True))),
+    ),
+}
+
+
+def figures(pairs: Pairs) -> dict[str, float | None]:
+    """The figure of each convention."""
+    return {name: count(pairs) for name, (_, count) in CONVENTIONS.items()}
+
+
+def table(path: str, pairs: Pairs) -> Table:
+    """A row for each convention, and how many turns have the baseline's text."""
+    rows = [Row([name, number(value), CONVENTIONS[name][0]]) for name, value in figures(pairs).items()]
+    turns = [both for own, base in pairs for both in zip(own.texts, base.texts, strict=True)]
+    identical = sum(ours == its for ours, its in turns)
+    note = f"identical turns: {identical} of {len(turns)} ({100 * identical / len(turns):.1f} %)"
+    return Table(path, ["figure", "value", "how it is counted"], rows, note)

@@ -1,0 +1,326 @@
+"""Decodes the answers of a plan, in this process or in one for each device, each into a journal of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from data.files import safe_messages, validated
+from inference import drafter_specs, timing
+from inference.compiled.runner import make_runner
+from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, decoding_order, from_json, to_json
+from inference.evaluate.answers import median_answers as median_of
+from inference.evaluate.metrics import Summary, summarise
+from inference.evaluate.plan import EvaluationPlan
+from inference.evaluate.step_times import MedianStepTimes, timing_error
+from inference.journal import Journal
+from inference.timing import MachineLoad
+from inference.verifier.base import load_base
+from inference.verifier.sampling import Sampler, Typical
+
+JOURNALS = "journal"  # name of the folder with a journal for each process
+MAX_REPEATS = 5  # of a benchmark whose speed-ups are not precise
+PRECISION = 0.05  # relative timing error of a speed-up for which no repeat is added
+PRELOADED = ["inference.evaluate.worker", "transformers.models.auto.modeling_auto", "transformers.models.llama"]
+
+Repeat = tuple[int, list[str]]  # how often all questions were decoded before, and the benchmarks to decode
+
+
+class Worker:
+    """Process ``number`` of an evaluation, with the base and the drafters loaded; raises ValueError if they cannot."""
+
+    def __init__(self, plan: EvaluationPlan, number: int = 0) -> None:
+        self.plan, self.number = plan, number
+        torch.set_num_threads(plan.conditions.threads or 1)
+        device, model = torch.device(plan.conditions.devices[number]), plan.model
+        self.gpu_use, self._has_started = timing.gpu_use(device), False
+        self.base = load_base(model.base, model.dtype, device, model.check, model.packed, model.prefill_chunk)
+        runner, own = make_runner(self.base), plan.conditions.sampling
+        self.sessions = {}
+        for name, drafter in plan.conditions.drafters.items():
+            sampler: Sampler = own.sampler()
+            if drafter.is_lossy:
+                sampler = Typical(temperature=own.temperature, top_k=own.top_k, top_p=own.top_p, seed=own.seed)
+            self.sessions[name] = drafter_specs.make_session(drafter.spec, runner, sampler)
+
+    def run(self, path: Path, load: float | None, repeat: int, benchmarks: list[str]) -> Iterator[bool]:
+        """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now."""
+        with Journal(path, self.plan.settings) as journal:
+            entries = read_entries(journal)
+            for benchmark in benchmarks:
+                own = [entry for entry in entries if (entry.benchmark, entry.repeat) == (benchmark, repeat)]
+                before = {(entry.place, entry.answer.drafter): entry.answer for entry in own if entry.answer}
+                yield from [False] * len(before)
+                for (index, _), answer in self._missing(benchmark, repeat, before):
+                    if not self._has_started:
+                        journal.append({"load": load, "gpu_use": self.gpu_use})
+                        self._has_started = True
+                    entry = {"benchmark": benchmark, "repeat": repeat, "place": index}
+                    journal.append(entry | {"load": timing.load_average(), "answer": to_json(answer)})
+                    yield True
+
+    def _missing(self, benchmark: str, repeat: int, before: dict[Slot, Answer]) -> Iterator[tuple[Slot, Answer]]:
+        """Decode the answers that are missing; yield each with its question's index among all questions."""
+        plan, indices = self.plan, self.plan.indices_of_process(self.number, benchmark)
+        if not indices:
+            return
+        questions = [plan.questions[benchmark][index] for index in indices]
+        done = {(indices.index(index), name): answer for (index, name), answer in before.items()}
+        slots = [slot for slot in decoding_order(list(self.sessions), len(indices), repeat) if slot not in done]
+        cap, template = plan.conditions.caps[benchmark], plan.conditions.template
+        answers = answer_questions(self.base, self.sessions, questions, template, cap, done, repeat)
+        for (index, name), answer in zip(slots, answers, strict=True):
+            yield (indices[index], name), answer
+
+
+# ---- processes
+
+
+def run(
+    plan: EvaluationPlan,
+    folder: Path,
+    repeats: Iterator[Repeat],
+    on_ready: Callable[[], None],
+    on_answers: Callable[[int], None],
+) -> int:
+    """Answer all questions; return how many answers were decoded now.
+
+    Args:
+        plan: What is decoded.
+        folder: Folder of the journals.
+        repeats: The repeats; the next one is taken when the answers of the last one are in the journals.
+        on_ready: Called once all bases and drafters are loaded, so that no mistake in the arguments can stop the
+            evaluation any more; only then old results may be deleted.
+        on_answers: Called with the number of further answers that are there.
+    """
+    load, num_new = timing.running_threads(), 0
+    if len(plan.conditions.devices) == 1:
+        worker = Worker(plan)
+        on_ready()
+        for repeat in repeats:
+            for is_new in worker.run(journal_path(folder, 0), load, *repeat):
+                num_new += is_new
+                on_answers(1)
+        return num_new
+    with _processes(plan, folder, load) as links:
+        for link in links:
+            _told(link)
+        on_ready()
+        for repeat in repeats:
+            for link in links:
+                link.send(repeat)
+            working = list(links)
+            while working:
+                for link in (each for each in connection.wait(working) if isinstance(each, Connection)):
+                    told = _told(link)
+                    if told is None:
+                        working.remove(link)
+                    else:
+                        num_new += told
+                        on_answers(1)
+    return num_new
+
+
+def journal_path(folder: Path, number: int) -> Path:
+    """The journal of a process."""
+    return folder / f"{1 + number}.jsonl"
+
+
+@contextmanager
+def _processes(plan: EvaluationPlan, folder: Path, load: float | None) -> Iterator[list[Connection]]:
+    """Start a process for each device, and end them all behind the block.
+
+    They are copies of a server that has imported the libraries and done nothing else: a copy of this process could use
+    neither CUDA nor torch's threads, and a new one would import them again.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ExitStack() as stack:
+        links = []
+        for number in range(len(plan.conditions.devices)):
+            link, other = context.Pipe()
+            arguments = other, plan, number, journal_path(folder, number), load
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.terminate)
+            other.close()  # so that the end of the process is noticed
+            links.append(link)
+        yield links
+
+
+def _work(link: Connection, plan: EvaluationPlan, number: int, path: Path, load: float | None) -> None:
+    """Load, then decode each repeat that is asked for: tells of each answer whether it is new, and None at the end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    with safe_messages(), suppress(ConnectionError):  # the parent has ended
+        try:
+            worker = Worker(plan, number)
+            link.send(None)
+            while True:
+                for is_new in worker.run(path, load, *link.recv()):
+                    link.send(is_new)
+                link.send(None)
+        except (ValueError, OSError) as error:
+            link.send(ValueError(str(error)))
+        except Exception:
+            link.send(RuntimeError(traceback.format_exc()))
+
+
+def _told(link: Connection) -> bool | None:
+    try:
+        told = link.recv()
+    except EOFError:
+        raise ChildProcessError("a process of the evaluation was killed: repeat the command to continue") from None
+    if isinstance(told, Exception):
+        raise told
+    return cast("bool | None", told)
+
+
+# ---- what the journals hold
+
+
+@dataclass
+class CollectedAnswers:
+    """The answers of an evaluation, and how busy the machine was."""
+
+    plan: EvaluationPlan
+    answers: dict[tuple[str, int], dict[Slot, Answer]] = field(default_factory=dict)  # by benchmark and repeat
+    load: MachineLoad = field(default_factory=lambda: MachineLoad(1, 1))
+    num_starts: int = 0  # of the command, until all answers were there
+
+    def num_repeats(self, benchmark: str) -> int:
+        """How often all drafters have answered all questions of a benchmark."""
+        num_answers = self.plan.num_answers([benchmark])
+        return next(n for n in count() if len(self.answers.get((benchmark, n), ())) < num_answers)
+
+    def repeats(self, benchmark: str, drafter: str) -> list[list[Answer]]:
+        """A drafter's answers of each complete repeat, in the order of the questions."""
+        indices = range(len(self.plan.questions[benchmark]))
+        return [
+            [self.answers[benchmark, repeat][index, drafter] for index in indices]
+            for repeat in range(self.num_repeats(benchmark))
+        ]
+
+    def timing_errors(self, benchmark: str, num_repeats: int) -> dict[str, float | None]:
+        """The `timing_error` of each drafter's speed-up, from the first repeats of a benchmark."""
+        times = {name: MedianStepTimes(self.repeats(benchmark, name)[:num_repeats]) for name in self.plan.drafters}
+        baseline = times.pop(self.plan.drafters[0])
+        return {name: timing_error(own, baseline) for name, own in times.items()}
+
+    def median_answers(self) -> dict[str, dict[str, list[Answer]]]:
+        """For each question the answer of median time among its repeats, by benchmark and drafter."""
+        names = self.plan.drafters
+        return {each: {name: median_of(self.repeats(each, name)) for name in names} for each in self.plan.questions}
+
+    def summaries(self) -> dict[str, dict[str, Summary]]:
+        """Each drafter in comparison with the base alone, by benchmark and drafter."""
+        summaries: dict[str, dict[str, Summary]] = {}
+        for benchmark, by_drafter in self.median_answers().items():
+            repeats = {drafter: self.repeats(benchmark, drafter) for drafter in by_drafter}
+            baseline = self.plan.drafters[0]
+            summaries[benchmark] = {
+                drafter: summarise(
+                    answers, by_drafter[baseline], list(zip(repeats[drafter], repeats[baseline], strict=True))
+                )
+                for drafter, answers in by_drafter.items()
+            }
+        return summaries
+
+    def warnings(self) -> list[str]:
+        """What speaks against the figures, one line each."""
+        lines = self.load.warnings()
+        for benchmark in self.plan.questions:
+            num_repeats = self.num_repeats(benchmark)
+            errors = self.timing_errors(benchmark, num_repeats) if self.plan.conditions.repeats == "auto" else {}
+            wide = {drafter: error for drafter, error in errors.items() if not is_precise(error)}
+            if told := [f"{name} {'unknown' if e is None else f'± {100 * e:.0f} %'}" for name, e in wide.items()]:
+                lines.append(
+                    f"the speed-ups on {benchmark} are not yet within {100 * PRECISION:.0f} % after {num_repeats} "
+                    f"repeats: {', '.join(told)}"
+                )
+            for drafter, own in self.plan.conditions.drafters.items():
+                key = partial(comparable, with_steps=not own.is_automatic)
+                rounds = zip(*self.repeats(benchmark, drafter), strict=True)
+                if ids := [first.question_id for first, *again in rounds if any(key(b) != key(first) for b in again)]:
+                    lines.append(
+                        f"{drafter} decodes {len(ids)} questions of {benchmark} differently in different repeats, "
+                        f"question {ids[0]} first: decoding is not deterministic on this device"
+                    )
+        return lines
+
+
+def is_precise(error: float | None) -> bool:
+    """Whether a timing error is small enough that no repeat is added."""
+    return error is not None and error <= PRECISION
+
+
+def repeats_to_decode(folder: Path, plan: EvaluationPlan) -> Iterator[Repeat]:
+    """Yield each repeat and its benchmarks; whether another one is needed is decided when it is asked for."""
+    benchmarks, repeats = list(plan.questions), plan.conditions.repeats
+    for repeat in range(MAX_REPEATS if repeats == "auto" else repeats):
+        if repeat and repeats == "auto":
+            found = collect(folder, plan)
+            errors = {name: found.timing_errors(name, repeat).values() for name in benchmarks}
+            benchmarks = [name for name in benchmarks if not all(map(is_precise, errors[name]))]
+        if benchmarks:
+            yield repeat, benchmarks
+
+
+def collect(folder: Path, plan: EvaluationPlan) -> CollectedAnswers:
+    """Read the journals of all processes."""
+    found, entries = CollectedAnswers(plan), []
+    for number in range(len(plan.conditions.devices)):
+        own = read_entries(Journal(journal_path(folder, number), plan.settings))
+        found.num_starts = max(found.num_starts, sum(entry.answer is None for entry in own))
+        entries += own
+    for entry in entries:
+        if entry.answer:
+            by_slot = found.answers.setdefault((entry.benchmark, entry.repeat), {})
+            by_slot[entry.place, entry.answer.drafter] = entry.answer
+    every = [answer for by_slot in found.answers.values() for answer in by_slot.values()]
+    shares = [answer.core_share for answer in every if answer.core_share is not None]
+    loads = [(entry.answer is None, entry.load) for entry in entries if entry.load is not None]
+    found.load = MachineLoad(
+        cores=timing.num_cores(),
+        threads=(plan.conditions.threads or 1) * len(plan.conditions.devices),
+        before=[load for is_start, load in loads if is_start],
+        during=max((load for is_start, load in loads if not is_start), default=None),
+        core_share=sum(shares) / len(shares) if shares else None,
+        gpu_percents=[entry.gpu_use for entry in entries if entry.gpu_use is not None],
+        decoded_again=sum(answer.decodings - 1 for answer in every),
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a journal: an answer with its place, or without one a start of the command."""
+
+    load: float | None
+    gpu_use: int | None = None
+    benchmark: str = ""
+    repeat: int = 0
+    place: int = 0
+    answer: Answer | None = None
+
+
+def read_entries(journal: Journal) -> list[Entry]:
+    """The entries of a journal."""
+
+    def read(entry: dict[str, Any]) -> Entry:
+        answer = {"answer": from_json(entry["answer"])} if "answer" in entry else {}
+        return validated(Entry, entry | answer)
+
+    return list(journal.entries(read))

@@ -1,0 +1,127 @@
+"""Recorded answers: a round trip, and the fields that other tools read."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from data.benchmarks import Question
+from data.templates import ReasoningMarks
+from inference.evaluate import answers as records
+from inference.evaluate.answers import Answer, Turn, quality_of
+from inference.verifier.session import StepCost
+
+PREFILL = StepCost(
+    emitted=1,
+    accepted=0,
+    fed_pending=9,
+    fed_candidates=0,
+    fed_scratch=0,
+    draft_forwards=0,
+    seconds=(0.0, 0.5, 0.0, 0.0, 0.0),
+)
+STEP = StepCost(
+    emitted=3,
+    accepted=2,
+    fed_pending=1,
+    fed_candidates=4,
+    fed_scratch=3,
+    draft_forwards=1,
+    seconds=(0.01, 0.1, 0.02, 0.03, 0.04),
+)
+ANSWER = Answer(
+    question_id=81,
+    category="writing",
+    drafter="ctc",
+    turns=[
+        Turn("Grüße,\n日本 </s>", [5, 6, 7, 8], 9, [PREFILL, STEP], 0.75),
+        Turn("Yes.", [1, 2, 3, 4, 5, 6, 7], 20, [PREFILL, STEP, STEP], 1.25),
+    ],
+    ended=[True, False],
+)
+
+
+def test_answers_come_back_as_they_were_written(tmp_path):
+    other = Answer(82, "math", "none", [Turn("4", [4], 3, [PREFILL], 0.5)], [True], peak_bytes=1 << 30, core_share=0.97)
+    timed = replace(other.turns[0], cpu_seconds=[0.25])
+    other = replace(other, turns=[timed], cpu_seconds=0.5, decodings=2)
+    path = tmp_path / "answers" / "ctc.jsonl"
+    records.write(path, [ANSWER, other])
+    assert records.read(path) == [ANSWER, other]
+
+
+def test_an_answer_has_the_fields_fastchat_and_spec_bench_read():
+    line = json.loads(json.dumps(records.to_json(ANSWER)))
+    assert (line["question_id"], line["model_id"], line["category"]) == (81, "ctc", "writing")
+    assert line["answer_id"] and line["tstamp"] > 0
+    (choice,) = line["choices"]
+    assert choice["index"] == 0
+    assert choice["turns"] == ["Grüße,\n日本 </s>", "Yes."]
+    assert choice["idxs"] == [1, 2]  # zero-based index of the last step
+    assert choice["new_tokens"] == [4, 7]
+    assert choice["wall_time"] == [0.75, 1.25]
+    assert choice["accept_lengths"] == [3, 3, 3]  # of the steps after the prefill
+    assert choice["steps"][0][1] == [3, 2, 1, 4, 3, 1, 0.01, 0.1, 0.02, 0.03, 0.04]
+
+
+def test_seconds_are_rounded_to_a_tenth_of_a_microsecond():
+    turn = Turn("", [1], 1, [StepCost(1, 0, 1, 0, 0, 0, (1 / 3,) * 5)], 2 / 3)
+    choice = records.to_json(Answer(1, "math", "ctc", [turn], [True]))["choices"][0]
+    assert choice["wall_time"] == [0.6666667]
+    assert choice["steps"][0][0][6:] == [0.3333333] * 5
+
+
+@pytest.mark.parametrize("line", ['{"question_id": 82}', "[]", '{"choices": [{}]}'])
+def test_a_malformed_line_is_reported_with_advice(tmp_path, line):
+    path = tmp_path / "ctc.jsonl"
+    records.write(path, [ANSWER])
+    path.write_text(path.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"ctc\.jsonl line 2: .*delete the line.*drafters eval"):
+        records.read(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("token_ids", [["x"], [1]]),
+        ("token_ids", None),
+        ("wall_time", ["soon", 1.0]),
+        ("steps", [[[1] * 3], []]),
+        ("steps", [[[-1] * 11], []]),
+        ("prompt_tokens", [{}, 1]),
+        ("ended", [True]),
+        ("ended", "yes"),
+        ("step_cpu_times", [[0.1], []]),
+        ("step_cpu_times", [["x", 0.1], []]),
+    ],
+)
+def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp_path, key, value):
+    record = records.to_json(ANSWER)
+    record["choices"][0][key] = value
+    (tmp_path / "ctc.jsonl").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"ctc\.jsonl line 1: .*delete the line"):
+        records.read(tmp_path / "ctc.jsonl")
+
+
+def answered(number, *texts):
+    turns = [Turn(text, [], 1, [], 1.0) for text in texts]
+    return Answer(number, "math", "none", turns, [True] * len(turns))
+
+
+def test_recorded_answers_are_scored_by_their_first_turn_in_the_order_of_the_questions():
+    asked = [Question(index, "math", ("?",), f"#### {index + 1}") for index in range(2)]
+    assert quality_of("gsm8k", asked, [answered(1, "2", "9"), answered(0, "1")]) == {"exact match": 100.0}
+    with pytest.raises(ValueError, match="gsm8k: question 1 has no answer"):
+        quality_of("gsm8k", asked, [answered(0, "1")])
+
+
+def test_only_what_follows_the_reasoning_is_scored():
+    def graded(text, is_open=False):
+        marks = ReasoningMarks(("<think>", "</think>"), (5,), (8,), is_open)
+        return quality_of("gsm8k", [Question(0, "math", ("?",), "#### 5")], [answered(0, text)], marks=marks)
+
+    right, wrong = {"exact match": 100}, {"exact match": 0}
+    assert graded("<think>Perhaps\n#### 4\n</think>\n\n#### 5") == right
+    assert graded("Perhaps\n#### 4\n</think>\n\n#### 5", is_open=True) == right
+    assert graded("<think>It is\n#### 5\n") == graded("It is\n#### 5\n", is_open=True) == wrong, "it has no end"
+    assert graded("#### 5") == right

@@ -1,0 +1,476 @@
+"""Evaluations that are interrupted, repeated or split over processes give the same numbers."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+import drafters
+from data import benchmarks
+from data.benchmarks import Question
+from drafters.training_free.pool import NgramPool
+from inference import drafter_specs
+from inference.evaluate import answers as answer_files
+from inference.evaluate import report, worker
+from inference.evaluate import results as folders
+from inference.evaluate.answers import (
+    Answer,
+    Turn,
+    answer_question,
+    answer_questions,
+    comparable,
+    decoding_order,
+    retry_if_descheduled,
+    to_json,
+)
+from inference.evaluate.command import evaluate
+from inference.evaluate.plan import make_plan, process_devices
+from inference.evaluate.worker import CollectedAnswers, Worker, collect, repeats_to_decode
+from inference.journal import Journal
+from inference.questions import QuestionOptions
+from inference.runs import fingerprint
+from inference.verifier.base import load_base, load_base_info
+from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import KeyedSampler, Typical, make_sampler
+from inference.verifier.session import PHASES, Session, StepCost
+from train.cli import grouped
+
+CLOCK = {"speed", "speedup", "wall", "step_seconds", "prefill_seconds"}  # figures that differ between runs
+FORGETFUL = ["anpd", "prompt_lookup"]
+REMEMBERING = ["joint", "token_recycling", "self_draft"]
+
+
+@pytest.fixture(scope="module")
+def asked(make_base, toy_tokenizer, tmp_path_factory):
+    """A folder with a toy base and a file of five questions, the last of which repeat the text of the first."""
+    folder = tmp_path_factory.mktemp("asked")
+    make_base(context=256).model.float().save_pretrained(folder / "base")
+    toy_tokenizer.save_pretrained(folder / "base")
+    texts = [["w5 w6 w7 w8", "w9 w9"], ["w10 w11 w12"], ["w5 w6 w7 w8"], ["w20 w21", "w22 w5"], ["w10 w11 w12 w13"]]
+    rows = [{"question_id": 1 + at, "category": "ab"[at % 2], "turns": turns} for at, turns in enumerate(texts)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(asked):
+    """Evaluate drafters on the questions."""
+
+    def run(out=None, specs=(*FORGETFUL, *REMEMBERING), **changes):
+        arguments = {"max_new_tokens": 14, "device": "cpu", "repeats": 2, "out": out and str(out)}
+        arguments |= {"benchmark": [f"mt_bench={asked / 'questions.jsonl'}"]}
+        evaluate(**grouped(evaluate, arguments | {"base": str(asked / "base"), "drafter": list(specs)} | changes))
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    return run(tmp_path_factory.mktemp("runs") / "whole")
+
+
+def unmeasured(value):
+    """Return results without the values that differ between runs."""
+    if isinstance(value, dict):
+        return {key: unmeasured(each) for key, each in value.items() if key not in CLOCK}
+    return list(map(unmeasured, value)) if isinstance(value, list) else value
+
+
+def results(folder):
+    """The figures of each drafter that are the same in every run."""
+    (own,) = json.loads((folder / "results.json").read_text())["results"].values()
+    return {summary["drafter"]: unmeasured(summary) for summary in own}
+
+
+def texts(folder):
+    """Return the tokens and counts of all answers."""
+    found = {}
+    for path in sorted((folder / "answers").rglob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            (choice,) = json.loads(line)["choices"]
+            steps = [[step[:6] for step in turn] for turn in choice["steps"]]
+            found[path.stem, json.loads(line)["question_id"]] = choice["token_ids"], steps
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan(asked):
+    """The plan of the same run."""
+    selection = QuestionOptions([f"mt_bench={asked / 'questions.jsonl'}"], max_new_tokens=14)
+    model = ModelOptions(str(asked / "base"), device="cpu")
+    prompts = selection.select(load_base_info(model.base), selection.load())
+    return make_plan(model, selection, prompts, SamplingOptions(), [*FORGETFUL, *REMEMBERING], repeats=2)
+
+
+def with_conditions(plan, **changes):
+    return replace(plan, conditions=replace(plan.conditions, **changes))
+
+
+def only(plan, names):
+    return with_conditions(plan, drafters={name: plan.conditions.drafters[name] for name in names})
+
+
+@pytest.mark.slow
+def test_two_runs_give_the_same_numbers_except_for_times(run, whole, tmp_path):
+    run(tmp_path / "again")
+    assert results(tmp_path / "again") == results(whole)
+    assert texts(tmp_path / "again") == texts(whole)
+    summary = folders.read(whole).summaries["mt_bench"]["joint"]
+    assert summary.acceptance.length.value > 1
+    assert summary.speed.median_seconds > 0 and summary.speed.cpu_seconds > 0 and summary.speed.core_share > 0
+
+
+@pytest.mark.slow
+def test_an_automatic_budget_gives_the_same_texts_and_is_recorded(run, whole, tmp_path):
+    recorded = folders.read(run(tmp_path / "auto", ["anpd", "prompt_lookup:num_nodes=auto"]))
+    kinds = {name: drafter.is_automatic for name, drafter in recorded.conditions.drafters.items()}
+    assert kinds == {"none": False, "anpd": False, "prompt_lookup:num_nodes=auto": True}
+    tokens = {name: [answer[0] for key, answer in texts(whole).items() if key[0] == name] for name in ("none", "anpd")}
+    assert tokens["none"] == [answer[0] for key, answer in texts(tmp_path / "auto").items() if "auto" in key[0]]
+    assert "automatic budgets: prompt_lookup:num_nodes=auto" in (tmp_path / "auto" / "results.md").read_text()
+
+
+def test_typical_acceptance_with_an_automatic_budget_is_refused(run):
+    with pytest.raises(ValueError, match="the text would depend on the clock"):
+        run(specs=["anpd:num_nodes=auto"], typical=True, temperature=1.0)
+
+
+@pytest.mark.slow
+def test_a_run_truncated_at_any_byte_continues_to_the_same_numbers(plan, whole, tmp_path):
+    content = (whole / "journal" / "1.jsonl").read_bytes()
+    first = content.index(b"\n") + 1
+    for share in (0.0, 0.31, 0.62, 0.9, 1.0):
+        folder, told = tmp_path / str(share), []
+        folder.mkdir()
+        (folder / "1.jsonl").write_bytes(content[: first + int(share * (len(content) - first))])
+        num_new = worker.run(plan, folder, repeats_to_decode(folder, plan), lambda: None, told.append)
+        found = collect(folder, plan)
+        assert sum(told) == 2 * 5 * 6 and (num_new > 0) == (share < 1)
+        assert found.num_starts == 1 + (0 < share < 1)
+        for drafter, summary in found.summaries()["mt_bench"].items():
+            assert json.loads(json.dumps(unmeasured(asdict(summary)))) == results(whole)[drafter]
+        assert [comparable(answer) for answer in found.median_answers()["mt_bench"]["joint"]] == [
+            comparable(answer) for answer in answer_files.read(whole / "answers" / "mt_bench" / "joint.jsonl")
+        ]
+
+
+@pytest.mark.slow
+def test_a_run_continues_after_its_process_was_killed(run, whole, tmp_path, capsys):
+    child = os.fork()
+    if not child:
+        run(tmp_path / "killed")
+        os._exit(0)
+    journal, lines = tmp_path / "killed" / "journal" / "1.jsonl", 0
+    while lines < 12:
+        time.sleep(0.01)
+        lines = journal.read_bytes().count(b"\n") if journal.exists() else 0
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    assert not (tmp_path / "killed" / "results.json").exists()
+    kept = journal.read_bytes()
+    run(tmp_path / "killed")
+    assert journal.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    assert results(tmp_path / "killed") == results(whole)
+
+
+def test_typical_acceptance_is_used_for_the_drafters_and_not_for_the_base_alone(run, asked, tmp_path):
+    sampling = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "seed": 3}
+    run(tmp_path, specs=["joint"], typical=True, repeats=1, **sampling)
+    found = folders.read(tmp_path)
+    assert found.conditions.same()["decoding"].endswith("lossy") and found.cap("mt_bench") == 14
+    assert found.conditions.base_fingerprint == fingerprint(asked / "base")
+    base = load_base(str(asked / "base"))
+    question = benchmarks.load_questions("mt_bench", str(asked / "questions.jsonl"))[0]
+    for name, rule in (("none", KeyedSampler), ("joint", Typical)):
+        session = Session(Runner(base), drafter_specs.make(name, Runner(base)), rule(**sampling))
+        expected = answer_question(session, name, question, base, "tokenizer", 14)
+        shown = name if rule is KeyedSampler else f"{name} (lossy)"
+        assert comparable(found.answers["mt_bench"][shown][0]) == comparable(expected)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_decoded_again(run, whole, capsys):
+    journal = whole / "journal" / "1.jsonl"
+    before = journal.read_bytes()
+    run(whole)
+    assert "nothing was decoded" in " ".join(capsys.readouterr().out.split())
+    assert journal.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_does_not_lose_the_results(run, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(SystemExit), os.fdopen(writer, "w", buffering=1) as closed:  # how rich ends on a closed pipe
+        monkeypatch.setattr("sys.stdout", closed)
+        run(tmp_path / "piped", ["anpd"], repeats=1, limit=1)
+    written = {path.name for path in (tmp_path / "piped").iterdir()}
+    assert {"results.json", "results.csv", "results.md", "report.html"} <= written
+
+
+@pytest.mark.slow
+def test_overwrite_starts_over(run, whole, tmp_path):
+    journal = tmp_path / "old" / "journal" / "1.jsonl"
+    shutil.copytree(whole, tmp_path / "old")
+    before = journal.read_bytes()
+    run(tmp_path / "old", ["anpd"], repeats=1, limit=2, overwrite=True)
+    settings = before.partition(b"\n")[0]
+    assert not journal.read_bytes().startswith(settings)
+    assert journal.read_bytes().count(b'"answer"') == 4
+    assert sorted(path.stem for path in (tmp_path / "old" / "answers").rglob("*.jsonl")) == ["anpd", "none"]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"max_new_tokens": 15}, "different benchmarks"),
+        ({"specs": ["anpd"]}, "different drafters"),
+        ({"rows": "::2"}, "different benchmarks"),
+        ({"repeats": 3}, "repeats 2 instead of 3"),
+        ({"devices": 2}, "different devices"),
+        ({"temperature": 0.5}, "different sampling"),
+        ({"dtype": "bfloat16"}, "dtype 'float32' instead of 'bfloat16'"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(run, whole, changes, said):
+    before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
+    with pytest.raises(ValueError, match=f"already holds results: .* was started with {said}.*--overwrite"):
+        run(whole, **changes)
+    assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
+
+
+def test_a_run_does_not_continue_on_another_processor(run, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "copy")
+    journal = tmp_path / "copy" / "journal" / "1.jsonl"
+    first, rest = journal.read_bytes().split(b"\n", 1)
+    journal.write_bytes(json.dumps(json.loads(first) | {"machine": "another one"}).encode() + b"\n" + rest)
+    with pytest.raises(ValueError, match=r"was started with machine 'another one' instead of '.+': repeat"):
+        run(tmp_path / "copy")
+
+
+def test_invalid_arguments_with_overwrite_leave_the_old_results(run, whole):
+    before = {path: path.read_bytes() for path in whole.rglob("*.json*")}
+    with pytest.raises(ValueError, match="unknown drafter"):
+        run(whole, specs=["nonsense"], overwrite=True)
+    for wrong in ({"repeats": 0}, {"devices": 0}, {"limit": 0}, {"server": ["vllm"], "concurrency": [0]}):
+        with pytest.raises(ValueError, match="at least 1"):
+            run(whole, **wrong)
+    assert before == {path: path.read_bytes() for path in whole.rglob("*.json*")}
+
+
+@pytest.mark.slow
+def test_several_processes_give_the_numbers_of_one(run, plan, whole, tmp_path):
+    """True for drafters without memory between texts; answers from before an interruption are kept."""
+    shared = with_conditions(only(plan, ["none", *FORGETFUL]), devices=["cpu", "cpu"], repeats=1)
+    first, second = (worker.journal_path(tmp_path / "journal", number) for number in range(2))
+    assert list(Worker(shared, 0).run(first, None, 0, ["mt_bench"])) == [True] * 9
+    before = first.read_bytes()
+    run(tmp_path, FORGETFUL, repeats=1, devices=2)
+    assert first.read_bytes() == before and second.read_bytes().count(b'"answer"') == 6
+    assert results(tmp_path) == {drafter: results(whole)[drafter] for drafter in shared.drafters}
+    assert texts(tmp_path).items() <= texts(whole).items()
+
+
+@pytest.mark.slow
+def test_a_mistake_that_several_processes_find_is_a_value_error(run, tmp_path):
+    with pytest.raises(ValueError, match="unknown drafter 'nonsense'"):
+        run(tmp_path / "out", ["nonsense"], devices=2)
+
+
+# ---- memory of drafters between texts
+
+QUESTIONS = [Question(at, "a", (f"w5 w6 w{7 + at} w5 w6",)) for at in range(4)]
+
+
+def decoded(base, drafter, questions, sampler=None):
+    session = Session(Runner(base), drafter, sampler)
+    return [comparable(answer_question(session, "it", question, base, "tokenizer", 16)) for question in questions]
+
+
+def every_drafter(base, make_drafter):
+    """Return drafters of every kind, including some with a draft model."""
+    runner = Runner(base)
+    named = ["none", *FORGETFUL, *REMEMBERING, "lookahead", "self_speculative", "self_speculative:carry=true"]
+    made = {name: drafter_specs.make(name, runner) for name in named}
+    made |= {name: make_drafter(name, base, []) for name in ("ctc", "block", "eagle", "eagle3")}
+    inner = {
+        "draft_model": DraftModelSession(Runner(base)),
+        "cascade": DraftModelSession(Runner(base), drafters.ANPD(order=3)),
+        "cascade that remembers": DraftModelSession(Runner(base), drafters.Joint()),
+        "draft_model that draws": DraftModelSession(Runner(base), sampler=KeyedSampler(0.9)),
+    }
+    made |= {name: drafters.DraftModel(session, 3) for name, session in inner.items()}
+    pool = NgramPool(5)
+    lookahead = drafters.Lookahead(4, 5, 5, pool=pool)
+    made["ouroboros"] = drafters.Ouroboros(DraftModelSession(Runner(base), lookahead), pool, 3, level=4)
+    return made
+
+
+@pytest.mark.slow
+def test_a_drafter_without_memory_drafts_as_after_a_reset(make_base, make_drafter, make_random_ctc):
+    base = make_base(context=256)
+    made = every_drafter(base, make_drafter) | {"ctc that draws": make_random_ctc(base, draws=2)}
+    for name, drafter in made.items():
+        if not drafter.remembers:
+            sampler = make_sampler(1.0) if name.endswith("draws") else None
+            again = [reset_and_decoded(base, drafter, [question], sampler)[0] for question in QUESTIONS]
+            assert decoded(base, drafter, QUESTIONS, sampler) == again, name
+    assert {name for name, drafter in made.items() if drafter.remembers} == {
+        *REMEMBERING,
+        *("ouroboros", "self_speculative:carry=true", "cascade that remembers"),
+    }
+
+
+def reset_and_decoded(base, drafter, questions, sampler=None):
+    drafter.reset()
+    return decoded(base, drafter, questions, sampler)
+
+
+@pytest.mark.slow
+def test_a_reset_returns_a_drafter_with_memory_to_its_initial_state(make_base, make_drafter):
+    base = make_base(context=256)
+    made = {name: drafter for name, drafter in every_drafter(base, make_drafter).items() if drafter.remembers}
+    for name, drafter in made.items():
+        first = reset_and_decoded(base, drafter, QUESTIONS[:2])
+        assert reset_and_decoded(base, drafter, QUESTIONS[:2]) == first, name
+
+
+@pytest.mark.slow
+def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(make_base):
+    base = make_base(context=256)
+    sessions = {
+        "none": Session(Runner(base), drafter_specs.make("none", None)),
+        "joint": Session(Runner(base), drafters.Joint()),
+    }
+    whole = dict(
+        zip(
+            decoding_order(["none", "joint"], 4),
+            answer_questions(base, sessions, QUESTIONS, "tokenizer", 12),
+            strict=True,
+        )
+    )
+    done = {place: whole[place] for place in list(whole)[:5]}
+    again = list(answer_questions(base, sessions, QUESTIONS, "tokenizer", 12, done))
+    assert [comparable(each) for each in again] == [comparable(each) for each in list(whole.values())[5:]]
+    done[0, "joint"] = replace(done[0, "joint"], turns=done[1, "joint"].turns)
+    with pytest.warns(UserWarning, match="joint decodes question 0 differently than before the interruption"):
+        list(answer_questions(base, sessions, QUESTIONS, "tokenizer", 12, done))
+
+
+# ---- order, repeats, devices, files
+
+
+def test_a_cpu_is_one_device_unless_more_processes_are_requested():
+    assert process_devices(torch.device("cpu"), "auto") == ["cpu"]
+    assert process_devices(torch.device("cpu"), 3) == ["cpu"] * 3
+    if torch.cuda.is_available():
+        with pytest.raises(ValueError, match="GPUs here"):
+            process_devices(torch.device("cuda"), 99)
+
+
+def test_drafters_take_turns_to_decode_first_and_repeats_start_with_another():
+    assert decoding_order(["none", "a", "b"], 2) == [(0, "none"), (0, "a"), (0, "b"), (1, "a"), (1, "b"), (1, "none")]
+    assert decoding_order(["none", "a", "b"], 1, repeat=2) == [(0, "b"), (0, "none"), (0, "a")]
+
+
+def test_the_fingerprints_of_the_base_and_of_a_drafters_files_are_recorded(plan, asked, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    made = make_plan(plan.model, QuestionOptions(), {}, SamplingOptions(), ["anpd", f"ctc={tmp_path}"]).conditions
+    assert made.base_fingerprint == fingerprint(asked / "base")
+    prints = {name: drafter.fingerprint for name, drafter in made.drafters.items()}
+    assert prints == {"none": "", "anpd": "", "ctc": fingerprint(tmp_path)}
+
+
+def test_repeats_that_differ_are_reported(plan):
+    def given(tokens, seconds):
+        step = StepCost(len(tokens), 0, 3, 0, 0, 0, (0.0,) * len(PHASES))
+        return Answer(7, "a", "none", [Turn("", tokens, 3, [step], seconds)], [False])
+
+    plan = replace(with_conditions(only(plan, ["none"]), repeats=3), questions={"b": QUESTIONS[:1]})
+    found = {("b", repeat): {(0, "none"): given([1, 2], repeat)} for repeat in range(3)}
+    assert CollectedAnswers(plan, found).warnings() == []
+    assert CollectedAnswers(plan, found).median_answers()["b"]["none"][0].seconds == 1
+    found["b", 2] = {(0, "none"): given([1, 3], 2)}
+    (line,) = CollectedAnswers(plan, found).warnings()
+    assert "none decodes 1 questions of b differently" in line and "question 7 first" in line
+
+
+@pytest.mark.slow
+def test_by_default_the_base_prompt_lookup_and_joint_decode_the_embedded_questions(asked, tmp_path):
+    options = {"base": str(asked / "base"), "device": "cpu", "limit": 1, "max_new_tokens": 4, "out": str(tmp_path)}
+    evaluate(**grouped(evaluate, options))
+    found = folders.read(tmp_path)
+    assert {name: list(by_drafter) for name, by_drafter in found.summaries.items()} == {
+        "embedded": ["none", "prompt_lookup", "joint"]
+    }
+    # Four tokens are too few steps for a timing error, so all repeats are made, and the results say so.
+    assert found.runs[tmp_path.name].run.repeats == {"embedded": 5}
+    for text in (" ".join(found.lines("warnings")), (tmp_path / "report.html").read_text()):
+        assert "on embedded are not yet within 5 % after 5 repeats: prompt_lookup unknown, joint" in text
+    turns = [turn for by in found.answers.values() for own in by.values() for answer in own for turn in answer.turns]
+    assert turns and all(len(turn.cpu_seconds) == len(turn.steps) for turn in turns)
+    report.report([str(tmp_path)])  # the answers and results are read back
+
+
+# ---- clocks on a shared machine
+
+
+def timed_answer(question, name, factor):
+    """An answer whose steps take ``factor`` milliseconds each."""
+    steps = [StepCost(1, 0, 1, 0, 0, 0, (0.0, 0.001 * factor, 0.0, 0.0, 0.0))] * 12
+    return Answer(question, "a", name, [Turn("", [1] * 12, 1, steps, 0.012 * factor)], [False], core_share=0.9)
+
+
+def test_a_benchmark_is_repeated_until_its_speedups_are_precise_or_the_limit_is_reached(plan, tmp_path, monkeypatch):
+    names = ["none", "anpd"]
+    plan = with_conditions(only(plan, names), repeats="auto")
+    plan = replace(plan, questions={"calm": QUESTIONS, "noisy": QUESTIONS})
+    monkeypatch.setattr(worker, "MAX_REPEATS", 3)
+
+    def decode(repeat, benchmarks, spread):
+        with Journal(worker.journal_path(tmp_path, 0), plan.settings) as journal:
+            for name in benchmarks:
+                for place, drafter in decoding_order(names, len(QUESTIONS)):
+                    factor = 1.0 if drafter == "none" or name == "calm" else 1 + spread * (place % 2)
+                    answer = to_json(timed_answer(place, drafter, factor))
+                    journal.append(
+                        {"benchmark": name, "repeat": repeat, "place": place, "load": None, "answer": answer}
+                    )
+
+    repeats = repeats_to_decode(tmp_path, plan)
+    assert next(repeats) == (0, ["calm", "noisy"])
+    decode(0, ["calm", "noisy"], 1.0)
+    assert next(repeats) == (1, ["noisy"]), "questions of the other one agree"
+    decode(1, ["noisy"], 0.0)
+    assert next(repeats) == (2, ["noisy"]), "a question's repeats differ"
+    line = collect(tmp_path, plan).warnings()[-1]
+    assert "the speed-ups on noisy are not yet within 5 % after 2 repeats" in line and "anpd ±" in line
+    decode(2, ["noisy"], 0.0)
+    assert list(repeats) == [], "that was the last one"
+    found = collect(tmp_path, plan)
+    assert [found.num_repeats(name) for name in plan.questions] == [1, 3]
+    assert found.summaries()["noisy"]["anpd"].speed.speedup.value == pytest.approx(1.0), "most of the rounds agree"
+    # Continued with the same answers, it asks for the same repeats.
+    assert list(repeats_to_decode(tmp_path, plan)) == [(0, ["calm", "noisy"]), (1, ["noisy"]), (2, ["noisy"])]
+    twice = list(repeats_to_decode(tmp_path, with_conditions(plan, repeats=2)))
+    assert twice == [(at, ["calm", "noisy"]) for at in range(2)]
+
+
+@pytest.mark.parametrize(
+    "shares, limit, kept", [([0.9, 0.5, 0.97], 3, 2), ([0.9, 0.5, 0.97], 2, 0), ([0.5, 0.8, 0.6], 3, 1), ([0.99], 3, 0)]
+)
+def test_an_answer_that_waited_for_a_core_is_decoded_again_within_a_limit(shares, limit, kept):
+    answers = iter(replace(timed_answer(at, "anpd", 1.0), core_share=share) for at, share in enumerate(shares))
+    answer = retry_if_descheduled(answers.__next__, limit)
+    assert (answer.question_id, answer.core_share) == (kept, shares[kept])
+    assert answer.decodings == min(len(shares), limit)

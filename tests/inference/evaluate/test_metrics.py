@@ -1,0 +1,197 @@
+"""The metrics of an evaluation, computed by hand on two questions of two turns."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+
+from inference.evaluate.answers import Answer, Turn, median_answers
+from inference.evaluate.metrics import first_difference, noise, summarise
+from inference.verifier.session import PHASES, StepCost
+
+SECONDS = (0.01, 0.1, 0.02, 0.03, 0.04)  # of each step's phases: 0.2 in all
+
+
+def turn(tokens, steps, seconds):
+    """A turn: a prefill that emits one token, then ``steps`` of (emitted, accepted), each of root + 4 candidates."""
+    prefill = StepCost(1, 0, 30, 0, 0, 0, SECONDS)
+    costs = [StepCost(emitted, accepted, 1, 4, 0, 0, SECONDS) for emitted, accepted in steps]
+    assert len(tokens) == 1 + sum(emitted for emitted, _ in steps)
+    return Turn("", tokens, 30, [prefill, *costs], seconds)
+
+
+# In all: 14 tokens in 5.5 s; after the prefills 10 tokens in 5 steps.
+CTC = [
+    Answer(
+        1,
+        "writing",
+        "ctc",
+        # 7 tokens in 3 steps; the second turn is cut on an accepted token, so its step has no bonus token
+        [turn([1, 2, 3, 4, 5, 6], [(3, 2), (2, 1)], 2.0), turn([7, 8, 9], [(2, 2)], 1.0)],
+        [True, False],
+    ),
+    # 3 tokens in 2 steps; the second turn ends with its prefill
+    Answer(2, "math", "ctc", [turn([1, 3, 5, 7], [(1, 0), (2, 1)], 2.0), turn([2], [], 0.5)], [False, True]),
+]
+# The same 14 tokens, one a step, in 14 s.
+NONE = [
+    replace(
+        answer,
+        drafter="none",
+        turns=[turn(t.token_ids, [(1, 0)] * (len(t.token_ids) - 1), float(len(t.token_ids))) for t in answer.turns],
+    )
+    for answer in CTC
+]
+
+
+@pytest.fixture
+def summary():
+    return summarise(CTC, NONE)
+
+
+def test_acceptance_length_excludes_the_prefill(summary):
+    assert summary.acceptance.length.value == pytest.approx(10 / 5)
+    assert summary.acceptance.mean.value == pytest.approx((7 / 3 + 3 / 2) / 2)
+    assert summary.acceptance.ended == pytest.approx(5 / 2)  # question 1, turn 1; question 2, turn 2 adds nothing
+
+
+def test_the_other_convention_counts_the_prefill_and_what_it_emits(summary):
+    assert summary.acceptance.with_prefill == pytest.approx(14 / 9)
+    assert summarise(NONE, NONE).acceptance.with_prefill == 1.0
+
+
+def test_speed_counts_the_prefill(summary):
+    assert (summary.tokens, summary.speed.seconds) == (14, 5.5)
+    assert summary.speed.tokens_per_second == pytest.approx(14 / 5.5)
+    assert summary.speed.wall.value == pytest.approx(14 / 5.5)
+
+
+def test_drafts_are_counted_per_step_and_depth(summary):
+    assert summary.acceptance.fed_per_step == pytest.approx(5)
+    assert summary.acceptance.hit_ratio == pytest.approx((2 + 1 + 2 + 0 + 1) / 20)
+    assert [rate.rate.value for rate in summary.acceptance.rates] == pytest.approx([4 / 5, 2 / 5])
+
+
+def test_phases_add_up_to_the_total_time(summary):
+    phases = summary.speed.phase_seconds
+    assert list(phases) == [*PHASES, "prefill", "other"]
+    assert [phases[phase] for phase in PHASES] == pytest.approx([5 * seconds for seconds in SECONDS])
+    assert phases["prefill"] == pytest.approx(4 * 0.2)
+    assert phases["other"] == pytest.approx(5.5 - 9 * 0.2)
+    assert sum(phases.values()) == pytest.approx(summary.speed.seconds)
+
+
+def test_each_category_is_summarised_separately(summary):
+    writing, math = summary.by_category["writing"], summary.by_category["math"]
+    assert list(summary.by_category) == ["writing", "math"]
+    assert (writing.acceptance, writing.wall) == (pytest.approx(7 / 3), pytest.approx(9 / 3))
+    assert (math.acceptance, math.wall) == (pytest.approx(3 / 2), pytest.approx(5 / 2.5))
+    assert (math.questions, math.identical) == (1, 1)
+
+
+def test_the_baseline_compared_with_itself_has_speedup_one(summary):
+    vanilla = summarise(NONE, NONE)
+    assert vanilla.is_baseline and not summary.is_baseline
+    own = vanilla.acceptance
+    assert (own.length.value, vanilla.speed.speedup.value, own.fed_per_step) == (1.0, 1.0, 5.0)
+    assert vanilla.acceptance.rates == []
+
+
+def test_equal_tokens_are_identical_answers(summary):
+    assert (summary.identical, summary.questions, summary.first_divergence) == (2, 2, None)
+
+
+@pytest.mark.parametrize(("tokens", "position"), [([1, 3, 6, 7], 2), ([1, 3, 5], 3), ([1, 3, 5, 7, 9], 4), ([], 0)])
+def test_the_first_divergence_is_located(tokens, position):
+    first, second = CTC
+    changed = replace(second, turns=[replace(second.turns[0], token_ids=tokens), second.turns[1]])
+    summary = summarise([first, changed], NONE)
+    assert summary.identical == 1
+    assert summary.first_divergence == (2, 0, position)
+    assert summary.by_category["math"].identical == 0
+
+
+def test_a_missing_turn_is_a_difference():
+    assert first_difference(replace(CTC[0], turns=CTC[0].turns[:1]), NONE[0]) == (1, 0)
+
+
+def test_questions_are_paired_by_their_id():
+    assert summarise(CTC, NONE[::-1]) == summarise(CTC, NONE)
+    assert summarise(CTC[1:], NONE).speed.wall.value == pytest.approx(5 / 2.5)
+    with pytest.raises(ValueError, match="no answer to question 2"):
+        summarise(CTC, NONE[:1])
+
+
+def test_unmeasured_metrics_are_none():
+    only_prefill = [Answer(1, "math", "none", [turn([4], [], 0.5)], [False])]
+    summary = summarise(only_prefill, only_prefill)
+    assert summary.acceptance.length.value is summary.acceptance.ended is summary.acceptance.length.interval is None
+    assert summary.speed.speedup.value == 1.0
+    with pytest.raises(ValueError, match="no answers"):
+        summarise([], NONE)
+
+
+def test_a_summary_can_be_written_as_json(summary):
+    assert json.loads(json.dumps(asdict(summary), allow_nan=False))["by_category"]["math"]["questions"] == 1
+
+
+def test_intervals_contain_their_values_and_stay_within_those_of_the_questions(summary):
+    low, high = summary.acceptance.length.interval
+    assert 3 / 2 <= low <= summary.acceptance.length.value <= high <= 7 / 3
+    low, high = summary.acceptance.mean.interval
+    assert 3 / 2 <= low <= summary.acceptance.mean.value <= high <= 7 / 3
+    low, high = summary.speed.wall.interval
+    assert 2.0 <= low <= summary.speed.wall.value <= high <= 3.0
+    low, high = summary.speed.speedup.interval
+    assert low <= summary.speed.speedup.value <= high
+    alone = summarise(NONE, NONE)
+    assert alone.speed.speedup.interval == alone.speed.wall.interval == alone.acceptance.length.interval == (1.0, 1.0)
+
+
+def slower(answers, factors):
+    """Return the answers with the time of each question multiplied by its factor."""
+    return [
+        replace(answer, turns=[replace(turn, seconds=turn.seconds * factor) for turn in answer.turns])
+        for answer, factor in zip(answers, factors, strict=True)
+    ]
+
+
+def test_noise_is_the_spread_of_the_speedup_over_repeats():
+    assert noise([(CTC, NONE), (CTC, NONE)]) == 0
+    both = [(slower(CTC, [factor] * 2), slower(NONE, [factor] * 2)) for factor in (1, 3)]
+    assert noise(both) == pytest.approx(0), "a slowdown of both does not change the ratio"
+    speedups = [14 / 5.5, 14 / 5.5 / 2]
+    deviation = (speedups[0] - speedups[1]) / 2**0.5
+    assert noise([(CTC, NONE), (slower(CTC, [2, 2]), NONE)]) == pytest.approx(deviation / (sum(speedups) / 2))
+    assert noise([(NONE, NONE), (slower(NONE, [2, 2]), NONE)]) == pytest.approx((0.5 / 2**0.5) / 0.75)
+
+
+def test_noise_of_one_repeat_is_the_standard_error_over_questions(summary):
+    assert summary.speed.noise == pytest.approx(0), "every step takes equally long"
+    first, second = CTC
+    steps = [replace(step, seconds=tuple(2 * value for value in step.seconds)) for step in first.turns[0].steps]
+    uneven = replace(first, turns=[replace(first.turns[0], steps=steps)], ended=[True])
+    assert summarise([uneven, second], NONE).speed.noise == pytest.approx((math.log(2) / 2**0.5) / 2**0.5)
+    assert summarise([first], NONE).speed.noise is None
+
+
+def test_each_question_keeps_its_answer_with_the_median_time():
+    repeats = [slower(CTC, factors) for factors in ([1, 5], [3, 1], [2, 9])]
+    assert [answer.seconds for answer in median_answers(repeats)] == [2 * 3.0, 5 * 2.5]
+    assert median_answers(repeats[:2]) == [repeats[0][0], repeats[1][1]], "of two answers the faster one"
+
+
+def test_the_peak_is_the_maximum_over_all_answers(summary):
+    assert summary.speed.peak_bytes is None
+    peaks = [replace(answer, peak_bytes=peak) for answer, peak in zip(CTC, (7, 9), strict=True)]
+    assert summarise(peaks, NONE).speed.peak_bytes == 9
+
+
+def test_a_slower_machine_changes_only_what_the_clock_says(summary):
+    slow, same = asdict(summarise(slower(CTC, [2, 3]), NONE)), asdict(summary)
+    assert {name for name in same if slow[name] != same[name]} == {"speed", "by_category"}
+    changed = {name for name, value in same["speed"].items() if slow["speed"][name] != value}
+    assert changed >= {"seconds", "speedup", "wall", "phase_seconds"}
+    for category, found in same["by_category"].items():
+        assert {name for name in found if found[name] != slow["by_category"][category][name]} <= {"speedup", "wall"}

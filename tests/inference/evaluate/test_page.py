@@ -1,0 +1,427 @@
+"""Tables and pages of evaluations: what they show, and that no text of a model or a user changes them."""
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from inference.evaluate import page as pages
+from inference.evaluate import plots, tables
+from inference.evaluate.answers import Turn
+from inference.evaluate.breakdowns import PositionRate
+from inference.evaluate.intervals import Estimate
+from inference.evaluate.metrics import Latency
+from inference.evaluate.plan import DrafterConditions
+from inference.evaluate.report import report, write_tables
+from inference.evaluate.results import RunRecord, read
+from inference.verifier.session import StepCost
+
+BROWSER = shutil.which("chromium")
+HOSTILE = "</script><img src=x onerror=alert(1)>'\"&\u202e\x1b[2J\x9b|\ry"
+
+
+class Page(HTMLParser):
+    """Parser for the tags of a page and the text of each answer as a browser shows it."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.answers, self.depth = [], [], 0
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        if tag == "div" and attributes.get("class") == "text":
+            self.answers.append("")
+            self.depth = 1
+        elif self.depth:
+            self.depth += 1
+
+    def handle_endtag(self, tag):
+        self.depth = max(0, self.depth - 1)
+
+    def handle_data(self, data):
+        if self.depth:
+            self.answers[-1] += data
+
+    def links(self):
+        return [value for _, attrs in self.tags for key, value in attrs.items() if key in ("src", "srcset", "href")]
+
+
+def written(folder, *parts, decode=None):
+    pages.write_page(folder / "report.html", [(part, decode) for part in parts], folder / "plots")
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def shown(results, width=80):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(*tables.terminal(results), sep="\n")
+    return console.export_text()
+
+
+def with_speed(summary, value=None, interval=None, **changes):
+    known = {"speedup": Estimate(summary.speed.speedup.value if value is None else value, interval)}
+    return replace(summary, speed=replace(summary.speed, **known | changes))
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    monkeypatch.setattr(plots, "applicable", lambda summaries: [])  # to draw them takes longest
+
+
+# ---- one evaluation
+
+
+@pytest.mark.slow
+def test_the_page_is_self_contained_and_the_plots_are_also_files(evaluation, words, tmp_path):
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "gsm8k-stale.png").touch()
+    page = Page(written(tmp_path, evaluation, decode=words.decode))
+    assert len(page.links()) == 2 * 4  # benchmarks, plots
+    assert all(link.startswith("data:image/png;base64,") for link in page.links())
+    assert not {"link", "iframe"} & {tag for tag, _ in page.tags}
+    assert [attrs for tag, attrs in page.tags if tag == "script"] == [{}]
+    drawn = sorted((tmp_path / "plots").iterdir())
+    assert [path.name for path in drawn] == [
+        f"{name}-{plot}.png" for name in ("gsm8k", "mt_bench") for plot in ("acceptance", "depths", "phases", "speedup")
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_the_steps_join_to_the_full_escaped_answer(evaluation, words, tmp_path, no_plots):
+    page = Page(written(tmp_path, evaluation, decode=words.decode))
+    text, other = words.decode(range(9)), words.decode((0, 1, 2, 5, 4, 5, 6, 7, 8))
+    assert page.answers[:16] == [text] * 2 * 8  # turns of eight answers of ctc; <script> is text here, not a tag
+    assert sorted(page.answers[16:]) == sorted([text] * 2 * 7 + [other] * 2)  # and of ngram
+    blocks = [(attrs["data-drafter"], "hidden" in attrs) for _, attrs in page.tags if "data-drafter" in attrs]
+    assert blocks == [("ctc", False), ("ngram", True)], "the fastest is shown first"
+
+
+def test_a_step_distinguishes_accepted_tokens_from_the_bonus_token(evaluation, words):
+    spans = pages.step_spans(evaluation.answers["mt_bench"]["ctc"][0].turns[0], words.decode)
+    assert [(span.accepted, span.bonus) for span in spans] == [
+        ("", "The"),
+        (" cat <script>alert(1)</script>\n sat", " & on"),
+        (" a mat", "."),
+        ("", "</s>"),
+    ]
+
+
+def test_a_character_of_several_tokens_stays_in_one_step():
+    counts = [(1, 0, 0), (3, 2, 4), (5, 5, 5)]
+    steps = [StepCost(emitted, accepted, 1, fed, 0, 0, (0.0,) * 5) for emitted, accepted, fed in counts]
+    turn = Turn("", list("né日本".encode()), 1, steps, 1.0)
+    spans = pages.step_spans(turn, lambda token_ids: bytes(token_ids).decode("utf-8", errors="replace"))
+    assert [(span.accepted, span.bonus) for span in spans] == [("", "n"), ("é", ""), ("日本", "")]
+
+
+def test_the_page_shows_the_same_few_questions_for_each_of_many_drafters(make, answers):
+    own = answers["mt_bench"]
+    many = {f"ctc {index}": [replace(a, drafter=f"ctc {index}") for a in own["ctc"]] for index in range(20)}
+    for count in (1, 3, 20):
+        few = {"none": own["none"], **dict(list(many.items())[:count])}
+        again = {name: [replace(a, question_id=a.question_id + 10) for a in of] for name, of in few.items()}
+        chosen = pages.choose_answers(make({"mt_bench": few, "gsm8k": again}), None)
+        questions = [[(each["benchmark"], each["answer"].question_id) for each in one["shown"]] for one in chosen]
+        assert len(chosen) == count and all(each == questions[0] for each in questions)
+        assert questions[0] == {20: [("mt_bench", 1), ("gsm8k", 11)]}.get(count, questions[0]), "from all benchmarks"
+        assert sum(map(len, questions)) <= pages.MAX_SHOWN_ANSWERS and len(questions[0]) == {1: 8, 3: 8, 20: 2}[count]
+        assert {one["num_answers"] for one in chosen} == {8}
+
+
+def test_the_tokenizer_of_the_base_splits_the_answers_into_steps(make_folder, words, tmp_path, no_plots):
+    def save_tokenizer(folder, order):
+        tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(order)}, unk_token="</s>"))
+        tokenizer.decoder = decoders.Fuse()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+        return str(folder)
+
+    own, others = save_tokenizer(tmp_path / "base", words.words), save_tokenizer(tmp_path / "other", words.words[::-1])
+    found = read(make_folder("a", base=own))
+    turn = found.answers["mt_bench"]["ctc"][0].turns[0]
+    assert pages.step_spans(turn, pages.find_decoder(found)) == pages.step_spans(turn, words.decode)
+    assert pages.find_decoder(found, others) is None, "its words are not the recorded ones"
+    with pytest.raises(ValueError, match="no base at"):
+        pages.find_decoder(found, "./nowhere")
+    lost = make_folder("b", base="nowhere/at/all")
+    report([lost])
+    html = (Path(lost) / "report.html").read_text(encoding="utf-8")
+    assert Page(html).answers == [words.decode(range(8))] * 2 * 2 * 4 and "--tokenizer FOLDER" in html
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_tables_fit_and_mark_drafters_that_are_not_lossless(evaluation, width):
+    text = shown(evaluation, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert re.search(r"ctc +2\.67 +2\.25× +2\.25× +20\.5 +5\.0 +100 % \(4/4\)", text)
+    assert re.search(r"ngram .* 75 % \(3/4\) †", text)
+    assert "question 3, turn 1, after 3 equal tokens" in " ".join(text.split())
+
+
+def test_markdown_has_the_same_rows_and_what_was_run(evaluation):
+    text = tables.markdown(evaluation)
+    speeds = "**2.25×** | – | **2.25×** | 0.0 % | **20.5**"
+    assert f"| ctc | **2.67** | **2.67** | **2.67** (8 of 8) | **2.25** | {speeds} | 5.0 | 100 % (4/4) |" in text
+    assert "| kind 1 | **2.67 2.25×** | 2.00 " in text
+    assert "- base: tiny\\|chat\n" in text and "- command: drafters eval \\<a\\>\n" in text
+    assert tables.COUNTING_RULE in text and tables.COUNTING_RULE.endswith(
+        "prefill excluded, over all questions (micro average)."
+    )
+
+
+def test_empty_columns_are_left_out_and_intervals_are_below_their_numbers(evaluation):
+    of = dict(evaluation.summaries["mt_bench"])
+    assert not {"peak MiB", "draft forwards/step", "in reasoning"} & set(tables.drafters_table(of, {}).headings)
+    ctc = with_speed(of["ctc"], interval=(2.0, 2.5), peak_bytes=3 * 2**20, cpu_seconds=9.0, core_share=0.5)
+    own = replace(ctc.acceptance, length=Estimate(8 / 3, (2.5, 2.75)))
+    table = tables.drafters_table(of | {"ctc": replace(ctc, acceptance=own)}, {})
+    cells = dict(zip(table.headings, table.rows[1].cells, strict=True))
+    assert (cells["peak MiB"], cells["acceptance length"], cells["CPU ms/token"]) == ("3", "2.67", "125.00")
+    assert {table.headings[at]: told for at, told in table.rows[1].small.items() if told} == {
+        "acceptance length": "2.50 – 2.75",
+        "speed-up": "2.00 – 2.50",
+        "CPU ms/token": "wall/CPU 2.00",
+    }
+    assert "| **2.67** (2.50 – 2.75) |" in table.markdown()
+
+
+def test_the_table_of_positions_shows_both_rates(evaluation):
+    table = tables.drafts_table(evaluation.summaries["mt_bench"])
+    assert table.headings[4:] == ["1", "2", "3"]
+    assert [(row.cells[0], *row.cells[4:]) for row in table.rows] == [
+        ("ctc", "0.67", "0.67", "0.33"),
+        ("given the one before", "0.67", "1.00", "0.50"),
+        ("ngram", "1.00", "–", "–"),
+        ("given the one before", "1.00", "–", "–"),
+    ]
+
+
+def test_scores_are_shown_and_answers_cut_at_the_length_cap_are_counted(make, answers, tmp_path, no_plots):
+    scored = answers["gsm8k"]
+    scored["ctc"][:3] = [replace(own, ended=[False, True]) for own in scored["ctc"][:3]]
+    found = make({"gsm8k": scored})
+    graded = {name: replace(s, quality={"exact match": 12.5}) for name, s in found.summaries["gsm8k"].items()}
+    found = replace(found, summaries={"gsm8k": graded})
+    html = written(tmp_path, found)
+    assert html.count("25 % of the scored answers were cut at the length cap of 9 tokens and scored as they were.") == 1
+    assert html.count("<small>5 of 8</small>") == 1
+    assert "Task quality, %:\n\n| drafter | exact match |\n| --- | ---: |\n| none | 12.50 |" in tables.markdown(found)
+    assert re.search(r"Task quality, %\n.*\n.*\n.*\nnone +12\.50", shown(found))
+
+
+# ---- one sentence
+
+
+def test_the_headline_names_the_fastest_drafter(evaluation):
+    expected = "ctc writes the same text as the base at 2.25x {}its speed, 2.7 tokens per base forward, over"
+    of = dict(evaluation.summaries["mt_bench"])
+    of["ctc"] = with_speed(of["ctc"], interval=(2.0, 2.5))
+    assert tables.headline(replace(evaluation, summaries={"mt_bench": of})) == (
+        expected.format("(2.00 to 2.50) ") + " 4 questions."
+    )
+    assert tables.headline(evaluation) == expected.format("") + " 8 questions of 2 benchmarks (geometric means)."
+
+
+def test_the_headline_mentions_differing_text_and_a_base_alone(evaluation):
+    of = evaluation.summaries["gsm8k"]
+    sentence = tables.headline(replace(evaluation, summaries={"gsm8k": {"none": of["none"], "ngram": of["ngram"]}}))
+    assert sentence.startswith("ngram writes in 3 of 4 answers the same text as the base at 1.80x its speed")
+    alone = tables.headline(replace(evaluation, summaries={"gsm8k": {"none": of["none"]}}))
+    assert alone == "Only none was run: 9.1 tokens per second."
+
+
+def served(evaluation):
+    """The evaluation as a server with one and four requests at once gives it."""
+    by = evaluation.summaries["mt_bench"]
+    every = [
+        replace(
+            by[name],
+            concurrency=level,
+            latency=Latency((0.05, 0.07), (0.004, 0.02)),
+            speed=replace(by[name].speed, speedup=Estimate(), wall=Estimate(wall)),
+        )
+        for name, walls in (("none", (1.0, 1.0)), ("ctc", (2.2, 1.6)))
+        for level, wall in zip((1, 4), walls, strict=True)
+    ]
+    return replace(evaluation, summaries={"mt_bench": {each.name: each for each in every}}, answers={"mt_bench": {}})
+
+
+def test_an_evaluation_in_a_server_is_told_by_the_requests_at_once(evaluation, tmp_path):
+    found = served(evaluation)
+    assert tables.headline(found) == (
+        "ctc @ 1 and ctc @ 4 write the same text as the base at 2.20x and 1.60x its speed, 2.7 and 2.7 tokens per base "
+        "forward, over 4 questions, in drafters."
+    )
+    html = written(tmp_path, found)
+    assert "<small>50.00 – 70.00</small>" in html and "<small>4.00 – 20.00</small>" in html
+    assert "concurrency" in {path.stem.partition("-")[2] for path in (tmp_path / "plots").iterdir()}
+
+
+# ---- several evaluations
+
+
+@pytest.fixture
+def parts(make, answers, words):
+    """Three evaluations under different conditions, with hostile names."""
+    given = {"mt_bench": answers["mt_bench"]}
+    drafters = {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}
+    lossy = {"mt_bench": {name: own for name, own in answers["mt_bench"].items() if name != "ngram"}}
+    return [
+        make(given, "a"),
+        make(lossy, "b", base=HOSTILE, dtype="bfloat16", drafters=drafters, record=RunRecord(warnings=[HOSTILE])),
+        make({"gsm8k": answers["gsm8k"]}, "c", template=HOSTILE),
+    ]
+
+
+def test_the_page_of_several_evaluations_has_a_row_for_each_drafter_and_escapes_every_text(parts, tmp_path, no_plots):
+    html = written(tmp_path, *parts)
+    page = Page(html)
+    assert all(link.startswith("#part-") for link in page.links()) and "img" not in dict(page.tags)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not any(mark in html for mark in ("\x1b", "\x9b", "\u202e", "\r"))
+    assert {attrs.get("id") for tag, attrs in page.tags if tag == "article"} == {"part-1", "part-2", "part-3"}
+    rows = [(attrs["data-benchmark"], attrs["data-dtype"]) for tag, attrs in page.tags if "data-benchmark" in attrs]
+    assert sorted(rows) == [*[("gsm8k", "float32")] * 2, ("mt_bench", "bfloat16"), *[("mt_bench", "float32")] * 2]
+    text = "".join(map(tables.markdown, parts))
+    assert "\x1b" not in text and "\u202e" not in text
+
+
+def test_what_speaks_against_a_row_is_said(evaluation):
+    own = with_speed(evaluation.summaries["mt_bench"]["ctc"], timing_error=0.02)
+    assert pages.remarks(own, DrafterConditions("ctc")) == ""
+    for summary, drafter, said in (
+        (own, DrafterConditions("ctc", is_lossy=True), "lossy"),
+        (replace(own, identical=3), None, "texts differ from the base's"),
+        (with_speed(own, timing_error=0.31), None, "timing ± 31 %"),
+        (with_speed(own, timing_error=None), None, "timing error unknown"),
+        (replace(own, speed=replace(own.speed, speedup=Estimate())), None, "speed-up by wall time"),
+        (own, DrafterConditions("ctc", is_automatic=True), "automatic budget: acceptance depends on times"),
+    ):
+        assert pages.remarks(summary, drafter) == said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+def test_a_browser_sorts_filters_and_shows_the_chosen_drafter(parts, words, tmp_path, no_plots):
+    script = """<script>
+    const all = (selector) => [...document.querySelectorAll(selector)];
+    const choose = (select, value) => { select.value = value; select.dispatchEvent(new Event("change")); };
+    const column = (at) => all("#all tbody tr:not([hidden])").map((row) => row.cells[at].innerText.split("\\n")[0]);
+    const states = { first: column(6) };
+    all("#all th")[0].click(); states.falling = column(0);
+    all("#all th")[0].click(); states.rising = column(0);
+    choose(document.querySelector("[data-filter=dtype]"), "bfloat16"); states.filtered = column(4);
+    choose(document.querySelector("[data-filter=benchmark]"), "gsm8k");
+    states.empty = [column(0).length, document.getElementById("empty").hidden];
+    all("[data-drafter=ctc] details")[2].open = true;
+    choose(document.querySelector("article select"), "ngram");
+    states.blocks = all("#part-1 [data-drafter]").map((block) => [block.dataset.drafter, block.hidden]);
+    states.open = all("#part-1 [data-drafter=ngram] details").map((each) => each.open);
+    const told = { id: "states", textContent: JSON.stringify(states) };
+    document.body.append(Object.assign(document.createElement("pre"), told));
+    </script>"""
+    html = written(tmp_path, *parts, decode=words.decode)
+    (tmp_path / "page.html").write_text(html + script, encoding="utf-8")
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    ran = subprocess.run([*command, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120)
+    states = json.loads(re.search('<pre id="states">(.*?)</pre>', ran.stdout)[1])
+    assert states["first"] == sorted(states["first"], reverse=True) and len(states["first"]) == 5
+    assert states["falling"] == sorted(states["falling"], reverse=True) == states["rising"][::-1]
+    assert states["filtered"] == ["bfloat16"] and states["empty"] == [0, False]
+    assert states["blocks"] == [["ctc", True], ["ngram", False]] and states["open"] == [True, False, True, False]
+
+
+# ---- plots
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shares", "top"), [([0.0], 10), ([0.31, 0.05], 40), ([0.4], 40), ([1.0, 0.9], 100)])
+def test_the_axis_of_depths_ends_with_the_data(evaluation, shares, top):
+    ctc = evaluation.summaries["mt_bench"]["ctc"]
+    rates = [PositionRate(Estimate(share), Estimate(share)) for share in shares]
+    of = {"ctc": replace(ctc, acceptance=replace(ctc.acceptance, rates=rates))}
+    assert plots.plot_depths(of, plots.choose_colours(of.values())).axes[0].get_ylim() == (0, top)
+
+
+# ---- files
+
+
+def test_every_format_has_the_same_figures(make_folder, tmp_path, no_plots):
+    import pandas
+
+    folder = make_folder("a")
+    report([folder], out=str(tmp_path / "page.html"), format=["csv", "parquet", "latex", "md"])
+    with (tmp_path / "page.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = pandas.read_parquet(tmp_path / "page.parquet").to_dict("records")
+    summary = read(folder).summaries["mt_bench"]["ctc"]
+    for row in (rows[1], table[1]):
+        assert float(row["acceptance.length.value"]) == summary.acceptance.length.value == pytest.approx(8 / 3)
+        assert float(row["speed.speedup.interval.low"]) == summary.speed.speedup.interval[0]
+        assert float(row["acceptance.rates.2.rate.value"]) == summary.acceptance.rates[1].rate.value
+        assert (row["base"], row["benchmark"], int(row["identical"])) == ("tiny|chat", "mt_bench", 4)
+    latex = (tmp_path / "page.tex").read_text()
+    assert r"\toprule" in latex and "ctc & 2.67" in latex
+    assert (tmp_path / "page.md").read_text().startswith("**ctc writes")
+
+
+def test_tables_hold_hostile_names_as_text(tmp_path):
+    row = tables.Row(["a_b\n50% \\input{x} $y$ #~^&\x1b", "1.0"])
+    latex = tables.Table("", ["name", "value"], [row]).latex()
+    assert r"a\_b 50\% \textbackslash input\{x\} \$y\$ \#\textasciitilde \textasciicircum \&␛ & 1.0" in latex
+    write_tables(tmp_path / "t.html", ["csv"], "", [], [{"name": 'a,"b', "value": None}])
+    assert (tmp_path / "t.csv").read_text().splitlines() == ["name,value", '"a,""b",']
+
+
+def test_two_evaluations_are_compared_and_a_regression_ends_with_exit_code_1(make, answers, tmp_path, capsys):
+    from inference.evaluate import results
+
+    def folder(name, emitted):
+        own = {"none": [replace(answers["mt_bench"]["none"][0], question_id=at) for at in range(12)]}
+        own["ctc"] = [
+            replace(answer, drafter="ctc", turns=[replaced(answer.turns[0], emitted)], ended=[True])
+            for answer in own["none"]
+        ]
+        own["none"] = [replace(answer, turns=answer.turns[:1], ended=[True]) for answer in own["none"]]
+        (tmp_path / name).mkdir()
+        results.write(tmp_path / name, make({"mt_bench": own}, name))
+        return str(tmp_path / name)
+
+    def replaced(turn, emitted):
+        return replace(turn, steps=[StepCost(n, n - 1, 1, 4, 0, 0, (0.0, 0.1, 0.0, 0.0, 0.0)) for n in emitted])
+
+    old, new = folder("old", [1, 4, 4]), folder("new", [1, 3, 3, 2])
+    with pytest.raises(SystemExit) as caught:
+        report([old, new], out=str(tmp_path / "c.html"), compare=True, format=["md", "csv"])
+    assert caught.value.code == 1
+    assert "| ctc | acceptance length | 12 | 4.00 | 2.67 | -33.3 % |" in (tmp_path / "c.md").read_text()
+    with (tmp_path / "c.csv").open() as file:
+        assert next(csv.DictReader(file))["verdict"] == "regression"
+    report([new, new + "/."], compare=True)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "-33.3 %" in printed and "regression" in printed and "none found" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"folders": ["a"], "compare": True}, "--compare takes two folders"),
+        ({"folders": ["a", "b"], "compare": True, "format": ["csv"]}, "give --out PAGE"),
+        ({"answers": ["a"], "baseline": "b", "format": ["csv"]}, "give --out PAGE"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        report(**arguments)

@@ -1,0 +1,148 @@
+"""The folders of evaluations: written, read back, and merged where they may be compared."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference.evaluate import answers as answer_files
+from inference.evaluate import results
+from inference.evaluate.plan import BenchmarkConditions, DrafterConditions
+from inference.evaluate.report import report
+from inference.evaluate.results import RunRecord, is_comparable, read, read_all
+from inference.timing import MachineLoad
+from inference.verifier.options import SamplingOptions
+
+
+def test_a_folder_is_read_back_as_it_was_written(tmp_path, make, answers):
+    record = RunRecord(MachineLoad(2, 1, [0.5], 1.5, 0.99), {"mt_bench": 2}, 2, True, ["left"], ["warned"])
+    sampling = SamplingOptions(temperature=0.7, seed=3)
+    written = make(answers, tmp_path.name, record=record, sampling=sampling, repeats="auto")
+    results.write(tmp_path, written)
+    assert read(tmp_path) == written
+    told = read(tmp_path).runs[tmp_path.name].describe()
+    assert told["decoding"] == "temperature 0.7, top_k 0, top_p 1.0, seed 3"
+    assert told["machine"] == "cores 2, threads 1, before [0.5], during 1.5, core_share 0.99"
+    assert told["programs in the answers"] == "were run in bubblewrap" and told["starts"] == "2"
+
+
+def test_drafters_whose_names_are_alike_have_files_of_their_own_and_old_files_go(tmp_path, make, answers):
+    own = {"none": answers["mt_bench"]["none"]}
+    names = ["a b", "a_b", "a:b"]
+    own |= {name: [replace(answer, drafter=name) for answer in answers["mt_bench"]["ctc"]] for name in names}
+    stale = tmp_path / "answers" / "gsm8k" / "ctc.jsonl"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    results.write(tmp_path, make({"mt_bench": own}))
+    files = (tmp_path / "answers" / "mt_bench").iterdir()
+    assert sorted(answer_files.read(file)[0].drafter for file in files) == sorted([*names, "none"])
+    assert not stale.exists()
+
+
+def test_folders_of_the_same_conditions_share_a_table_and_keep_their_own_ratios(make_folder):
+    (merged,) = read_all([make_folder("a", ["ctc"]), make_folder("b", ["ctc", "ngram"])])
+    assert {name: summary.baseline for name, summary in merged.summaries["mt_bench"].items()} == {
+        "none": "none",
+        "ctc": "none",
+        "none (b)": "none (b)",
+        "ctc (b)": "none (b)",
+        "ngram": "none (b)",
+    }
+    assert [s.is_baseline for s in merged.summaries["mt_bench"].values()] == [True, False, True, False, False]
+    assert {own[0].drafter for own in merged.answers["mt_bench"].values()} == set(merged.summaries["mt_bench"])
+    assert list(merged.runs) == ["a", "b"]
+
+
+def test_drafters_of_several_weights_are_named_by_their_folders(make_folder):
+    a = make_folder("a", ["ctc"], specs={"ctc": "ctc=weights/a"})
+    b = make_folder("b", ["ctc", "ngram"], specs={"ctc": "ctc=weights/b"})
+    (merged,) = read_all([a, b])
+    assert list(merged.summaries["mt_bench"]) == ["none", "ctc=weights/a", "none (b)", "ctc=weights/b", "ngram"]
+
+
+def test_runs_of_a_server_are_merged_by_drafter_and_requests_at_once(make, answers):
+    def served(name, spec, levels):
+        own = make({"mt_bench": answers["mt_bench"]}, name, specs={"ctc": spec}, engine="vLLM 0")
+        by = own.summaries["mt_bench"]
+        every = [replace(by[drafter], concurrency=level) for drafter in ("none", "ctc") for level in levels]
+        return replace(own, summaries={"mt_bench": {each.name: each for each in every}}, answers={"mt_bench": {}})
+
+    merged = results.merge([served("a", "ctc=old", [1, 2]), served("b", "ctc=new", [2, 8])])
+    assert list(merged.summaries["mt_bench"]) == [
+        *("none @ 1", "none @ 2", "ctc=old @ 1", "ctc=old @ 2"),
+        *("none (b) @ 2", "none (b) @ 8", "ctc=new @ 2", "ctc=new @ 8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_mergeable"),
+    [
+        ({}, True),
+        ({"base": "large"}, False),
+        ({"base_fingerprint": "b2"}, False),
+        ({"base": "/home/me/tiny", "base_fingerprint": "a1"}, True),
+        ({"sampling": SamplingOptions(0.5)}, False),
+        ({"devices": ["cuda:0"]}, False),
+        ({"devices": ["cpu", "cpu"]}, False),
+        ({"threads": 2}, False),
+        ({"forward": "packed"}, False),
+        ({"template": "vicuna_v1.1"}, False),
+        ({"versions": {"torch": "2.14"}}, True),
+        ({"repeats": "auto"}, True),
+        ({"cap": 99}, False),
+        ({"benchmarks": {"mt_bench": BenchmarkConditions("def", 9)}}, False),
+        ({"drafters": {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_automatic=True)}}, False),
+        ({"drafters": {"none": DrafterConditions("none"), "ctc": DrafterConditions("ctc", is_lossy=True)}}, False),
+    ],
+)
+def test_only_evaluations_under_equal_conditions_are_merged(make, answers, changes, is_mergeable):
+    given = {"mt_bench": answers["mt_bench"]}
+    first = make(given, "a", **({"base_fingerprint": "a1"} if "base_fingerprint" in changes else {}))
+    assert is_comparable(make(given, "b", **changes), first) == is_mergeable
+
+
+def test_other_questions_or_another_baseline_text_never_share_a_ratio(make_folder, answers):
+    first = make_folder("a")
+    answers["mt_bench"] = {drafter: own[:3] for drafter, own in answers["mt_bench"].items()}
+    assert len(read_all([first, make_folder("b")])) == 2
+    assert len(read_all([first, make_folder("c", benchmark="gsm8k")])) == 1, "another benchmark is not a conflict"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (None, "holds no results.json: give a folder that `drafters eval --out` wrote"),
+        ("{", "results.json"),
+        ("[]", "; run this version's `drafters eval` again"),
+        ('{"context": {}, "results": {}}', "no 'conditions'; run this version's `drafters eval` again"),
+    ],
+)
+def test_a_folder_without_results_is_refused_in_one_line(tmp_path, told, said):
+    if told is not None:
+        (tmp_path / "results.json").write_text(told)
+    with pytest.raises(ValueError) as error:
+        report([str(tmp_path)])
+    assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_results_with_a_figure_of_another_type_are_refused_in_one_line(make_folder, edit):
+    def spoil(content):
+        content["results"]["mt_bench"][0]["tokens"] = "many"
+        return content
+
+    folder = make_folder("a")
+    edit(folder, spoil)
+    with pytest.raises(ValueError, match=r"results.json: mt_bench.0.tokens: .*; run this version") as error:
+        read(Path(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_several_folders_need_a_page_and_each_is_named_once(make_folder, tmp_path):
+    folders = [make_folder("a"), make_folder("b")]
+    with pytest.raises(ValueError, match="needs a name: give --out PAGE"):
+        report(folders)
+    with pytest.raises(ValueError, match="is named twice: name each folder once"):
+        report([folders[0], folders[0]], out=str(tmp_path / "page.html"))
+    (tmp_path / "page.html").write_text("mine")
+    with pytest.raises(ValueError, match="is already there: give another name, or --overwrite"):
+        report(folders, out=str(tmp_path / "page.html"))

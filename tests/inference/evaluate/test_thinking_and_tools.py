@@ -1,0 +1,114 @@
+"""Questions with a system prompt and tools, and reasoning in answers, from the file of questions to the results."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+
+from data.benchmarks import Question, load_questions
+from data.templates import ReasoningMarks
+from drafters import NoDrafter
+from inference.evaluate import plots
+from inference.evaluate.answers import answer_question
+from inference.evaluate.command import evaluate, marks_of
+from inference.evaluate.results import read
+from inference.prompts import encode_first_prompt, encode_question, select_questions
+from inference.verifier.base import Base, load_base_info
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+from train.cli import grouped
+
+TOOLS = [{"name": "w20"}, {"name": "w21"}]
+ROWS = [
+    {"turns": ["w9 w10", "w11"], "system": "w12 w13", "tools": TOOLS},
+    {"turns": ["w9 w10"], "system": "w12 w13"},
+    {"turns": ["w9 w10"], "tools": TOOLS},
+    {"turns": ["w9 w10"], "system": None, "tools": None},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(make_base, thinking_tokenizer, tmp_path_factory):
+    """A folder with a base whose texts contain the marks, and a file of questions."""
+    folder = tmp_path_factory.mktemp("thinking")
+    make_base(dtype=torch.float32, predictable=True).model.save_pretrained(folder / "base")
+    thinking_tokenizer.save_pretrained(folder / "base")
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def test_system_prompts_and_tools_are_rendered_by_the_template_in_every_turn(folder, thinking_tokenizer):
+    base, questions = load_base_info(str(folder / "base")), load_questions("file", str(folder / "questions.jsonl"))
+    prompts = select_questions(base, "file", questions, "tokenizer", 8).prompts
+    for row, prompt in zip(ROWS, prompts, strict=True):
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        messages, tools = [*system, {"role": "user", "content": row["turns"][0]}], row.get("tools")
+        options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+        assert prompt == thinking_tokenizer.apply_chat_template(messages, **options)
+    assert len(set(map(tuple, prompts))) == 4 and prompts[3] == thinking_tokenizer("w9 w10 w31").input_ids
+    chat = [("user", "w9 w10"), ("assistant", "w14"), ("user", "w11")]
+    later = encode_question(base, questions[0], chat, "tokenizer")
+    assert later == thinking_tokenizer("w20 w21 w30 w12 w13 w9 w10 w14 w11 w31").input_ids
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        (2, "vicuna_v1.1", "file, question 2: it has a list of tools, but the chat template ignores it: leave it out"),
+        (0, "llama2_chat", "file, question 0: it has a list of tools, but the chat template ignores it: leave it out"),
+        (1, "no system", "file, question 1: it has a system prompt, but the chat template ignores it: leave it out"),
+    ],
+)
+def test_what_the_template_ignores_is_refused(folder, monkeypatch, row, template, said):
+    base, questions = load_base_info(str(folder / "base")), load_questions("file", str(folder / "questions.jsonl"))
+    if template == "no system":
+        monkeypatch.setattr(base.tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
+        template = "tokenizer"
+    with pytest.raises(ValueError, match=said):
+        select_questions(base, "file", questions[row : row + 1], template, 8)
+
+
+def test_a_system_prompt_that_the_template_writes_by_default_is_not_ignored(folder, monkeypatch):
+    base = load_base_info(str(folder / "base"))
+    default = "{% if messages[0]['role'] != 'system' %}w20 {% endif %}"
+    default += "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    monkeypatch.setattr(base.tokenizer, "chat_template", default)
+    asked = Question(1, "a", ("w9",), system="w20")
+    assert encode_first_prompt(base, asked, "tokenizer") == base.tokenizer("w20 w9").input_ids
+
+
+def test_a_raw_prompt_does_not_begin_the_reasoning():
+    opened, raw = ReasoningMarks(("<think>", "</think>"), (5,), (8,), True), Question(1, "a", ("w9",), is_raw=True)
+    assert marks_of([raw], opened).span([3, 4]) is None and marks_of([raw], opened).span([3, 8, 4]) == (0, 2)
+    assert marks_of([Question(1, "a", ("w9",))], opened) == opened
+
+
+def test_later_turns_see_the_marks_of_earlier_reasoning_where_they_are_special_tokens(make_base, thinking_tokenizer):
+    tokenizer = deepcopy(thinking_tokenizer)
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'].split('<think>')[0] + ' ' }}{% endfor %}w31"
+    base = Base("toy", make_base(dtype=torch.float32, predictable=True).model, tokenizer)
+    session, asked = Session(Runner(base), NoDrafter()), Question(1, "a", ("w9 w10", "w11"))
+    first, second = answer_question(session, "none", asked, base, "tokenizer", 9).turns
+    assert first.token_ids[7] == 5 and first.text.split()[7] == "<think>"
+    assert second.prompt_tokens == len(["w9", "w10", *first.token_ids[:7], "w11", "w31"])
+
+
+def test_an_evaluation_tells_reasoning_from_the_rest_and_names_the_switch(folder, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "applicable", lambda summaries: [])  # to draw them takes longest
+    values = {"base": str(folder / "base"), "benchmark": [f"file={folder / 'questions.jsonl'}"]}
+    values |= {"drafter": ["prompt_lookup"], "max_new_tokens": 24, "device": "cpu", "repeats": 1}
+    evaluate(**grouped(evaluate, values | {"template": "tokenizer:thinking=on", "out": str(folder / "out")}))
+    results = read(folder / "out")
+    (by_drafter,) = results.summaries.values()
+    for drafter, summary in by_drafter.items():
+        turns = [turn for answer in results.answers["file"][drafter] for turn in answer.turns]
+        marked = [turn for turn in turns if {5, 8} & set(turn.token_ids)]
+        assert 0 < summary.reasoning.turns == len(marked)
+        steps = sum(len(turn.steps) - 1 for turn in marked)
+        assert summary.reasoning.inside_steps + summary.reasoning.outside_steps == steps
+    assert by_drafter["prompt_lookup"].reasoning.outside.value > 1
+    assert results.conditions.template == "tokenizer:thinking=on"
+    assert "Template: tokenizer:thinking=on" in capsys.readouterr().out
+    assert "in reasoning" in (folder / "out" / "results.md").read_text()

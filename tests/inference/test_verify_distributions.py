@@ -1,0 +1,83 @@
+"""The two-sample test of sampled texts keeps its error rate and its stated power, and finds biased drafters."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from inference import drafter_specs, verify
+from inference.verifier.base import load_base
+from inference.verifier.options import SamplingOptions
+from inference.verifier.runner import Runner
+from inference.verifier.session import Session
+from inference.verify import cell_counts, compare_distributions, sample_base, sample_drafted
+from tests.inference.verifier import test_sampled_drafts as sampled_drafts
+from tests.inference.verifier.test_sampled_drafts import PROMPT, chi_squared, text_distribution
+
+SAMPLING, NUM_TOKENS, NUM_TEXTS = SamplingOptions(1.5, 2), 4, 100
+
+
+@pytest.fixture(scope="module")
+def toy(shared_folder):
+    """The toy base, and the specs of the drafters that sample their drafts."""
+    folder = shared_folder("sampled-drafts", sampled_drafts.save_toy_base)
+    base = load_base(str(folder), "float32", torch.device("cpu"))
+    return base, sampled_drafts.save_toy_drafters(base, folder)
+
+
+def test_the_base_is_sampled_from_its_own_distribution(toy):
+    base, _ = toy
+    counts = sample_base(base, PROMPT, NUM_TOKENS, SAMPLING, 2000)
+    assert sum(counts.values()) == 2000
+    expected = text_distribution(base, PROMPT, NUM_TOKENS, SAMPLING)
+    assert chi_squared(Counter(counts).elements(), expected)[2] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_constant_seed_is_found_and_the_exact_drafter_passes(toy, constant_seed):
+    base, specs = toy
+    runner = Runner(base)
+    drafter = drafter_specs.make(specs["eagle"], runner)
+    reference = [sample_base(base, PROMPT, NUM_TOKENS, SAMPLING, 4 * NUM_TEXTS)]
+    for each, is_exact in ((drafter, True), (constant_seed(drafter), False)):
+        drafted = [sample_drafted(Session(runner, each), PROMPT, NUM_TOKENS, SAMPLING, NUM_TEXTS)]
+        result = compare_distributions(reference, drafted)
+        assert (result.p_value > verify.ERROR_RATE) == is_exact
+        assert result.detectable is not None and 0 < result.detectable < 0.6
+
+
+def test_error_rate_and_power_are_as_stated(monkeypatch):
+    """Over many pairs of samples of a known distribution, with and without the bias that is called detectable."""
+    monkeypatch.setattr(verify, "NUM_PERMUTATIONS", 499)
+    rng = np.random.default_rng(0)
+    texts, level = [(a, b) for a in range(3) for b in range(3)], 0.05
+    fair = rng.dirichlet(np.ones(len(texts)), 2)  # for two prompts
+
+    def counts(share, number):
+        return {text: int(n) for text, n in zip(texts, rng.multinomial(number, share), strict=True) if n}
+
+    stated, found, is_rejected = [], [], []
+    for _ in range(100):
+        reference = [counts(share, 800) for share in fair]
+        result = compare_distributions(reference, [counts(share, 200) for share in fair], level)
+        is_rejected.append(result.p_value <= level)
+        stated.append(result.detectable)
+        bias = np.median(stated) / np.mean([1 - share.max() for share in fair])  # as a share of all texts
+        biased = [(1 - bias) * share + bias * (np.arange(len(texts)) == share.argmax()) for share in fair]
+        result = compare_distributions(reference, [counts(share, 200) for share in biased], level)
+        found.append(result.p_value <= level)
+    assert np.mean(is_rejected) <= 0.12
+    assert 0.8 <= np.mean(found) <= 0.98, "the power is 0.9"
+
+
+def test_rare_texts_count_for_their_beginnings():
+    reference = {(1, 1): 80, (1, 2): 12, (1, 3): 4, (2, 1): 60, (3,): 4}
+    drafted = {(1, 1): 18, (1, 3): 2, (1, 4): 1, (2, 2): 18, (4, 4): 1}
+    table = cell_counts(reference, drafted)  # a fifth of the texts are drafted, so 25 of both make a cell
+    assert table.tolist() == [[80, 16, 60, 4, 0], [18, 3, 0, 1, 18]]
+
+
+def test_nothing_can_be_found_where_the_base_writes_one_text():
+    result = compare_distributions([{(1, 2): 400}], [{(1, 2): 100}])
+    assert (result.p_value, result.freedom, result.detectable) == (1.0, 0, None)

@@ -1,30 +1,108 @@
-"""How many draft tokens a step feeds: as many as pay for their time."""
+"""The automatic budget, ``num_nodes=auto``: a drafter proposes as many draft tokens as pay for their time."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
-SPEED_DECAY = 0.98  # per draft, of what is known about the speed
-GAIN_DECAY = 0.95  # the same in accounts: chance counts more if it is lower, and changes are noticed later if higher
-MAX_CREDIT = 12.0  # so much may be lost until drafting stops
+from drafters import Lookahead, Merged, SelfDraft
+from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
+from drafters.tree import DraftTree
+
+SPEED_DECAY = 0.98  # weight of an earlier step relative to the one after it, in averages of the speed
+GAIN_DECAY = 0.95  # the same in averages of gains: chance counts more if it is lower, changes less if it is higher
+MAX_CREDIT = 12.0  # tokens that may be lost until drafting stops
 FIRST_CREDIT = 8.0  # the same before anything was gained
-MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly
-TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
-TRIAL_DRAFTS = 2  # at least so many; the first one after a pause takes longer than usual
-INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
-MIN_INTEREST = 0.004  # after several trials that did not pay
+MAX_DEBT = 32.0  # tokens that a single draft may cost at most, as its time may be measured wrongly
+TRIAL_CREDIT = 2.5  # tokens that a trial of drafting may lose
+TRIAL_DRAFTS = 2  # drafts of a trial at least; the first one after a pause takes longer than usual
+ALLOWANCE = 0.015  # tokens per step that drafting may lose in the long run
+MIN_ALLOWANCE = 0.004  # the same after several trials that did not pay
+# Numbers of nodes that are tried.
+SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+NUM_KEPT = 64  # durations kept of each size
+FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
+REVIEW = 8  # steps between two estimates of times and acceptance
+EXPLORATION = 128  # drafts between those that feed more or less than seems best
+NUM_TIMED = 5  # durations of a size with which its time is known
+NUM_KNOWN = 16  # durations of a size, or drafts, about which enough is known
+DECAY = 0.9  # of what is known about acceptance, in each review
+UNSEEN_DECAY = 0.98  # the same for ranks that were not fed
+BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
+TOO_SMALL = 0.1  # share of drafts that may have fewer nodes than would pay, if more of them take longer to draft
+SPARE_SECONDS = 0.01  # share of a step's time that drafting nodes may take which are hardly ever fed
+PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
+PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
+FED_WHOLE = (Lookahead, SelfDraft)  # drafters that learn from a whole draft only: it is fed whole or not at all
 
 
-class Recent:
-    """Tokens and seconds of recent steps.
+class Budgeted(Drafter):
+    """A drafter whose proposals are limited and cut by a `BudgetController`. The text does not change.
+
+    It measures the time that the drafter takes and the time between proposal and outcome, which is the base's.
 
     Args:
-        decay: What a step counts after another one, relative to before.
+        drafter: The drafter. A `Merged` one also drafts without its learned part where that does not pay.
+        controller: Decides how many nodes are proposed; it is kept from text to text.
+    """
+
+    def __init__(self, drafter: Drafter, controller: BudgetController | None = None) -> None:
+        self.drafter = drafter
+        self.controller = controller or BudgetController(isinstance(drafter, FED_WHOLE), isinstance(drafter, Merged))
+        self.remembers, self.samples_drafts = drafter.remembers, drafter.samples_drafts
+        self._seconds, self._proposed = 0.0, 0.0  # of the last proposal: how long it took, and when it was made
+
+    @property
+    def required_outputs(self) -> RequiredOutputs:  # type: ignore[override]
+        return self.drafter.required_outputs
+
+    @property
+    def draft_forwards(self) -> int:  # type: ignore[override]
+        return self.drafter.draft_forwards
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.drafter.begin(prompt)
+
+    def rewind(self, length: int) -> None:
+        self.drafter.rewind(length)
+
+    def reset(self) -> None:
+        """Reset the drafter. What was measured stays."""
+        self.drafter.reset()
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        started = time.perf_counter()
+        limits = replace(limits, max_nodes=self.controller.request(limits.max_nodes))
+        if isinstance(self.drafter, Merged):
+            self.drafter.learned_rests = self.controller.learned_rests
+        tree = self.drafter.propose(seq, limits)
+        tree = tree.pruned(limits.max_depth, limits.max_nodes, limits.eos, limits.max_scratch_depth)
+        # To choose among drawn nodes by what was drawn would bias the text; scratch nodes are needed together.
+        may_be_cut = not (tree.distributions or tree.num_scratch)
+        tree = tree.first(self.controller.cut(len(tree), tree.probabilities if may_be_cut else ()))
+        self._proposed = time.perf_counter()
+        self._seconds = self._proposed - started
+        return tree
+
+    def observe(self, step: StepResult) -> None:
+        started = time.perf_counter()
+        self.drafter.observe(step)
+        if step.num_pending == 1:  # not a prefill
+            seconds = self._seconds + time.perf_counter() - started
+            self.controller.observe(step.path, len(step.emitted), seconds, started - self._proposed)
+
+
+class MovingAverage:
+    """Average speed of recent steps.
+
+    Args:
+        decay: Weight of a step relative to the one after it.
     """
 
     def __init__(self, decay: float = SPEED_DECAY) -> None:
@@ -41,59 +119,47 @@ class Recent:
         return (self._tokens + 1) / (self._seconds + vanilla)
 
 
-class Account:
-    """Tells whether something pays, by what it has gained in tokens over what it would replace.
+class GainTracker:
+    """Tells whether a way of drafting pays, by the tokens that it gains or loses against what it replaces.
 
-    When its credit is used up, it rests. Each step then earns a little interest, and with enough of it, it is tried
-    again. So however bad it is, hardly more than `INTEREST` of the time is lost, apart from `FIRST_CREDIT` steps.
+    When its credit is used up, it rests. Each step then adds a small allowance, and with `TRIAL_CREDIT` it is tried
+    again. So a useless drafter costs little more than `ALLOWANCE` tokens a step, apart from `FIRST_CREDIT` once.
     """
 
     def __init__(self) -> None:
         self.pays = True
-        self._credit, self._interest = FIRST_CREDIT, INTEREST
-        self._is_trial = False  # since it was tried again
-        self._trial_drafts = 0  # that are left of the trial
+        self._credit, self._allowance = FIRST_CREDIT, ALLOWANCE
+        self._is_trial, self._trial_drafts = False, 0  # whether it is being tried again, and drafts left of the trial
 
-    def book(self, gain: float = 0.0) -> bool:
-        """Add what a step has gained, 0 where it did not take part; return whether it is tried again from now on."""
-        self._credit = min(MAX_CREDIT, max(-MAX_DEBT, self._credit + self._interest + gain))
+    def add(self, gain: float = 0.0) -> bool:
+        """Add what a step has gained, 0 where it did not take part; return whether a trial starts now."""
+        self._credit = min(MAX_CREDIT, max(-MAX_DEBT, self._credit + self._allowance + gain))
         if self.pays and gain:
             self._trial_drafts -= 1
         if self.pays and self._credit < 0 and self._trial_drafts <= 0:
-            self.close()
+            self.rest()
         elif not self.pays and self._credit >= TRIAL_CREDIT:
-            self.open()
+            self.start_trial()
             return True
         elif self._credit == MAX_CREDIT:
-            self._is_trial, self._interest = False, INTEREST
+            self._is_trial, self._allowance = False, ALLOWANCE
         return False
 
-    def open(self) -> None:
+    def start_trial(self) -> None:
         """Try it again."""
         self._credit, self.pays, self._is_trial, self._trial_drafts = TRIAL_CREDIT, True, True, TRIAL_DRAFTS
 
-    def close(self) -> None:
-        """Let it rest, whatever its credit is."""
+    def rest(self) -> None:
+        """Let it rest, whatever its credit is; after a trial that did not pay the next one comes later."""
         self._credit, self.pays = min(0.0, self._credit), False
         if self._is_trial:
-            self._interest = max(MIN_INTEREST, self._interest / 2)
-
-
-# Numbers of nodes that are tried.
-SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-NUM_KEPT = 64  # durations kept of each size
+            self._allowance = max(MIN_ALLOWANCE, self._allowance / 2)
 
 
 class CostCurve:
-    """Seconds of a step by its size, learned from noisy durations.
+    """Seconds of a step by its size, learned from noisy durations."""
 
-    Args:
-        expected: Seconds of steps of size 0, 1, 2, ... as measured elsewhere; empty if nothing is known. Only their
-            ratios count once something is measured here.
-    """
-
-    def __init__(self, expected: Sequence[float] = ()) -> None:
-        self.expected = expected
+    def __init__(self) -> None:
         self._durations: dict[int, deque[float]] = {}
         self._estimates: dict[int, float] = {}
         self._changed: set[int] = set()
@@ -102,13 +168,11 @@ class CostCurve:
         """Add the duration of a step."""
         if size > 16:
             size = min(SIZES, key=lambda known: abs(known - size))
-        if size not in self._durations:
-            self._durations[size] = deque(maxlen=NUM_KEPT)
-        self._durations[size].append(seconds)
+        self._durations.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
         self._changed.add(size)
 
     def charged(self, size: int, seconds: float) -> float:
-        """What a duration counts in the account: at most twice what nine of ten durations of this size stay below."""
+        """What a duration counts as a cost: at most twice what nine of ten durations of this size stay below."""
         kept = sorted(self._durations.get(size, ()))
         return min(seconds, 2 * kept[len(kept) * 9 // 10]) if len(kept) >= 8 else seconds
 
@@ -120,27 +184,17 @@ class CostCurve:
         """The largest size that was measured at least twice, else 0."""
         return max((size for size, kept in self._durations.items() if len(kept) > 1), default=0)
 
-    @property
-    def knows_vanilla(self) -> bool:
-        """Whether anything is known about steps of size 0."""
-        return bool(self.expected) or 0 in self._durations
-
     def seconds(self) -> list[float]:
         """The seconds of each of `SIZES`.
 
         Those of a size that was not measured are continued from the smaller ones with their mean slope, or interpolated
-        if that is less: a low estimate, too. If seconds are expected, it is how far they are off that is interpolated.
+        if that is less: a low estimate, too.
         """
         for size in self._changed:
             self._estimates[size] = estimate(self._durations[size])
         self._changed.clear()
         # One duration alone may be an outlier.
-        known = sorted(size for size in self._estimates if self.count(size) > 1)
-        if self.expected:
-            places = np.arange(len(self.expected))
-            ratios = [self._estimates[size] / float(np.interp(size, places, self.expected)) for size in known] or [1.0]
-            return (np.interp(SIZES, known or [0], ratios) * np.interp(SIZES, places, self.expected)).tolist()
-        known = known or sorted(self._estimates)
+        known = sorted(size for size in self._estimates if self.count(size) > 1) or sorted(self._estimates)
         if not known:
             return [0.0] * len(SIZES)
         values = [self._estimates[size] for size in known]
@@ -164,18 +218,13 @@ def estimate(durations: Collection[float]) -> float:
     return sum(middle) / len(middle) - (middle[-1] - middle[0]) / 2 / len(durations) ** 0.5
 
 
-FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
-REVIEW = 8  # steps between two looks at what was measured
-EXPLORATION = 128  # drafts between those that feed more or less than seems best
-NUM_TIMED = 5  # durations of a size with which its time is known
-NUM_KNOWN = 16  # durations of a size, or drafts, about which enough is known
-DECAY = 0.9  # of what is known about acceptance, in each review
-UNSEEN_DECAY = 0.98  # the same for ranks that were not fed
-BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
-TOO_SMALL = 0.1  # share of drafts that may have fewer nodes than would pay, if more of them take longer to draft
-SPARE_SECONDS = 0.01  # share of a step's time that nodes may take to draft which are hardly ever fed
-PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
-PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
+@dataclass
+class Way:
+    """What is known about one way of drafting: the times of its drafts, the speed with it, and its recent gains."""
+
+    cost: CostCurve = field(default_factory=CostCurve)
+    speed: MovingAverage = field(default_factory=MovingAverage)
+    gains: MovingAverage = field(default_factory=lambda: MovingAverage(GAIN_DECAY))
 
 
 class BudgetController:
@@ -183,42 +232,29 @@ class BudgetController:
 
     Feeding a node pays if the probability that it is accepted exceeds the time that it adds to the step, in tokens at
     the present speed. That probability is the drafter's own, corrected by how often nodes of about this probability
-    were accepted; if the drafter gives none, it is how often nodes of this rank were.
+    were accepted; if the drafter gives none, it is how often nodes of this rank were. A large draft takes longer than a
+    small one even if it is cut, so a step asks for no more nodes than nearly all of the recent drafts would have fed.
 
-    A large draft takes longer than a small one even if it is cut. Where this counts, a step asks for no more nodes than
-    nearly all of the recent drafts would have fed.
+    Whether to draft at all is decided by a `GainTracker` that compares with steps of the base alone. For a drafter that
+    can draft without its learned part, a second one decides whether that part takes part.
 
-    Whether to draft at all is decided by an `Account` in vanilla steps, those of the base alone. A step with a draft
-    adds what such steps emitted lately, and subtracts what they took, including the draft. For a drafter that can draft
-    without its module, a second account decides whether the module runs. It compares with the speed of drafts without
-    the module, of which there is one now and then.
-
-    For each step, call `request`, which also sets `skips_module`, then `cut` with the draft, then `observe`. What
+    For each step, call `request`, which also sets `learned_rests`, then `cut` with the draft, then `observe`. What
     `request` returns and sets depends on earlier steps only.
-
-    It may be kept from text to text: what was measured stays, and what is known about acceptance fades.
 
     Args:
         is_whole: Whether drafts are fed whole or not at all.
-        may_skip_module: Whether the drafter can draft without its module.
-        step_seconds: Seconds of a step of the base that feeds 0, 1, 2, ... draft tokens, from `drafters step-cost`;
-            empty to learn them from nothing.
+        learned_may_rest: Whether the drafter can draft without its learned part.
     """
 
-    def __init__(
-        self, is_whole: bool = False, step_seconds: Sequence[float] = (), may_skip_module: bool = False
-    ) -> None:
-        self.is_whole, self.may_skip_module = is_whole, may_skip_module
-        self.skips_module = False  # in this step
-        self._base, self._draft, self._light_draft = CostCurve(step_seconds), CostCurve(), CostCurve()
-        self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
+    def __init__(self, is_whole: bool = False, learned_may_rest: bool = False) -> None:
+        self.is_whole, self.learned_may_rest = is_whole, learned_may_rest
+        self.learned_rests = False  # in this step
+        self._base, self._full, self._light = CostCurve(), Way(), Way()  # drafts with the learned part, and without
+        self._base_seconds, self._draft_seconds = self._base.seconds(), self._full.cost.seconds()
         self._num_steps = self._num_drafts = self._since_vanilla = 0
-        self._drafting, self._module = Account(), Account()
-        self._num_light = self._since_light = 0  # drafts without the module, and those with it since the last one
-        # Tokens and seconds of recent steps with a draft: with the module and without, and all of them.
-        self._with_module, self._without_module, self._drafted = Recent(), Recent(), Recent()
-        self._gains, self._light_gains = Recent(GAIN_DECAY), Recent(GAIN_DECAY)
-        self._speed = 0.0  # tokens per second
+        self._drafting, self._learned = GainTracker(), GainTracker()
+        self._num_light = self._since_light = 0  # drafts without the learned part, and those with it since the last one
+        self._drafted, self._speed = MovingAverage(), 0.0  # of all steps with a draft; tokens per second
         self._limit = FIRST_SIZE  # the largest number of nodes to try
         self._best_place = SIZES.index(FIRST_SIZE)  # of the size that pays best, for drafters without probabilities
         # Accepted and fed nodes between each two sizes; accepted nodes and the sum of their probabilities in each bin.
@@ -226,25 +262,24 @@ class BudgetController:
         self._accepted_in_bin, self._expected_in_bin = [0.0] * (len(BINS) + 1), [0.0] * (len(BINS) + 1)
         self._factors = [1.0] * (len(BINS) + 1)
         self._gives_probabilities = False
+        self._probabilities: Sequence[float] = ()
         # How many drafts wanted each size lately, and the largest size worth drafting.
         self._wanted, self._worth_drafting = [0.0] * len(SIZES), SIZES[-1]
         self._requested = self._fed = 0
-        self._paused = 0  # steps since the draft module ran
-        self._probabilities: Sequence[float] = ()
-        self._review()
+        self._paused = 0  # steps since the learned part drafted
 
     # ---- decisions
 
     def request(self, most: int = SIZES[-1]) -> int:
         """Return how many nodes the drafter may propose in this step, at most ``most``; 0 for no draft."""
         self._requested = min(most, self._choose_request())
-        if self.may_skip_module:
+        if self.learned_may_rest:
             patience = (1, 1, 4, 4, 16, 16)[self._num_light] if self._num_light < 6 else 64
-            self.skips_module = not self._module.pays or self._since_light >= patience
+            self.learned_rests = not self._learned.pays or self._since_light >= patience
         return self._requested
 
     def _choose_request(self) -> int:
-        num_vanilla = self._base.count(0) + (2 if self._base.expected else 0)
+        num_vanilla = self._base.count(0)
         is_close = self._speed * self._base_seconds[0] < 1.25
         patience = 4 if num_vanilla < 2 else 16 if num_vanilla < 6 else 64 if is_close else 512
         if not self._drafting.pays or self._since_vanilla >= patience:
@@ -261,7 +296,7 @@ class BudgetController:
         step = (1, -1, 2)[self._num_drafts % 3]
         other = min(max(place + step, 0), last)
         # With probabilities, only the time of a size is to be found out, and without them its acceptance, too.
-        enough = NUM_KNOWN if not self._gives_probabilities else 0 if self._base.expected else NUM_TIMED
+        enough = NUM_TIMED if self._gives_probabilities else NUM_KNOWN
         if self._base.count(SIZES[other]) < enough:
             is_turn = self._num_drafts % (EXPLORATION // 4) < 2
         else:
@@ -306,28 +341,29 @@ class BudgetController:
             draft_seconds: Duration of the drafter's part of the step.
             base_seconds: Duration of the rest of the step.
         """
+        way = self._light if self.learned_rests else self._full
         self._num_steps += 1
         self._base.add(self._fed, base_seconds)
         is_new, typical_seconds = self._base.count(self._fed) < 5, 0.0
         self._since_vanilla = self._since_vanilla + 1 if self._fed else 0
         if self._requested:
-            curve = self._light_draft if self.skips_module else self._draft
-            if self.skips_module or self._paused < PAUSE:
-                curve.add(self._requested, draft_seconds)
-                draft_seconds = typical_seconds = curve.charged(self._requested, draft_seconds)
+            if self.learned_rests or self._paused < PAUSE:
+                way.cost.add(self._requested, draft_seconds)
+                draft_seconds = typical_seconds = way.cost.charged(self._requested, draft_seconds)
             else:  # after a pause a drafter first reads what was written since
                 typical_seconds = min(draft_seconds, self._draft_seconds[bisect_left(SIZES, self._requested)])
-            is_new |= curve.count(self._requested) < 5
+            is_new |= way.cost.count(self._requested) < 5
             self._learn(path)
-        self._paused = 0 if self._requested and not self.skips_module else self._paused + 1
+        self._paused = 0 if self._requested and not self.learned_rests else self._paused + 1
         was_drafting = self._drafting.pays
         if is_new or (was_drafting and self._num_steps % REVIEW == 0):
             self._review()
-        self._keep_accounts(num_emitted, typical_seconds, draft_seconds - typical_seconds)
+        self._track_gains(way, num_emitted, typical_seconds, draft_seconds - typical_seconds)
         if self._drafting.pays and not was_drafting:
             self._review()
 
     def _learn(self, path: Sequence[int]) -> None:
+        """Count which nodes were accepted, by probability or else by rank."""
         if self._probabilities:
             for probability in self._probabilities[: self._fed]:
                 self._expected_in_bin[bisect_left(BINS, probability)] += probability
@@ -339,48 +375,42 @@ class BudgetController:
             for node in path:
                 self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
 
-    def _keep_accounts(self, num_emitted: int, draft_seconds: float, reading_seconds: float) -> None:
-        gain = of_module = 0.0
+    def _track_gains(self, way: Way, num_emitted: int, draft_seconds: float, reading_seconds: float) -> None:
+        gain = of_learned = 0.0
         if self._requested:
             self._num_drafts += 1
-            if self._num_drafts == 1 or not self._base.knows_vanilla:  # the first one of a process compiles, allocates
+            if self._num_drafts == 1 or not self._base.count(0):  # the first one of a process compiles, allocates
                 return
-            self._num_light += self.skips_module
-            self._since_light = 0 if self.skips_module else self._since_light + 1
+            self._num_light += self.learned_rests
+            self._since_light = 0 if self.learned_rests else self._since_light + 1
             vanilla = self._base_seconds[0]
             seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
-            self._drafted.add(num_emitted, seconds)
-            (self._without_module if self.skips_module else self._with_module).add(num_emitted, seconds)
-            # The mean of recent drafts, as a single one depends on chance.
-            gains = self._light_gains if self.skips_module else self._gains
-            gains.add(num_emitted, seconds)
-            gain = seconds * (gains.speed(vanilla) - 1 / vanilla)
-            if self.may_skip_module and not self.skips_module:
-                more = self._with_module.speed(vanilla) - self._without_module.speed(vanilla)
-                of_module = seconds * more - reading_seconds / vanilla
+            for average in (self._drafted, way.speed, way.gains):
+                average.add(num_emitted, seconds)
+            gain = seconds * (way.gains.speed(vanilla) - 1 / vanilla)  # of recent drafts: one alone depends on chance
+            if self.learned_may_rest and not self.learned_rests:
+                more = self._full.speed.speed(vanilla) - self._light.speed.speed(vanilla)
+                of_learned = seconds * more - reading_seconds / vanilla
             else:
                 gain -= reading_seconds / vanilla
         # What was found before a pause does not count in the trial after it.
-        if self._drafting.book(gain):
-            self._gains, self._light_gains = Recent(GAIN_DECAY), Recent(GAIN_DECAY)
-        if self.may_skip_module:
-            if self._module.book(of_module):
-                self._with_module, self._gains = Recent(), Recent(GAIN_DECAY)
-            if self._requested and not (self._drafting.pays or self.skips_module):
-                self._module.close()  # drafts without it have a trial of their own
-                self._drafting.open()
+        if self._drafting.add(gain):
+            self._full.gains, self._light.gains = MovingAverage(GAIN_DECAY), MovingAverage(GAIN_DECAY)
+        if self.learned_may_rest:
+            if self._learned.add(of_learned):
+                self._full.speed, self._full.gains = MovingAverage(), MovingAverage(GAIN_DECAY)
+            if self._requested and not (self._drafting.pays or self.learned_rests):
+                self._learned.rest()  # drafts without it have a trial of their own
+                self._drafting.start_trial()
 
     def _review(self) -> None:
         """Estimate times and acceptance anew."""
-        if not self._base.knows_vanilla:
+        if not self._base.count(0):
             return
-        self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
+        self._base_seconds, self._draft_seconds = self._base.seconds(), self._full.cost.seconds()
         vanilla = self._base_seconds[0]
         self._speed = max(1 / vanilla, self._drafted.speed(vanilla))
-        largest = self._base.largest()
-        if self._gives_probabilities:  # they tell which drafts pay where only the time is known
-            largest = max(largest, len(self._base.expected) // 2)
-        self._limit = min(max(FIRST_SIZE, 2 * largest), SIZES[-1])
+        self._limit = min(max(FIRST_SIZE, 2 * self._base.largest()), SIZES[-1])
         if self._gives_probabilities:
             self._worth_drafting = self._largest_worth_drafting()
             self._wanted = [DECAY * count for count in self._wanted]
@@ -398,7 +428,7 @@ class BudgetController:
             return SIZES[place]
         while SIZES[place] > FIRST_SIZE and (larger := larger + self._wanted[place]) <= TOO_SMALL * num_drafts:
             place -= 1
-        if self._draft.count(SIZES[place]) < NUM_TIMED:
+        if self._full.cost.count(SIZES[place]) < NUM_TIMED:
             return SIZES[place]  # to find out what it takes
         most = self._draft_seconds[place] + SPARE_SECONDS * (self._base_seconds[place] + self._draft_seconds[place])
         return max(size for size, seconds in zip(SIZES, self._draft_seconds, strict=True) if seconds <= most)

@@ -12,7 +12,7 @@ import torch
 from scipy import optimize, stats
 
 from inference.verifier.base import Base
-from inference.verifier.examination import unwrap
+from inference.verifier.check import unwrap
 from inference.verifier.layers import takes_argument
 from inference.verifier.options import SamplingOptions
 from inference.verifier.sampling import KeyedSampler

@@ -9,7 +9,7 @@ from typing import Any
 from data.benchmarks import Question
 from data.conversation import encode_prompt, resolve_template
 from data.reasoning import ReasoningMarks, find_marks
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import Base, BaseConfig
 from inference.verifier.session import check_prompt
 
 MAX_LISTED_IDS = 5  # of the questions left out
@@ -46,7 +46,7 @@ class BenchmarkPrompts:
 
 
 def encode_messages(
-    base: BaseInfo, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
+    base: Base | BaseConfig, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
     """Return the token ids of a chat that waits for the assistant's next turn.
 
@@ -64,7 +64,9 @@ def encode_messages(
     return encode_prompt(messages, base.tokenizer, template, tools)
 
 
-def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
+def encode_question(
+    base: Base | BaseConfig, question: Question, messages: list[tuple[str, str]], template: str
+) -> list[int]:
     """Return the token ids of a question: the chat so far, or for a raw question its text without a template.
 
     Args:
@@ -79,7 +81,7 @@ def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str
     return encode_messages(base, [*system, *messages], template, question.tools)
 
 
-def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> list[int]:
+def encode_first_prompt(base: Base | BaseConfig, question: Question, template: str) -> list[int]:
     """Return the token ids of a question's first prompt.
 
     Raises:
@@ -98,7 +100,7 @@ def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> li
     return prompt
 
 
-def find_reasoning_marks(base: BaseInfo, template: str) -> ReasoningMarks | None:
+def find_reasoning_marks(base: Base | BaseConfig, template: str) -> ReasoningMarks | None:
     """Return the marks by which a chat template delimits the reasoning in an answer; None if it knows none."""
     if template == "tokenizer" and not base.tokenizer.chat_template:
         return None
@@ -107,7 +109,7 @@ def find_reasoning_marks(base: BaseInfo, template: str) -> ReasoningMarks | None
 
 
 def select_questions(
-    base: BaseInfo,
+    base: Base | BaseConfig,
     benchmark: str,
     questions: list[Question],
     template: str,

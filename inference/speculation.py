@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -12,34 +13,46 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
+from transformers.generation import logits_process
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter
 from inference import drafter_specs
-from inference.budget import BudgetController
-from inference.drafter_specs import Budget
-from inference.generate_call import (
-    SCORE_OUTPUTS,
-    check_supported,
-    check_supported_in_batch,
-    count_new_tokens,
-    find_generate_call,
-    read_prompts,
-)
-from inference.generation import acquire_runner, kept_budget, make_drafter
-from inference.results import metrics
+from inference.generation import acquire_runner, make_drafter
 from inference.verifier.base import Base
 from inference.verifier.cache import CacheKind
 from inference.verifier.processing import ScoreProcessors
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
-from inference.verifier.session import Generation, Session, StepCost
+from inference.verifier.session import Generation, Session, StepCost, acceptance_length
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.generation.streamers import BaseStreamer
+
+CACHE_NAMES = {"cache", "past_key_values"}  # since transformers 5.24 and before it
+MODEL_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"} | CACHE_NAMES
+SCORE_OUTPUTS = ("output_scores", "output_logits")
+# Processors that read the text but keep no state; `ScoreProcessors` knows those that read a row of scores only.
+STATELESS_PROCESSORS = {
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.SuppressTokensLogitsProcessor,
+}
 
 
 class Speculation:
@@ -65,11 +78,7 @@ class Speculation:
             model and kept; or a drafter object.
         tokenizer: Tokenizer of the model, needed if the drafter comes from a folder, which is checked against it. By
             default it is loaded from where the model was loaded from.
-        cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
-            transformers' own cache.
-        check: Whether the model is examined before it is used, as in `generation.generate`.
-        budget: How many draft tokens a step feeds, as in `generation.generate`.
-        compile: Whether decoding steps are compiled, as in `generation.generate`.
+        cache, check, compile: As in `inference.generation.GenerateOptions`.
     """
 
     def __init__(
@@ -78,14 +87,11 @@ class Speculation:
         tokenizer: PreTrainedTokenizerBase | None = None,
         cache: CacheKind = "static",
         check: bool = True,
-        budget: Budget = "fixed",
         compile: bool = False,
     ) -> None:
-        self.drafter, self.tokenizer, self.cache, self.check = drafter, tokenizer, cache, check
-        self.budget: Budget = budget
-        self.compile = compile
+        self.drafter, self.tokenizer, self.cache, self.check, self.compile = drafter, tokenizer, cache, check, compile
         self.generations: list[Generation] = []  # of the last call, one per prompt
-        self._built: tuple[Runner, Drafter, BudgetController | None] | None = None
+        self._built: tuple[Runner, Drafter] | None = None
         self._in_use = threading.Lock()
 
     @property
@@ -96,7 +102,7 @@ class Speculation:
     @property
     def acceptance_length(self) -> float | None:
         """Tokens per base forward in the last call, prefills excluded; None if there was no other forward."""
-        return metrics.acceptance_length(self.generations)
+        return acceptance_length(generation.steps for generation in self.generations)
 
     def __call__(
         self,
@@ -134,41 +140,38 @@ class Speculation:
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
+        config: GenerationConfig,
         model_kwargs: dict[str, Any],
     ) -> Tensor | GenerateDecoderOnlyOutput:
         call = model_kwargs if "streamer" in model_kwargs else find_generate_call(model)
         streamer, assistant = call["streamer"], call.get("assistant_model")
         model_kwargs = {name: value for name, value in model_kwargs.items() if name != "streamer"}
+        max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
+        ends = [each.eos_token_id.flatten().tolist() for each in stopping_criteria if type(each) is EosTokenCriteria]
         other_criteria = StoppingCriteriaList(
             each for each in stopping_criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
         )
-        check_supported(generation_config, assistant, model_kwargs)
+        check_supported(config, assistant, model_kwargs)
         if len(input_ids) > 1:
-            check_supported_in_batch(generation_config, logits_processor, other_criteria, streamer)
+            check_supported_in_batch(config, logits_processor, other_criteria, streamer)
         prompts = read_prompts(input_ids, model_kwargs)
-        max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
-        eos_criteria = [each for each in stopping_criteria if type(each) is EosTokenCriteria]
-        eos = frozenset(chain.from_iterable(each.eos_token_id.flatten().tolist() for each in eos_criteria))
         base = self._base(model)
         self.generations = []
         with acquire_runner(base, self.cache, self.compile) as runner:
             max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
             for index, prompt in enumerate(prompts):
-                processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, index, len(prompt))
-                sampler = _sampler(generation_config, processors)
-                drafter, budget = self._drafter(runner)
-                session = Session(runner, drafter, sampler, budget=budget)
-                steps = session.decode(prompt, max_new_tokens, eos)
+                processors = _ProcessorsOfOneText(config, logits_processor, input_ids, index, len(prompt))
+                session = Session(runner, self._drafter(runner), _sampler(config, processors))
+                steps = session.decode(prompt, max_new_tokens, frozenset(chain.from_iterable(ends)))
                 self.generations.append(_collect(steps, input_ids[index], other_criteria, streamer, processors))
         if streamer is not None:
             streamer.end()
         answers = [input_ids.new_tensor(generation.tokens) for generation in self.generations]
-        pad = generation_config._pad_token_tensor
+        pad = config._pad_token_tensor
         padding_value = 0 if pad is None else pad.item()
         padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=padding_value)
         sequences: Any = torch.cat([input_ids, padded], dim=1)
-        if not generation_config.return_dict_in_generate:
+        if not config.return_dict_in_generate:
             return sequences
         scores: Any = processors.scores(padded.shape[1])
         logits: Any = processors.logits(padded.shape[1])
@@ -178,7 +181,7 @@ class Speculation:
         """Wrap the model; its tokenizer is loaded only if the drafter's folder is to be checked against it."""
         name = getattr(model, "name_or_path", "")
         tokenizer = self.tokenizer
-        if tokenizer is None and isinstance(self.drafter, str) and drafter_specs.split(self.drafter)[1]:
+        if tokenizer is None and isinstance(self.drafter, str) and drafter_specs.split(self.drafter).file:
             if not name:
                 raise ValueError(
                     f"{self.drafter} is checked against the tokenizer: pass Speculation(..., tokenizer=...)"
@@ -187,12 +190,11 @@ class Speculation:
         # Without a tokenizer nothing is encoded or decoded: `generate` passes token ids and end-of-sequence tokens.
         return Base(name or type(model).__name__, model, cast("PreTrainedTokenizerBase", tokenizer), self.check)
 
-    def _drafter(self, runner: Runner) -> tuple[Drafter, BudgetController | None]:
-        """Build the drafter and its budget at the first call with this runner."""
+    def _drafter(self, runner: Runner) -> Drafter:
+        """Build the drafter at the first call with this runner."""
         if not self._built or self._built[0] is not runner:
-            drafter = make_drafter(self.drafter, runner)
-            self._built = runner, drafter, kept_budget(self.drafter, drafter, runner, self.budget)
-        return self._built[1:]
+            self._built = runner, make_drafter(self.drafter, runner)
+        return self._built[1]
 
 
 def speculate(
@@ -219,6 +221,112 @@ def speculate(
     return Speculation(drafter)(
         model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     )
+
+
+# ---- what a call of ``generate`` asks for, and what of it is refused
+
+
+def find_generate_call(model: PreTrainedModel) -> Mapping[str, Any]:
+    """Return the local variables of the call of ``model.generate`` that is running in this thread.
+
+    transformers hands neither the streamer nor the assistant model to a callable ``custom_generate``. ``generate`` has
+    put the prompt into the streamer, so its reader would wait for the rest for ever; the assistant model is refused.
+
+    Raises:
+        ValueError: ``model.generate`` is not running in this thread.
+    """
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and not (frame.f_code is code and frame.f_locals["self"] is model):
+        frame = frame.f_back
+    if frame is None:
+        raise ValueError(
+            "speculation was not called by the generate of this model in this thread, so its streamer is unknown: pass "
+            "streamer=... on, or streamer=None if there is none"
+        )
+    return frame.f_locals
+
+
+def unsupported(what: str) -> ValueError:
+    return ValueError(
+        f"speculation would not give generate's own result with {what}: leave it out, or call generate without "
+        "custom_generate"
+    )
+
+
+def check_supported(
+    config: GenerationConfig, assistant: PreTrainedModel | None, model_kwargs: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if the call uses options that the decoding loop does not support."""
+    mode = config.get_generation_mode(assistant)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise unsupported(f"{mode.value.replace('_', ' ')} (num_beams, assistant_model, ...)")
+    for output in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, output):
+            raise unsupported(output)
+    for name, value in model_kwargs.items():
+        if value is not None and name not in MODEL_INPUTS:
+            raise unsupported(name)
+    for name in sorted(CACHE_NAMES):
+        if getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise unsupported(f"a cache of your own ({name}=...)")
+
+
+def check_supported_in_batch(
+    config: GenerationConfig, processors: LogitsProcessorList, criteria: StoppingCriteriaList, streamer: object
+) -> None:
+    """Raise ValueError if the call uses options that need all texts of a batch side by side: we decode one by one."""
+    what = [output for output in SCORE_OUTPUTS if config.return_dict_in_generate and getattr(config, output)]
+    # Any other class may keep a state, which transformers' loop would advance once for all texts.
+    what += [
+        type(processor).__name__
+        for processor in processors
+        if type(processor) not in STATELESS_PROCESSORS and ScoreProcessors([processor]).read_text
+    ]
+    if criteria or streamer is not None:
+        what.append("a streamer or stopping criteria")
+    if what:
+        raise unsupported(f"{what[0]} with several texts at once")
+
+
+def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[list[int]]:
+    """Return the token ids of each prompt of (B, S) without its left padding.
+
+    Raises:
+        ValueError: Attention mask or position ids describe more than left padding.
+    """
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    if mask.shape != input_ids.shape or (mask[:, 1:] < mask[:, :-1]).any():
+        raise unsupported("an attention mask that hides more than padding on the left")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and ((positions.to(mask.device) - mask.cumsum(-1) + 1) * mask).any():
+        raise unsupported("position_ids that do not count from the start of each text")
+    return [row[real.bool()].tolist() for row, real in zip(input_ids, mask, strict=True)]
+
+
+def count_new_tokens(base: Base, padded_length: int, longest: int, max_lengths: list[int]) -> int:
+    """Return the maximum number of new tokens of each text.
+
+    Args:
+        base: The base.
+        padded_length: Length S of the prompts with their padding, which transformers counts.
+        longest: Length of the longest prompt without padding.
+        max_lengths: Maximum lengths of padded prompt and text, of which the smallest applies; if there are none, only
+            the context limits the text.
+
+    Raises:
+        ValueError: Prompt and text do not fit into the context.
+    """
+    max_new_tokens = max(1, min(max_lengths) - padded_length) if max_lengths else base.context_length - longest
+    if longest + max_new_tokens > base.context_length:
+        raise ValueError(
+            f"{longest} tokens and {max_new_tokens} more do not fit into the context of {base.name}, which ends at "
+            f"{base.context_length}: lower max_new_tokens"
+        )
+    return max_new_tokens
+
+
+# ---- decoding one text
 
 
 def _collect(

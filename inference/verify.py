@@ -13,7 +13,6 @@ from rich.text import Text
 from data.files import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.compiled.runner import make_runner
 from inference.equality import (
     ERROR_RATE,
     POWER,
@@ -26,6 +25,7 @@ from inference.equality import (
 from inference.evaluation.question_options import QuestionOptions
 from inference.progress import progress_bars
 from inference.verifier.base import Base
+from inference.verifier.compiled import make_runner
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, Sampler
 from inference.verifier.session import Session, check_prompt
@@ -160,7 +160,6 @@ def verify(
     sampling: SamplingOptions,
     distribution: DistributionOptions,
     drafter: list[str],
-    compile: bool = False,
 ) -> None:
     """Decode prompts with and without each drafter, and compare the answers token by token.
 
@@ -176,16 +175,15 @@ def verify(
     Args:
         drafter: NAME[=FILE][:key=value,...], such as joint, anpd:order=4 or ctc=FOLDER; an unknown name lists all of
             them. May be repeated.
-        compile: Compile the base's decoding steps to graphs of fixed shapes.
     """
     if min(distribution.texts, distribution.text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")
     questions = selection.load()
-    base = model.load()
+    base = model.load(may_compile=True)
     sampler = sampling.sampler()
     selected = selection.select(base, questions)
     prompts, max_new_tokens = selected.prompts, selection.max_new_tokens
-    runner = make_runner(base, compile)
+    runner = make_runner(base, model.compile)
     sessions = {spec: drafter_specs.make_session(spec, runner, sampler) for spec in drafter}
     expected = [generate_reference(base, prompt, max_new_tokens, sampler) for prompt in prompts]
     console = SafeConsole()

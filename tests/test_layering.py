@@ -32,7 +32,7 @@ LAYERS = {
     "inference": """
         budget fingerprint journal outputs progress sandbox timing
         verifier
-        compiled drafter_builders equality generate_call indexes prompts regenerate
+        equality indexes prompts regenerate
         drafter_specs
         results vllm
         generation reporting

@@ -7,7 +7,7 @@ from typing import Any
 
 from drafters import checkpoint, recipe
 from drafters.protocol import BaseShape, LearnedDrafter
-from inference.drafter_builders import drafter_folder
+from inference.drafter_specs import drafter_folder
 from inference.verifier.base import Base, check_fit
 
 FREE = "loss", recipe.DRAFT

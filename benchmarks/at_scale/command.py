@@ -17,6 +17,7 @@ from data.files import read_json, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
+from inference.budget import Budgeted
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
 from inference.progress import progress_bars
@@ -24,7 +25,7 @@ from inference.reporting import plots
 from inference.results import metrics, records
 from inference.results.records import Answer
 from inference.verifier.base import Base, load_base, resolve_device
-from inference.verifier.layers import pack_weights
+from inference.verifier.packed import pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from train.callbacks.estimate import peak_bytes
@@ -83,7 +84,7 @@ def at_scale(
     small = load_base(base, "float32", resolve_device(device))
     options = QuestionOptions(benchmark, questions, offset, limit, max_new_tokens, TEMPLATE)
     chosen = options.select(small, options.load()).questions
-    drafters = {name: drafter_specs.make(spec, Runner(small)) for name, spec in specs.items()}
+    drafters = {name: _make(spec, Runner(small)) for name, spec in specs.items()}
     small_answers = decode(small, drafters, specs, chosen, max_new_tokens, 1, f"{base} at its own shape")
     wide = widen_base(
         small, f"{base} at {shape}", SHAPES[shape], max(vocab_size, small.shape.vocab_size), _dtype(dtype)
@@ -145,7 +146,7 @@ def decode(
     """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
     runner = Runner(base)
     sessions = {
-        name: Session(runner, each, budget=drafter_specs.make_budget(each, specs[name], "fixed"))
+        name: Session(runner, Budgeted(each) if drafter_specs.is_auto(specs[name]) else each)
         for name, each in drafters.items()
     }
     answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
@@ -175,14 +176,20 @@ def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str,
     plot_scaling(results, folder / "speedup_by_parameters.png")
 
 
+def _make(spec: str, runner: Runner) -> Drafter:
+    """Build a drafter; `decode` adds the automatic budget that its spec may ask for."""
+    drafter = drafter_specs.make(spec, runner)
+    return drafter.drafter if isinstance(drafter, Budgeted) else drafter
+
+
 def _wide(spec: str, drafter: Drafter, small: Base, runner: Runner) -> Drafter:
     """The drafter of the wide base: a learned one is widened, also in a merged one, and any other is made anew."""
     if not isinstance(drafter, LearnedDrafter | Merged):
-        return drafter_specs.make(spec, runner)
+        return _make(spec, runner)
     init_args = checkpoint.read_config(Path(str(drafter_specs.split(spec)[1]))).init_args
     if isinstance(drafter, LearnedDrafter):
         return widen_drafter(drafter, init_args, small.shape, runner.base)
-    merged = cast(Merged, drafter_specs.make(spec, Runner(small)))  # anew, as the first one knows the texts by now
+    merged = cast(Merged, _make(spec, Runner(small)))  # anew, as the first one knows the texts by now
     merged.learned = widen_drafter(merged.learned, init_args, small.shape, runner.base)
     return merged
 

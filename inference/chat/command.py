@@ -20,13 +20,12 @@ from drafters.protocol import NoDrafter
 from inference import drafter_specs
 from inference.chat.answer_display import AnswerDisplay
 from inference.chat.chat_session import ChatSession
-from inference.compiled.runner import make_runner
-from inference.drafter_specs import Budget
 from inference.generation import IncrementalDetokenizer
 from inference.prompts import encode_messages
 from inference.reporting.rows import number
 from inference.results import metrics
 from inference.verifier.base import Base
+from inference.verifier.compiled import make_runner
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
@@ -73,7 +72,6 @@ class Chat:
         system: System message; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.
         sampling: How the base's tokens are chosen.
-        budget: How many draft tokens a step feeds, as in `drafters eval`.
         compile: Whether decoding steps are compiled.
     """
 
@@ -86,7 +84,6 @@ class Chat:
         system: str = "",
         max_new_tokens: int = 512,
         sampling: SamplingOptions | None = None,
-        budget: Budget = "fixed",
         compile: bool = False,
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
@@ -95,7 +92,7 @@ class Chat:
         self.compares_next = False
         self._compile, self._runner = compile, make_runner(base, compile)
         self._set_max(str(max_new_tokens))
-        self.sampling, self.budget = sampling or SamplingOptions(), budget
+        self.sampling = sampling or SamplingOptions()
         self._sampler = make_chat_sampler(self.sampling)
         self.drafter, self._session = self._build(drafter)
 
@@ -130,7 +127,7 @@ class Chat:
 
     def _build(self, spec: str) -> tuple[str, ChatSession]:
         """Build a drafter and a session with it; return the drafter's label and the session."""
-        session = ChatSession(drafter_specs.make_session(spec, self._runner, self._sampler, self.budget))
+        session = ChatSession(drafter_specs.make_session(spec, self._runner, self._sampler))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):
             pass
@@ -302,8 +299,6 @@ def chat(
     system: str = "",
     max_new_tokens: int = 512,
     template: str = "tokenizer",
-    budget: Budget = "fixed",
-    compile: bool = False,
 ) -> None:
     """Talk to a base; accepted draft tokens are green, and acceptance length and speed are shown below each answer.
 
@@ -318,14 +313,10 @@ def chat(
         max_new_tokens: Maximum number of tokens of an answer.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
             tokenizer:thinking=on or tokenizer:thinking=off sets.
-        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
-            `drafters step-cost` wrote, auto starts from the times in it.
-        compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same; each shape takes
-            some seconds to compile when it first occurs.
     """
     console = SafeConsole(highlight=False)
-    conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling, budget, compile)
+    base = model.load(may_compile=True)
+    conversation = Chat(base, console, drafter, template, system, max_new_tokens, sampling, model.compile)
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):

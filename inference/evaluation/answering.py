@@ -13,6 +13,7 @@ import torch
 
 from data.benchmarks import Question
 from data.reasoning import decode_answer
+from inference.budget import Budgeted
 from inference.prompts import encode_question
 from inference.results.records import Answer, Turn
 from inference.timing import MIN_CORE_SHARE, CoreClock
@@ -136,7 +137,7 @@ def answer_questions(
         limit = 1 + min(MAX_DECODINGS - 1, num_spare) if may_repeat else 1
         answer = least_disturbed(answer, partial(answer_question, *arguments), limit)
         num_spare -= answer.decodings - 1
-        with_steps = sessions[name].budget is None
+        with_steps = not isinstance(sessions[name].drafter, Budgeted)
         if not before:
             yield answer
         elif without_times(answer, with_steps) != without_times(before, with_steps):

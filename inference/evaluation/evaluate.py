@@ -14,7 +14,6 @@ import torch
 
 from data.tokenizer import first_line
 from inference import drafter_specs, timing
-from inference.drafter_specs import Budget
 from inference.evaluation import processes
 from inference.evaluation.collected import CollectedAnswers, collect, repeats_to_decode
 from inference.evaluation.conclusion import Outcome, conclude, graded
@@ -44,13 +43,6 @@ class EvaluationOptions:
             always measured too, as the baseline of the speed-up.
         typical: Accept drafts by Medusa's typical acceptance, which changes the distribution of the text; the base
             alone still samples exactly. Needs a temperature above 0.
-        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
-            `drafters step-cost` wrote, auto starts from the times in it. The text is the same; with auto the acceptance
-            length depends on times, so compare acceptance with fixed. The option num_nodes=auto of a drafter asks for
-            auto, up to 64 nodes.
-        compile: Compile the base's decoding steps to graphs of fixed shapes. The text is the same. Each shape takes
-            some seconds to compile when it first occurs, which wall times include and typical step times do not.
         devices: Number of processes that share the questions, one on each GPU; auto uses all GPUs. A drafter that
             remembers earlier texts (joint, token_recycling, self_draft, ouroboros) then learns only from those of its
             own process and accepts less. Processes on one CPU disturb each other's times.
@@ -68,8 +60,6 @@ class EvaluationOptions:
 
     drafter: list[str] | None = None
     typical: bool = False
-    budget: Budget = "fixed"
-    compile: bool = False
     devices: int | Literal["auto"] = 1
     repeats: int | Literal["auto"] = "auto"
     max_repeats: int = 5
@@ -143,10 +133,9 @@ def check_options(sampling: SamplingOptions, options: EvaluationOptions) -> None
     """
     if options.typical and sampling.temperature == 0:
         raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
-    if options.typical and any(drafter_specs.is_auto(spec, "fixed") for spec in options.drafter or []):
+    if options.typical and any(drafter_specs.is_auto(spec) for spec in options.drafter or []):
         raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
     sampling.sampler()
-    drafter_specs.read_step_seconds(options.budget)
     for name in ("repeats", "max_repeats", "devices"):
         if (number := getattr(options, name)) != "auto" and number < 1:
             raise ValueError(f"{name} must be at least 1, not {number}")
@@ -156,8 +145,6 @@ def options_of_own_loop(options: EvaluationOptions) -> dict[str, bool]:
     """Whether each option is used that a server does not have, by name."""
     return {
         "typical": options.typical,
-        "compile": options.compile,
-        "budget": options.budget != "fixed",
         "devices": options.devices != 1,
         "repeats": options.repeats not in ("auto", 1),
     }
@@ -198,15 +185,12 @@ def make_plan(
         template=selection.template,
         sampling=sampling,
         typical=options.typical,
-        budget="fixed" if options.typical else options.budget,
         devices=devices,
         threads=max(1, torch.get_num_threads() // len(devices)),
         repeats=options.repeats,
-        check=model.check,
-        packed=model.packed,
-        prefill_chunk=model.prefill_chunk,
+        packed=model.forward == "packed",
         max_repeats=options.max_repeats,
-        compile=options.compile,
+        compile=model.compile,
     )
 
 

@@ -12,11 +12,10 @@ import torch
 
 from data.benchmarks import Question
 from data.tokenizer import short_hash
-from inference import drafter_builders, drafter_specs
-from inference.drafter_specs import Budget
+from inference import drafter_specs
 from inference.fingerprint import fingerprint
 from inference.timing import processor_name
-from inference.verifier.base import PREFILL_CHUNK, Dtype
+from inference.verifier.base import Dtype
 from inference.verifier.options import SamplingOptions
 
 # The names by which users know some keys of `EvaluationPlan.settings`.
@@ -37,13 +36,10 @@ class EvaluationPlan:
         template: Chat template.
         sampling: How the next token is chosen.
         typical: Whether drafts are accepted by typical acceptance, which is lossy.
-        budget: The budget of drafters whose specs do not decide it; see `drafter_specs.make_budget`.
         devices: The device of each process.
         threads: Number of torch threads of each process.
         repeats: How often every question is decoded; ``auto`` decodes a benchmark until its speed-ups are precise.
-        check: Whether the base is examined; see `load_base`.
         packed: Whether the base's weights are packed; see `load_base`.
-        prefill_chunk: Maximum number of prompt tokens of one forward; see `load_base`.
         max_repeats: Maximum number of repeats with ``auto``.
         compile: Whether decoding steps are compiled.
     """
@@ -59,11 +55,8 @@ class EvaluationPlan:
     devices: tuple[str, ...]
     threads: int
     repeats: int | Literal["auto"]
-    check: bool = True
     packed: bool = False
-    prefill_chunk: int = PREFILL_CHUNK
     max_repeats: int = 1
-    budget: Budget = "fixed"
     compile: bool = False
 
     def num_answers(self, benchmarks: Iterable[str]) -> int:
@@ -73,7 +66,7 @@ class EvaluationPlan:
     @property
     def automatic(self) -> list[str]:
         """Names of the drafters whose number of fed tokens depends on times."""
-        return [name for name, spec in self.drafters.items() if drafter_specs.is_auto(spec, self.budget)]
+        return [name for name, spec in self.drafters.items() if drafter_specs.is_auto(spec)]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -84,8 +77,6 @@ class EvaluationPlan:
         import transformers
 
         files = {folder for spec in self.drafters.values() if (folder := drafter_specs.split(spec)[1]) is not None}
-        if self.budget not in ("fixed", "auto"):
-            files.add(self.budget)
         device = torch.device(self.devices[0])
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return {
@@ -104,16 +95,14 @@ class EvaluationPlan:
             "threads": self.threads,
             "repeats": self.repeats,
             "files": {
-                name: fingerprint(name if name == self.base else drafter_builders.drafter_folder(name))
+                name: fingerprint(name if name == self.base else drafter_specs.drafter_folder(name))
                 for name in sorted({self.base, *files})
             },
             "machine": f"{machine}, torch {torch.__version__}",
             "transformers": transformers.__version__,
             **({"processor": processor_name()} if device.type == "cpu" else {}),
             # Left out where they are what they were before they could be chosen: older journals are still read.
-            **({} if self.budget == "fixed" else {"budget": self.budget}),
             **({"packed": True} if self.packed else {}),
-            **({} if self.prefill_chunk == PREFILL_CHUNK else {"prefill_chunk": self.prefill_chunk}),
             **({"compile": True} if self.compile else {}),
         }
 

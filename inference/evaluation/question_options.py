@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from data import benchmarks
 from data.benchmarks import Question
 from inference.prompts import BenchmarkPrompts, select_questions
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import Base, BaseConfig
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class QuestionOptions:
         benchmarks.check_selection(self.offset, self.limit)
         return benchmarks.load_questions(self.benchmark, self.questions, self.offset)
 
-    def select(self, base: BaseInfo, questions: list[Question]) -> BenchmarkPrompts:
+    def select(self, base: Base | BaseConfig, questions: list[Question]) -> BenchmarkPrompts:
         """Select the questions whose prompts fit into the context of the base, up to the limit.
 
         Args:
@@ -120,7 +120,7 @@ class BenchmarkOptions:
             for name, file in zip(names, files or [""] * len(names), strict=True)
         }
 
-    def select(self, base: BaseInfo, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
+    def select(self, base: Base | BaseConfig, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
         """Select the questions whose prompts fit into the context of the base, up to the limit, by benchmark.
 
         Args:

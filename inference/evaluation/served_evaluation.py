@@ -23,7 +23,7 @@ from inference.progress import progress_bars
 from inference.prompts import BenchmarkPrompts
 from inference.reporting.tables import COUNTING_RULE
 from inference.results.conditions import LENGTH_CAP, describe_caps
-from inference.verifier.base import PREFILL_CHUNK, QUANTIZED_DTYPES, BareBase
+from inference.verifier.base import QUANTIZED_DTYPES, BaseConfig
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.vllm.command import installed_vllm
 
@@ -46,8 +46,7 @@ def check(model: ModelOptions, sampling: SamplingOptions, server: ServerOptions,
     server.check()
     if sampling.temperature:
         raise ValueError("servers are measured with greedy decoding, for comparable texts: leave --temperature out")
-    others = others | {"packed": model.packed, "check false": not model.check}
-    others |= {"prefill-chunk": model.prefill_chunk != PREFILL_CHUNK}
+    others = others | {f"forward {model.forward}": model.forward != "eager"}
     if used := [name for name, is_used in others.items() if is_used]:
         raise ValueError(f"--{used[0]} is for our own decoding loop: leave it out with --engine or --endpoint")
     if server.engine and model.dtype in QUANTIZED_DTYPES:
@@ -112,7 +111,7 @@ def _endpoint_arms(server: ServerOptions) -> tuple[str, dict[str, str], tuple[st
     return engine, arms, served
 
 
-def measure(plan: ServedPlan, base: BareBase, server: ServerOptions, folder: Path | None, overwrite: bool) -> Outcome:
+def measure(plan: ServedPlan, base: BaseConfig, server: ServerOptions, folder: Path | None, overwrite: bool) -> Outcome:
     """Measure all arms, or those that the folder does not hold.
 
     Args:

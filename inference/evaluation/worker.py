@@ -10,13 +10,13 @@ import torch
 
 from data.files import validated
 from inference import drafter_specs, timing
-from inference.compiled.runner import make_runner
 from inference.evaluation.answering import Slot, answer_questions, decoding_order
 from inference.evaluation.plan import NEW_SETTINGS, EvaluationPlan
 from inference.journal import Journal
 from inference.results import records
 from inference.results.records import Answer
 from inference.verifier.base import load_base
+from inference.verifier.compiled import make_runner
 from inference.verifier.sampling import Sampler, Typical
 
 
@@ -37,7 +37,7 @@ class Worker:
         device = torch.device(plan.devices[number])
         self.gpu_use = timing.gpu_use(device)
         self._has_started = False
-        self.base = load_base(plan.base, plan.dtype, device, plan.check, plan.packed, plan.prefill_chunk)
+        self.base = load_base(plan.base, plan.dtype, device, packed=plan.packed)
         runner = make_runner(self.base, plan.compile)
         options = plan.sampling
         exact = options.sampler()
@@ -47,7 +47,7 @@ class Worker:
                 temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
             )
         self.sessions = {
-            name: drafter_specs.make_session(spec, runner, exact if spec == "none" else sampler, plan.budget)
+            name: drafter_specs.make_session(spec, runner, exact if spec == "none" else sampler)
             for name, spec in plan.drafters.items()
         }
 

@@ -14,7 +14,6 @@ from math import inf
 
 from data.files import reading, safe_line
 from inference import drafter_specs
-from inference.drafter_specs import Budget
 from inference.verifier.options import ModelOptions
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -109,7 +108,6 @@ def serve(
     drafter: str = "joint",
     served_name: str | None = None,
     template: str = "tokenizer",
-    budget: Budget = "fixed",
 ) -> None:
     """Serve a base with a drafter through OpenAI's API, with a web page that shows every step.
 
@@ -124,9 +122,6 @@ def serve(
         served_name: Name of the model in requests; by default the base as it was given.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
             tokenizer:thinking=on or tokenizer:thinking=off sets.
-        budget: How many draft tokens a step feeds where the drafter's options give no num_nodes or num_draft: fixed,
-            the drafter's own number; or auto, as many as pay for their time, up to that number. With a file that
-            `drafters step-cost` wrote, auto starts from the times in it.
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise ValueError(f"drafters serve needs {' and '.join(missing)}: pip install 'ctc-drafters[serve]'")
@@ -143,7 +138,7 @@ def serve(
         base = model.load()
         if template != "tokenizer":
             resolve_template(template, base.tokenizer)
-        thread = DecodingThread(base, drafter, budget, requests.max_waiting, Metrics())
+        thread = DecodingThread(base, drafter, requests.max_waiting, Metrics())
         served = Served(
             name=served_name or model.base,
             drafter=drafter_specs.label(drafter),

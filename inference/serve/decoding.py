@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from data.files import print_traceback
 from drafters.protocol import Drafter, NoDrafter
 from inference import drafter_specs
-from inference.budget import BudgetController
-from inference.drafter_specs import Budget
 from inference.serve.errors import RATE_LIMIT, SERVER, ApiError
 from inference.serve.metrics import Metrics
 from inference.serve.written_text import Addition, TextWriter, TokenTexts
@@ -83,7 +81,6 @@ class DecodingThread:
     Args:
         base: The base.
         drafter: Name of the drafter, as on the command line.
-        budget: How many draft tokens a step feeds, as in `generate`.
         max_waiting: Maximum number of requests that wait while another one is decoded.
         metrics: Counts what is decoded.
 
@@ -91,11 +88,10 @@ class DecodingThread:
         ValueError: The drafter is unknown or does not fit the base, or the base cannot read draft trees.
     """
 
-    def __init__(self, base: Base, drafter: str, budget: Budget, max_waiting: int, metrics: Metrics) -> None:
+    def __init__(self, base: Base, drafter: str, max_waiting: int, metrics: Metrics) -> None:
         self.base, self.max_waiting, self.metrics = base, max_waiting, metrics
         self._runner = Runner(base)
         self._drafter: Drafter = drafter_specs.make(drafter, self._runner)
-        self._controller: BudgetController | None = drafter_specs.make_budget(self._drafter, drafter, budget)
         self._token_texts = TokenTexts(base.tokenizer)
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
@@ -213,8 +209,7 @@ class DecodingThread:
         self._drafter.reset()
         # Top-p keeps the most probable token, so at temperature 0 it changes nothing.
         sampling = text.sampling if text.sampling.temperature else SamplingOptions()
-        drafter, budget = (self._drafter, self._controller) if text.uses_drafter else (NoDrafter(), None)
-        session = Session(self._runner, drafter, sampling.sampler(), budget=budget)
+        session = Session(self._runner, self._drafter if text.uses_drafter else NoDrafter(), sampling.sampler())
         end = session.end_of(text.prompt, text.max_new_tokens)
         writer = TextWriter(
             session, self._token_texts, self.base.eos, end, text.stops, text.num_logprobs, text.shows_steps

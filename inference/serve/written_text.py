@@ -214,7 +214,7 @@ class TextWriter:
     def _logprobs(self, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
         tokens = tokens[:-1] if tokens[-1] in self._eos else tokens
         with torch.inference_mode():
-            scores = self._session.emitted_logits()[: len(tokens)].double().log_softmax(-1)
+            scores = self._session.last.emitted_logits()[: len(tokens)].double().log_softmax(-1)
             own = scores.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=scores.device)[:, None])[:, 0]
             top = scores.topk(min(num_top, scores.shape[-1]))
         text_of = self._token_texts.of
@@ -230,7 +230,7 @@ class TextWriter:
         ]
 
     def _shown(self, cost: StepCost, num_tokens: int, num_accepted_characters: int) -> ShownStep:
-        tree, path = self._session.last_draft
+        tree, path = self._session.last.tree, self._session.last.path
         return ShownStep(
             num_accepted_characters=num_accepted_characters,
             num_tokens=num_tokens,

@@ -16,7 +16,7 @@ import torch
 from data.benchmarks import Question
 from data.files import SafeConsole, validated
 from data.tokenizer import short_hash
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 from inference.evaluation.answering import answer_questions
 from inference.evaluation.question_options import QuestionOptions
 from inference.fingerprint import fingerprint
@@ -149,7 +149,7 @@ def recorded_settings(model: ModelOptions, sampling: SamplingOptions, workload: 
 
 def _fingerprint(cell: Cell) -> str:
     file = drafter_specs.split(cell.spec)[1]
-    return fingerprint(file and drafter_builders.drafter_folder(file))
+    return fingerprint(file and drafter_specs.drafter_folder(file))
 
 
 def measure(grid: Sequence[Cell], journal: Journal, workload: Workload) -> list[MeasuredCell]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
-from inference.verifier.base_files import check_base_folder
-from inference.verifier.layers import PLAIN_MODEL_TYPES, PackedLinear, capture_hidden_states, pack_weights
+from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
+from inference.verifier.packed import PackedLinear, pack_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,56 +31,40 @@ QUANTIZED_DTYPES = "int8", "nf4"
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
-class BaseInfo(Protocol):
-    """What encoding prompts and checking their lengths needs of a base: a `Base`, or a `BareBase` without weights."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-
-class BaseIdentity(Protocol):
-    """What tells whether a drafter was trained for a base."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def shape(self) -> BaseShape: ...
-
-
 @dataclass(frozen=True)
-class BareBase:
-    """A base whose weights are not loaded.
+class BaseConfig:
+    """A base without its weights: enough to encode prompts, check lengths, and tell whether a drafter fits.
 
     Args:
-        name: Folder or hub id it was loaded from.
+        name: Folder or hub id.
         tokenizer: Its tokenizer.
-        context_length: Maximum number of tokens of a text.
+        config: Its configuration.
     """
 
     name: str
     tokenizer: PreTrainedTokenizerBase
-    context_length: int
+    config: PretrainedConfig
+
+    @property
+    def shape(self) -> BaseShape:
+        """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
+        return shape_of(self.config)
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a text, prompt included."""
+        return self.config.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen causal language model with its tokenizer.
+    """A frozen causal language model with its tokenizer; other projects call it the target or verifier model.
 
     Args:
         name: Folder or hub id it was loaded from.
         model: The model in evaluation mode; its weights require no gradients.
         tokenizer: Its tokenizer.
-        check: Whether a runner of the base compares its logits with the model's own; see `examination`.
+        check: Whether a runner compares its logits with the model's own (`check_base`).
         prefill_chunk: Maximum number of tokens of a prompt that one forward of a runner reads; 0 for no maximum.
     """
 
@@ -94,6 +78,18 @@ class Base:
     def shape(self) -> BaseShape:
         """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
         return shape_of(self.model.config)
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a text, prompt included."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Ids of the end-of-sequence tokens."""
+        ids = self.model.generation_config.eos_token_id
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -137,10 +133,7 @@ class Base:
 
     @torch.no_grad()
     def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
-        """Decode greedily with transformers' own `generate`.
-
-        Penalties and beams that the base's generation_config asks for are switched off, so the text is the plain
-        argmax.
+        """Decode greedily with transformers' own `generate`, without the penalties and beams of generation_config.
 
         Args:
             input_ids: (B, S) prompts, padded on the left.
@@ -167,18 +160,6 @@ class Base:
             # Layers that are sharded over processes run in all of them, until the last one has finished.
             synced_gpus=isinstance(model.base_model, FSDPModule),
         )[:, input_ids.shape[1] :]
-
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens of a text, prompt included."""
-        return self.model.config.max_position_embeddings
-
-    @property
-    def eos(self) -> frozenset[int]:
-        """Ids of the end-of-sequence tokens."""
-        ids = self.model.generation_config.eos_token_id
-        ids = self.tokenizer.eos_token_id if ids is None else ids
-        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 def shape_of(config: PretrainedConfig) -> BaseShape:
@@ -249,7 +230,6 @@ def load_base(
         raise ValueError(f"prefill_chunk must be at least 0, not {prefill_chunk}")
     if dtype not in get_args(Dtype):
         raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
-    check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     check_files(Path(find_base(name)))
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
@@ -273,23 +253,22 @@ def load_base(
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk)
 
 
-def load_base_info(name: str) -> BareBase:
-    """Load a base's tokenizer and context length without its weights.
+def load_base_info(name: str) -> BaseConfig:
+    """Load a base's tokenizer and configuration without its weights.
 
     Raises:
         ValueError: The tokenizer or the configuration cannot be loaded.
     """
     from transformers import AutoConfig
 
-    check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     try:
-        config = load_pretrained(AutoConfig, name)
+        config = load_pretrained(AutoConfig, name).get_text_config()
     except Exception as error:  # transformers and the hub client raise errors of their own
         raise ValueError(f"cannot load the configuration of {name}: {first_line(error)}") from error
-    if not isinstance(length := getattr(config, "max_position_embeddings", None), int):
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise ValueError(f"the configuration of {name} has no context length (max_position_embeddings)")
-    return BareBase(name, tokenizer, length)
+    return BaseConfig(name, tokenizer, config)
 
 
 def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
@@ -314,14 +293,14 @@ def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, 
     return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
 
 
-def check_fit(drafter: DrafterConfig, base: BaseIdentity) -> None:
+def check_fit(drafter: DrafterConfig, base: Base | BaseConfig) -> None:
     """Raise ValueError if a drafter was trained for another base."""
-    expected, actual = asdict(drafter.base), asdict(base.shape)
     for size in ("hidden_size", "vocab_size", "num_layers"):
-        if expected[size] != actual[size]:
+        expected, actual = getattr(drafter.base, size), getattr(base.shape, size)
+        if expected != actual:
             raise ValueError(
-                f"this drafter was trained for {drafter.base_name} with {size} {expected[size]}, but {base.name} has "
-                f"{actual[size]}: pass the base it was trained for, or train a drafter for this one"
+                f"this drafter was trained for {drafter.base_name} with {size} {expected}, but {base.name} has "
+                f"{actual}: pass the base it was trained for, or train a drafter for this one"
             )
     if drafter.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(

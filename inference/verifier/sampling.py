@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,6 +26,28 @@ LOWEST_TEMPERATURE = 1e-5
 """Temperatures below are those of greedy decoding, as in vLLM: logits divided by them would overflow."""
 
 
+@dataclass(frozen=True)
+class TreeLogits:
+    """The base's logits at the root and at the nodes of a draft tree, and the text before them.
+
+    Args:
+        logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
+        tree: M nodes.
+        text: Token ids up to the root, which logits processors may read.
+        eos: Tokens that end the text; nothing is decided after a node with one.
+    """
+
+    logits: Tensor
+    tree: DraftTree
+    text: Sequence[int] = ()
+    eos: frozenset[int] = frozenset()
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of the token that each row decides."""
+        return [len(self.text), *(len(self.text) + depth for depth in self.tree.depths)]
+
+
 class Sampler(Protocol):
     """Decides which draft tokens are accepted and which tokens are emitted.
 
@@ -43,22 +66,8 @@ class Sampler(Protocol):
     @property
     def seed(self) -> int: ...
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         """Device part: compute the decisions.
-
-        Args:
-            logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
-            tree: M nodes.
-            positions: 1 + M positions; the token that row i decides stands at positions[i].
-            text: Token ids up to the root, which logits processors may read.
-            eos: Tokens that end the text, so that nothing needs to be decided after a node with one.
 
         Returns:
             (1 + M, C) integers, on the device of the logits or already on the host; what the C columns hold is between
@@ -118,22 +127,21 @@ class _PickPerNode:
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = ScoreProcessors(processors)
 
-    def _decide_along_path(self, tree: DraftTree, pick: Callable[[int], int], eos: frozenset[int]) -> Tensor:
+    def _decide_along_path(self, rows: TreeLogits, pick: Callable[[int], int]) -> Tensor:
         """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
         Each token of the path is copied to the host on its own, and so the decisions are on the host.
 
         Args:
-            tree: M nodes.
+            rows: The logits.
             pick: Returns the token after a node or after `ROOT`; called from the root down.
-            eos: End-of-sequence tokens.
         """
-        decisions = torch.full((1 + len(tree), 1), -1)
+        decisions = torch.full((1 + len(rows.tree), 1), -1)
         node: int | None = ROOT
         while node is not None:
             token = pick(node)
             decisions[1 + node] = token
-            node = None if token in eos else tree.child(node, token)
+            node = None if token in rows.eos else rows.tree.child(node, token)
         return decisions
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
@@ -152,19 +160,12 @@ class Greedy(_PickPerNode):
         """Whether the decisions are the argmaxes of the base's own logits."""
         return not self._processors
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         processors = self._processors
         if processors.read_text:
-            scores = processors.at_nodes(logits, tree, text)
-            return self._decide_along_path(tree, lambda node: int(most_probable(scores(node))), eos)
-        return most_probable(processors.at_all_rows(logits) if processors else logits)[:, None]
+            scores = processors.at_nodes(rows.logits, rows.tree, rows.text)
+            return self._decide_along_path(rows, lambda node: int(most_probable(scores(node))))
+        return most_probable(processors.at_all_rows(rows.logits) if processors else rows.logits)[:, None]
 
 
 class KeyedSampler(_PickPerNode):
@@ -228,23 +229,17 @@ class KeyedSampler(_PickPerNode):
         """Draw one token (N,) for each row of (N, V)."""
         return self._draws(self.probabilities(logits), positions)
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         """Draw along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
         On a GPU, a tree without random drafts is drawn for all nodes at once, unless a logits processor reads the text:
         that is faster than waiting for the device at every node of the path.
         """
-        if logits.device.type != "cpu" and not tree.distributions and not self._processors.read_text:
-            return self.pick(logits, positions)[:, None]
+        tree, positions = rows.tree, rows.positions
+        if rows.logits.device.type != "cpu" and not tree.distributions and not self._processors.read_text:
+            return self.pick(rows.logits, positions)[:, None]
         drawn_children = {children.parent: children for children in tree.distributions}
-        scores = self._processors.at_nodes(logits, tree, text)
+        scores = self._processors.at_nodes(rows.logits, tree, rows.text)
 
         def pick(node: int) -> int:
             position = positions[1 + node]
@@ -258,7 +253,7 @@ class KeyedSampler(_PickPerNode):
                 distribution = residual.view(1, -1)
             return int(self._draws(distribution, [position]))
 
-        return self._decide_along_path(tree, pick, eos)
+        return self._decide_along_path(rows, pick)
 
     def _round_numbers(self, position: int) -> Callable[[int], float]:
         """The random numbers of the rounds of rejection at a position, by the index of the round."""
@@ -329,22 +324,15 @@ class Typical(KeyedSampler):
             raise ValueError(f"need 0 < threshold <= 1 and alpha > 0, not {threshold} and {alpha}")
         self.threshold, self.alpha = threshold, alpha
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         """Decisions of two columns: whether the node is acceptable, and the token drawn after it."""
-        distributions = self.probabilities(logits)
+        tree, distributions = rows.tree, self.probabilities(rows.logits)
         entropy = -torch.special.xlogy(distributions, distributions).sum(-1)  # (1 + M,)
         bound = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
         parents = torch.tensor([0, *(1 + parent for parent in tree.parents)], device=distributions.device)
         tokens = torch.tensor([0, *tree.tokens], device=distributions.device)
         acceptable = distributions[parents, tokens] > bound[parents]
-        return torch.stack([acceptable.long(), self._draws(distributions, positions)], dim=-1)
+        return torch.stack([acceptable.long(), self._draws(distributions, rows.positions)], dim=-1)
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         return accept_deepest(tree, [row[0] for row in decisions], [row[1] for row in decisions])

@@ -15,7 +15,7 @@ The bonus token has not been fed to the base: it is the root of the next step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
-from inference.budget import BudgetController
-from inference.verifier.base import BaseInfo
-from inference.verifier.runner import TreeRunner
-from inference.verifier.sampling import Greedy, Sampler, derived_seed, most_probable
+from inference.verifier.base import Base, BaseConfig
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, Sampler, TreeLogits, derived_seed, most_probable
 
 PHASES = ("propose", "forward", "accept", "commit", "observe")
 RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, for the draft trees near it
@@ -35,7 +34,7 @@ RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one step, which is one base forward.
+    """What one step, which is one base forward, emitted and cost.
 
     Args:
         emitted: Tokens the text gained.
@@ -61,6 +60,50 @@ class StepCost:
         return self.fed_pending + self.fed_candidates + self.fed_scratch
 
 
+class StepRecord:
+    """Measures a step while it runs; `phase_done` is called after each of `PHASES`.
+
+    Args:
+        drafter: Its draft forwards are counted.
+
+    Attributes:
+        num_pending: Decided tokens that were fed.
+        tree: The draft tree as it was fed.
+        path: Its nodes that were accepted and emitted.
+        emitted: The emitted tokens.
+        logits: (1 + M, V) the base's logits after the root and after each of the M nodes.
+    """
+
+    num_pending: int
+    tree: DraftTree
+    path: list[int]
+    emitted: list[int]
+    logits: Tensor
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self._forwards_before = drafter, drafter.draft_forwards
+        self._marks = [time.perf_counter()]
+
+    def phase_done(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def cost(self) -> StepCost:
+        """The cost of the step, once it has ended."""
+        return StepCost(
+            emitted=len(self.emitted),
+            accepted=len(self.path),
+            fed_pending=self.num_pending,
+            fed_candidates=self.tree.num_candidates,
+            fed_scratch=self.tree.num_scratch,
+            draft_forwards=self._drafter.draft_forwards - self._forwards_before,
+            seconds=tuple(after - before for before, after in pairwise(self._marks)),
+        )
+
+    def emitted_logits(self) -> Tensor:
+        """Logits (N, V) that decided the N emitted tokens."""
+        return self.logits[[0, *(1 + node for node in self.path)][: len(self.emitted)]]
+
+
 @dataclass
 class Generation:
     """A decoded text: its new tokens and the cost of each step; the first step is the prefill."""
@@ -68,6 +111,12 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     steps: list[StepCost] = field(default_factory=list)
     seconds: float = 0.0
+
+
+def acceptance_length(texts: Iterable[Sequence[StepCost]]) -> float | None:
+    """Tokens per base forward over texts, given by their steps, prefills excluded; None if there is no other step."""
+    steps = [step for text in texts for step in text[1:]]
+    return sum(step.emitted for step in steps) / len(steps) if steps else None
 
 
 class Session:
@@ -81,25 +130,16 @@ class Session:
         drafter: Proposes the draft trees.
         sampler: Picks the base's tokens; greedy decoding if not given.
         max_nodes: Maximum number of draft tokens fed per step.
-        budget: Decides how many of them each step feeds; by default as many as the drafter proposes.
 
     Attributes:
-        last_draft: The draft tree of the last step, as it was fed, and its accepted nodes.
+        last: What the last step fed, accepted and emitted.
     """
 
-    def __init__(
-        self,
-        runner: TreeRunner,
-        drafter: Drafter,
-        sampler: Sampler | None = None,
-        max_nodes: int = 1024,
-        budget: BudgetController | None = None,
-    ) -> None:
-        self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
-        self.max_nodes, self.budget = max_nodes, budget
+    last: StepRecord
+
+    def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024) -> None:
+        self.runner, self.drafter, self.sampler, self.max_nodes = runner, drafter, sampler or Greedy(), max_nodes
         self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache
-        self.last_draft: tuple[DraftTree, list[int]] = DraftTree(), []
-        self._decisive_logits: tuple[Tensor, list[int]] | None = None  # logits of the last step and its accepted path
 
     # ---- the text
 
@@ -150,55 +190,42 @@ class Session:
         Returns:
             The tokens that the text gained, and the cost of the step.
         """
-        runner, drafter, seq, clock = self.runner, self.drafter, self.seq, time.perf_counter
-        length, draft_forwards = len(seq), drafter.draft_forwards
-        budget, max_nodes = self.budget, self.max_nodes if max_nodes is None else max_nodes
-        if budget:
-            max_nodes = budget.request(max_nodes)
-        marks = [clock()]
+        runner, drafter, seq = self.runner, self.drafter, self.seq
+        step = StepRecord(drafter)
 
-        seed, reach = derived_seed(self.sampler.seed, length), runner.prepare(length)
-        skip_module = budget is not None and budget.skips_module
-        limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed, skip_module)
+        limits = self._limits(end, eos, self.max_nodes if max_nodes is None else max_nodes)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
-        if budget:
-            tree = tree.first(budget.cut(len(tree), tree.probabilities if _may_be_cut(tree) else ()))
         _check_tokens(tree, runner.vocab_size)
-        marks.append(clock())
+        step.phase_done()
 
         pending = seq[runner.cached :]
         outputs = runner.forward(pending, tree, drafter.required_outputs)
-        marks.append(clock())
+        step.phase_done()
 
-        accepted, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
-        emitted = _until_eos(emitted[: end - length], eos)
-        num_accepted = min(len(accepted), len(emitted))
-        path = accepted[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
-        marks.append(clock())
+        path, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
+        emitted = _until_eos(emitted[: end - len(seq)], eos)
+        committed = path[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
+        step.phase_done()
 
-        runner.commit(path)
-        marks.append(clock())
+        runner.commit(committed)
+        step.phase_done()
 
         seq += emitted
-        drafter.observe(StepResult(len(pending), tree, outputs.hidden, path, emitted, top_tokens))
-        marks.append(clock())
+        drafter.observe(StepResult(len(pending), tree, outputs.hidden, committed, emitted, top_tokens))
+        step.phase_done()
 
-        self.last_draft = tree, accepted[:num_accepted]
-        self._decisive_logits = outputs.logits, path
-        seconds = tuple(after - before for before, after in pairwise(marks))
-        if budget and len(pending) == 1:
-            propose, *base, observe = seconds
-            budget.observe(accepted, len(emitted), propose + observe, sum(base))
-        return emitted, StepCost(
-            emitted=len(emitted),
-            accepted=num_accepted,
-            fed_pending=len(pending),
-            fed_candidates=tree.num_candidates,
-            fed_scratch=tree.num_scratch,
-            draft_forwards=drafter.draft_forwards - draft_forwards,
-            seconds=seconds,
-        )
+        step.num_pending, step.tree, step.path = len(pending), tree, path[: len(emitted)]
+        step.emitted, step.logits = emitted, outputs.logits
+        self.last = step
+        return emitted, step.cost()
+
+    def _limits(self, end: int, eos: frozenset[int], max_nodes: int) -> Limits:
+        """The limits of the next proposal: those of the text's length, the base's context and the request."""
+        length = len(self.seq)
+        positions = self.runner.prepare(length)
+        seed = derived_seed(self.sampler.seed, length)
+        return Limits(min(end - 1, positions) - length, max_nodes, eos, positions - length, seed)
 
     @torch.inference_mode()
     def _accept(
@@ -210,9 +237,7 @@ class Session:
             The accepted path, the emitted tokens, and the base's most probable tokens after the root and each node
             if the drafter requires them.
         """
-        length = len(self.seq)
-        positions = [length, *(length + depth for depth in tree.depths)]
-        decisions = self.sampler.decide(logits, tree, positions, self.seq, eos)
+        decisions = self.sampler.decide(TreeLogits(logits, tree, self.seq, eos))
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
         if top_k == 1 and isinstance(self.sampler, Greedy) and self.sampler.decides_argmaxes:
             width = 0  # the decisions are the top tokens, too
@@ -247,12 +272,6 @@ class Session:
             yield emitted, cost
             if emitted[-1] in eos:
                 return
-
-    def emitted_logits(self) -> Tensor:
-        """Logits (N, V) that decided the N tokens emitted by the last step."""
-        assert self._decisive_logits is not None, "there was no step yet"
-        logits, path = self._decisive_logits
-        return logits[[0, *(1 + node for node in path)]]
 
     # ---- whole continuations
 
@@ -302,7 +321,7 @@ def common_prefix(text: Sequence[int], other: Sequence[int], num_known: int = 0)
     return num_shared
 
 
-def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise ValueError if the prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1."""
     if not prompt:
         raise ValueError("the prompt is empty: the base needs at least one token")
@@ -313,14 +332,6 @@ def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> 
             f"the prompt has {len(prompt)} tokens and the context of {base.name} ends at {base.context_length}: "
             "shorten the prompt"
         )
-
-
-def _may_be_cut(tree: DraftTree) -> bool:
-    """Whether the first nodes of a tree may be fed alone, chosen by what was drafted.
-
-    Among drawn nodes such a choice would bias the distribution of the text; scratch nodes are needed together.
-    """
-    return not (tree.distributions or tree.num_scratch)
 
 
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ class ChainDrafter(Drafter):
     def __init__(self, drafter: Drafter, num_tokens: int) -> None:
         self.drafter, self.num_tokens = drafter, num_tokens
         self.required_outputs = drafter.required_outputs
-        self.history_only, self.remembers = drafter.history_only, drafter.remembers
+        self.remembers = drafter.remembers
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.drafter.begin(prompt)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from inference.compiled import step
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
@@ -11,7 +12,6 @@ from benchmarks import (
 )
 from benchmarks.steps import by_nodes, compiled, overhead
 from drafters import DraftTree, NoDrafter, RequiredOutputs
-from inference.compiled import step
 from inference.tuning.step_cost import CHILD_PROBABILITY
 from inference.verifier.base import load_base
 from inference.verifier.session import Session

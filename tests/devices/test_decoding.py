@@ -6,8 +6,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import drafters
 from drafters import recipe
-from inference.verifier import runner as runner_module
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier import attention
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler, Typical
@@ -21,8 +21,8 @@ KNOWN = [*PROMPT, *lossless.prompt_of(LENGTH)]  # for the drafters that look up 
 class TakesDrafts(Greedy):
     """Takes the last child of every node for the base's pick, so that each step accepts a path."""
 
-    def decide(self, logits, tree, positions, text=(), eos=frozenset()):
-        picks = super().decide(logits, tree, positions, text, eos)
+    def decide(self, rows):
+        tree, picks = rows.tree, super().decide(rows)
         for node in range(tree.num_candidates):
             picks[1 + tree.parents[node]] = tree.tokens[node]
         return picks
@@ -122,7 +122,7 @@ def decode_on_both(make_base, make_pretend_base, accelerator):
     def run(name, sampler, cache="static"):
         expected, _, _ = decode(make_session(name, sampler, make_base(predictable=True), make_base, cache))
         session = make_session(name, sampler, make_pretend_base(predictable=True), make_pretend_base, cache)
-        runner_module._kept_mask.cache_clear()  # the masks that an earlier test has copied
+        attention._kept_mask.cache_clear()  # the masks that an earlier test has copied
         accelerator.take_copies()
         steps, costs, copies = decode(session, accelerator)
         assert steps == expected

@@ -50,7 +50,7 @@ COMMANDS = {
         ("folders",),
     ),
     "replay": Command(
-        "inference.replay.replay",
+        "inference.replay",
         "replay",
         "measure n-gram drafters exactly on recorded answers, without a base",
     ),

@@ -20,7 +20,7 @@ from inference.results import records
 from inference.results.metrics import Summary, first_difference, pair_answers
 from inference.results.served_figures import SpeculationCounts, served_name
 from inference.results.served_runs import ServedRun, summarise_run
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import BaseConfig
 from inference.vllm.command import make_launch
 
 JOURNAL = "served.jsonl"
@@ -92,7 +92,7 @@ class ServedRuns:
 
 def measure_all(
     plan: ServedPlan,
-    base: BaseInfo,
+    base: BaseConfig,
     journal_path: Path,
     overwrite: bool,
     open_server: OpenServer,
@@ -151,7 +151,7 @@ def _measure(plan: ServedPlan, server: Server, key: Key, on_answer: Callable[[],
 
 
 @contextmanager
-def vllm(plan: ServedPlan, base: BaseInfo, logs: Path, keeps_logs: bool, drafter: str) -> Iterator[Server]:
+def vllm(plan: ServedPlan, base: BaseConfig, logs: Path, keeps_logs: bool, drafter: str) -> Iterator[Server]:
     """Start vLLM for an arm.
 
     Args:
@@ -179,7 +179,7 @@ def new_log(logs: Path, arm: int) -> Path:
 
 
 @contextmanager
-def endpoint(plan: ServedPlan, base: BaseInfo, api_key_env: str | None, name: str) -> Iterator[Server]:
+def endpoint(plan: ServedPlan, base: BaseConfig, api_key_env: str | None, name: str) -> Iterator[Server]:
     """Open a server that runs.
 
     Args:

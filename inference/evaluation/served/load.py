@@ -16,7 +16,7 @@ from inference.evaluation.served.client import OWN_SERVER, REFUSALS, Completion,
 from inference.prompts import encode_question
 from inference.results.records import Answer, Turn
 from inference.results.served_runs import ServedRun
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import BaseConfig
 
 Result = TypeVar("Result")
 WARM_UP_TOKENS = 16
@@ -38,7 +38,7 @@ class Server:
     """
 
     client: ServerClient
-    base: BaseInfo
+    base: BaseConfig
     template: str
     uses_drafter: bool = True
     session: int | None = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from data.benchmarks import Question
 from data.tokenizer import short_hash
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 from inference.fingerprint import fingerprint
 from inference.vllm.command import installed_vllm, make_launch
 
@@ -181,7 +181,7 @@ class ServedPlan:
             "dtype": self.dtype,
             "engine_args": list(self.engine_args),
             "files": {
-                name: fingerprint(name if name == self.base else drafter_builders.drafter_folder(name))
+                name: fingerprint(name if name == self.base else drafter_specs.drafter_folder(name))
                 for name in sorted({self.base, *files})
             },
             **({"models": list(self.models)} if self.models else {}),

@@ -37,7 +37,7 @@ from inference.results.metrics import MEASURED
 from inference.results.records import Answer, Turn
 from inference.verifier import layers
 from inference.verifier.base import load_base
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.options import SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Typical, make_sampler

@@ -19,7 +19,7 @@ from drafters.ctc.sampled_tree import draw
 from drafters.tree import ROOT
 from inference.verifier.rejection import multi_round_rejection
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
+from inference.verifier.sampling import KeyedSampler, TreeLogits
 from inference.verifier.session import Session
 from tests.inference.verifier import test_eagle_sampling as after_the_prefill
 
@@ -226,7 +226,7 @@ def test_the_sampler_accepts_as_the_enumeration_does():
         sampler.uniform = lambda position, stream=0, numbers=numbers: numbers[position, stream]
         paths = [(), *(tuple(tree.path_tokens(node)) for node in range(len(tree)))]
         logits = torch.stack([world.base[path].log() for path in paths])
-        _, emitted = sampler.accept(tree, sampler.decide(logits, tree, [len(path) for path in paths]).tolist())
+        _, emitted = sampler.accept(tree, sampler.decide(TreeLogits(logits, tree)).tolist())
 
         distributions, node, path = {distribution.parent: distribution for distribution in tree.distributions}, ROOT, ()
         while node is not None:

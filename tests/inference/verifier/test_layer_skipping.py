@@ -11,7 +11,7 @@ import torch
 from drafters import DraftTree, Limits, NoDrafter, RequiredOutputs, SelfSpeculative
 from inference import drafter_specs
 from inference.verifier.base import Base
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import (
     LayerSkippingSession,
     default_skips,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from inference.verifier.attention import causal_tree_mask
 from inference.verifier.cache import make_cache
 from inference.verifier.layers import run_base
-from inference.verifier.runner import causal_tree_mask
 
 KINDS = [(kind, attention) for kind in ("llama", "qwen2", "gpt2") for attention in ("sdpa", "eager")]
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 import drafters
 from drafters import recipe
 from drafters.protocol import Limits
-from inference import compiled
-from inference.compiled.runner import make_runner
-from inference.verifier.draft_session import DraftModelSession
+from inference.budget import Budgeted
+from inference.verifier import compiled
+from inference.verifier.compiled import make_runner
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
@@ -257,7 +258,7 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_
 def compiled_runner(make_base):
     """A runner of compiled steps, whose graphs are traced as one each and then run as they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled.step, "BACKEND", "eager")
+        patch.setattr(compiled, "BACKEND", "eager")
         patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
         yield make_runner(make_base(predictable=True), compile=True)
 
@@ -380,7 +381,7 @@ def test_an_automatic_budget_does_not_change_the_text(session, make_base, script
     base, prompt = make_base(predictable=True), prompt_of(5)
     truth = alone(base, prompt, LENGTH, sampler=sampler)
     writing = session(name, Runner(base), prompt, truth, sampler)
-    writing.budget = scripted_budget(seed=1)
+    writing.drafter = Budgeted(writing.drafter, scripted_budget(seed=1))
     assert writing.run(prompt, LENGTH).tokens == truth
 
 

@@ -8,7 +8,7 @@ import torch
 
 from drafters import Drafter, DraftModel, DraftTree, RequiredOutputs
 from drafters.tree import ROOT, ChildDistribution
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.rejection import multi_round_rejection
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
@@ -196,13 +196,13 @@ def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(b
     assert chi_square(base, drafter, {}) < ONE_IN_A_THOUSAND
 
 
-def decide_afresh(sampler, logits, tree, positions, *_):
-    distributions = sampler.probabilities(logits)
+def decide_afresh(sampler, rows):
+    positions, distributions = rows.positions, sampler.probabilities(rows.logits)
     picks = sampler._draws(distributions, positions)
-    for children in tree.distributions:
+    for children in rows.tree.distributions:
         row = 1 + children.parent
         taken, token, _ = drawn_afresh(
-            distributions[row], children, tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
+            distributions[row], children, rows.tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
         )
         picks[row] = torch.where(taken, token, picks[row])
     return picks[:, None]

@@ -10,11 +10,12 @@ from transformers import SuppressTokensLogitsProcessor
 import drafters
 from drafters import DraftTree
 from drafters.protocol import RequiredOutputs
-from inference.verifier import runner as runner_module
+from inference.verifier import attention
 from inference.verifier import sampling as sampling_module
 from inference.verifier import session as session_module
+from inference.verifier.attention import causal_tree_mask
 from inference.verifier.base import load_base
-from inference.verifier.runner import Runner, causal_tree_mask
+from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session, common_prefix
 from inference.verify import generate_reference
@@ -355,7 +356,7 @@ BROKEN = {
     "row off by one": lambda patch: patch.setattr(sampling_module, "accept", accept_by_the_parents_row),
     "positions without depth": lambda patch: patch.setattr(DraftTree, "depths", property(lambda t: [1] * len(t))),
     "siblings in sight": lambda patch: patch.setattr(
-        runner_module, "_kept_mask", lambda pending, parents, *to: causal_tree_mask(pending + len(parents), (), *to)
+        attention, "_kept_mask", lambda pending, parents, *to: causal_tree_mask(pending + len(parents), (), *to)
     ),
     "no gather": lambda patch: patch.setattr(
         Runner, "commit", lambda r, path, whole=Runner.commit: whole(r, range(len(path)))

@@ -16,7 +16,7 @@ from data import hub
 from data.files import write_checksums
 from data.tokenizer import tokenizer_hash
 from drafters import CTC, checkpoint, recipe
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 from inference.fingerprint import fingerprint
 from inference.results.folders import EvaluationResults
 from inference.results.metrics import summarise
@@ -175,9 +175,9 @@ def test_a_later_commit_does_not_change_what_a_spec_loads(server, folder, base, 
     (folder / "README.md").write_text("---\n---\nanother card")
     main(["push", str(folder), "ada/drafter", "--public", "true"])
     assert server.private == {"ada/drafter": True} and len(server.commits["ada/drafter"]) == 3
-    found = drafter_builders.drafter_folder(drafter_specs.split(spec)[1])
+    found = drafter_specs.drafter_folder(drafter_specs.split(spec)[1])
     assert "another card" not in (found / "README.md").read_text()
-    latest = drafter_builders.drafter_folder("ada/drafter@main")
+    latest = drafter_specs.drafter_folder("ada/drafter@main")
     assert "another card" in (latest / "README.md").read_text()
 
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 import drafters
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.losses import gathered_logits
 from drafters.protocol import Limits
-from inference.drafter_builders import load_learned
-from inference.verifier import layers
-from inference.verifier.layers import PackedLinear, pack_weights
+from inference import drafter_specs
+from inference.verifier import packed as module
 from inference.verifier.options import ModelOptions
+from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 
@@ -29,7 +30,7 @@ BFLOAT16 = pytest.param(
 @pytest.fixture
 def packed(make_base, monkeypatch):
     """A toy base in float32, and the same with all its linear layers packed."""
-    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     plain = make_base(context=512, dtype=torch.float32)
     base = dataclasses.replace(plain, model=copy.deepcopy(plain.model))
     assert pack_weights(base.model) == 15  # seven in each of two layers, and the LM head
@@ -66,7 +67,7 @@ def test_the_packed_copy_is_used_for_a_few_tokens_only(dtype, expected):
 @pytest.mark.parametrize("dtype", [BFLOAT16])
 @pytest.mark.parametrize("alone", [False, True])
 def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype, alone):
-    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     exact = make_base(context=512, dtype=torch.float32).model
     exact.to(dtype).float()  # weights that bfloat16 holds exactly
     model = copy.deepcopy(exact).to(dtype)
@@ -118,12 +119,12 @@ LEARNED = {
 def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, kind, tmp_path):
     plain, base = packed
     torch.manual_seed(0)
-    config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], plain.shape, plain.name, "")
+    config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], plain.shape, plain.name, tokenizer_hash(plain.tokenizer))
     checkpoint.save(tmp_path, config.build(), config)
     tokens = torch.randint(2, 40, (20,), generator=torch.Generator().manual_seed(1))
     trees = []
     for each in packed:
-        drafter = load_learned(str(tmp_path), config, each)
+        drafter = drafter_specs.make(f"{kind.lower()}={tmp_path}", Runner(each))
         hidden, _ = each.hidden_states(tokens[None], drafter.required_outputs.hidden_layers)
         anchors = torch.tensor([5, 11, 19])
         trees.append(drafter.draft_at(hidden[0], tokens, anchors, drafter.base_weights, Limits(8, 12)))
@@ -195,8 +196,8 @@ def test_a_layer_moved_to_bfloat16_needs_no_products_that_the_cpu_lacks(monkeypa
 
 
 def test_model_options_load_packed_weights(make_base, toy_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     make_base(dtype=torch.float32).model.save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
-    assert isinstance(ModelOptions(str(tmp_path), device="cpu", packed=True).load().model.lm_head, PackedLinear)
+    assert isinstance(ModelOptions(str(tmp_path), device="cpu", forward="packed").load().model.lm_head, PackedLinear)
     assert not isinstance(ModelOptions(str(tmp_path), device="cpu").load().model.lm_head, PackedLinear)

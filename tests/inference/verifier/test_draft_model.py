@@ -9,7 +9,7 @@ import torch
 
 from drafters import ANPD, Drafter, DraftModel, DraftTree
 from inference.verifier.base import Base
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session

@@ -79,12 +79,12 @@ class DraftModelSession:
     @torch.inference_mode()
     def _distributions(self, sampler: KeyedSampler, count: int) -> list[Tensor]:
         """The distributions that the last step's first ``count`` tokens were drawn from."""
-        return list(sampler.probabilities(self.session.emitted_logits()[:count]))
+        return list(sampler.probabilities(self.session.last.emitted_logits()[:count]))
 
     @torch.inference_mode()
     def _improbable(self, emitted: list[int], threshold: float) -> list[int]:
         """Indices of the last step's tokens whose probability is below the threshold."""
-        logits = self.session.emitted_logits()
+        logits = self.session.last.emitted_logits()
         tokens = torch.tensor(emitted, device=logits.device)[:, None]
         is_improbable = logits.float().softmax(-1).gather(1, tokens)[:, 0] < threshold
         return [index for index, improbable in enumerate(is_improbable.tolist()) if improbable]

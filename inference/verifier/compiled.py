@@ -1,0 +1,341 @@
+"""Compiled steps: rows and cache are padded to a few fixed shapes, and torch.compile makes one graph of each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from data.tokenizer import first_line
+from drafters.protocol import RequiredOutputs
+from drafters.tree import DraftTree
+from inference.verifier.attention import first_visible
+from inference.verifier.base import Base
+from inference.verifier.cache import BufferCache, CacheKind
+from inference.verifier.check import NOTHING, check_once, difference, rounding_limits
+from inference.verifier.layers import run_base
+from inference.verifier.packed import PackedLinear
+from inference.verifier.runner import ForwardOutput, Runner
+
+BACKEND = "inductor"
+SHORTEST = 512  # positions of the smallest cache; each larger one is twice as long
+NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
+IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
+
+
+def make_runner(base: Base, compile: bool = False, cache: CacheKind = "static") -> Runner:
+    """Make a runner of a base.
+
+    Args:
+        base: The base.
+        compile: Whether decoding steps are compiled.
+        cache: Kind of the KV cache of a runner that is not compiled.
+
+    Raises:
+        ValueError: The runner cannot run this base, or a compiled runner is asked for with a dynamic cache or packed
+            weights.
+    """
+    if not compile:
+        return Runner(base, cache)
+    if any(isinstance(module, PackedLinear) for module in base.model.modules()):
+        raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of the two")
+    if cache != "static":
+        raise ValueError(f"a compiled runner has a static cache, not a {cache} one: leave out cache or compile")
+    return CompiledRunner(base)
+
+
+class CompiledRunner(Runner):
+    """A `Runner` that compiles its steps; long prompts and trees of more than 64 nodes are run as by its parent class.
+
+    The fed tokens are padded to one of `NUM_ROWS` and the cache to one of the lengths of `LengthBuckets`. Each
+    combination that occurs is compiled at its first use, which takes seconds, and once more for each set of hidden
+    layers that drafters require. Its first result is compared with that of the eager forward.
+
+    Args:
+        base: A causal language model as in `Runner`.
+
+    Raises:
+        ValueError: As `Runner`; or the base cannot be compiled as one graph. Where only the hidden states of a drafter
+            cannot, `forward` raises it.
+    """
+
+    def __init__(self, base: Base) -> None:
+        super().__init__(base)
+        self._cache = self.cache = LengthBuckets(self.causal_lm.config.num_hidden_layers)
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}
+        super().forward([0], DraftTree(), NOTHING)  # allocates the cache
+        self.reset()
+        self.forward([0], DraftTree(), NOTHING)
+        self.reset()
+        if base.check:
+            check_once(base.model, (self.state, "compiled"), lambda: self)
+
+    @torch.inference_mode()
+    def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
+        place = bisect_left(NUM_ROWS, len(pending) + len(tree))
+        if place == len(NUM_ROWS):
+            return super().forward(pending, tree, required_outputs)
+        num_rows, layers = NUM_ROWS[place], required_outputs.hidden_layers
+        self._num_pending = len(pending)
+        self.cache.fit(self.cached + num_rows)
+        key = num_rows, self.cache.capacity, layers
+        if key not in self._graphs:
+            return self._first_forward(key, pending, tree)
+        return self._graphs[key](pending, tree, self.cached)
+
+    def _first_forward(
+        self, key: tuple[int, int, tuple[int, ...]], pending: Sequence[int], tree: DraftTree
+    ) -> ForwardOutput:
+        """Compile a step, and compare its first result with that of the eager forward."""
+        expected = self._forward(pending, tree, key[2])
+        self.rollback()
+        name, hint = self.base.name, "leave out --forward compiled or compile=True"
+        try:
+            graph = _Graph(self, key[0], key[2])
+            got = graph(pending, tree, self.cached)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # torch's compilers raise errors of many types
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
+            raise ValueError(
+                f"{name} cannot be compiled ({type(cause).__name__}: {first_line(cause)}): {hint}"
+            ) from error
+        found = difference(got.logits, expected.logits)
+        if got.hidden is not None and expected.hidden is not None:
+            found = float(np.max([found, difference(got.hidden, expected.hidden)]))  # NaN stays NaN
+        if not found <= (limit := rounding_limits(self.base.model, got.logits.dtype)[1]):
+            raise ValueError(
+                f"{name} cannot be compiled: the outputs of a compiled step differ from those of the eager one by "
+                f"{found:.2g} of their spread, rounding by {limit:.2g} at most: {hint}"
+            )
+        self._graphs[key] = graph
+        return got
+
+
+class _Graph:
+    """One compiled step with all that it reads, at fixed addresses.
+
+    Args:
+        runner: The runner, whose cache has the length that the step reads.
+        num_rows: Number of rows R.
+        layers: The F layers whose hidden states are returned.
+    """
+
+    def __init__(self, runner: CompiledRunner, num_rows: int, layers: tuple[int, ...]) -> None:
+        length, device = runner.cache.capacity, runner.device
+        self._inputs = torch.zeros(VISIBLE + num_rows, num_rows, dtype=torch.long, device=device)
+        torch._dynamo.mark_static_address(self._inputs, guard=False)
+        cache = StepCache(runner.cache.views, self._inputs[SLOTS])
+        self._arguments = runner.causal_lm, self._inputs, cache, length, runner.attention.spans, runner.dtype, layers
+        self._run = compile_fixed(run_step, f"step_of_{num_rows}_rows_behind_{length}", device)
+        self._is_captured = device.type == "cuda"
+
+    def __call__(self, pending: Sequence[int], tree: DraftTree, start: int) -> ForwardOutput:
+        self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self._inputs.shape[1])))
+        logits, hidden = self._run(*self._arguments)
+        num_fed, root = len(pending) + len(tree), len(pending) - 1
+        logits, hidden = logits[root:num_fed], hidden if hidden is None else hidden[:num_fed]
+        if self._is_captured:  # the next replay of a CUDA graph overwrites its outputs
+            logits, hidden = logits.clone(), hidden if hidden is None else hidden.clone()
+        return ForwardOutput(logits, hidden)
+
+
+def compile_fixed(function: Callable[..., Any], name: str, device: torch.device) -> Callable[..., Any]:
+    """Compile a function that is always called with tensors of the same shapes, as one graph.
+
+    On a GPU the graph is captured by CUDA graphs.
+
+    Args:
+        function: The function.
+        name: Name of the graph, for torch's logs.
+        device: Device of its tensors.
+    """
+    # torch keeps the graphs of a code object together and compiles at most eight, so each shape has a copy of its own.
+    own: Any = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    captured = BACKEND == "inductor" and device.type == "cuda"
+    options: dict[str, Any] = {"mode": "reduce-overhead"} if captured else {}
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND, **options)
+
+
+# ---- the step as a function of tensors
+
+
+def step_inputs(pending: Sequence[int], tree: DraftTree, start: int, num_rows: int) -> np.ndarray:
+    """Return what a step reads, one array (3 + R, R) for one copy to the device.
+
+    Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees.
+    The rows behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies
+    behind the text.
+
+    Args:
+        pending: P decided tokens that are not cached yet; the last is the root.
+        tree: M nodes below the root.
+        start: Number of cached positions.
+        num_rows: Number of rows R, at least P + M.
+    """
+    num_padded, root = num_rows - len(pending) - len(tree), start + len(pending) - 1
+    inputs = np.empty((VISIBLE + num_rows, num_rows), np.int64)
+    inputs[IDS] = [*pending, *tree.tokens, *[pending[-1]] * num_padded]
+    inputs[POSITIONS] = [*range(start, root + 1), *(root + depth for depth in tree.depths), *[root] * num_padded]
+    inputs[SLOTS] = range(start, start + num_rows)
+    inputs[VISIBLE:] = _visible(len(pending), tuple(tree.parents), num_rows)
+    return inputs
+
+
+@lru_cache(maxsize=256)  # chains and lookahead windows look the same in every step
+def _visible(num_pending: int, parents: tuple[int, ...], num_rows: int) -> np.ndarray:
+    """The fed rows (R, R) that each fed row sees."""
+    num_fed = num_pending + len(parents)
+    visible = np.zeros((num_rows, num_rows), bool)
+    visible[:num_pending] = np.tri(num_pending, num_rows, dtype=bool)
+    visible[num_pending:, :num_pending] = True
+    visible[num_pending:num_fed, num_pending:num_fed] = DraftTree(parents, parents).ancestor_mask()
+    return visible
+
+
+def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the additive attention mask (1, 1, R, C) for each kind of attention in the base.
+
+    Args:
+        inputs: (3 + R, R), see `step_inputs`.
+        length: Number of positions C of the cache.
+        spans: Positions that a window or chunk has, by kind; see `attention_spans`.
+        dtype: Dtype of the masks.
+    """
+    positions, slots, visible = inputs[POSITIONS], inputs[SLOTS], inputs[VISIBLE:].bool()
+    places = torch.arange(length, device=inputs.device)
+    is_visible = places.new_zeros(len(slots), length, dtype=torch.bool).index_copy(1, slots, visible)  # (R, C)
+    is_visible = is_visible | (places < slots[0])
+    key_positions = places.index_copy(0, slots, positions)
+    masks = {}
+    for kind, span in spans.items():
+        is_near = is_visible
+        if span <= length:
+            is_near = is_visible & (key_positions >= first_visible(kind, span, positions)[:, None])
+        masks[kind] = torch.zeros(is_near.shape, dtype=dtype, device=inputs.device).masked_fill(
+            ~is_near, torch.finfo(dtype).min
+        )[None, None]
+    return masks
+
+
+def run_step(
+    model: nn.Module,
+    inputs: Tensor,
+    cache: StepCache,
+    length: int,
+    spans: Mapping[str, int],
+    dtype: torch.dtype,
+    layers: tuple[int, ...],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the base on R rows; the function that is compiled.
+
+    Args:
+        model: The base.
+        inputs: (3 + R, R), see `step_inputs`.
+        cache: Keys and values of C positions; the R rows are written to their slots.
+        length, spans, dtype: As in `step_masks`.
+        layers: The F layers whose hidden states are returned, as in `run_base`.
+
+    Returns:
+        Logits (R, V), and the hidden states (R, F * D) or None without layers.
+    """
+    masks = step_masks(inputs, length, spans, dtype)
+    ids, positions = inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1]
+    logits, states = run_base(model, ids, positions, masks, cache, None, layers)
+    return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None
+
+
+# ---- the cache
+
+
+class LengthBuckets(BufferCache):
+    """A cache of 512, 1024, 2048, ... positions, the smallest that holds the text.
+
+    The keys and values of every layer are a tensor each, at an address that stays the same as long as the cache exists:
+    a text that outgrows its tensors is copied into those of the next length, and the next text begins with the shortest
+    ones again. Everything else is as in `BufferCache`.
+
+    Args:
+        num_layers: Number of decoder layers.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers, SHORTEST)
+        self._by_length: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def fit(self, length: int) -> None:
+        """Make room for ``length`` positions, once the first forward has allocated the cache."""
+        if length > self.capacity:
+            self._grow(length, *self.views[0])
+
+    def reserve(self, length: int) -> None:
+        """Do nothing: steps read all positions of the cache, so it is no longer than the text needs."""
+
+    def clear(self) -> None:
+        """Drop all positions, keep the memory, and return to the smallest length."""
+        super().clear()
+        if self._by_length:
+            self.capacity = min(self._by_length)
+            self.views = self._by_length[self.capacity]
+
+    def keep(self, length: int, moved: list[int]) -> None:
+        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
+        if moved:
+            sources = torch.tensor(moved, device=self.views[0][0].device)
+            for states in (each for pair in self.views for each in pair):
+                states[:, :, length : length + len(moved)] = states.index_select(2, sources)
+        super().keep(length + len(moved), [])
+
+    def _grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        """Go on with tensors of the next sufficient length, which are allocated at the first need."""
+        old, old_capacity = self.views, self.capacity
+        while self.capacity < length:
+            self.capacity *= 2
+        if self.capacity not in self._by_length:
+            self._by_length[self.capacity] = [(self._empty(keys), self._empty(values)) for _ in self.layers]
+        self.views = self._by_length[self.capacity]
+        for pair, old_pair in zip(self.views, old, strict=False):  # there are no old ones at first
+            for states, old_states in zip(pair, old_pair, strict=True):
+                states[:, :, :old_capacity] = old_states
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """A tensor of the current capacity, of zeros: what is masked is multiplied by 0 and must be finite."""
+        empty = like.new_zeros(*like.shape[:2], self.capacity, like.shape[3])
+        torch._dynamo.mark_static_address(empty, guard=False)  # as transformers does; CUDA graphs then read it in place
+        return empty
+
+
+class _StepLayer(DynamicLayer):
+    """One layer of a `StepCache`."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write keys (1, H, R, d) and values (1, H, R, e) to their slots, and return those of all C positions."""
+        self.keys.index_copy_(2, self.slots, key_states)  # type: ignore[union-attr]  # transformers may set None
+        self.values.index_copy_(2, self.slots, value_states)  # type: ignore[union-attr]
+        return self.keys, self.values  # type: ignore[return-value]
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Number of positions before the step, as a tensor: one graph serves all of them."""
+        return self.slots[0]
+
+
+class StepCache(Cache):
+    """What the layers see of a cache inside a compiled step: all C positions, of which R are written.
+
+    Args:
+        views: Keys (1, H, C, d) and values (1, H, C, e) of each layer.
+        slots: (R,) the positions that a step writes.
+    """
+
+    def __init__(self, views: list[tuple[Tensor, Tensor]], slots: Tensor) -> None:
+        super().__init__(layers=[_StepLayer(keys, values, slots) for keys, values in views])

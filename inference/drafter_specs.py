@@ -150,7 +150,7 @@ def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Draf
         if required == RequiredOutputs():
             return build
         needs = "the base's most probable tokens" if required.top_k else "the base's hidden states"
-    hint = ": write joint:runner_up=0" if parts.name == "joint" else ""
+    hint = ": pass joint:runner_up=0" if parts.name == "joint" else ""
     raise ValueError(f"the drafter {spec} reads {needs}, and here are only tokens{hint}")
 
 

@@ -66,7 +66,7 @@ def serving(
     from inference.serve.requests import TextLimits
     from inference.serve.server import GracefulServer
 
-    decoding = DecodingThread(base, drafter, "fixed", max_waiting, Metrics())
+    decoding = DecodingThread(base, drafter, max_waiting, Metrics())
     limits = TextLimits(base, "tokenizer", max_tokens)
     app = make_app(Served(NAME, drafter, limits, timeout, api_key, is_local=True), decoding)
     server = GracefulServer(app, decoding, grace_seconds)

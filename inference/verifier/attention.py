@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from drafters.tree import DraftTree
 
@@ -19,24 +20,18 @@ MAX_PENDING_OF_KEPT_MASKS = 8  # steps feed few pending tokens, a prefill feeds 
 
 
 class TreeAttention:
-    """Builds the masks of forwards over [pending tokens | draft tree] for one base.
-
-    Args:
-        model: A causal language model of transformers.
-
-    Attributes:
-        spans: Number of positions of a window or chunk, for each kind of attention in the base.
-    """
+    """Builds the masks of forwards over [pending tokens | draft tree] for one causal language model."""
 
     def __init__(self, model: Any) -> None:
         config = model.config
         self.device, self.dtype = model.device, model.dtype
-        self.spans = attention_spans(config)
+        self.spans = attention_spans(config)  # positions of a window or chunk, for each kind of attention
         # sdpa reads a missing mask as causal attention, eager as no mask at all.
         self._is_causal_without_mask = config._attn_implementation != "eager"
         self._end, self._border = config.max_position_embeddings, longrope_border(config)
         # Phi-3's `generate` computes the whole text again at the border, others only what they have not cached.
-        self._recomputes = _prepares_inputs_itself(model)
+        own_inputs = type(model).prepare_inputs_for_generation
+        self._recomputes = own_inputs is not GenerationMixin.prepare_inputs_for_generation
 
     def masks(
         self, num_pending: int, tree: DraftTree, start: int, positions: Tensor, end: int, is_empty: bool = True
@@ -80,8 +75,6 @@ class TreeAttention:
             for kind, span in self.spans.items()
         }
 
-    # ---- longrope scaling
-
     def end_of_positions(self, length: int) -> int:
         """Where the positions of the draft tree behind a text of this length must end: with the context.
 
@@ -93,10 +86,7 @@ class TreeAttention:
     def is_stale(self, length: int, cached: int, num_short: int) -> bool:
         """Whether `generate` would have computed the cache behind a text of this length with other longrope factors.
 
-        Args:
-            length: Number of tokens of the text.
-            cached: Number of cached positions.
-            num_short: Number of them that were computed before the border, with the short factors.
+        Of the cached positions, ``num_short`` were computed before the border, with the short factors.
         """
         if self._border is None:
             return False
@@ -116,17 +106,16 @@ def first_visible(kind: str, span: int, positions: Tensor) -> Tensor:
     return positions - span + 1 if kind == "sliding_attention" else torch.zeros_like(positions)
 
 
-def causal_tree_mask(num_pending: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Build the additive attention mask (P + M, P + M) over the pending tokens and the draft tree.
-
-    Args:
-        num_pending: Number of pending tokens P.
-        parents: Parent of each of the M nodes.
-        dtype: Dtype of the mask.
-        device: Device of the mask.
-    """
+def visible_rows(num_pending: int, parents: tuple[int, ...]) -> np.ndarray:
+    """The fed rows (P + M, P + M) that each of P pending tokens and M nodes with these parents sees."""
     is_visible = np.tri(num_pending + len(parents), dtype=bool)
     is_visible[num_pending:, num_pending:] = DraftTree(parents, parents).ancestor_mask()
+    return is_visible
+
+
+def causal_tree_mask(num_pending: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Build the additive attention mask (P + M, P + M) over P pending tokens and M nodes with these parents."""
+    is_visible = visible_rows(num_pending, parents)
     mask = torch.zeros(is_visible.shape, dtype=dtype)
     mask[torch.from_numpy(~is_visible)] = torch.finfo(dtype).min
     return mask.to(device)
@@ -164,10 +153,9 @@ def attention_spans(config: PretrainedConfig) -> dict[str, int]:
 
 
 def longrope_border(config: PretrainedConfig) -> int | None:
-    """Return the position at which a base with longrope scaling changes the angles of all its positions, if it has one.
+    """Return the position from which a base with longrope scaling, if it has any, uses its long factors.
 
-    A forward that feeds this position or a later one computes all its tokens with the long factors, any other forward
-    with the short ones.
+    A forward that feeds this position or a later one computes all its tokens with them, any other with the short ones.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind = [each for each in rope.values() if isinstance(each, dict)]  # some bases have parameters for each kind
@@ -175,9 +163,3 @@ def longrope_border(config: PretrainedConfig) -> int | None:
     scalings = [each for each in (rope, *by_kind) if each.get("rope_type") == "longrope"]
     borders = [each.get("original_max_position_embeddings", default) for each in scalings]
     return min((border for border in borders if border is not None), default=None)
-
-
-def _prepares_inputs_itself(model: Any) -> bool:
-    from transformers import GenerationMixin
-
-    return type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation

@@ -45,40 +45,26 @@ class BufferCache(Cache):
     The width d is that of the keys or of the values, whichever is larger; the others leave the rest of it unused. A
     step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
     layers by one copy. `clear` keeps the memory. A text that outgrows the buffer gets one of 1.5 times its length.
-
-    Args:
-        num_layers: Number of decoder layers L.
-        capacity: Initial number of positions C.
     """
 
     def __init__(self, num_layers: int, capacity: int = 512) -> None:
         self._buffer_layers = [_BufferLayer(self, index) for index in range(num_layers)]
         super().__init__(layers=list(self._buffer_layers))
-        self.capacity = capacity
+        self.capacity = capacity  # number of positions C
         self.buffer: Tensor | None = None
         self.views: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, of all C positions
         self._positions: tuple[int, int, Tensor] | None = None
 
-    @property
-    def allocated(self) -> Tensor:
-        """The buffer, once the first forward has allocated it."""
-        assert self.buffer is not None, "nothing was cached yet"
-        return self.buffer
-
     def layer_buffers(self, layer: int, length: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of a layer's keys (1, H, C, d) and values (1, H, C, e), with C at least ``length``.
 
-        Args:
-            layer: Index of the layer.
-            length: Number of positions needed.
-            keys: New key states (1, H, q, d); a new buffer takes their sizes, dtype and device.
-            values: New value states (1, H, q, e).
+        A new buffer takes its sizes, dtype and device from the new key states (1, H, q, d) and values (1, H, q, e).
 
         Raises:
             ValueError: The layer's keys and values have other sizes than those of the first layer.
         """
         if not self.views or length > self.capacity:
-            self._grow(length, keys, values)
+            self.grow(length, keys, values)
         views = self.views[layer]
         if any(new.shape[1::2] != view.shape[1::2] for new, view in zip((keys, values), views, strict=True)):
             raise ValueError(
@@ -93,9 +79,9 @@ class BufferCache(Cache):
             self._positions = start, end, torch.arange(start, end, device=self.views[0][0].device)
         return self._positions[2]
 
-    def _grow(self, length: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate a larger buffer for ``length`` positions and copy the old one into it."""
-        self.capacity = max(self.capacity, length + length // 2)
+    def grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        """Allocate a buffer for ``length`` positions, half as long again if it grows, and copy the old one into it."""
+        self.capacity = self.capacity if length <= self.capacity else length + length // 2
         _, num_heads, _, key_dim = keys.shape
         value_dim, num_layers = values.shape[-1], len(self._buffer_layers)
         grown = keys.new_empty(2, num_layers, 1, num_heads, self.capacity, max(key_dim, value_dim))
@@ -112,9 +98,10 @@ class BufferCache(Cache):
     def keep(self, length: int, moved: list[int]) -> None:
         """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
         if moved:
-            buffer, end = self.allocated, length + len(moved)
-            buffer[..., length:end, :] = buffer[..., torch.tensor(moved, device=buffer.device), :]
-            length = end
+            assert self.buffer is not None, "nothing was cached yet"
+            start, length = length, length + len(moved)
+            moved_index = torch.tensor(moved, device=self.buffer.device)
+            self.buffer[..., start:length, :] = self.buffer[..., moved_index, :]
         for layer in self._buffer_layers:
             layer.length = length
 
@@ -155,14 +142,10 @@ class GatheredCache(DynamicCache):
 
 
 def make_cache(kind: CacheKind, config: PretrainedConfig) -> BufferCache | GatheredCache:
-    """Create an empty cache that keeps the keys and values of all positions in all layers.
-
-    Args:
-        kind: ``static`` is one preallocated buffer, ``dynamic`` transformers' own cache.
-        config: Configuration of the base.
+    """Create an empty cache that keeps the keys and values of all positions in all layers of a base.
 
     Raises:
-        ValueError: ``kind`` is neither.
+        ValueError: ``kind`` is neither ``static``, one preallocated buffer, nor ``dynamic``, transformers' own cache.
     """
     if kind == "static":
         return BufferCache(config.num_hidden_layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -16,10 +15,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from data.tokenizer import first_line
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
-from inference.verifier.attention import first_visible
+from inference.verifier.attention import first_visible, visible_rows
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache, CacheKind
-from inference.verifier.check import NOTHING, check_once, difference, rounding_limits
+from inference.verifier.check import NOTHING, difference, rounding_limits
 from inference.verifier.layers import run_base
 from inference.verifier.packed import PackedLinear
 from inference.verifier.runner import ForwardOutput, Runner
@@ -31,12 +30,7 @@ IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last
 
 
 def make_runner(base: Base, compile: bool = False, cache: CacheKind = "static") -> Runner:
-    """Make a runner of a base.
-
-    Args:
-        base: The base.
-        compile: Whether decoding steps are compiled.
-        cache: Kind of the KV cache of a runner that is not compiled.
+    """Make a runner of a base, whose decoding steps may be compiled.
 
     Raises:
         ValueError: The runner cannot run this base, or a compiled runner is asked for with a dynamic cache or packed
@@ -54,12 +48,9 @@ def make_runner(base: Base, compile: bool = False, cache: CacheKind = "static") 
 class CompiledRunner(Runner):
     """A `Runner` that compiles its steps; long prompts and trees of more than 64 nodes are run as by its parent class.
 
-    The fed tokens are padded to one of `NUM_ROWS` and the cache to one of the lengths of `LengthBuckets`. Each
-    combination that occurs is compiled at its first use, which takes seconds, and once more for each set of hidden
-    layers that drafters require. Its first result is compared with that of the eager forward.
-
-    Args:
-        base: A causal language model as in `Runner`.
+    The fed tokens are padded to one of `NUM_ROWS` and the cache to 512, 1024, ... positions. Each combination that
+    occurs is compiled at its first use, which takes seconds, and once more for each set of hidden layers that drafters
+    require. Its first result is compared with that of the eager forward.
 
     Raises:
         ValueError: As `Runner`; or the base cannot be compiled as one graph. Where only the hidden states of a drafter
@@ -68,14 +59,12 @@ class CompiledRunner(Runner):
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._cache = self.cache = LengthBuckets(self.causal_lm.config.num_hidden_layers)
-        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}
+        self._cache = self.cache = FixedCache(self.causal_lm.config.num_hidden_layers, SHORTEST)
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
         super().forward([0], DraftTree(), NOTHING)  # allocates the cache
         self.reset()
         self.forward([0], DraftTree(), NOTHING)
         self.reset()
-        if base.check:
-            check_once(base.model, (self.state, "compiled"), lambda: self)
 
     @torch.inference_mode()
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
@@ -84,9 +73,12 @@ class CompiledRunner(Runner):
             return super().forward(pending, tree, required_outputs)
         num_rows, layers = NUM_ROWS[place], required_outputs.hidden_layers
         self._num_pending = len(pending)
-        self.cache.fit(self.cached + num_rows)
+        if self.cached + num_rows > self.cache.capacity:
+            self.cache.grow(self.cached + num_rows, *self.cache.views[0])
         key = num_rows, self.cache.capacity, layers
         if key not in self._graphs:
+            # The graphs of a smaller cache are of no more use, and would keep its memory.
+            self._graphs = {other: graph for other, graph in self._graphs.items() if other[1] == key[1]}
             return self._first_forward(key, pending, tree)
         return self._graphs[key](pending, tree, self.cached)
 
@@ -96,7 +88,7 @@ class CompiledRunner(Runner):
         """Compile a step, and compare its first result with that of the eager forward."""
         expected = self._forward(pending, tree, key[2])
         self.rollback()
-        name, hint = self.base.name, "leave out --forward compiled or compile=True"
+        refusal, hint = f"{self.base.name} cannot be compiled", "leave out --forward compiled or compile=True"
         try:
             graph = _Graph(self, key[0], key[2])
             got = graph(pending, tree, self.cached)
@@ -104,29 +96,21 @@ class CompiledRunner(Runner):
             raise
         except Exception as error:  # torch's compilers raise errors of many types
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
-            raise ValueError(
-                f"{name} cannot be compiled ({type(cause).__name__}: {first_line(cause)}): {hint}"
-            ) from error
+            raise ValueError(f"{refusal} ({type(cause).__name__}: {first_line(cause)}): {hint}") from error
         found = difference(got.logits, expected.logits)
         if got.hidden is not None and expected.hidden is not None:
             found = float(np.max([found, difference(got.hidden, expected.hidden)]))  # NaN stays NaN
         if not found <= (limit := rounding_limits(self.base.model, got.logits.dtype)[1]):
             raise ValueError(
-                f"{name} cannot be compiled: the outputs of a compiled step differ from those of the eager one by "
-                f"{found:.2g} of their spread, rounding by {limit:.2g} at most: {hint}"
+                f"{refusal}: the outputs of a compiled step differ from those of the eager one by {found:.2g} of their "
+                f"spread, rounding by {limit:.2g} at most: {hint}"
             )
         self._graphs[key] = graph
         return got
 
 
 class _Graph:
-    """One compiled step with all that it reads, at fixed addresses.
-
-    Args:
-        runner: The runner, whose cache has the length that the step reads.
-        num_rows: Number of rows R.
-        layers: The F layers whose hidden states are returned.
-    """
+    """One compiled step of R rows with all that it reads, at fixed addresses."""
 
     def __init__(self, runner: CompiledRunner, num_rows: int, layers: tuple[int, ...]) -> None:
         length, device = runner.cache.capacity, runner.device
@@ -148,14 +132,9 @@ class _Graph:
 
 
 def compile_fixed(function: Callable[..., Any], name: str, device: torch.device) -> Callable[..., Any]:
-    """Compile a function that is always called with tensors of the same shapes, as one graph.
+    """Compile a function that is always called with tensors of the same shapes, as one graph with this name.
 
     On a GPU the graph is captured by CUDA graphs.
-
-    Args:
-        function: The function.
-        name: Name of the graph, for torch's logs.
-        device: Device of its tensors.
     """
     # torch keeps the graphs of a code object together and compiles at most eight, so each shape has a copy of its own.
     own: Any = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
@@ -168,36 +147,21 @@ def compile_fixed(function: Callable[..., Any], name: str, device: torch.device)
 
 
 def step_inputs(pending: Sequence[int], tree: DraftTree, start: int, num_rows: int) -> np.ndarray:
-    """Return what a step reads, one array (3 + R, R) for one copy to the device.
+    """Return what a step of R rows behind ``start`` positions reads, one array (3 + R, R) for one copy to the device.
 
     Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees.
     The rows behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies
     behind the text.
-
-    Args:
-        pending: P decided tokens that are not cached yet; the last is the root.
-        tree: M nodes below the root.
-        start: Number of cached positions.
-        num_rows: Number of rows R, at least P + M.
     """
-    num_padded, root = num_rows - len(pending) - len(tree), start + len(pending) - 1
-    inputs = np.empty((VISIBLE + num_rows, num_rows), np.int64)
+    num_fed, root = len(pending) + len(tree), start + len(pending) - 1
+    num_padded = num_rows - num_fed
+    inputs = np.zeros((VISIBLE + num_rows, num_rows), np.int64)
     inputs[IDS] = [*pending, *tree.tokens, *[pending[-1]] * num_padded]
     inputs[POSITIONS] = [*range(start, root + 1), *(root + depth for depth in tree.depths), *[root] * num_padded]
     inputs[SLOTS] = range(start, start + num_rows)
-    inputs[VISIBLE:] = _visible(len(pending), tuple(tree.parents), num_rows)
+    inputs[VISIBLE : VISIBLE + num_fed, :num_fed] = visible_rows(len(pending), tuple(tree.parents))
+    inputs[VISIBLE + num_fed :, : len(pending)] = True
     return inputs
-
-
-@lru_cache(maxsize=256)  # chains and lookahead windows look the same in every step
-def _visible(num_pending: int, parents: tuple[int, ...], num_rows: int) -> np.ndarray:
-    """The fed rows (R, R) that each fed row sees."""
-    num_fed = num_pending + len(parents)
-    visible = np.zeros((num_rows, num_rows), bool)
-    visible[:num_pending] = np.tri(num_pending, num_rows, dtype=bool)
-    visible[num_pending:, :num_pending] = True
-    visible[num_pending:num_fed, num_pending:num_fed] = DraftTree(parents, parents).ancestor_mask()
-    return visible
 
 
 def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -234,14 +198,7 @@ def run_step(
     dtype: torch.dtype,
     layers: tuple[int, ...],
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the base on R rows; the function that is compiled.
-
-    Args:
-        model: The base.
-        inputs: (3 + R, R), see `step_inputs`.
-        cache: Keys and values of C positions; the R rows are written to their slots.
-        length, spans, dtype: As in `step_masks`.
-        layers: The F layers whose hidden states are returned, as in `run_base`.
+    """Run the base on R rows; the function that is compiled. The arguments are those of `step_masks` and `run_base`.
 
     Returns:
         Logits (R, V), and the hidden states (R, F * D) or None without layers.
@@ -255,61 +212,21 @@ def run_step(
 # ---- the cache
 
 
-class LengthBuckets(BufferCache):
-    """A cache of 512, 1024, 2048, ... positions, the smallest that holds the text.
-
-    The keys and values of every layer are a tensor each, at an address that stays the same as long as the cache exists:
-    a text that outgrows its tensors is copied into those of the next length, and the next text begins with the shortest
-    ones again. Everything else is as in `BufferCache`.
-
-    Args:
-        num_layers: Number of decoder layers.
-    """
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers, SHORTEST)
-        self._by_length: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def fit(self, length: int) -> None:
-        """Make room for ``length`` positions, once the first forward has allocated the cache."""
-        if length > self.capacity:
-            self._grow(length, *self.views[0])
+class FixedCache(BufferCache):
+    """A `BufferCache` of 512, 1024, 2048, ... positions, whose tensors stay at their addresses until it grows."""
 
     def reserve(self, length: int) -> None:
-        """Do nothing: steps read all positions of the cache, so it is no longer than the text needs."""
+        """Do nothing: steps read all positions of the cache, so it is no longer than the texts need."""
 
-    def clear(self) -> None:
-        """Drop all positions, keep the memory, and return to the smallest length."""
-        super().clear()
-        if self._by_length:
-            self.capacity = min(self._by_length)
-            self.views = self._by_length[self.capacity]
-
-    def keep(self, length: int, moved: list[int]) -> None:
-        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
-        if moved:
-            sources = torch.tensor(moved, device=self.views[0][0].device)
-            for states in (each for pair in self.views for each in pair):
-                states[:, :, length : length + len(moved)] = states.index_select(2, sources)
-        super().keep(length + len(moved), [])
-
-    def _grow(self, length: int, keys: Tensor, values: Tensor) -> None:
-        """Go on with tensors of the next sufficient length, which are allocated at the first need."""
-        old, old_capacity = self.views, self.capacity
+    def grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        kept = self.capacity if self.views else 0
         while self.capacity < length:
             self.capacity *= 2
-        if self.capacity not in self._by_length:
-            self._by_length[self.capacity] = [(self._empty(keys), self._empty(values)) for _ in self.layers]
-        self.views = self._by_length[self.capacity]
-        for pair, old_pair in zip(self.views, old, strict=False):  # there are no old ones at first
-            for states, old_states in zip(pair, old_pair, strict=True):
-                states[:, :, :old_capacity] = old_states
-
-    def _empty(self, like: Tensor) -> Tensor:
-        """A tensor of the current capacity, of zeros: what is masked is multiplied by 0 and must be finite."""
-        empty = like.new_zeros(*like.shape[:2], self.capacity, like.shape[3])
-        torch._dynamo.mark_static_address(empty, guard=False)  # as transformers does; CUDA graphs then read it in place
-        return empty
+        super().grow(length, keys, values)
+        assert self.buffer is not None
+        self.buffer[..., kept:, :] = 0  # what is masked is multiplied by 0 and must be finite
+        for states in (each for pair in self.views for each in pair):
+            torch._dynamo.mark_static_address(states, guard=False)  # as transformers does, for CUDA graphs
 
 
 class _StepLayer(DynamicLayer):
@@ -330,12 +247,7 @@ class _StepLayer(DynamicLayer):
 
 
 class StepCache(Cache):
-    """What the layers see of a cache inside a compiled step: all C positions, of which R are written.
-
-    Args:
-        views: Keys (1, H, C, d) and values (1, H, C, e) of each layer.
-        slots: (R,) the positions that a step writes.
-    """
+    """What a compiled step sees of a cache: all positions of each layer, of which it writes those of ``slots`` (R,)."""
 
     def __init__(self, views: list[tuple[Tensor, Tensor]], slots: Tensor) -> None:
         super().__init__(layers=[_StepLayer(keys, values, slots) for keys, values in views])

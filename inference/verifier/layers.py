@@ -85,9 +85,8 @@ def run_base(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Run the base on new tokens behind a cache.
 
-    The layers of `PLAIN_MODEL_TYPES` are called directly, which makes the forward of a small base a tenth faster and
-    keeps only the requested states. Other models run through their own forward, so that whatever they do around the
-    layers (scaling, soft-capping, a transform before the LM head) is done.
+    Models outside `PLAIN_MODEL_TYPES` run through their own forward, so that whatever they do around the layers
+    (scaling, soft-capping, a transform before the LM head) is done.
 
     Args:
         model: The base.
@@ -108,22 +107,8 @@ def run_base(
         states = compute_hidden_states(base.base_model, input_ids, position_ids, masks, cache, layers)
         return base.get_output_embeddings()(states[-1][0, last]), states
     keep = {"logits_to_keep": num_logits} if num_logits and takes_argument(base.__class__, "logits_to_keep") else {}
-    outputs = base(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        attention_mask=_mask_argument(masks),
-        use_cache=True,
-        output_hidden_states=bool(layers),
-        return_dict=True,
-        **cache_argument(base, cache),
-        **keep,
-    )
+    outputs = _own_forward(base, input_ids, position_ids, masks, cache, bool(layers), **keep)
     return outputs.logits[0, last], {layer: outputs.hidden_states[layer] for layer in layers}
-
-
-def _mask_argument(masks: Mapping[str, Tensor | None]) -> Any:
-    """Return masks as transformers takes them: one tensor, or a dictionary if there are several kinds of layers."""
-    return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
 def compute_hidden_states(
@@ -134,29 +119,16 @@ def compute_hidden_states(
     cache: Cache,
     layers: Collection[int] = (),
 ) -> dict[int, Tensor]:
-    """Run the layers of a base and return hidden states by layer.
+    """Run a base without its LM head and return hidden states by layer, and under -1 the last one after the final norm.
 
-    The layers of `PLAIN_MODEL_TYPES` are called one after the other, which keeps only the requested states.
-
-    Args:
-        model: The base without its LM head.
-        input_ids, position_ids, masks, cache, layers: As in `run_base`.
-
-    Returns:
-        States (1, S, D) of the requested layers, and under -1 the last state after the final norm.
+    The layers of `PLAIN_MODEL_TYPES` are called directly, which makes the forward of a small base a tenth faster and
+    keeps only the requested states. Arguments and states are as in `run_base`.
     """
     decoder: Any = model  # as above
     if decoder.config.model_type not in PLAIN_MODEL_TYPES:
-        outputs = decoder(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=_mask_argument(masks),
-            use_cache=True,
-            output_hidden_states=any(layer != -1 for layer in layers),
-            **cache_argument(decoder, cache),
-        )
-        states = {layer: outputs.hidden_states[layer] for layer in layers if layer != -1}
-        return {**states, -1: outputs.last_hidden_state}
+        inner = [layer for layer in layers if layer != -1]
+        outputs = _own_forward(decoder, input_ids, position_ids, masks, cache, bool(inner))
+        return {**{layer: outputs.hidden_states[layer] for layer in inner}, -1: outputs.last_hidden_state}
     state = decoder.embed_tokens(input_ids)
     rotary = decoder.rotary_emb(state, position_ids=position_ids)
     states = {0: state} if 0 in layers else {}
@@ -179,3 +151,25 @@ def compute_hidden_states(
     if len(decoder_layers) in layers:  # in transformers, the last layer's output is the state after the norm
         states[len(decoder_layers)] = last_hidden
     return {**states, -1: last_hidden}
+
+
+def _own_forward(
+    model: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    masks: Mapping[str, Tensor | None],
+    cache: Cache,
+    with_states: bool,
+    **keep: int,
+) -> Any:
+    """Run a model by its own forward, which takes one mask, or a dictionary if there are several kinds of layers."""
+    return model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+        use_cache=True,
+        output_hidden_states=with_states,
+        return_dict=True,
+        **cache_argument(model, cache),
+        **keep,
+    )

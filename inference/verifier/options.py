@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
-from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler, make_sampler
+from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -71,7 +71,14 @@ class SamplingOptions:
 
     def sampler(self, processors: Sequence[LogitsProcessor] = ()) -> Greedy | KeyedSampler:
         """The sampler with these options, behind logits processors; raises ValueError if a value is out of range."""
-        return make_sampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+        if self.temperature:
+            return KeyedSampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+        if self.top_k or self.top_p != 1:
+            option = f"top_k {self.top_k}" if self.top_k else f"top_p {self.top_p}"
+            raise ValueError(
+                f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0"
+            )
+        return Greedy(processors)
 
 
 GREEDY = SamplingOptions()

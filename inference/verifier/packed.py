@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# Numbers of tokens for which packed weights are faster: one token in float32 is a matrix-vector product, and with many
+# tokens the cost of packing is small.
 PACKED_ROWS = {torch.float32: range(2, 257), torch.bfloat16: range(1, 257)}
-"""Numbers of tokens for which packed weights are faster, by dtype: one token in float32 is a matrix-vector product, and
-many tokens make the cost of packing small."""
-
-MIN_PACKED_ELEMENTS = 2**20
-"""Layers with fewer weights stay in the processor's cache, where packing costs little."""
+MIN_PACKED_ELEMENTS = 2**20  # layers with fewer weights stay in the processor's cache, where packing costs little
 
 
 def _has_packed_products(dtype: torch.dtype) -> bool:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
-from inference.verifier.acceptance import accept, accept_deepest
+from inference.verifier.acceptance import accept, accept_deepest, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
-from inference.verifier.rejection import multi_round_rejection
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -54,29 +53,19 @@ class Sampler(Protocol):
     A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
     logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
     follows it down the tree on the host.
-
-    Args:
-        lossless: Whether the text follows the base's own distribution.
-        seed: Seed of the request; the seeds of its drafts are derived from it (`derived_seed`).
     """
 
     @property
-    def lossless(self) -> bool: ...
-
-    @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Seed of the request; the seeds of its drafts are derived from it (`derived_seed`)."""
+        ...
 
     def decide(self, rows: TreeLogits) -> Tensor:
-        """Device part: compute the decisions.
-
-        Returns:
-            (1 + M, C) integers, on the device of the logits or already on the host; what the C columns hold is between
-            `decide` and `accept`.
-        """
+        """Return what `accept` needs, (1 + M, C) integers, on the device of the logits or already on the host."""
         ...
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Host part: return the accepted nodes from the root down, and the emitted tokens."""
+        """Return the accepted nodes from the root down, and the emitted tokens."""
         ...
 
 
@@ -95,15 +84,12 @@ def derived_seed(*keys: int) -> int:
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal.
-
-    On a CPU, numpy is up to forty times faster than torch.
-    """
+    """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    return torch.from_numpy(logits.numpy().argmax(-1))
+    return torch.from_numpy(logits.numpy().argmax(-1))  # up to forty times faster than torch
 
 
 def draw_tokens(distributions: Tensor, numbers: Sequence[float]) -> Tensor:
@@ -121,7 +107,6 @@ class _PickPerNode:
         processors: Logits processors that change the base's logits before a token is picked.
     """
 
-    lossless = True
     seed = 0
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
@@ -149,11 +134,7 @@ class _PickPerNode:
 
 
 class Greedy(_PickPerNode):
-    """Picks the most probable token, the first one if several are equally probable.
-
-    Args:
-        processors: Logits processors that change the base's logits before a token is picked.
-    """
+    """Picks the most probable token, the first one if several are equally probable."""
 
     @property
     def decides_argmaxes(self) -> bool:
@@ -176,8 +157,7 @@ class KeyedSampler(_PickPerNode):
     multi-round rejection: the text is another one, from the same distribution.
 
     Args:
-        temperature: Sampling temperature, above 0. Values below `LOWEST_TEMPERATURE` count as this one;
-            `SamplingOptions`, which `eval`, `generate` and the server use, decodes greedily there.
+        temperature: Sampling temperature, above 0; values below `LOWEST_TEMPERATURE` count as this one.
         top_k: Sample from the k most probable tokens only; 0 keeps all.
         top_p: Sample from the smallest set of tokens that together have this probability; 1 keeps all.
         seed: Key of the draws.
@@ -219,10 +199,7 @@ class KeyedSampler(_PickPerNode):
         return sampler
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distributions (N, V) that tokens are drawn from, given logits (N, V).
-
-        Not for processors that read the text.
-        """
+        """Return the distributions (N, V) that tokens are drawn from; not for processors that read the text."""
         return self._processors.at_all_rows(logits).double().softmax(-1)
 
     def pick(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
@@ -246,7 +223,7 @@ class KeyedSampler(_PickPerNode):
             distribution = scores(node).double().softmax(-1)
             if node in drawn_children:
                 accepted, accepted_token, residual = multi_round_rejection(
-                    distribution[0], drawn_children[node], tree, self._round_numbers(position)
+                    distribution[0], drawn_children[node], tree, lambda index: self.uniform(position, 1 + index)
                 )
                 if (token := int(torch.where(accepted, accepted_token, -1))) >= 0:
                     return token
@@ -255,59 +232,22 @@ class KeyedSampler(_PickPerNode):
 
         return self._decide_along_path(rows, pick)
 
-    def _round_numbers(self, position: int) -> Callable[[int], float]:
-        """The random numbers of the rounds of rejection at a position, by the index of the round."""
-        return lambda index: self.uniform(position, 1 + index)
-
     def _draws(self, distributions: Tensor, positions: Sequence[int]) -> Tensor:
         numbers = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # one per depth
         return draw_tokens(distributions, [numbers[position] for position in positions])
 
     def uniform(self, position: int, stream: int = 0) -> float:
-        """Return a random number in [0, 1).
-
-        Args:
-            position: Position of the token to be decided.
-            stream: 0 for the draw at this position, j for the j-th round of rejection there.
-        """
+        """Return a random number in [0, 1), for the draw at a position or, with j > 0, its j-th round of rejection."""
         return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
-
-
-def make_sampler(
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    processors: Sequence[LogitsProcessor] = (),
-) -> Greedy | KeyedSampler:
-    """Create the sampler for these options: greedy at temperature 0, else draws keyed by seed and position.
-
-    Args:
-        temperature, top_k, top_p, seed, processors: As in `KeyedSampler`.
-
-    Raises:
-        ValueError: A value is out of its range, or top_k or top_p is given with temperature 0.
-    """
-    if not temperature and (top_k or top_p != 1):
-        option = f"top_k {top_k}" if top_k else f"top_p {top_p}"
-        raise ValueError(f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
-    return KeyedSampler(temperature, top_k, top_p, seed, processors) if temperature else Greedy(processors)
 
 
 class Typical(KeyedSampler):
     """Typical acceptance (Medusa, section 2.3.1), a lossy rule kept for comparison.
 
-    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)). The longest
-    acceptable path is accepted, and the token after it drawn from the base. The text does not follow the base's
-    distribution.
-
-    Args:
-        threshold: Upper limit of the bound; Medusa's delta.
-        alpha: Factor of the bound that depends on the entropy; Medusa's epsilon.
-        temperature, top_k, top_p, seed: As in `KeyedSampler`.
+    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)), where Medusa
+    calls them delta and epsilon. The longest acceptable path is accepted, and the token after it drawn from the base.
+    The text does not follow the base's distribution.
     """
-
-    lossless = False
 
     def __init__(
         self,

@@ -61,24 +61,7 @@ class StepCost:
 
 
 class StepRecord:
-    """Measures a step while it runs; `phase_done` is called after each of `PHASES`.
-
-    Args:
-        drafter: Its draft forwards are counted.
-
-    Attributes:
-        num_pending: Decided tokens that were fed.
-        tree: The draft tree as it was fed.
-        path: Its nodes that were accepted and emitted.
-        emitted: The emitted tokens.
-        logits: (1 + M, V) the base's logits after the root and after each of the M nodes.
-    """
-
-    num_pending: int
-    tree: DraftTree
-    path: list[int]
-    emitted: list[int]
-    logits: Tensor
+    """Measures a step while it runs: `phase_done` is called after each of `PHASES`, then `complete`."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter, self._forwards_before = drafter, drafter.draft_forwards
@@ -87,14 +70,15 @@ class StepRecord:
     def phase_done(self) -> None:
         self._marks.append(time.perf_counter())
 
-    def cost(self) -> StepCost:
-        """The cost of the step, once it has ended."""
-        return StepCost(
-            emitted=len(self.emitted),
+    def complete(self, num_pending: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> None:
+        """Keep what the step fed, the base's logits (1 + M, V), the accepted nodes and the emitted tokens."""
+        self.tree, self.logits, self.path, self.emitted = tree, logits, path[: len(emitted)], emitted
+        self.cost = StepCost(
+            emitted=len(emitted),
             accepted=len(self.path),
-            fed_pending=self.num_pending,
-            fed_candidates=self.tree.num_candidates,
-            fed_scratch=self.tree.num_scratch,
+            fed_pending=num_pending,
+            fed_candidates=tree.num_candidates,
+            fed_scratch=tree.num_scratch,
             draft_forwards=self._drafter.draft_forwards - self._forwards_before,
             seconds=tuple(after - before for before, after in pairwise(self._marks)),
         )
@@ -123,16 +107,13 @@ class Session:
     """Decodes one text at a time with one base and one drafter.
 
     `run` and `decode` write the continuation of a prompt. Callers that need more control call `begin` or `resume`,
-    then iterate over `steps`.
+    then iterate over `steps`. The record of the last step is in ``last``.
 
     Args:
         runner: The base and its KV cache.
         drafter: Proposes the draft trees.
         sampler: Picks the base's tokens; greedy decoding if not given.
         max_nodes: Maximum number of draft tokens fed per step.
-
-    Attributes:
-        last: What the last step fed, accepted and emitted.
     """
 
     last: StepRecord
@@ -140,40 +121,6 @@ class Session:
     def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024) -> None:
         self.runner, self.drafter, self.sampler, self.max_nodes = runner, drafter, sampler or Greedy(), max_nodes
         self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache
-
-    # ---- the text
-
-    def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
-        """Start a new text with an empty cache that has room for at least ``reserve`` positions."""
-        self.runner.reset(reserve)
-        self.seq = list(prompt)
-        self.drafter.begin(self.seq)
-
-    def prefill(self, num_tokens: int) -> None:
-        """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
-        if num_tokens:
-            self.runner.forward(self.seq[:num_tokens], DraftTree(), RequiredOutputs())
-            self.runner.commit([])
-
-    def resume(self, seq: Sequence[int], num_shared: int) -> None:
-        """Continue with another text that begins like the current one, and keep the cache of what they share.
-
-        The last shared token becomes the root again. If the current text is cut, the drafter is rewound.
-
-        Args:
-            seq: The text to continue with.
-            num_shared: Leading tokens that both texts share, at least 1; see `common_prefix`.
-        """
-        assert 0 < num_shared <= min(len(self.seq), len(seq)), "a text is resumed from a prefix that both share"
-        self.runner.truncate(min(self.runner.cached, num_shared - 1))
-        if num_shared < len(self.seq):
-            self.drafter.rewind(num_shared)
-            del self.seq[num_shared:]
-        self.seq += seq[num_shared:]
-
-    def forget(self) -> None:
-        """Drop the text, so that the next one cannot resume from it."""
-        self.seq = []
 
     # ---- the loop
 
@@ -190,41 +137,38 @@ class Session:
         Returns:
             The tokens that the text gained, and the cost of the step.
         """
-        runner, drafter, seq = self.runner, self.drafter, self.seq
-        step = StepRecord(drafter)
+        runner, drafter, seq, record = self.runner, self.drafter, self.seq, StepRecord(self.drafter)
 
         limits = self._limits(end, eos, self.max_nodes if max_nodes is None else max_nodes)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
         _check_tokens(tree, runner.vocab_size)
-        step.phase_done()
+        record.phase_done()
 
         pending = seq[runner.cached :]
         outputs = runner.forward(pending, tree, drafter.required_outputs)
-        step.phase_done()
+        record.phase_done()
 
         path, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
         emitted = _until_eos(emitted[: end - len(seq)], eos)
         committed = path[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
-        step.phase_done()
+        record.phase_done()
 
         runner.commit(committed)
-        step.phase_done()
+        record.phase_done()
 
         seq += emitted
         drafter.observe(StepResult(len(pending), tree, outputs.hidden, committed, emitted, top_tokens))
-        step.phase_done()
+        record.phase_done()
 
-        step.num_pending, step.tree, step.path = len(pending), tree, path[: len(emitted)]
-        step.emitted, step.logits = emitted, outputs.logits
-        self.last = step
-        return emitted, step.cost()
+        record.complete(len(pending), tree, outputs.logits, path, emitted)
+        self.last = record
+        return emitted, record.cost
 
     def _limits(self, end: int, eos: frozenset[int], max_nodes: int) -> Limits:
         """The limits of the next proposal: those of the text's length, the base's context and the request."""
         length = len(self.seq)
-        positions = self.runner.prepare(length)
-        seed = derived_seed(self.sampler.seed, length)
+        seed, positions = derived_seed(self.sampler.seed, length), self.runner.prepare(length)
         return Limits(min(end - 1, positions) - length, max_nodes, eos, positions - length, seed)
 
     @torch.inference_mode()
@@ -254,12 +198,8 @@ class Session:
         """Run steps until the text has ``end`` tokens or gains an end-of-sequence token; see `step`.
 
         The caller may stop between two steps and resume the text later. If a step is interrupted (by Ctrl-C, say),
-        text, cache and drafter no longer agree, so the session forgets the text.
-
-        Args:
-            end: Maximum length of the text, prompt included.
-            eos: Tokens that end the text.
-            drafts_at_once: Whether the first step may feed draft tokens.
+        text, cache and drafter no longer agree, so the session forgets the text. ``drafts_at_once`` says whether the
+        first step may feed draft tokens.
         """
         max_nodes = None if drafts_at_once else 0
         while len(self.seq) < end:
@@ -273,6 +213,37 @@ class Session:
             if emitted[-1] in eos:
                 return
 
+    # ---- the text
+
+    def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
+        """Start a new text with an empty cache that has room for at least ``reserve`` positions."""
+        self.runner.reset(reserve)
+        self.seq = list(prompt)
+        self.drafter.begin(self.seq)
+
+    def prefill(self, num_tokens: int) -> None:
+        """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
+        if num_tokens:
+            self.runner.forward(self.seq[:num_tokens], DraftTree(), RequiredOutputs())
+            self.runner.commit([])
+
+    def resume(self, seq: Sequence[int], num_shared: int) -> None:
+        """Continue with a text of which the first ``num_shared`` tokens, at least 1, are those of the current one.
+
+        The cache keeps what they share, except for the last shared token, which becomes the root again. If the current
+        text is cut, the drafter is rewound.
+        """
+        assert 0 < num_shared <= min(len(self.seq), len(seq)), "a text is resumed from a prefix that both share"
+        self.runner.truncate(min(self.runner.cached, num_shared - 1))
+        if num_shared < len(self.seq):
+            self.drafter.rewind(num_shared)
+            del self.seq[num_shared:]
+        self.seq += seq[num_shared:]
+
+    def forget(self) -> None:
+        """Drop the text, so that the next one cannot resume from it."""
+        self.seq = []
+
     # ---- whole continuations
 
     def decode(
@@ -283,7 +254,7 @@ class Session:
         Ends after an end-of-sequence token, after ``max_new_tokens`` tokens, or where the base's context ends.
 
         Raises:
-            ValueError: The prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1.
+            ValueError: As `check_prompt`.
         """
         end = self.end_of(prompt, max_new_tokens)
         self.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)
@@ -305,12 +276,7 @@ class Session:
 
 
 def common_prefix(text: Sequence[int], other: Sequence[int], num_known: int = 0) -> int:
-    """Return how many leading tokens two texts share.
-
-    Args:
-        text: Token ids.
-        other: Token ids.
-        num_known: Leading tokens known to be the same; the comparison starts after them.
+    """Return how many leading tokens two texts share, of which ``num_known`` are known to be the same.
 
     >>> common_prefix([5, 6, 7], [5, 6, 8, 9])
     2
@@ -335,17 +301,13 @@ def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens:
 
 
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
-    """Raise ValueError if a token lies outside the vocabulary: the drafter reads a damaged corpus or datastore."""
+    """Raise ValueError if a token lies outside the vocabulary, as from a damaged corpus or datastore."""
     if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
         token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
-        raise ValueError(
-            f"the drafter proposes token {token}, but the base has tokens 0 to {vocab_size - 1}: build its file again"
-        )
+        known = f"tokens 0 to {vocab_size - 1}"
+        raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file again")
 
 
 def _until_eos(tokens: list[int], eos: frozenset[int]) -> list[int]:
     """Cut the tokens after the first end-of-sequence token."""
-    for index, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: index + 1]
-    return tokens
+    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in eos), tokens)

@@ -77,10 +77,6 @@ def test_typical_acceptance_is_the_rule_of_medusa(threshold, alpha):
             assert decisions[1 + node, 0] == (distribution[token] > min(threshold, alpha * torch.exp(-entropy)))
 
 
-def test_typical_acceptance_is_marked_lossy():
-    assert not Typical().lossless
-
-
 @pytest.mark.parametrize(("threshold", "alpha"), [(0, 0.3), (1.1, 0.3), (0.1, 0)])
 def test_typical_acceptance_refuses_bounds_out_of_range(threshold, alpha):
     with pytest.raises(ValueError, match="threshold"):

@@ -17,7 +17,7 @@ from drafters import CTC, Drafter, recipe
 from drafters.ctc.alignment import collapse
 from drafters.ctc.sampled_tree import draw
 from drafters.tree import ROOT
-from inference.verifier.rejection import multi_round_rejection
+from inference.verifier.acceptance import multi_round_rejection
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, TreeLogits
 from inference.verifier.session import Session

@@ -8,8 +8,8 @@ import torch
 
 from drafters import Drafter, DraftModel, DraftTree, RequiredOutputs
 from drafters.tree import ROOT, ChildDistribution
+from inference.verifier.acceptance import multi_round_rejection
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.rejection import multi_round_rejection
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session

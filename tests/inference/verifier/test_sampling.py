@@ -8,9 +8,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from drafters import DraftTree
 from drafters.tree import ChildDistribution
+from inference.verifier.acceptance import multi_round_rejection
 from inference.verifier.options import SamplingOptions
-from inference.verifier.rejection import multi_round_rejection
-from inference.verifier.sampling import Greedy, KeyedSampler, TreeLogits, make_sampler, most_probable
+from inference.verifier.sampling import Greedy, KeyedSampler, TreeLogits, most_probable
 
 SETTINGS = [
     {},
@@ -173,5 +173,5 @@ def test_an_option_out_of_range_is_refused_by_its_name(setting):
 @pytest.mark.parametrize(("setting", "said"), [({"top_k": 5}, "top_k 5"), ({"top_p": 0.5}, "top_p 0.5")])
 def test_top_k_and_top_p_are_refused_at_temperature_0(setting, said):
     with pytest.raises(ValueError, match=f"{said} is for sampling, .*: give a temperature above 0"):
-        make_sampler(**setting)
-    assert isinstance(make_sampler(0.7, **setting), KeyedSampler)
+        SamplingOptions(**setting).sampler()
+    assert isinstance(SamplingOptions(0.7, **setting).sampler(), KeyedSampler)

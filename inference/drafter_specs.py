@@ -69,11 +69,7 @@ def label(spec: str) -> str:
 
 
 def labels(specs: Sequence[str]) -> dict[str, str]:
-    """A distinct name for each spec: its `label`, or the whole spec if two labels are equal.
-
-    Raises:
-        ValueError: Two drafters are the same.
-    """
+    """A distinct name for each spec: its `label`, or the whole spec if two labels are equal; no spec may be repeated."""
     names: dict[str, str] = {}
     for spec in specs:
         is_shared = sum(label(other) == label(spec) for other in specs) > 1
@@ -91,14 +87,11 @@ def is_auto(spec: str) -> bool:
 
 def known() -> str:
     """The names of all drafters, each with what it needs, for messages."""
-    return ", ".join(_usage(registration) for registration in registered().values())
-
-
-def _usage(registration: Registration) -> str:
-    file = "FOLDER" if registration.learned_class else registration.file
-    if registration.is_optional:
-        return f"{registration.name}[={file}]"
-    return f"{registration.name}={file}" if file else registration.name
+    usages = []
+    for name, registration in registered().items():
+        file = "FOLDER" if registration.learned_class else registration.file
+        usages.append(f"{name}[={file}]" if registration.is_optional else f"{name}={file}" if file else name)
+    return ", ".join(usages)
 
 
 # ---- building
@@ -110,11 +103,7 @@ def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> S
 
 
 def make(spec: str, runner: Runner) -> Drafter:
-    """Build the drafter that a spec names, ready to decode with the base of ``runner``.
-
-    Raises:
-        ValueError: The name or an option is unknown, a file is missing or damaged, or the drafter fits another base.
-    """
+    """Build the drafter that a spec names, ready to decode with the base of ``runner``."""
     return builder(spec, runner)()
 
 
@@ -122,7 +111,8 @@ def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
     """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
 
     Raises:
-        ValueError: As `make`; what only building shows is raised by the function.
+        ValueError: The name or an option is unknown, a file is missing or damaged, or the drafter fits another base;
+            what only building shows is raised by the function.
     """
     parts = split(spec)
     build = parts.registration.build
@@ -138,11 +128,7 @@ def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
 
 
 def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
-    """As `builder`, but only for drafters that read nothing but tokens, so that no model of the base is needed.
-
-    Raises:
-        ValueError: As `builder`, or the drafter reads more.
-    """
+    """As `builder`, but only for drafters that read nothing but tokens, so that no model of the base is needed."""
     parts, needs = split(spec), "the base's model"
     if not (parts.registration.learned_class or _reads_model(parts.registration)):
         build = _builder_without_model(parts, base)
@@ -219,11 +205,7 @@ def _value(key: str, text: str, kind: type) -> Any:
 
 
 def load_index(load: Callable[[str], Any], command: str, file: str, base: Base | BaseConfig) -> Any:
-    """Read a file that a command has built from texts.
-
-    Raises:
-        ValueError: The file is missing or damaged, or was built with another tokenizer.
-    """
+    """Read a file that a command has built from texts; raises ValueError if it was built with another tokenizer."""
     loaded = load(file)
     if loaded.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
@@ -237,11 +219,7 @@ def load_index(load: Callable[[str], Any], command: str, file: str, base: Base |
 
 
 def drafter_folder(name: str) -> Path:
-    """Return the folder of an exported drafter; ``OWNER/NAME@REVISION`` is downloaded from the hub.
-
-    Raises:
-        ValueError: It cannot be downloaded.
-    """
+    """Return the folder of an exported drafter; ``OWNER/NAME@REVISION`` is downloaded from the hub."""
     return find_folder(name, checkpoint.FILES)
 
 
@@ -296,11 +274,7 @@ def _make_learned(parts: Spec, base: Base) -> LearnedDrafter:
 
 
 def model_runner(folder: str, base: Base) -> Runner:
-    """A runner of a draft model, with a KV cache of its own.
-
-    Raises:
-        ValueError: The model cannot be loaded, or has another vocabulary than the base.
-    """
+    """A runner of a draft model, with a KV cache of its own; raises ValueError if it has not the base's vocabulary."""
     dtype = cast("Dtype", str(base.model.dtype).removeprefix("torch."))
     model = _load_model(folder, dtype, str(base.model.device))
     sizes = model.model.config.vocab_size, base.model.config.vocab_size

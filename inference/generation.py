@@ -87,19 +87,12 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Generated:
-    """A generated text and its cost.
+    """A generated text and its cost."""
 
-    Args:
-        text: The text without special tokens.
-        token_ids: Its tokens, including the end-of-sequence token if there is one.
-        steps: Cost of each base forward; the first is the prefill.
-        seconds: Wall time.
-    """
-
-    text: str
-    token_ids: list[int]
-    steps: list[StepCost]
-    seconds: float
+    text: str  # without special tokens
+    token_ids: list[int]  # including the end-of-sequence token if there is one
+    steps: list[StepCost]  # cost of each base forward; the first is the prefill
+    seconds: float  # wall time
 
     @property
     def acceptance_length(self) -> float | None:
@@ -152,11 +145,7 @@ def stream(
 ) -> Iterator[str]:
     """Generate one text and yield it piece by piece; the pieces are whole characters and join to `generate`'s text.
 
-    Args:
-        base, prompt, drafter, options: As in `generate`.
-
-    Raises:
-        ValueError: As in `generate`; raised by the call itself, not with the first piece.
+    The arguments are those of `generate`. The call itself refuses them if they are wrong, not the first piece.
     """
     chosen = GenerateOptions(**options)
     base = chosen.wrap(base)
@@ -185,9 +174,6 @@ class IncrementalDetokenizer:
 
     A token may end within a character, and the text of a token may depend on the token before it (spaces). So each
     piece is decoded together with the previous one, and held back while it ends with an incomplete character.
-
-    Args:
-        tokenizer: Tokenizer of the base.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -224,13 +210,8 @@ def acquire_runner(base: Base, cache: CacheKind = "static", compile: bool = Fals
     While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time. If the
     model has changed since (`model_state`), the runner is made anew, and the model checked again.
 
-    Args:
-        base: The base.
-        cache: Kind of the KV cache.
-        compile: Whether its steps are compiled.
-
     Raises:
-        ValueError: The runner cannot feed draft trees to this model, or cannot compile it.
+        ValueError: As `make_runner`.
     """
     model = base.model
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would

@@ -7,13 +7,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
-from transformers.generation import logits_process
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
@@ -24,7 +22,7 @@ from inference import drafter_specs
 from inference.generation import acquire_runner, make_drafter
 from inference.verifier.base import Base
 from inference.verifier.cache import CacheKind
-from inference.verifier.processing import ScoreProcessors
+from inference.verifier.processing import ScoreProcessors, is_one_of
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
 from inference.verifier.session import Generation, Session, StepCost, acceptance_length
@@ -38,21 +36,12 @@ MODEL_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 SCORE_OUTPUTS = ("output_scores", "output_logits")
 # Processors that read the text but keep no state; `ScoreProcessors` knows those that read a row of scores only.
 STATELESS_PROCESSORS = {
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.InfNanRemoveLogitsProcessor,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.SuppressTokensLogitsProcessor,
-}
+    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor",
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor",
+}  # fmt: skip
 
 
 class Speculation:
@@ -64,12 +53,9 @@ class Speculation:
 
     Logits processors, those of ``generate`` (repetition_penalty, bad_words_ids, ...) and your own, are called as
     without speculation: once for each new token, in order, with the text before it. So they may even keep a state.
-    Several texts at once take only transformers' own processors.
-
-    Stopping criteria see the text grow token by token, and its scores if ``generate`` returns them (``output_scores``).
-    They are asked after a step, so processors may have been called for a few tokens behind the end they set.
-    ``stop_strings`` does not work, because transformers does not pass the tokenizer on; use
-    ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]`` instead.
+    Several texts at once take only transformers' own processors. Stopping criteria see the text grow token by token,
+    after each step, and its scores if ``generate`` returns them. In place of ``stop_strings``, whose tokenizer is not
+    passed on, use ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Threads that share a model need a `Speculation` each, with a drafter of its own.
 
@@ -113,15 +99,9 @@ class Speculation:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode the prompts; called by ``generate``.
+        """Decode prompts (B, S), padded on the left, to (B, S + N), padded on the right; called by ``generate``.
 
-        Args:
-            model, logits_processor, stopping_criteria, generation_config, model_kwargs: What ``generate`` prepared. A
-                wrapper that calls from another thread than ``generate`` adds ``streamer``, None if there is none.
-            input_ids: (B, S) prompts, padded on the left.
-
-        Returns:
-            (B, S + N) prompts and texts; texts that end early are padded on the right.
+        A wrapper that calls from another thread than ``generate`` adds ``streamer``, None if there is none.
 
         Raises:
             ValueError: The call uses an option that would change the text, or that is not supported; or this object is
@@ -130,51 +110,41 @@ class Speculation:
         if not self._in_use.acquire(blocking=False):
             raise ValueError("this Speculation object is already decoding: make one for each thread")
         try:
-            return self._decode(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            call = model_kwargs if "streamer" in model_kwargs else find_generate_call(model)
+            streamer, assistant = call["streamer"], call.get("assistant_model")
+            model_kwargs.pop("streamer", None)
+            max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
+            ends = [each.eos_token_id.flatten() for each in stopping_criteria if type(each) is EosTokenCriteria]
+            eos = frozenset(torch.cat(ends).tolist() if ends else [])
+            criteria = StoppingCriteriaList(
+                each for each in stopping_criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
+            )
+            check_supported(generation_config, assistant, model_kwargs)
+            if len(input_ids) > 1:
+                check_supported_in_batch(generation_config, logits_processor, criteria, streamer)
+            prompts = read_prompts(input_ids, model_kwargs)
+            base = self._base(model)
+            self.generations = []
+            with acquire_runner(base, self.cache, self.compile) as runner:
+                max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
+                for row, prompt in enumerate(prompts):
+                    processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, row, len(prompt))
+                    session = Session(runner, self._drafter(runner), _sampler(generation_config, processors))
+                    steps = session.decode(prompt, max_new_tokens, eos)
+                    self.generations.append(_collect(steps, input_ids[row], criteria, streamer, processors))
         finally:
             self._in_use.release()
-
-    def _decode(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        call = model_kwargs if "streamer" in model_kwargs else find_generate_call(model)
-        streamer, assistant = call["streamer"], call.get("assistant_model")
-        model_kwargs = {name: value for name, value in model_kwargs.items() if name != "streamer"}
-        max_lengths = [each.max_length for each in stopping_criteria if type(each) is MaxLengthCriteria]
-        ends = [each.eos_token_id.flatten().tolist() for each in stopping_criteria if type(each) is EosTokenCriteria]
-        other_criteria = StoppingCriteriaList(
-            each for each in stopping_criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)
-        )
-        check_supported(config, assistant, model_kwargs)
-        if len(input_ids) > 1:
-            check_supported_in_batch(config, logits_processor, other_criteria, streamer)
-        prompts = read_prompts(input_ids, model_kwargs)
-        base = self._base(model)
-        self.generations = []
-        with acquire_runner(base, self.cache, self.compile) as runner:
-            max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
-            for index, prompt in enumerate(prompts):
-                processors = _ProcessorsOfOneText(config, logits_processor, input_ids, index, len(prompt))
-                session = Session(runner, self._drafter(runner), _sampler(config, processors))
-                steps = session.decode(prompt, max_new_tokens, frozenset(chain.from_iterable(ends)))
-                self.generations.append(_collect(steps, input_ids[index], other_criteria, streamer, processors))
         if streamer is not None:
             streamer.end()
         answers = [input_ids.new_tensor(generation.tokens) for generation in self.generations]
-        pad = config._pad_token_tensor
+        pad = generation_config._pad_token_tensor
         padding_value = 0 if pad is None else pad.item()
         padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=padding_value)
         sequences: Any = torch.cat([input_ids, padded], dim=1)
-        if not config.return_dict_in_generate:
+        if not generation_config.return_dict_in_generate:
             return sequences
-        scores: Any = processors.scores(padded.shape[1])
-        logits: Any = processors.logits(padded.shape[1])
+        scores: Any = processors.recorded("output_scores", padded.shape[1])
+        logits: Any = processors.recorded("output_logits", padded.shape[1])
         return GenerateDecoderOnlyOutput(sequences, scores=scores, logits=logits)
 
     def _base(self, model: PreTrainedModel) -> Base:
@@ -198,29 +168,14 @@ class Speculation:
 
 
 def speculate(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    drafter: str | Drafter = "anpd",
-    **model_kwargs: Any,
+    model: PreTrainedModel, input_ids: Tensor, *, drafter: str | Drafter = "anpd", **arguments: Any
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decode by one call of a new `Speculation`.
+    """Decode by one call of a new `Speculation`, with a drafter's name as on the command line, or a drafter object.
 
     Use it as ``model.generate(**inputs, custom_generate=speculate, drafter="anpd")``. A drafter that is loaded from a
     folder is loaded again by every call; keep a `Speculation` object to avoid that.
-
-    Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: Passed by ``generate``.
-        drafter: Name of a drafter as on the command line, or a drafter object.
-
-    Raises:
-        ValueError: As `Speculation`.
     """
-    return Speculation(drafter)(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-    )
+    return Speculation(drafter)(model, input_ids, **arguments)
 
 
 # ---- what a call of ``generate`` asks for, and what of it is refused
@@ -280,7 +235,7 @@ def check_supported_in_batch(
     what += [
         type(processor).__name__
         for processor in processors
-        if type(processor) not in STATELESS_PROCESSORS and ScoreProcessors([processor]).read_text
+        if not is_one_of(STATELESS_PROCESSORS, processor) and ScoreProcessors([processor]).read_text
     ]
     if criteria or streamer is not None:
         what.append("a streamer or stopping criteria")
@@ -307,12 +262,8 @@ def read_prompts(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> list[lis
 def count_new_tokens(base: Base, padded_length: int, longest: int, max_lengths: list[int]) -> int:
     """Return the maximum number of new tokens of each text.
 
-    Args:
-        base: The base.
-        padded_length: Length S of the prompts with their padding, which transformers counts.
-        longest: Length of the longest prompt without padding.
-        max_lengths: Maximum lengths of padded prompt and text, of which the smallest applies; if there are none, only
-            the context limits the text.
+    transformers counts the padding in its maximum lengths, of which the smallest applies; without one, only the context
+    of the base limits the text behind the longest prompt.
 
     Raises:
         ValueError: Prompt and text do not fit into the context.
@@ -338,12 +289,7 @@ def _collect(
 ) -> Generation:
     """Run the steps of one text; criteria and streamer get every token as if it had been a step of its own.
 
-    Args:
-        steps: The steps of `Session.decode`.
-        prompt: (S,) the prompt with its padding, as the criteria expect it.
-        criteria: Stopping criteria besides length and end-of-sequence tokens, which the steps respect already.
-        streamer: Receives each token, if given.
-        processors: Hold the scores that the criteria get.
+    The criteria see the prompt (S,) with its padding, and the scores that the processors hold.
     """
     generation, started, is_stopped = Generation(), time.perf_counter(), False
     for emitted, cost in steps:
@@ -352,7 +298,7 @@ def _collect(
             generation.tokens.append(token)
             if criteria:
                 text: Any = torch.cat([prompt, prompt.new_tensor(generation.tokens)])[None]
-                scores: Any = processors.scores(len(generation.tokens))
+                scores: Any = processors.recorded("output_scores", len(generation.tokens))
                 is_stopped = bool(criteria(text, scores).item())
             if streamer is not None:
                 streamer.put(torch.tensor([token]))
@@ -371,28 +317,16 @@ class _ProcessorsOfOneText(LogitsProcessor):
 
     Processors may hold a value for each row of the batch (``prompt_ignore_length``), and they see the padding. So they
     get as many copies of the text as the batch has rows, each with the text's padding, and its own row is kept.
-
-    Args:
-        config: Says whether logits and scores are recorded.
-        processors: What ``generate`` prepared for the batch.
-        input_ids: (B, S) the padded prompts.
-        row: Index of the text in the batch.
-        prompt_length: Length of its prompt without padding.
     """
 
     def __init__(
-        self,
-        config: GenerationConfig,
-        processors: LogitsProcessorList,
-        input_ids: Tensor,
-        row: int,
-        prompt_length: int,
+        self, config: GenerationConfig, processors: LogitsProcessorList, input_ids: Tensor, row: int, length: int
     ) -> None:
         self.processors, self.row, self.num_rows = processors, row, len(input_ids)
-        self.padding = input_ids[row, : input_ids.shape[1] - prompt_length]
-        self.returned = {name: bool(config.return_dict_in_generate and getattr(config, name)) for name in SCORE_OUTPUTS}
-        self.read_text = any(self.returned.values()) or ScoreProcessors(processors).read_text
-        self._recorded: list[tuple[Tensor, Tensor]] = []  # logits and scores (1, V) before each new token
+        self.padding = input_ids[row, : input_ids.shape[1] - length]
+        self.returned = [name for name in SCORE_OUTPUTS if config.return_dict_in_generate and getattr(config, name)]
+        self.read_text = bool(self.returned) or ScoreProcessors(processors).read_text
+        self._recorded: list[dict[str, Tensor]] = []  # logits and scores (1, V) before each new token
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Process the logits (1, V) after a text (1, S)."""
@@ -400,19 +334,13 @@ class _ProcessorsOfOneText(LogitsProcessor):
         text: Any = torch.cat([self.padding, input_ids[0].to(place)]).repeat(self.num_rows, 1)
         logits: Any = scores.to(place).repeat(self.num_rows, 1)
         processed = self.processors(text, logits)[self.row : self.row + 1]
-        if any(self.returned.values()):
-            self._recorded.append((logits, processed))
+        if self.returned:
+            self._recorded.append({"output_logits": logits, "output_scores": processed})
         return processed.to(scores.device)
 
-    def scores(self, num_tokens: int) -> tuple[Tensor, ...] | None:
-        """The scores (1, V) that decided the first tokens, or None if ``generate`` does not return scores."""
-        scores = tuple(scores for _, scores in self._recorded[:num_tokens])
-        return scores if self.returned["output_scores"] else None
-
-    def logits(self, num_tokens: int) -> tuple[Tensor, ...] | None:
-        """The logits (1, V) behind the first tokens, or None if ``generate`` does not return logits."""
-        logits = tuple(logits for logits, _ in self._recorded[:num_tokens])
-        return logits if self.returned["output_logits"] else None
+    def recorded(self, name: str, num_tokens: int) -> tuple[Tensor, ...] | None:
+        """The scores or logits (1, V) that decided the first tokens, or None if ``generate`` does not return them."""
+        return tuple(each[name] for each in self._recorded[:num_tokens]) if name in self.returned else None
 
 
 def _sampler(config: GenerationConfig, processors: _ProcessorsOfOneText) -> Sampler:

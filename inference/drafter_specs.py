@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import drafters
-from data.files import read_json
+from data.files import read_json, reading
 from data.hub import find_folder
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
@@ -69,7 +69,7 @@ def label(spec: str) -> str:
 
 
 def labels(specs: Sequence[str]) -> dict[str, str]:
-    """A distinct name for each spec: its `label`, or the whole spec if two labels are equal; no spec may be repeated."""
+    """A distinct name for each spec: its `label`, or the whole spec if two share one; none may be repeated."""
     names: dict[str, str] = {}
     for spec in specs:
         is_shared = sum(label(other) == label(spec) for other in specs) > 1
@@ -98,7 +98,6 @@ def known() -> str:
 
 
 def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> Session:
-    """Build a session with the drafter that a spec names; raises ValueError as `make`."""
     return Session(runner, make(spec, runner), sampler)
 
 
@@ -111,8 +110,7 @@ def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
     """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
 
     Raises:
-        ValueError: The name or an option is unknown, a file is missing or damaged, or the drafter fits another base;
-            what only building shows is raised by the function.
+        ValueError: A name or option is unknown, a file missing or damaged, or the drafter fits another base.
     """
     parts = split(spec)
     build = parts.registration.build
@@ -124,7 +122,9 @@ def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
         make_one = partial(build, runner, parts.file, **_typed(parts, _defaults(build)))
     else:
         make_one = _builder_without_model(parts, runner.base)
-    return partial(_budgeted, make_one) if is_auto(spec) else make_one
+    if not is_auto(spec) or build is NoDrafter:
+        return make_one
+    return lambda: Budgeted(make_one())
 
 
 def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
@@ -143,11 +143,6 @@ def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Draf
 def _reads_model(registration: Registration) -> bool:
     """Whether a drafter without weights of its own is built with a second model or with the base itself."""
     return bool(registration.file) and registration.load is None
-
-
-def _budgeted(build: Callable[[], Drafter]) -> Drafter:
-    drafter = build()
-    return drafter if isinstance(drafter, NoDrafter) else Budgeted(drafter)
 
 
 def _builder_without_model(parts: Spec, base: Base | BaseConfig) -> Callable[[], Drafter]:
@@ -191,16 +186,12 @@ def _typed(parts: Spec, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(key: str, text: str, kind: type) -> Any:
     """The value of an option: of a tuple, such as a static tree, the text is a JSON file that holds it."""
-    try:
-        if kind is tuple:
+    if kind is tuple:
+        with reading(text, f"give a JSON file with an entry {key!r}"):
             return read_json(text)[key]
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text)
-    except (ValueError, LookupError, TypeError) as error:
-        if kind is tuple:
-            text = f"{text} is not a JSON file with an entry {key!r}: give the file that was made for it"
-            raise ValueError(text) from error
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (ValueError, LookupError) as error:
         raise ValueError(f"{key} must be {kind.__name__}, not {text!r}") from error
 
 
@@ -238,8 +229,7 @@ def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
     Raises:
         ValueError: The folder holds no such drafter, it fits another base, or an option is none that decoding may set.
     """
-    name, folder, _ = parts
-    drafter_class = parts.registration.learned_class
+    (name, folder, _), drafter_class = parts, parts.registration.learned_class
     assert drafter_class is not None, "only drafters with weights have a configuration"
     if not folder:
         raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +17,31 @@ from drafters.tree import DraftTree
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+    from transformers.cache_utils import Cache
 
 MAX_PENDING_OF_KEPT_MASKS = 8  # steps feed few pending tokens, a prefill feeds many and its mask is needed once
 
 
+@dataclass(frozen=True)
+class Fed:
+    """What one forward of the base reads: S tokens behind a cache.
+
+    Args:
+        ids: (1, S) token ids.
+        positions: (1, S) their positions.
+        masks: Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain
+            causal attention, which is right for an empty cache or a single new token.
+        cache: Keys and values of the tokens before; the forward adds those of the S tokens.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    masks: Mapping[str, Tensor | None]
+    cache: Cache
+
+
 class TreeAttention:
-    """Builds the masks of forwards over [pending tokens | draft tree] for one causal language model."""
+    """Builds what the forwards of one causal language model over [pending tokens | draft tree] read."""
 
     def __init__(self, model: Any) -> None:
         config = model.config
@@ -33,35 +54,39 @@ class TreeAttention:
         own_inputs = type(model).prepare_inputs_for_generation
         self._recomputes = own_inputs is not GenerationMixin.prepare_inputs_for_generation
 
-    def masks(
-        self, num_pending: int, tree: DraftTree, start: int, positions: Tensor, end: int, is_empty: bool = True
-    ) -> dict[str, Tensor | None]:
-        """Build the additive attention mask (1, 1, P + M, start + P + M) for each kind of attention in the base.
+    def feed(
+        self,
+        pending: Sequence[int],
+        tree: DraftTree,
+        start: int,
+        cache: Cache,
+        positions: Sequence[int] | None = None,
+    ) -> Fed:
+        """Feed P pending tokens and M nodes behind ``start`` positions of the cache.
 
         A pending token sees the cache and the pending tokens up to itself. A node sees the cache, all pending tokens,
-        its ancestors and itself. Layers with a sliding window or chunks see those of them that are near enough by their
-        positions; their places in the cache do not matter. For the root "the" and the paths "cat sat" and "dog":
+        its ancestors and itself, and its position is that of the root plus its depth. Layers with a sliding window or
+        chunks see those of them that are near enough by their positions; their places in the cache do not matter. For
+        the root "the" and the paths "cat sat" and "dog":
 
                    cache  the  cat  sat  dog
             the      x     x
             cat      x     x    x
             sat      x     x    x    x
             dog      x     x              x
-
-        Args:
-            num_pending: Number of pending tokens P.
-            tree: M nodes.
-            start: Number of positions before the pending tokens.
-            positions: (P + M,) positions of the fed tokens.
-            end: The largest of them plus 1.
-            is_empty: Whether nothing lies in the cache behind ``start``.
-
-        Returns:
-            A mask by kind, or None for every kind if plain causal attention is the same.
         """
+        root = start + len(pending) - 1
+        positions = positions or [*range(start, root + 1), *(root + depth for depth in tree.depths)]
+        fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)  # one copy to the device
+        return Fed(fed[:1], fed[1:], self._masks(len(pending), tree, start, cache, fed[1], max(positions) + 1), cache)
+
+    def _masks(
+        self, num_pending: int, tree: DraftTree, start: int, cache: Cache, positions: Tensor, end: int
+    ) -> dict[str, Tensor | None]:
+        """The masks for tokens at these positions (P + M,), which lie before ``end``."""
         all_near = end <= min(self.spans.values())
         is_causal = num_pending == 1 or (self._is_causal_without_mask and not start)
-        if not len(tree) and all_near and is_causal and is_empty:
+        if not len(tree) and all_near and is_causal and cache.get_seq_length() == start:
             return dict.fromkeys(self.spans)
         make = _kept_mask if num_pending <= MAX_PENDING_OF_KEPT_MASKS else causal_tree_mask
         mask = make(num_pending, tuple(tree.parents), self.dtype, self.device)
@@ -114,7 +139,7 @@ def visible_rows(num_pending: int, parents: tuple[int, ...]) -> np.ndarray:
 
 
 def causal_tree_mask(num_pending: int, parents: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Build the additive attention mask (P + M, P + M) over P pending tokens and M nodes with these parents."""
+    """The additive attention mask (P + M, P + M) of `visible_rows`."""
     is_visible = visible_rows(num_pending, parents)
     mask = torch.zeros(is_visible.shape, dtype=dtype)
     mask[torch.from_numpy(~is_visible)] = torch.finfo(dtype).min
@@ -130,10 +155,8 @@ def attention_kinds(config: PretrainedConfig) -> list[str]:
         return list(kinds)
     if getattr(config, "sliding_window", None):
         kind = "sliding_attention"
-    elif getattr(config, "attention_chunk_size", None):
-        kind = "chunked_attention"
     else:
-        kind = "full_attention"
+        kind = "chunked_attention" if getattr(config, "attention_chunk_size", None) else "full_attention"
     return [kind] * config.num_hidden_layers
 
 

@@ -33,15 +33,9 @@ PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """A base without its weights: enough to encode prompts, check lengths, and tell whether a drafter fits.
+    """A base without its weights: enough to encode prompts, check lengths, and tell whether a drafter fits."""
 
-    Args:
-        name: Folder or hub id.
-        tokenizer: Its tokenizer.
-        config: Its configuration.
-    """
-
-    name: str
+    name: str  # folder or hub id
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
 
@@ -107,16 +101,16 @@ class Base:
         drafter.to(self.model.device).attach_base_weights(weights)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run one forward and return hidden states.
+        """Run one forward over (B, S) and return the states of F layers side by side, and the last one.
 
         For the model types of `PLAIN_MODEL_TYPES` only the requested layers are kept in memory.
 
         Args:
             input_ids: (B, S).
-            layers: F layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
+            layers: 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
 
         Returns:
-            The requested layers side by side (B, S, F * D), and the last state after the final norm (B, S, D).
+            The requested layers (B, S, F * D), and the last state after the final norm (B, S, D).
         """
         decoder: Any = self.model.base_model  # torch types the attributes of a module as Tensor | Module
         inner_layers = {layer for layer in layers if layer != -1}
@@ -135,13 +129,7 @@ class Base:
     def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
         """Decode greedily with transformers' own `generate`, without the penalties and beams of generation_config.
 
-        Args:
-            input_ids: (B, S) prompts, padded on the left.
-            attention_mask: (B, S).
-            max_new_tokens: Maximum number of new tokens of a text.
-
-        Returns:
-            (B, N) new tokens; texts that end early are padded on the right.
+        Prompts (B, S) are padded on the left, and the new tokens (B, N) of texts that end early on the right.
         """
         from torch.distributed.fsdp import FSDPModule
 
@@ -163,11 +151,7 @@ class Base:
 
 
 def shape_of(config: PretrainedConfig) -> BaseShape:
-    """Read the sizes that a learned drafter is built from out of a transformers configuration.
-
-    Raises:
-        ValueError: The model does not have the layout of LLaMA.
-    """
+    """Read the sizes that a learned drafter is built from; raises ValueError if the model is not like LLaMA."""
     if not hasattr(config, "intermediate_size"):
         raise ValueError(f"no learned drafter is built for {config.model_type} models: use one of the LLaMA family")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -254,11 +238,7 @@ def load_base(
 
 
 def load_base_info(name: str) -> BaseConfig:
-    """Load a base's tokenizer and configuration without its weights.
-
-    Raises:
-        ValueError: The tokenizer or the configuration cannot be loaded.
-    """
+    """Load a base's tokenizer and configuration without its weights; raises ValueError as `load_base`."""
     from transformers import AutoConfig
 
     tokenizer = load_tokenizer(name)
@@ -272,11 +252,7 @@ def load_base_info(name: str) -> BaseConfig:
 
 
 def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
-    """Return the arguments that make transformers quantise a model while loading it.
-
-    Raises:
-        ValueError: bitsandbytes or accelerate is not installed.
-    """
+    """Return the arguments that make transformers quantise a model while loading it."""
     if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
         raise ValueError(
             f"a base in {dtype} needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take bfloat16"
@@ -310,11 +286,7 @@ def check_fit(drafter: DrafterConfig, base: Base | BaseConfig) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device with this name; ``auto`` is the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: ``cuda`` was requested and there is no CUDA device.
-    """
+    """Return the device with this name; ``auto`` is the GPU if there is one, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here: pass --device cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -75,16 +75,7 @@ def model_state(model: Any) -> int:
 
 
 def check_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
-    """Check a model unless it was checked in its present state.
-
-    Args:
-        model: The model, which keeps the states that were found right.
-        state: `model_state` and the kind of the KV cache.
-        make_runner: Makes the `Runner` to check, which is not used for anything else.
-
-    Raises:
-        ValueError: As `check_base`.
-    """
+    """Check a model by a runner made for that, unless it was found right in this state with this kind of KV cache."""
     passed = model.__dict__.setdefault("_drafters_checked", set())
     if state not in passed:
         check_base(make_runner())
@@ -99,9 +90,6 @@ def check_base(runner: Any) -> None:
     after an accepted path. Sliding windows of up to 1,024 positions are exceeded. A last forward has one token at the
     last position that draft trees may reach, which must not change the logits of the tokens before it (as `longrope`
     scaling does). That takes seven forwards over a short text; the model is left as it was.
-
-    Args:
-        runner: A `Runner` with an empty cache.
 
     Raises:
         ValueError: Logits differ by more than rounding, or the model cannot compute them; the message says where.
@@ -201,7 +189,7 @@ def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:
 def _logits_before_far_token(runner: Any, text: list[int], far: int) -> Tensor:
     """Return the last logits (4, V) of a text in a forward with one more token at the last position of draft trees."""
     runner.reset()
-    positions = torch.tensor([*range(len(text)), runner.prepare(len(text)) - 1], device=runner.device)
+    positions = [*range(len(text)), runner.prepare(len(text)) - 1]
     with _one_line_errors(runner.base, "a forward whose last position is far away"):
         return runner.forward_at([*text, far], positions, 5)[:4]
 

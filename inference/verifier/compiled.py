@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from data.tokenizer import first_line
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
-from inference.verifier.attention import first_visible, visible_rows
+from inference.verifier.attention import Fed, first_visible, visible_rows
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache, CacheKind
 from inference.verifier.check import NOTHING, difference, rounding_limits
@@ -204,8 +204,8 @@ def run_step(
         Logits (R, V), and the hidden states (R, F * D) or None without layers.
     """
     masks = step_masks(inputs, length, spans, dtype)
-    ids, positions = inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1]
-    logits, states = run_base(model, ids, positions, masks, cache, None, layers)
+    fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, cache)
+    logits, states = run_base(model, fed, None, layers)
     return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from inspect import Parameter, signature
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from inference.verifier.attention import attention_kinds
+from inference.verifier.attention import Fed, attention_kinds
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -75,26 +75,16 @@ def cache_argument(module: Any, cache: Cache) -> dict[str, Cache]:
 
 
 def run_base(
-    model: nn.Module,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    masks: Mapping[str, Tensor | None],
-    cache: Cache,
-    num_logits: int | None,
-    layers: Collection[int] = (),
+    model: nn.Module, fed: Fed, num_logits: int | None, layers: Collection[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run the base on new tokens behind a cache.
+    """Run the base on S new tokens behind a cache.
 
     Models outside `PLAIN_MODEL_TYPES` run through their own forward, so that whatever they do around the layers
     (scaling, soft-capping, a transform before the LM head) is done.
 
     Args:
         model: The base.
-        input_ids: (1, S).
-        position_ids: (1, S).
-        masks: Additive attention mask (1, 1, S, cached + S) for each kind of attention in the base. None means plain
-            causal attention, which is right for an empty cache or a single new token.
-        cache: Keys and values of the tokens before; it grows by S.
+        fed: What it reads.
         num_logits: Number of last tokens whose logits are returned; None for all of them.
         layers: Requested layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
 
@@ -104,44 +94,37 @@ def run_base(
     base: Any = model  # torch types the attributes of a module as Tensor | Module
     last = slice(None) if num_logits is None else slice(-num_logits, None)
     if base.config.model_type in PLAIN_MODEL_TYPES:
-        states = compute_hidden_states(base.base_model, input_ids, position_ids, masks, cache, layers)
+        states = compute_hidden_states(base.base_model, fed, layers)
         return base.get_output_embeddings()(states[-1][0, last]), states
     keep = {"logits_to_keep": num_logits} if num_logits and takes_argument(base.__class__, "logits_to_keep") else {}
-    outputs = _own_forward(base, input_ids, position_ids, masks, cache, bool(layers), **keep)
+    outputs = _own_forward(base, fed, bool(layers), **keep)
     return outputs.logits[0, last], {layer: outputs.hidden_states[layer] for layer in layers}
 
 
-def compute_hidden_states(
-    model: nn.Module,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    masks: Mapping[str, Tensor | None],
-    cache: Cache,
-    layers: Collection[int] = (),
-) -> dict[int, Tensor]:
-    """Run a base without its LM head and return hidden states by layer, and under -1 the last one after the final norm.
+def compute_hidden_states(model: nn.Module, fed: Fed, layers: Collection[int] = ()) -> dict[int, Tensor]:
+    """Run a base without its LM head and return states as in `run_base`, and under -1 that after the final norm.
 
     The layers of `PLAIN_MODEL_TYPES` are called directly, which makes the forward of a small base a tenth faster and
-    keeps only the requested states. Arguments and states are as in `run_base`.
+    keeps only the requested states.
     """
     decoder: Any = model  # as above
     if decoder.config.model_type not in PLAIN_MODEL_TYPES:
         inner = [layer for layer in layers if layer != -1]
-        outputs = _own_forward(decoder, input_ids, position_ids, masks, cache, bool(inner))
+        outputs = _own_forward(decoder, fed, bool(inner))
         return {**{layer: outputs.hidden_states[layer] for layer in inner}, -1: outputs.last_hidden_state}
-    state = decoder.embed_tokens(input_ids)
-    rotary = decoder.rotary_emb(state, position_ids=position_ids)
+    state = decoder.embed_tokens(fed.ids)
+    rotary = decoder.rotary_emb(state, position_ids=fed.positions)
     states = {0: state} if 0 in layers else {}
     decoder_layers = decoder.layers._modules.values()  # iterating over the ModuleList itself is slower
-    cached = cache_argument(decoder.layers[0], cache)
+    cached = cache_argument(decoder.layers[0], fed.cache)
     for number, (decoder_layer, kind) in enumerate(
         zip(decoder_layers, attention_kinds(decoder.config), strict=True), start=1
     ):
         state = decoder_layer(
             state,
-            attention_mask=masks[kind],
+            attention_mask=fed.masks[kind],
             position_embeddings=rotary,
-            position_ids=position_ids,
+            position_ids=fed.positions,
             use_cache=True,
             **cached,
         )
@@ -153,23 +136,15 @@ def compute_hidden_states(
     return {**states, -1: last_hidden}
 
 
-def _own_forward(
-    model: Any,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    masks: Mapping[str, Tensor | None],
-    cache: Cache,
-    with_states: bool,
-    **keep: int,
-) -> Any:
+def _own_forward(model: Any, fed: Fed, with_states: bool, **keep: int) -> Any:
     """Run a model by its own forward, which takes one mask, or a dictionary if there are several kinds of layers."""
     return model(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+        input_ids=fed.ids,
+        position_ids=fed.positions,
+        attention_mask=next(iter(fed.masks.values())) if len(fed.masks) == 1 else fed.masks,
         use_cache=True,
         output_hidden_states=with_states,
         return_dict=True,
-        **cache_argument(model, cache),
+        **cache_argument(model, fed.cache),
         **keep,
     )

@@ -36,14 +36,7 @@ class ModelOptions:
         return self.forward == "compiled"
 
     def load(self, may_compile: bool = False) -> Base:
-        """Load the base.
-
-        Args:
-            may_compile: Whether the command passes `compile` on to `make_runner`.
-
-        Raises:
-            ValueError: It cannot be loaded, the device does not exist, or the command has no compiled steps.
-        """
+        """Load the base; a command may compile if it passes `compile` on to `make_runner`."""
         if self.compile and not may_compile:
             raise ValueError("only eval, verify and chat have compiled steps: pass --forward eager or packed")
         return load_base(self.base, self.dtype, resolve_device(self.device), packed=self.forward == "packed")

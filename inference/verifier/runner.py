@@ -19,16 +19,10 @@ from inference.verifier.layers import compute_hidden_states, run_base
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What one base forward returns.
+    """What one base forward over P pending tokens and M nodes returns; row 0 of the logits belongs to the root."""
 
-    Args:
-        logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
-        hidden: (P + M, F * D) hidden states of the required layers at every fed position, or None if the drafter
-            requires none.
-    """
-
-    logits: Tensor
-    hidden: Tensor | None
+    logits: Tensor  # (1 + M, V)
+    hidden: Tensor | None  # (P + M, F * D) states of the required layers; None if the drafter requires none
 
 
 class Runner:
@@ -101,27 +95,16 @@ class Runner:
 
     def _forward(self, pending: Sequence[int], tree: DraftTree, layers: Sequence[int]) -> ForwardOutput:
         self._num_pending = len(pending)
-        ids, positions, masks = self._inputs(pending, tree, self.cached)
-        logits, states = run_base(self.causal_lm, ids, positions, masks, self._cache, 1 + len(tree), layers)
+        fed = self.attention.feed(pending, tree, self.cached, self._cache)
+        logits, states = run_base(self.causal_lm, fed, 1 + len(tree), layers)
         hidden = torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None  # (P + M, F * D)
         return ForwardOutput(logits, hidden)
 
-    def _inputs(
-        self, pending: Sequence[int], tree: DraftTree, start: int
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-        """Return token ids (1, P + M), positions (1, P + M) and masks of a forward behind ``start`` positions."""
-        root = start + len(pending) - 1
-        positions = [*range(start, root + 1), *(root + depth for depth in tree.depths)]
-        fed = torch.tensor([[*pending, *tree.tokens], positions], device=self.device)  # one copy to the device
-        is_empty = self._cache.get_seq_length() == start
-        masks = self.attention.masks(len(pending), tree, start, fed[1], max(positions) + 1, is_empty)
-        return fed[:1], fed[1:], masks
-
-    def forward_at(self, tokens: Sequence[int], positions: Tensor, num_logits: int) -> Tensor:
-        """Run the base over a text whose tokens have any rising positions (S,), and return its last logits."""
-        masks = self.attention.masks(len(tokens), DraftTree(), 0, positions, int(positions[-1]) + 1)
-        fed = torch.tensor([tokens], device=self.device)
-        return run_base(self.causal_lm, fed, positions[None], masks, self._cache, num_logits)[0]
+    def forward_at(self, tokens: Sequence[int], positions: Sequence[int], num_logits: int) -> Tensor:
+        """Run the base over a text at any rising positions, with an empty cache, and return its last logits."""
+        return run_base(
+            self.causal_lm, self.attention.feed(tokens, DraftTree(), 0, self._cache, positions), num_logits
+        )[0]
 
     @torch.inference_mode()
     def commit(self, path: Sequence[int]) -> None:
@@ -142,15 +125,14 @@ class Runner:
         Args:
             tokens: Tokens that follow the cached ones and those of earlier calls since the last commit.
             start: Position of the first token.
-            model: The base without its LM head, or a view of it that leaves out sublayers (a layer without attention
-                then caches fewer positions than the others). By default the whole base.
+            model: A view of the base without its LM head that leaves out sublayers; by default the whole base.
 
         Returns:
             (1, V) logits after the last token.
         """
         model = self.model if model is None else model
-        ids, positions, masks = self._inputs(tokens, DraftTree(), start)
-        return self.head(compute_hidden_states(model, ids, positions, masks, self._cache)[-1][0, -1:])
+        fed = self.attention.feed(tokens, DraftTree(), start, self._cache)
+        return self.head(compute_hidden_states(model, fed)[-1][0, -1:])
 
     @torch.inference_mode()
     def rollback(self) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference.verifier.attention import causal_tree_mask
+from inference.verifier.attention import Fed, causal_tree_mask
 from inference.verifier.cache import make_cache
 from inference.verifier.layers import run_base
 
@@ -24,8 +24,8 @@ def test_hidden_states_are_those_of_the_models_own_forward(make_base, kind, atte
             mask = causal_tree_mask(end - start, (), torch.float64, "cpu")
             mask = torch.nn.functional.pad(mask, (start, 0))[None, None]
         positions = torch.arange(start, end)[None]
-        masks, wanted = {"full_attention": mask}, (0, 2, 3, -1)
-        _, states = run_base(model, text[:, start:end], positions, masks, held, 1, wanted)
+        fed = Fed(text[:, start:end], positions, {"full_attention": mask}, held)
+        _, states = run_base(model, fed, 1, (0, 2, 3, -1))
         for layer in (0, 2, 3):
             found = expected.hidden_states[layer][:, start:end]
             torch.testing.assert_close(states[layer], found, rtol=0, atol=1e-9 if attention == "sdpa" else 1e-4)

@@ -22,9 +22,10 @@ def forwards(monkeypatch):
     """The number of tokens and the largest mask of each forward of the base."""
     seen, run = [], runner_module.run_base
 
-    def watched(model, ids, positions, masks, *others):
-        seen.append((ids.shape[1], max((mask.numel() for mask in masks.values() if mask is not None), default=0)))
-        return run(model, ids, positions, masks, *others)
+    def watched(model, fed, *others):
+        sizes = [mask.numel() for mask in fed.masks.values() if mask is not None]
+        seen.append((fed.ids.shape[1], max(sizes, default=0)))
+        return run(model, fed, *others)
 
     monkeypatch.setattr(runner_module, "run_base", watched)
     return seen

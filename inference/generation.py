@@ -12,7 +12,6 @@ from data.conversation import encode_prompt
 from drafters.protocol import Drafter
 from inference import drafter_specs
 from inference.verifier.base import Base
-from inference.verifier.cache import CacheKind
 from inference.verifier.check import check_config, model_state
 from inference.verifier.compiled import make_runner
 from inference.verifier.options import SamplingOptions
@@ -38,8 +37,6 @@ class GenerateOptions:
         top_p: Sample from the most probable tokens whose probabilities add up to this value; 1 keeps all tokens.
         seed: Seed of the random sampling; prompt i is sampled with seed + i.
         eos: Tokens that end a text; by default the base's own end-of-sequence tokens.
-        cache: Kind of the KV cache: ``static`` is one buffer that is kept with the model between calls, ``dynamic``
-            transformers' own cache.
         logits_processor: Logits processors of transformers, applied before temperature, top_k and top_p. They are
             called once for each new token, in order, with the token ids (1, S) of prompt and text before it.
         check: Whether the base is checked at the first call, and again after the model has changed: the logits of a few
@@ -55,7 +52,6 @@ class GenerateOptions:
     top_p: float = 1.0
     seed: int = 0
     eos: int | Collection[int] | None = None
-    cache: CacheKind = "static"
     logits_processor: Sequence[LogitsProcessor] = ()
     check: bool = True
     compile: bool = False
@@ -129,7 +125,7 @@ def generate(
     base = chosen.wrap(base)
     encoded = [_encode(prompt, base, chosen) for prompt in (prompts if _is_list(prompts) else [prompts])]
     samplers = [chosen.sampler(index) for index in range(len(encoded))]
-    with acquire_runner(base, chosen.cache, chosen.compile) as runner:
+    with acquire_runner(base, chosen.compile) as runner:
         built, eos = make_drafter(drafter, runner), chosen.end_tokens(base)
         generations = [
             Session(runner, built, sampler).run(prompt, chosen.max_new_tokens, eos)
@@ -153,12 +149,12 @@ def stream(
     if len(prompts) != 1:
         raise ValueError(f"stream writes one text: pass one prompt, not {len(prompts)}")
     encoded, sampler, eos = _encode(prompts[0], base, chosen), chosen.sampler(), chosen.end_tokens(base)
-    with acquire_runner(base, chosen.cache, chosen.compile):
+    with acquire_runner(base, chosen.compile):
         pass  # refuses a base now, not with the first piece
 
     def pieces() -> Iterator[str]:
         detokenizer = IncrementalDetokenizer(base.tokenizer)
-        with acquire_runner(base, chosen.cache, chosen.compile) as runner:
+        with acquire_runner(base, chosen.compile) as runner:
             session = Session(runner, make_drafter(drafter, runner), sampler)
             for emitted, _ in session.decode(encoded, chosen.max_new_tokens, eos):
                 if piece := detokenizer.add(emitted):
@@ -196,15 +192,15 @@ class IncrementalDetokenizer:
         return _decode(self.tokenizer, self._last_piece + self._waiting)[len(prefix) :]
 
 
-class _RunnerPool(dict[tuple[CacheKind, bool], Runner]):
-    """The idle runners of a model, by cache and whether they are compiled; copies of the model start with none."""
+class _RunnerPool(dict[bool, Runner]):
+    """The idle runners of a model, by whether they are compiled; copies of the model start with none."""
 
     def __reduce__(self) -> tuple[type[_RunnerPool], tuple[()]]:
         return _RunnerPool, ()
 
 
 @contextmanager
-def acquire_runner(base: Base, cache: CacheKind = "static", compile: bool = False) -> Iterator[Runner]:
+def acquire_runner(base: Base, compile: bool = False) -> Iterator[Runner]:
     """Use the runner of a model, which keeps its buffers between calls and is freed with the model.
 
     While it is in use, another call gets a runner of its own, so several texts may be streamed at the same time. If the
@@ -217,14 +213,14 @@ def acquire_runner(base: Base, cache: CacheKind = "static", compile: bool = Fals
     # The pool is an attribute of the model: a runner refers to its model, so in a weak dictionary by model it would
     # never release its own key.
     pool = model.__dict__.setdefault("_drafters_runners", _RunnerPool())
-    runner = pool.pop((cache, compile), None)
+    runner = pool.pop(compile, None)
     if not runner or runner.state != model_state(model) or (base.check and not runner.base.check):
-        runner = make_runner(base, compile, cache)
+        runner = make_runner(base, compile)
     runner.base = base
     try:
         yield runner
     finally:
-        pool[cache, compile] = runner
+        pool[compile] = runner
 
 
 def make_drafter(drafter: str | Drafter, runner: Runner) -> Drafter:

@@ -21,7 +21,6 @@ from drafters.protocol import Drafter
 from inference import drafter_specs
 from inference.generation import acquire_runner, make_drafter
 from inference.verifier.base import Base
-from inference.verifier.cache import CacheKind
 from inference.verifier.processing import ScoreProcessors, is_one_of
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
@@ -64,18 +63,17 @@ class Speculation:
             model and kept; or a drafter object.
         tokenizer: Tokenizer of the model, needed if the drafter comes from a folder, which is checked against it. By
             default it is loaded from where the model was loaded from.
-        cache, check, compile: As in `inference.generation.GenerateOptions`.
+        check, compile: As in `inference.generation.GenerateOptions`.
     """
 
     def __init__(
         self,
         drafter: str | Drafter = "anpd",
         tokenizer: PreTrainedTokenizerBase | None = None,
-        cache: CacheKind = "static",
         check: bool = True,
         compile: bool = False,
     ) -> None:
-        self.drafter, self.tokenizer, self.cache, self.check, self.compile = drafter, tokenizer, cache, check, compile
+        self.drafter, self.tokenizer, self.check, self.compile = drafter, tokenizer, check, compile
         self.generations: list[Generation] = []  # of the last call, one per prompt
         self._built: tuple[Runner, Drafter] | None = None
         self._in_use = threading.Lock()
@@ -125,7 +123,7 @@ class Speculation:
             prompts = read_prompts(input_ids, model_kwargs)
             base = self._base(model)
             self.generations = []
-            with acquire_runner(base, self.cache, self.compile) as runner:
+            with acquire_runner(base, self.compile) as runner:
                 max_new_tokens = count_new_tokens(base, input_ids.shape[1], max(map(len, prompts)), max_lengths)
                 for row, prompt in enumerate(prompts):
                     processors = _ProcessorsOfOneText(generation_config, logits_processor, input_ids, row, len(prompt))

@@ -12,7 +12,7 @@ from torch import Tensor
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.base import Base
-from inference.verifier.cache import make_cache
+from inference.verifier.cache import BufferCache
 from inference.verifier.layer_skipping import sublayers, without_sublayers
 from inference.verifier.layers import cache_argument
 from inference.verifier.runner import Runner
@@ -63,7 +63,7 @@ class Probe:
             torch.zeros(attends.shape, dtype=dtype).masked_fill_(~attends, torch.finfo(dtype).min)[:, None].to(device)
         )
         self.fed, self.positions = tokens.gather(1, positions).to(device), positions.to(device)
-        self.cache = make_cache("dynamic", base.model.config)
+        self.cache = BufferCache(base.model.config.num_hidden_layers)
         self.cached = cache_argument(self.model, self.cache)
         self.model(input_ids=tokens.to(device), use_cache=True, **self.cached)
 

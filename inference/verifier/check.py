@@ -75,7 +75,7 @@ def model_state(model: Any) -> int:
 
 
 def check_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
-    """Check a model by a runner made for that, unless it was found right in this state with this kind of KV cache."""
+    """Check a model by a runner made for that, unless it was found right in this state."""
     passed = model.__dict__.setdefault("_drafters_checked", set())
     if state not in passed:
         check_base(make_runner())

@@ -17,7 +17,7 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.attention import Fed, first_visible, visible_rows
 from inference.verifier.base import Base
-from inference.verifier.cache import BufferCache, CacheKind
+from inference.verifier.cache import BufferCache
 from inference.verifier.check import NOTHING, difference, rounding_limits
 from inference.verifier.layers import run_base
 from inference.verifier.packed import PackedLinear
@@ -29,19 +29,16 @@ NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 
 IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
 
 
-def make_runner(base: Base, compile: bool = False, cache: CacheKind = "static") -> Runner:
+def make_runner(base: Base, compile: bool = False) -> Runner:
     """Make a runner of a base, whose decoding steps may be compiled.
 
     Raises:
-        ValueError: The runner cannot run this base, or a compiled runner is asked for with a dynamic cache or packed
-            weights.
+        ValueError: The runner cannot run this base, or a compiled runner is asked for with packed weights.
     """
     if not compile:
-        return Runner(base, cache)
+        return Runner(base)
     if any(isinstance(module, PackedLinear) for module in base.model.modules()):
         raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of the two")
-    if cache != "static":
-        raise ValueError(f"a compiled runner has a static cache, not a {cache} one: leave out cache or compile")
     return CompiledRunner(base)
 
 

@@ -12,7 +12,7 @@ from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
 from inference.verifier.attention import TreeAttention
 from inference.verifier.base import Base
-from inference.verifier.cache import CacheKind, make_cache
+from inference.verifier.cache import BufferCache
 from inference.verifier.check import check_config, check_once, model_state, unwrap
 from inference.verifier.layers import compute_hidden_states, run_base
 
@@ -32,16 +32,12 @@ class Runner:
     tree, then `commit` keeps the pending tokens and the accepted path. Between steps, `truncate` cuts the sequence. A
     drafter that runs on this very base calls `forward_uncommitted`, then `rollback`.
 
-    Args:
-        base: A causal language model whose layers attend to the text, to all of it or to a window of it.
-        cache: ``static``, one preallocated buffer, or ``dynamic``, transformers' own cache.
-
     Raises:
         ValueError: The logits of a draft tree would not be the base's own; see `check_base`, which runs when the first
             runner of a model is made and whenever the model has changed since (`model_state`).
     """
 
-    def __init__(self, base: Base, cache: CacheKind = "static") -> None:
+    def __init__(self, base: Base) -> None:
         check_config(base)
         self.base, self.causal_lm = base, unwrap(base.model)
         self.model: nn.Module = self.causal_lm.base_model
@@ -49,11 +45,11 @@ class Runner:
         self.device, self.dtype = base.model.device, base.model.dtype
         self.context_length, self.vocab_size = base.context_length, base.model.config.vocab_size
         self.attention = TreeAttention(self.causal_lm)
-        self._cache = make_cache(cache, base.model.config)
+        self._cache = BufferCache(base.model.config.num_hidden_layers)
         self.reset()
         self.state = model_state(base.model)
         if base.check:
-            check_once(base.model, (self.state, cache), lambda: Runner(replace(base, check=False), cache))
+            check_once(base.model, self.state, lambda: Runner(replace(base, check=False)))
 
     def reset(self, reserve: int = 0) -> None:
         """Empty the cache for another sequence, for which it should have room for ``reserve`` positions."""

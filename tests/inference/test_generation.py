@@ -82,9 +82,8 @@ def test_a_text_ends_at_the_given_end_tokens_or_else_at_the_bases_own(base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_a_transformers_model_is_passed_with_its_tokenizer(chat, cache):
-    arguments = {"max_new_tokens": 12, "cache": cache}
+def test_a_transformers_model_is_passed_with_its_tokenizer(chat):
+    arguments = {"max_new_tokens": 12}
     assert (
         generate(chat.model, "What is 3 + 4?", tokenizer=chat.tokenizer, **arguments)[0].token_ids
         == generate(chat, "What is 3 + 4?", **arguments)[0].token_ids
@@ -126,7 +125,6 @@ def test_a_prompt_is_a_text_chat_messages_or_token_ids(chat):
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"drafter": "anpb"}, "unknown drafter"),
         ({"temperature": -1.0}, "temperature must be a number above 0"),
-        ({"cache": "paged"}, "static or dynamic"),
         ({"tokenizer": object()}, "leave tokenizer out"),
         ({"base": "folder"}, "load_base"),
     ],
@@ -227,8 +225,6 @@ def test_a_runner_is_kept_with_its_model_and_used_by_one_call_at_a_time(make_bas
         assert second is not first
     with acquire_runner(base) as again:
         assert again is first
-    with acquire_runner(base, "dynamic") as other, acquire_runner(base) as again:
-        assert other is not first and again is first
 
 
 @pytest.mark.slow
@@ -262,7 +258,7 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
     model = copy.deepcopy(base.model)
     generate(model, [3, 4], tokenizer=base.tokenizer, max_new_tokens=3)
     kept = model.__dict__["_drafters_runners"]
-    assert isinstance(kept["static", False], Runner)
+    assert isinstance(kept[False], Runner)
     assert copy.deepcopy(model).__dict__["_drafters_runners"] == {} == pickle.loads(pickle.dumps(kept))
     gone = weakref.ref(model)
     del model, kept

@@ -130,10 +130,9 @@ def test_a_subclass_that_passes_its_arguments_on_is_checked(fresh_base):
 
 
 @pytest.mark.parametrize("label", ["Falcon, ALiBi", "LFM2", "GPT-Neo", "MPT"])
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-def test_what_a_base_cannot_do_is_one_line(make_model, toy_tokenizer, label, cache):
+def test_what_a_base_cannot_do_is_one_line(make_model, toy_tokenizer, label):
     with pytest.raises(ValueError, match="not supported") as caught:
-        Runner(Base("strange", make_model(label), toy_tokenizer), cache)
+        Runner(Base("strange", make_model(label), toy_tokenizer))
     assert str(caught.value).startswith("strange ") and "\n" not in str(caught.value)
 
 
@@ -155,17 +154,17 @@ def test_the_model_is_left_as_it_was(fresh_base, label):
 
 
 @pytest.mark.slow
-def test_a_model_is_checked_once_for_each_kind_of_cache_and_state(fresh_base, monkeypatch):
+def test_a_model_is_checked_once_for_each_state(fresh_base, monkeypatch):
     base, checked, check_base = fresh_base(), [], check.check_base
     monkeypatch.setattr(check, "check_base", lambda runner: (checked.append(runner), check_base(runner)))
-    for cache in ("static", "static", "dynamic", "static", "dynamic"):
-        written_text(base, [5, 6, 7], 4, cache=cache)
-    assert len(checked) == 2
+    for _ in range(3):
+        written_text(base, [5, 6, 7], 4)
+    assert len(checked) == 1
     base.model.set_attn_implementation("eager")
     Runner(base)
     base.model.set_attn_implementation("sdpa")
     Runner(base)
-    assert len(checked) == 3
+    assert len(checked) == 2
 
 
 # ---- runners follow their model

@@ -157,8 +157,6 @@ def test_python_calls_take_compile_and_keep_what_was_compiled(make_base, graphs,
     assert len(graphs) == num_graphs, "the runner was kept"
     with acquire_runner(base) as eager:
         assert not isinstance(eager, CompiledRunner)
-    with pytest.raises(ValueError, match="static cache, not a dynamic one"):
-        generate(base, [PROMPT], cache="dynamic", **arguments)
 
 
 def test_a_base_that_breaks_the_graph_is_refused_in_one_line(make_base, graphs):

@@ -8,6 +8,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 from drafters.tree import ROOT, ChildDistribution, DraftTree
 from inference.verifier.processing import ScoreProcessors
 from inference.verifier.sampling import Greedy, KeyedSampler, TreeLogits
+from tests.inference.verifier.oracles import pearson
 
 VOCAB, TEXT = 6, [4, 1, 0, 4]
 LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5  # (V, V) after each last token
@@ -59,9 +60,7 @@ def chi_square(processors, replacement, num_runs=800):
             num_accepted += len(path)
         counts[emitted[0] * VOCAB + emitted[1]] += 1
     assert num_accepted > num_runs / 4
-    often = expected >= 4
-    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
-    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
+    return pearson(counts, expected)
 
 
 @pytest.mark.slow

@@ -29,10 +29,7 @@ Recording = tuple[Question, list[int], list[int], bool]
 
 
 class RecordedRunner(Runner):
-    """Stands in for the base: after any beginning of a greedy answer ``text``, its argmax is the next recorded token.
-
-    In place of logits, `forward` returns tokens (1 + M, 1).
-    """
+    """Stands in for the base: after any beginning of a greedy answer ``text``, its argmax is the next recorded token."""
 
     def __init__(self, base: BaseConfig, text: Sequence[int] = ()) -> None:
         self.base: Any = base
@@ -45,6 +42,7 @@ class RecordedRunner(Runner):
         return self.context_length
 
     def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
+        """Return tokens (1 + M, 1) in place of logits."""
         self._num_pending, continuation = len(pending), self.text[self.cached + len(pending) :]
         picks = [NOT_RECORDED] * (1 + len(tree))
         for node, token in zip([ROOT, *tree.follow(continuation)], continuation, strict=False):

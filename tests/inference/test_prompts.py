@@ -9,13 +9,9 @@ import drafters
 from data.benchmarks import Question
 from inference.evaluation.evaluate import evaluate
 from inference.prompts import encode_question, select_questions
-from inference.tuning.ouroboros_search import ouroboros_search
-from inference.tuning.skip_search import skip_search
-from inference.tuning.sweep import sweep
 from inference.verifier.base import load_base_info
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from inference.verify import verify
 from train.cli.commands import grouped
 
 CONTEXT = 64
@@ -43,13 +39,15 @@ def folder(make_base, toy_tokenizer, tmp_path_factory):
     return folder
 
 
-def run(command, folder, questions="every", **arguments):
-    several = {"drafter": ["anpd", "joint"], "benchmark": ["mt_bench"], "repeats": 1} if command is evaluate else {}
-    usual = {"benchmark": "mt_bench", "max_new_tokens": 20, "device": "cpu"} | several
-    file = str(folder / f"{questions}.jsonl")
-    usual["questions"] = [file] if command is evaluate else file
-    values = {"base": str(folder / "base")} | usual | arguments
-    command(**grouped(command, values))
+def run(folder, out, questions="every"):
+    values = {"base": str(folder / "base"), "drafter": ["anpd", "joint"], "benchmark": ["mt_bench"], "repeats": 1}
+    values |= {
+        "max_new_tokens": 20,
+        "device": "cpu",
+        "out": str(out),
+        "questions": [str(folder / f"{questions}.jsonl")],
+    }
+    evaluate(**grouped(evaluate, values))
 
 
 def results(out):
@@ -59,12 +57,11 @@ def results(out):
 
 
 @pytest.mark.slow
-def test_the_questions_left_out_are_those_that_do_not_fit(make_base):
+def test_the_questions_left_out_are_those_that_do_not_fit(make_base, folder):
     base = make_base(context=CONTEXT)
-    asked, session = (
-        select_questions(base, "mt_bench", EVERY, "tokenizer", 20),
-        Session(Runner(base), drafters.NoDrafter()),
-    )
+    asked = select_questions(base, "mt_bench", EVERY, "tokenizer", 20)
+    assert asked == select_questions(load_base_info(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20)
+    session = Session(Runner(base), drafters.NoDrafter())
     assert [each.question_id for each in asked.questions] == [1, 2, 4, 7] and asked.left_out == [3, 5, 6]
     for prompt in asked.prompts:
         assert session.run(prompt, 20).tokens
@@ -92,66 +89,16 @@ def test_spaced_questions_that_do_not_fit_are_replaced_by_the_next_that_fit(fold
     assert [each.question_id for each in asked.questions] == expected and asked.left_out == left_out
 
 
-def test_questions_are_selected_without_loading_the_weights(folder, make_base):
-    reader = load_base_info(str(folder / "base"))
-    asked = select_questions(reader, "mt_bench", EVERY, "tokenizer", 20)
-    assert asked == select_questions(make_base(context=CONTEXT), "mt_bench", EVERY, "tokenizer", 20)
-
-
 @pytest.mark.slow
 def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
-    run(evaluate, folder, "fitting", out=str(tmp_path / "fitting"))
+    with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64"):
+        run(folder, tmp_path / "long", "long")
+    run(folder, tmp_path / "fitting", "fitting")
     capsys.readouterr()
-    run(evaluate, folder, out=str(tmp_path / "every"))
+    run(folder, tmp_path / "every")
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
     assert NOTE in " ".join(capsys.readouterr().out.split())
     assert NOTE in (tmp_path / "every" / "results.md").read_text()
     assert json.loads((tmp_path / "every" / "results.json").read_text())["context"]["left_out"] == NOTE
     assert NOTE.replace("'", "&#39;") in (tmp_path / "every" / "report.html").read_text()
     assert "left_out" not in (tmp_path / "fitting" / "results.json").read_text()
-    journal = tmp_path / "every" / "journal" / "1.jsonl"
-    whole = journal.read_bytes()
-    journal.write_bytes(whole[: len(whole) // 2])  # it was stopped
-    run(evaluate, folder, out=str(tmp_path / "every"))
-    assert results(tmp_path / "every") == results(tmp_path / "fitting")
-
-
-@pytest.mark.slow
-def test_processes_share_the_questions_that_fit(folder, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(evaluate, folder, drafter=["anpd"], out=str(one))
-    run(evaluate, folder, drafter=["anpd"], out=str(two), devices=2)
-    assert results(two) == results(one)
-    assert [path.read_text().count('"answer"') for path in sorted((two / "journal").iterdir())] == [4, 4]
-
-
-@pytest.mark.slow
-def test_a_limit_counts_the_questions_that_fit(folder, tmp_path, capsys):
-    run(evaluate, folder, out=str(tmp_path), limit=3)
-    assert "left out: mt_bench: 1 of 4 questions" in " ".join(capsys.readouterr().out.split())
-    assert results(tmp_path)["none"][0] == 3
-
-
-@pytest.mark.slow
-def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder, tmp_path):
-    for command, arguments in {
-        evaluate: {"out": str(tmp_path / "eval")},
-        sweep: {"drafter": "anpd", "grid": ["order=2"], "out": str(tmp_path / "sweep")},
-        verify: {"drafter": ["anpd"]},
-        skip_search: {"out": str(tmp_path / "skips.json"), "num_draft": 2},
-        ouroboros_search: {"drafter_model": str(folder / "base")},
-    }.items():
-        with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64") as refused:
-            run(command, folder, "long", **arguments)
-        assert "\n" not in str(refused.value)
-    assert not (tmp_path / "eval").exists()
-
-
-@pytest.mark.slow
-def test_other_commands_leave_out_the_same_questions(folder, tmp_path, capsys):
-    run(sweep, folder, drafter="anpd", grid=["order=2"], limit=None, out=str(tmp_path / "sweep"))
-    swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert swept["context"]["left_out_questions"] == NOTE and swept["cells"][0]["questions"] == 4
-    run(verify, folder, drafter=["anpd"])
-    run(skip_search, folder, out=str(tmp_path / "skips.json"), num_draft=2, evaluations=2)
-    assert " ".join(capsys.readouterr().out.split()).count(NOTE) == 3

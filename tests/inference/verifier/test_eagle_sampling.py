@@ -24,8 +24,8 @@ def base(make_base):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "draws"), [(EAGLE, 1), (EAGLE, 2), (EAGLE3, 1)])
-def test_drawn_chains_do_not_change_the_joint_distribution_of_two_tokens(make_random_eagle, base, kind, draws):
-    drafter = make_random_eagle(kind, base, tree="chain", draws=draws, temperature=1.5)
+def test_drawn_chains_do_not_change_the_joint_distribution_of_two_tokens(make_random_ctc, base, kind, draws):
+    drafter = make_random_ctc(base, kind, tree="chain", draws=draws, temperature=1.5)
     statistic, accepted = chi_square_of_pairs(base, drafter, RUNS, 4, first=1)
     assert statistic < ONE_IN_A_THOUSAND
     assert accepted > 0.3, "the test proves little if hardly anything is accepted"
@@ -33,16 +33,16 @@ def test_drawn_chains_do_not_change_the_joint_distribution_of_two_tokens(make_ra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
-def test_drawn_chains_do_not_change_the_greedy_text(make_random_eagle, base, kind):
+def test_drawn_chains_do_not_change_the_greedy_text(make_random_ctc, base, kind):
     expected = Session(Runner(base), NoDrafter()).run([3, 4, 5], 30).tokens
-    drafter = make_random_eagle(kind, base, tree="chain", draws=2)
+    drafter = make_random_ctc(base, kind, tree="chain", draws=2)
     result = Session(Runner(base), drafter).run([3, 4, 5], 30)
     assert result.tokens == expected and sum(step.accepted for step in result.steps) > 0
 
 
 @pytest.mark.slow
-def test_the_chi_square_detects_a_drafter_that_reports_a_wrong_distribution(make_random_eagle, base, monkeypatch):
-    drafter = make_random_eagle(EAGLE, base, tree="chain", draws=1, temperature=0.3)
+def test_the_chi_square_detects_a_drafter_that_reports_a_wrong_distribution(make_random_ctc, base, monkeypatch):
+    drafter = make_random_ctc(base, EAGLE, tree="chain", draws=1, temperature=0.3)
     honest = drafter.propose
 
     def propose(seq, limits):

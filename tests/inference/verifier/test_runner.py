@@ -9,7 +9,7 @@ from drafters import DraftTree, RequiredOutputs
 from inference.verifier.base import Base
 from inference.verifier.cache import BufferCache
 from inference.verifier.runner import Runner
-from tests.conftest import fresh_cache
+from tests.inference.verifier.oracles import assert_cache_is_fresh
 
 NOTHING = RequiredOutputs()
 BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
@@ -25,23 +25,13 @@ def flat_logits(base, tokens):
     return base.model(torch.tensor([tokens])).logits[0, -1]
 
 
-def assert_cache_is_fresh(runner, tokens, tolerance):
-    assert runner.cached == len(tokens) == runner._cache.get_seq_length()
-    for held, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens).layers, strict=True):
-        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
-        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize(("kind", "attention"), BASES)
 @pytest.mark.parametrize(("cached", "pending"), [(0, 1), (0, 4), (6, 1), (6, 3)])
 def test_the_logits_of_a_node_are_those_of_a_plain_forward_over_its_path(make_base, kind, attention, cached, pending):
     base, rng = make_base(kind, attention), random.Random(cached + pending)
     for size in (0, 1, 5, 12):
-        runner, seq, tree = (
-            Runner(base),
-            [rng.randrange(3, 40) for _ in range(cached + pending)],
-            random_tree(rng, size),
-        )
+        runner, seq = Runner(base), [rng.randrange(3, 40) for _ in range(cached + pending)]
+        tree = random_tree(rng, size)
         if cached:
             runner.forward(seq[:cached], DraftTree(), NOTHING)
             runner.commit([])
@@ -115,11 +105,11 @@ def test_after_truncation_the_rest_of_the_text_has_no_effect(make_base):
     runner.truncate(5)
     assert runner.cached == 5
     runner.truncate(2)
-    assert_cache_is_fresh(runner, [5, 6], 1e-9)
+    assert_cache_is_fresh(runner, [5, 6])
     rows = runner.forward([30], DraftTree([31], [-1]), NOTHING)
     torch.testing.assert_close(rows.logits[1], flat_logits(runner.base, [5, 6, 30, 31]), rtol=0, atol=1e-9)
     runner.commit([0])
-    assert_cache_is_fresh(runner, [5, 6, 30, 31], 1e-9)
+    assert_cache_is_fresh(runner, [5, 6, 30, 31])
     runner.truncate(0)
     assert runner.cached == 0
     with pytest.raises(AssertionError, match="more than it holds"):
@@ -141,7 +131,7 @@ def test_the_cache_grows_beyond_its_first_buffer(make_base):
     for start, end in [(0, 250), (250, 255), (255, 256), (256, 257), (257, 511), (511, 514), (514, 600)]:
         runner.forward(text[start:end], DraftTree([4, 5], [-1, 0]), NOTHING)
         runner.commit([])
-    assert_cache_is_fresh(runner, text, 1e-9)
+    assert_cache_is_fresh(runner, text)
 
 
 @pytest.mark.parametrize("seed", range(5))

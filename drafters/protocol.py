@@ -89,7 +89,6 @@ class Limits:
         draft_seed: Seed of the random numbers of this proposal. It is another one at every step of a text and is
             derived from the seed of the request, but independent of the numbers that accept drafts. A drafter that
             samples its drafts takes its random numbers from this seed alone: exact rejection relies on it.
-        skip_module: Whether the draft module must not run; only drafters that `may_skip_module` are asked that.
     """
 
     max_depth: int
@@ -97,7 +96,6 @@ class Limits:
     eos: frozenset[int] = frozenset()
     max_scratch_depth: int = 1024
     draft_seed: int = 0
-    skip_module: bool = False
 
 
 UNLIMITED = Limits(max_depth=1024)
@@ -183,21 +181,15 @@ class Drafter(Protocol):
     Only `propose` must be defined; the other methods do nothing unless a drafter overrides them.
 
     Args:
-        required_outputs: What it needs from the base's forward pass.
-        history_only: Whether proposals depend only on the tokens of the texts so far, so that answers can be replayed.
+        required_outputs: What it needs from the base's forward pass; nothing if it reads only tokens.
         remembers: Whether proposals may depend on texts decoded earlier, since the last `reset`.
-        is_divisible: Whether a part of a draft is of use too; otherwise an automatic budget feeds all of it or none.
         samples_drafts: Whether drafts are drawn at random.
-        may_skip_module: Whether it can draft without its draft module, too, as n-grams can beside one.
         draft_forwards: Number of forward passes of a draft module or draft model so far.
     """
 
     required_outputs: RequiredOutputs = RequiredOutputs()
-    history_only: bool = False
     remembers: bool = True
-    is_divisible: bool = True
     samples_drafts: bool = False
-    may_skip_module: bool = False
     draft_forwards: int = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -226,7 +218,7 @@ class Drafter(Protocol):
 class NoDrafter(Drafter):
     """Proposes nothing, so that the base decodes one token per step (vanilla decoding)."""
 
-    history_only, remembers = True, False
+    remembers = False
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         return DraftTree()
@@ -244,8 +236,8 @@ class LearnedDrafter(nn.Module, ABC):
     """
 
     required_outputs: RequiredOutputs
-    history_only = remembers = samples_drafts = may_skip_module = False
-    is_divisible, draft_forwards = True, 0
+    remembers = samples_drafts = False
+    draft_forwards = 0
     base_weights: BaseWeights | None = None
 
     # ---- training

@@ -1,38 +1,84 @@
-"""How many draft tokens a step feeds: as many as pay for their time."""
+"""The automatic budget, ``num_nodes=auto``: a drafter proposes as many draft tokens as pay for their time."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-SPEED_DECAY = 0.98  # per draft, of what is known about the speed
-GAIN_DECAY = 0.95  # the same in accounts: chance counts more if it is lower, and changes are noticed later if higher
-MAX_CREDIT = 12.0  # so much may be lost until drafting stops
-FIRST_CREDIT = 8.0  # the same before anything was gained
-MAX_DEBT = 32.0  # what a single draft is charged at most, as its time may be measured wrongly
-TRIAL_CREDIT = 2.5  # drafting is tried again with this credit
-TRIAL_DRAFTS = 2  # at least so many; the first one after a pause takes longer than usual
-INTEREST = 0.015  # credit per step: the share of the time that drafts may lose in the long run
-MIN_INTEREST = 0.004  # after several trials that did not pay
+from drafters import Lookahead, Merged, SelfDraft
+from drafters.protocol import Drafter, Limits, StepResult
+from drafters.tree import DraftTree
+
+SLOW, FAST = 0.98, 0.95  # weight of an earlier step or review relative to the one after it, in averages
+CREDIT = 8.0  # tokens that may be lost until drafting stops
+MAX_DEBT = 32.0  # tokens that a single draft may cost at most, as its time may be measured wrongly
+TRIAL_CREDIT = 2.5  # tokens that a trial of drafting may lose
+ALLOWANCE = 0.015  # tokens per step that drafting may lose in the long run
+MIN_ALLOWANCE = 0.004  # the same after several trials that did not pay
+# Numbers of nodes that are tried.
+SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+NUM_KEPT = 64  # durations kept of each size
+FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
+REVIEW = 8  # steps between two estimates of times and acceptance
+EXPLORATION = 128  # drafts between those that feed more or less than seems best
+NUM_TIMED, NUM_KNOWN = 5, 16  # durations of a size with which its time is known, and its acceptance
+BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
+PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
+TOO_SMALL = 0.1  # share of drafts that may have fewer nodes than would pay, if more of them take longer to draft
+SPARE_SECONDS = 0.01  # share of the base's time that drafting nodes may take which are hardly ever fed
+FED_WHOLE = (Lookahead, SelfDraft)  # drafters that learn from a whole draft only: it is fed whole or not at all
 
 
-class Recent:
-    """Tokens and seconds of recent steps.
+class Budgeted(Drafter):
+    """A drafter whose proposals are limited and cut by a `BudgetController`. The text does not change.
 
-    Args:
-        decay: What a step counts after another one, relative to before.
+    It measures the time that the drafter takes, and that between a proposal and its outcome, which is the base's. A
+    `Merged` drafter also drafts without its learned part where that does not pay.
     """
 
-    def __init__(self, decay: float = SPEED_DECAY) -> None:
-        self._decay = decay
-        self._tokens = self._seconds = 0.0
+    def __init__(self, drafter: Drafter, controller: BudgetController | None = None) -> None:
+        self.drafter = drafter
+        self.controller = controller or BudgetController(isinstance(drafter, FED_WHOLE), isinstance(drafter, Merged))
+        self.required_outputs, self.draft_forwards = drafter.required_outputs, drafter.draft_forwards
+        self.remembers, self.samples_drafts = drafter.remembers, drafter.samples_drafts
+        self.begin, self.rewind, self.reset = drafter.begin, drafter.rewind, drafter.reset  # type: ignore[method-assign]
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        started, drafter = time.perf_counter(), self.drafter
+        limits = replace(limits, max_nodes=self.controller.request(limits.max_nodes))
+        if isinstance(drafter, Merged):
+            drafter.learned_rests = self.controller.learned_rests
+        tree = drafter.propose(seq, limits)
+        self.draft_forwards = drafter.draft_forwards
+        tree = tree.pruned(limits.max_depth, limits.max_nodes, limits.eos, limits.max_scratch_depth)
+        # To choose among drawn nodes by what was drawn would bias the text; scratch nodes are needed together.
+        may_be_cut = not (tree.distributions or tree.num_scratch)
+        tree = tree.first(self.controller.cut(len(tree), tree.probabilities if may_be_cut else ()))
+        self._proposed = time.perf_counter()
+        self._seconds = self._proposed - started
+        return tree
+
+    def observe(self, step: StepResult) -> None:
+        started = time.perf_counter()
+        self.drafter.observe(step)
+        if step.num_pending == 1:  # not a prefill
+            seconds = self._seconds + time.perf_counter() - started
+            self.controller.observe(step.path, len(step.emitted), seconds, started - self._proposed)
+
+
+class MovingAverage:
+    """Average speed of recent steps, with the weight of a step relative to the one after it."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay, self._tokens, self._seconds = decay, 0.0, 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add a step."""
         self._tokens = self._decay * self._tokens + tokens
         self._seconds = self._decay * self._seconds + seconds
 
@@ -41,109 +87,60 @@ class Recent:
         return (self._tokens + 1) / (self._seconds + vanilla)
 
 
-class Account:
-    """Tells whether something pays, by what it has gained in tokens over what it would replace.
+class GainTracker:
+    """Tells whether a way of drafting pays, by the tokens that it gains or loses against what it replaces.
 
-    When its credit is used up, it rests. Each step then earns a little interest, and with enough of it, it is tried
-    again. So however bad it is, hardly more than `INTEREST` of the time is lost, apart from `FIRST_CREDIT` steps.
+    When its credit is used up, it rests. Each step then adds a small allowance, and with `TRIAL_CREDIT` it is tried
+    again. So a useless drafter costs little more than `ALLOWANCE` tokens a step, apart from `CREDIT` once.
     """
 
     def __init__(self) -> None:
-        self.pays = True
-        self._credit, self._interest = FIRST_CREDIT, INTEREST
-        self._is_trial = False  # since it was tried again
-        self._trial_drafts = 0  # that are left of the trial
+        self.pays, self._is_trial = True, False
+        self._credit, self._allowance = CREDIT, ALLOWANCE
 
-    def book(self, gain: float = 0.0) -> bool:
-        """Add what a step has gained, 0 where it did not take part; return whether it is tried again from now on."""
-        self._credit = min(MAX_CREDIT, max(-MAX_DEBT, self._credit + self._interest + gain))
-        if self.pays and gain:
-            self._trial_drafts -= 1
-        if self.pays and self._credit < 0 and self._trial_drafts <= 0:
-            self.close()
+    def add(self, gain: float = 0.0) -> None:
+        """Add what a step has gained, 0 where it did not take part."""
+        self._credit = min(CREDIT, max(-MAX_DEBT, self._credit + self._allowance + gain))
+        if self.pays and self._credit < 0:
+            self.rest()
         elif not self.pays and self._credit >= TRIAL_CREDIT:
-            self.open()
-            return True
-        elif self._credit == MAX_CREDIT:
-            self._is_trial, self._interest = False, INTEREST
-        return False
+            self.start_trial()
+        elif self._credit == CREDIT:
+            self._is_trial, self._allowance = False, ALLOWANCE
 
-    def open(self) -> None:
-        """Try it again."""
-        self._credit, self.pays, self._is_trial, self._trial_drafts = TRIAL_CREDIT, True, True, TRIAL_DRAFTS
+    def start_trial(self) -> None:
+        self._credit, self.pays, self._is_trial = TRIAL_CREDIT, True, True
 
-    def close(self) -> None:
-        """Let it rest, whatever its credit is."""
+    def rest(self) -> None:
+        """Let it rest, whatever its credit is; after a trial that did not pay the next one comes later."""
         self._credit, self.pays = min(0.0, self._credit), False
         if self._is_trial:
-            self._interest = max(MIN_INTEREST, self._interest / 2)
-
-
-# Numbers of nodes that are tried.
-SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-NUM_KEPT = 64  # durations kept of each size
+            self._allowance = max(MIN_ALLOWANCE, self._allowance / 2)
 
 
 class CostCurve:
-    """Seconds of a step by its size, learned from noisy durations.
+    """Seconds of a step by its size, learned from noisy durations."""
 
-    Args:
-        expected: Seconds of steps of size 0, 1, 2, ... as measured elsewhere; empty if nothing is known. Only their
-            ratios count once something is measured here.
-    """
-
-    def __init__(self, expected: Sequence[float] = ()) -> None:
-        self.expected = expected
+    def __init__(self) -> None:
         self._durations: dict[int, deque[float]] = {}
-        self._estimates: dict[int, float] = {}
-        self._changed: set[int] = set()
 
     def add(self, size: int, seconds: float) -> None:
-        """Add the duration of a step."""
         if size > 16:
             size = min(SIZES, key=lambda known: abs(known - size))
-        if size not in self._durations:
-            self._durations[size] = deque(maxlen=NUM_KEPT)
-        self._durations[size].append(seconds)
-        self._changed.add(size)
-
-    def charged(self, size: int, seconds: float) -> float:
-        """What a duration counts in the account: at most twice what nine of ten durations of this size stay below."""
-        kept = sorted(self._durations.get(size, ()))
-        return min(seconds, 2 * kept[len(kept) * 9 // 10]) if len(kept) >= 8 else seconds
+        self._durations.setdefault(size, deque(maxlen=NUM_KEPT)).append(seconds)
 
     def count(self, size: int) -> int:
-        """Number of durations kept of a size."""
         return len(self._durations.get(size, ()))
 
-    def largest(self) -> int:
-        """The largest size that was measured at least twice, else 0."""
-        return max((size for size, kept in self._durations.items() if len(kept) > 1), default=0)
-
-    @property
-    def knows_vanilla(self) -> bool:
-        """Whether anything is known about steps of size 0."""
-        return bool(self.expected) or 0 in self._durations
+    def known(self) -> list[int]:
+        """The sizes that were measured at least twice, as a single duration may be an outlier; else all of them."""
+        return sorted(size for size, kept in self._durations.items() if len(kept) > 1) or sorted(self._durations)
 
     def seconds(self) -> list[float]:
-        """The seconds of each of `SIZES`.
-
-        Those of a size that was not measured are continued from the smaller ones with their mean slope, or interpolated
-        if that is less: a low estimate, too. If seconds are expected, it is how far they are off that is interpolated.
-        """
-        for size in self._changed:
-            self._estimates[size] = estimate(self._durations[size])
-        self._changed.clear()
-        # One duration alone may be an outlier.
-        known = sorted(size for size in self._estimates if self.count(size) > 1)
-        if self.expected:
-            places = np.arange(len(self.expected))
-            ratios = [self._estimates[size] / float(np.interp(size, places, self.expected)) for size in known] or [1.0]
-            return (np.interp(SIZES, known or [0], ratios) * np.interp(SIZES, places, self.expected)).tolist()
-        known = known or sorted(self._estimates)
-        if not known:
+        """The seconds of each of `SIZES`, continued from smaller ones or interpolated, if less, where not measured."""
+        if not (known := self.known()):
             return [0.0] * len(SIZES)
-        values = [self._estimates[size] for size in known]
+        values = [estimate(self._durations[size]) for size in known]
         below = np.searchsorted(known, SIZES, side="right").clip(1) - 1  # the next smaller measured size
         start, lowest = np.array(known)[below], np.array(values)[below]
         slopes = np.maximum(0, lowest - values[0]) / np.maximum(1, start - known[0])
@@ -152,11 +149,7 @@ class CostCurve:
 
 
 def estimate(durations: Collection[float]) -> float:
-    """A low estimate of the typical duration, whatever the outliers; with few durations it is lower.
-
-    It is the mean of the middle half, less its standard error, or the shortest of fewer than four. So sizes that are
-    hardly known are tried rather than avoided.
-    """
+    """A low estimate of the typical duration, so that sizes are tried: the mean of the middle half less its error."""
     if len(durations) < 4:
         return min(durations)
     cut = len(durations) // 4
@@ -164,18 +157,11 @@ def estimate(durations: Collection[float]) -> float:
     return sum(middle) / len(middle) - (middle[-1] - middle[0]) / 2 / len(durations) ** 0.5
 
 
-FIRST_SIZE = 4  # larger drafts are tried when these have been measured, at most twice as large each time
-REVIEW = 8  # steps between two looks at what was measured
-EXPLORATION = 128  # drafts between those that feed more or less than seems best
-NUM_TIMED = 5  # durations of a size with which its time is known
-NUM_KNOWN = 16  # durations of a size, or drafts, about which enough is known
-DECAY = 0.9  # of what is known about acceptance, in each review
-UNSEEN_DECAY = 0.98  # the same for ranks that were not fed
-BINS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85]  # borders between bins of path probabilities
-TOO_SMALL = 0.1  # share of drafts that may have fewer nodes than would pay, if more of them take longer to draft
-SPARE_SECONDS = 0.01  # share of a step's time that nodes may take to draft which are hardly ever fed
-PRIOR = 2.0  # accepted nodes that a bin counts as right before any was fed
-PAUSE = 8  # steps without a draft after which a drafter has more to read than usual
+class Way:
+    """What is known about one way of drafting: the times of its drafts, the speed with it, and its recent gains."""
+
+    def __init__(self) -> None:
+        self.cost, self.speed, self.gains = CostCurve(), MovingAverage(SLOW), MovingAverage(FAST)
 
 
 class BudgetController:
@@ -183,100 +169,65 @@ class BudgetController:
 
     Feeding a node pays if the probability that it is accepted exceeds the time that it adds to the step, in tokens at
     the present speed. That probability is the drafter's own, corrected by how often nodes of about this probability
-    were accepted; if the drafter gives none, it is how often nodes of this rank were.
-
-    A large draft takes longer than a small one even if it is cut. Where this counts, a step asks for no more nodes than
-    nearly all of the recent drafts would have fed.
-
-    Whether to draft at all is decided by an `Account` in vanilla steps, those of the base alone. A step with a draft
-    adds what such steps emitted lately, and subtracts what they took, including the draft. For a drafter that can draft
-    without its module, a second account decides whether the module runs. It compares with the speed of drafts without
-    the module, of which there is one now and then.
-
-    For each step, call `request`, which also sets `skips_module`, then `cut` with the draft, then `observe`. What
-    `request` returns and sets depends on earlier steps only.
-
-    It may be kept from text to text: what was measured stays, and what is known about acceptance fades.
+    were accepted; if the drafter gives none, it is how often nodes of this rank were. Whether to draft at all is
+    decided by a `GainTracker` that compares with steps of the base alone. For each step, call `request`, which depends
+    on earlier steps only, then `cut` with the draft, then `observe`.
 
     Args:
         is_whole: Whether drafts are fed whole or not at all.
-        may_skip_module: Whether the drafter can draft without its module.
-        step_seconds: Seconds of a step of the base that feeds 0, 1, 2, ... draft tokens, from `drafters step-cost`;
-            empty to learn them from nothing.
+        learned_may_rest: Whether the drafter can draft without its learned part; a second `GainTracker` then decides
+            whether that part drafts, and `request` sets ``learned_rests``.
     """
 
-    def __init__(
-        self, is_whole: bool = False, step_seconds: Sequence[float] = (), may_skip_module: bool = False
-    ) -> None:
-        self.is_whole, self.may_skip_module = is_whole, may_skip_module
-        self.skips_module = False  # in this step
-        self._base, self._draft, self._light_draft = CostCurve(step_seconds), CostCurve(), CostCurve()
-        self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
+    def __init__(self, is_whole: bool = False, learned_may_rest: bool = False) -> None:
+        self.is_whole, self.learned_may_rest = is_whole, learned_may_rest
+        self.learned_rests = False
+        self._base, self._full, self._light = CostCurve(), Way(), Way()  # drafts with the learned part, and without
+        self._base_seconds, self._draft_seconds = self._base.seconds(), self._full.cost.seconds()
         self._num_steps = self._num_drafts = self._since_vanilla = 0
-        self._drafting, self._module = Account(), Account()
-        self._num_light = self._since_light = 0  # drafts without the module, and those with it since the last one
-        # Tokens and seconds of recent steps with a draft: with the module and without, and all of them.
-        self._with_module, self._without_module, self._drafted = Recent(), Recent(), Recent()
-        self._gains, self._light_gains = Recent(GAIN_DECAY), Recent(GAIN_DECAY)
-        self._speed = 0.0  # tokens per second
+        self._drafting, self._learned = GainTracker(), GainTracker()
+        self._num_light = self._since_light = 0  # drafts without the learned part, and those with it since the last one
+        self._drafted, self._speed = MovingAverage(SLOW), 0.0  # of all steps with a draft; tokens per second
         self._limit = FIRST_SIZE  # the largest number of nodes to try
         self._best_place = SIZES.index(FIRST_SIZE)  # of the size that pays best, for drafters without probabilities
         # Accepted and fed nodes between each two sizes; accepted nodes and the sum of their probabilities in each bin.
         self._accepted_by_rank, self._fed_by_rank = [0.0] * len(SIZES), [0.0] * len(SIZES)
         self._accepted_in_bin, self._expected_in_bin = [0.0] * (len(BINS) + 1), [0.0] * (len(BINS) + 1)
         self._factors = [1.0] * (len(BINS) + 1)
-        self._gives_probabilities = False
+        self._gives_probabilities, self._probabilities = False, tuple[float, ...]()
         # How many drafts wanted each size lately, and the largest size worth drafting.
         self._wanted, self._worth_drafting = [0.0] * len(SIZES), SIZES[-1]
         self._requested = self._fed = 0
-        self._paused = 0  # steps since the draft module ran
-        self._probabilities: Sequence[float] = ()
-        self._review()
-
-    # ---- decisions
 
     def request(self, most: int = SIZES[-1]) -> int:
         """Return how many nodes the drafter may propose in this step, at most ``most``; 0 for no draft."""
-        self._requested = min(most, self._choose_request())
-        if self.may_skip_module:
-            patience = (1, 1, 4, 4, 16, 16)[self._num_light] if self._num_light < 6 else 64
-            self.skips_module = not self._module.pays or self._since_light >= patience
-        return self._requested
-
-    def _choose_request(self) -> int:
-        num_vanilla = self._base.count(0) + (2 if self._base.expected else 0)
-        is_close = self._speed * self._base_seconds[0] < 1.25
+        if self.learned_may_rest:
+            self.learned_rests = not self._learned.pays or self._since_light >= min(64, 4 ** (self._num_light // 2))
+        num_vanilla, is_close = self._base.count(0), self._speed * self._base_seconds[0] < 1.25
         patience = 4 if num_vanilla < 2 else 16 if num_vanilla < 6 else 64 if is_close else 512
         if not self._drafting.pays or self._since_vanilla >= patience:
-            return 0
-        if self.is_whole:
-            return SIZES[-1]
-        if self._gives_probabilities:
-            return min(self._limit, self._worth_drafting)
-        return SIZES[max(1, self._explored(self._best_place))]
+            wanted = 0
+        elif self.is_whole:
+            wanted = SIZES[-1]
+        elif self._gives_probabilities:
+            wanted = min(self._limit, self._worth_drafting)
+        else:
+            wanted = SIZES[max(1, self._explored(self._best_place))]
+        self._requested = min(most, wanted)
+        return self._requested
 
     def _explored(self, place: int) -> int:
         """The place in `SIZES`, or now and then one near it, more often while little is known about that size."""
         last = bisect_left(SIZES, self._limit)
-        step = (1, -1, 2)[self._num_drafts % 3]
-        other = min(max(place + step, 0), last)
+        other = min(max(place + (1, -1, 2)[self._num_drafts % 3], 0), last)
         # With probabilities, only the time of a size is to be found out, and without them its acceptance, too.
-        enough = NUM_KNOWN if not self._gives_probabilities else 0 if self._base.expected else NUM_TIMED
-        if self._base.count(SIZES[other]) < enough:
-            is_turn = self._num_drafts % (EXPLORATION // 4) < 2
-        else:
-            is_turn = self._num_drafts % EXPLORATION < 2 and step < 2
+        is_known = self._base.count(SIZES[other]) >= (NUM_TIMED if self._gives_probabilities else NUM_KNOWN)
+        is_turn = self._num_drafts % (EXPLORATION if is_known else EXPLORATION // 4) < 2
         return other if is_turn else min(place, last)
 
     def cut(self, num_nodes: int, probabilities: Sequence[float] = ()) -> int:
-        """Return how many nodes of a draft to feed, the first ones.
-
-        Args:
-            num_nodes: Number of nodes in the draft.
-            probabilities: The drafter's estimate of the probability of each node, most probable first; empty if it
-                gives none, or if the draft must not be cut. Then all nodes are fed.
-        """
-        self._fed, self._probabilities = num_nodes, probabilities
+        """Return how many nodes of a draft to feed, the first ones; all if there are no falling probabilities."""
+        self._fed, self._probabilities = num_nodes, tuple(probabilities)
         if not probabilities:
             return num_nodes
         self._gives_probabilities = True
@@ -295,112 +246,70 @@ class BudgetController:
         self._fed = min(SIZES[self._explored(best)], most)
         return self._fed
 
-    # ---- outcomes
-
     def observe(self, path: Sequence[int], num_emitted: int, draft_seconds: float, base_seconds: float) -> None:
-        """Learn from a step that fed one token before the draft.
-
-        Args:
-            path: Accepted nodes.
-            num_emitted: Tokens that the text gained.
-            draft_seconds: Duration of the drafter's part of the step.
-            base_seconds: Duration of the rest of the step.
-        """
+        """Learn from the accepted nodes, the emitted tokens and the times of drafter and base in a step."""
+        way = self._light if self.learned_rests else self._full
         self._num_steps += 1
         self._base.add(self._fed, base_seconds)
-        is_new, typical_seconds = self._base.count(self._fed) < 5, 0.0
         self._since_vanilla = self._since_vanilla + 1 if self._fed else 0
         if self._requested:
-            curve = self._light_draft if self.skips_module else self._draft
-            if self.skips_module or self._paused < PAUSE:
-                curve.add(self._requested, draft_seconds)
-                draft_seconds = typical_seconds = curve.charged(self._requested, draft_seconds)
-            else:  # after a pause a drafter first reads what was written since
-                typical_seconds = min(draft_seconds, self._draft_seconds[bisect_left(SIZES, self._requested)])
-            is_new |= curve.count(self._requested) < 5
-            self._learn(path)
-        self._paused = 0 if self._requested and not self.skips_module else self._paused + 1
-        was_drafting = self._drafting.pays
-        if is_new or (was_drafting and self._num_steps % REVIEW == 0):
+            way.cost.add(self._requested, draft_seconds)
+            if self._probabilities:
+                for probability in self._probabilities[: self._fed]:
+                    self._expected_in_bin[bisect_left(BINS, probability)] += probability
+                for node in path:
+                    self._accepted_in_bin[bisect_left(BINS, self._probabilities[node])] += 1
+            else:
+                for place in range(1, bisect_left(SIZES, self._fed) + 1):
+                    self._fed_by_rank[place] += min(SIZES[place], self._fed) - SIZES[place - 1]
+                for node in path:
+                    self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
+        if self._base.count(0) and (self._base.count(self._fed) < 5 or self._num_steps % REVIEW == 0):
             self._review()
-        self._keep_accounts(num_emitted, typical_seconds, draft_seconds - typical_seconds)
-        if self._drafting.pays and not was_drafting:
-            self._review()
-
-    def _learn(self, path: Sequence[int]) -> None:
-        if self._probabilities:
-            for probability in self._probabilities[: self._fed]:
-                self._expected_in_bin[bisect_left(BINS, probability)] += probability
-            for node in path:
-                self._accepted_in_bin[bisect_left(BINS, self._probabilities[node])] += 1
-        else:
-            for place in range(1, bisect_left(SIZES, self._fed) + 1):
-                self._fed_by_rank[place] += min(SIZES[place], self._fed) - SIZES[place - 1]
-            for node in path:
-                self._accepted_by_rank[bisect_left(SIZES, node + 1)] += 1
-
-    def _keep_accounts(self, num_emitted: int, draft_seconds: float, reading_seconds: float) -> None:
-        gain = of_module = 0.0
+        gain = of_learned = 0.0
         if self._requested:
             self._num_drafts += 1
-            if self._num_drafts == 1 or not self._base.knows_vanilla:  # the first one of a process compiles, allocates
+            if self._num_drafts == 1 or not self._base.count(0):  # the first one of a process compiles, allocates
                 return
-            self._num_light += self.skips_module
-            self._since_light = 0 if self.skips_module else self._since_light + 1
+            self._num_light += self.learned_rests
+            self._since_light = 0 if self.learned_rests else self._since_light + 1
             vanilla = self._base_seconds[0]
             seconds = self._base_seconds[bisect_left(SIZES, self._fed)] + draft_seconds
-            self._drafted.add(num_emitted, seconds)
-            (self._without_module if self.skips_module else self._with_module).add(num_emitted, seconds)
-            # The mean of recent drafts, as a single one depends on chance.
-            gains = self._light_gains if self.skips_module else self._gains
-            gains.add(num_emitted, seconds)
-            gain = seconds * (gains.speed(vanilla) - 1 / vanilla)
-            if self.may_skip_module and not self.skips_module:
-                more = self._with_module.speed(vanilla) - self._without_module.speed(vanilla)
-                of_module = seconds * more - reading_seconds / vanilla
-            else:
-                gain -= reading_seconds / vanilla
-        # What was found before a pause does not count in the trial after it.
-        if self._drafting.book(gain):
-            self._gains, self._light_gains = Recent(GAIN_DECAY), Recent(GAIN_DECAY)
-        if self.may_skip_module:
-            if self._module.book(of_module):
-                self._with_module, self._gains = Recent(), Recent(GAIN_DECAY)
-            if self._requested and not (self._drafting.pays or self.skips_module):
-                self._module.close()  # drafts without it have a trial of their own
-                self._drafting.open()
+            for average in (self._drafted, way.speed, way.gains):
+                average.add(num_emitted, seconds)
+            gain = seconds * (way.gains.speed(vanilla) - 1 / vanilla)  # of recent drafts: one alone depends on chance
+            if way is self._full:
+                of_learned = seconds * (way.speed.speed(vanilla) - self._light.speed.speed(vanilla))
+        self._drafting.add(gain)
+        if self.learned_may_rest:
+            self._learned.add(of_learned)
+            if self._requested and not (self._drafting.pays or self.learned_rests):
+                self._learned.rest()  # drafts without it have a trial of their own
+                self._drafting.start_trial()
 
     def _review(self) -> None:
         """Estimate times and acceptance anew."""
-        if not self._base.knows_vanilla:
-            return
-        self._base_seconds, self._draft_seconds = self._base.seconds(), self._draft.seconds()
+        self._base_seconds, self._draft_seconds = self._base.seconds(), self._full.cost.seconds()
         vanilla = self._base_seconds[0]
         self._speed = max(1 / vanilla, self._drafted.speed(vanilla))
-        largest = self._base.largest()
-        if self._gives_probabilities:  # they tell which drafts pay where only the time is known
-            largest = max(largest, len(self._base.expected) // 2)
-        self._limit = min(max(FIRST_SIZE, 2 * largest), SIZES[-1])
+        self._limit = min(max(FIRST_SIZE, 2 * self._base.known()[-1]), SIZES[-1])
         if self._gives_probabilities:
             self._worth_drafting = self._largest_worth_drafting()
-            self._wanted = [DECAY * count for count in self._wanted]
-            pairs = zip(self._accepted_in_bin, self._expected_in_bin, strict=True)
+            self._wanted = [FAST * count for count in self._wanted]
+            pairs = list(zip(self._accepted_in_bin, self._expected_in_bin, strict=True))
             self._factors = [(accepted + PRIOR) / (expected + PRIOR) for accepted, expected in pairs]
-            for counts in (self._accepted_in_bin, self._expected_in_bin):
-                counts[:] = [DECAY * count for count in counts]
+            self._accepted_in_bin, self._expected_in_bin = (
+                [FAST * n for n in counts] for counts in zip(*pairs, strict=True)
+            )
         elif not self.is_whole:
             self._best_place = self._best_by_rank()
 
     def _largest_worth_drafting(self) -> int:
         """The smallest size that only few drafts would have exceeded, or a larger one that takes hardly longer."""
         place, num_drafts, larger = len(SIZES) - 1, sum(self._wanted), 0.0
-        if num_drafts < NUM_KNOWN:
-            return SIZES[place]
         while SIZES[place] > FIRST_SIZE and (larger := larger + self._wanted[place]) <= TOO_SMALL * num_drafts:
             place -= 1
-        if self._draft.count(SIZES[place]) < NUM_TIMED:
-            return SIZES[place]  # to find out what it takes
-        most = self._draft_seconds[place] + SPARE_SECONDS * (self._base_seconds[place] + self._draft_seconds[place])
+        most = self._draft_seconds[place] + SPARE_SECONDS * self._base_seconds[place]
         return max(size for size, seconds in zip(SIZES, self._draft_seconds, strict=True) if seconds <= most)
 
     def _best_by_rank(self) -> int:
@@ -416,7 +325,6 @@ class BudgetController:
             worth = expected - self._speed * (self._base_seconds[place] + self._draft_seconds[place])
             if worth > best_worth:
                 best, best_worth = place, worth
-            decay = DECAY if self._fed >= end else UNSEEN_DECAY
-            self._accepted_by_rank[place] *= decay
-            self._fed_by_rank[place] *= decay
+            self._accepted_by_rank[place] *= SLOW
+            self._fed_by_rank[place] *= SLOW
         return best

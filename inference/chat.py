@@ -19,11 +19,10 @@ from data.files import SafeConsole, safe_text
 from data.templates import decode_answer
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.compiled.runner import make_runner
-from inference.drafter_specs import Budget
 from inference.generation import IncrementalDetokenizer
 from inference.prompts import encode_messages
 from inference.verifier.base import Base
+from inference.verifier.compiled import make_runner
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, Sampler
@@ -134,7 +133,6 @@ class Chat:
         system: str = "",
         max_new_tokens: int = 512,
         sampling: SamplingOptions | None = None,
-        budget: Budget = "fixed",
         compile: bool = False,
     ) -> None:
         self.base, self.console, self.template, self.system = base, console, template, system
@@ -142,7 +140,7 @@ class Chat:
         self.last_answer: LastAnswer | None = None
         self.compares_next = False
         self._compile, self._runner = compile, make_runner(base, compile)
-        self.sampling, self.budget = sampling or SamplingOptions(), budget
+        self.sampling = sampling or SamplingOptions()
         self._execute("max", str(max_new_tokens))
         self._execute("drafter", drafter)
 
@@ -196,7 +194,7 @@ class Chat:
 
     def _build(self, spec: str) -> ChatSession:
         """Build a session with a drafter."""
-        session = ChatSession(drafter_specs.make_session(spec, self._runner, chat_sampler(self.sampling), self.budget))
+        session = ChatSession(drafter_specs.make_session(spec, self._runner, chat_sampler(self.sampling)))
         # The first steps of a process are slow; without a warm-up their time would count for the first answer.
         for _ in session.decode([min(self.base.eos, default=0)], WARM_UP_TOKENS):
             pass
@@ -313,8 +311,6 @@ def chat(
     system: str = "",
     max_new_tokens: int = 512,
     template: str = "tokenizer",
-    budget: Budget = "fixed",
-    compile: bool = False,
 ) -> None:
     """Talk to a base; accepted draft tokens are green, and acceptance length and speed are shown below each answer.
 
@@ -332,7 +328,8 @@ def chat(
         compile: Compile the base's decoding steps to graphs of fixed shapes.
     """
     console = SafeConsole(highlight=False)
-    conversation = Chat(model.load(), console, drafter, template, system, max_new_tokens, sampling, budget, compile)
+    base = model.load(may_compile=True)
+    conversation = Chat(base, console, drafter, template, system, max_new_tokens, sampling, model.compile)
     with suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and a history)
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""Drafters from command-line specs: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``."""
+"""Drafters by name: ``anpd``, ``anpd:order=4,num_draft=5``, ``ctc=FOLDER:num_nodes=16``, ``joint:num_nodes=auto``."""
 
 from __future__ import annotations
 
@@ -7,33 +7,59 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-from data.files import read_json
+import drafters
+from data.files import read_json, reading
+from data.tokenizer import find_folder
 from drafters import checkpoint, recipe
-from drafters.protocol import Drafter, LearnedDrafter, NoDrafter
-from drafters.registry import Registration, class_path, full_path, registered
-from drafters.trees.budget import read_costs
-from inference import drafter_builders
-from inference.budget import BudgetController
-from inference.verifier.base import Base, BaseIdentity, check_fit
+from drafters.checkpoint import DrafterConfig
+from drafters.protocol import Drafter, LearnedDrafter, NoDrafter, RequiredOutputs
+from drafters.registry import Registration, class_path, full_path, register, registered
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.pool import NgramPool
+from inference.budget import Budgeted
+from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base, tokenizer_hash
+from inference.verifier.draft_model import DraftModelSession
+from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import Sampler
+from inference.verifier.sampling import KeyedSampler, Sampler
 from inference.verifier.session import Session
 
-Budget = str  # fixed, auto, or a file that `drafters step-cost` wrote, which is auto with these costs to start from
-AUTO = "num_nodes=auto"
+AUTO = "num_nodes", "auto"
 AUTO_NODES = 64  # what num_nodes=auto raises a drafter's number of nodes to
 SPEC = re.compile(r"(?P<name>\w+)(=(?P<file>.+?))?(:(?P<options>\w+=.*))?")
 
 
-def split(spec: str) -> tuple[str, str | None, str]:
+class Spec(NamedTuple):
+    """The parts of ``NAME[=FILE][:key=value,...]``."""
+
+    name: str
+    file: str | None
+    options: str
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The options; one without ``=`` has an empty value."""
+        pairs = (pair.partition("=") for pair in self.options.split(",") if self.options)
+        return [(key, value) for key, _, value in pairs]
+
+    @property
+    def registration(self) -> Registration:
+        """The registered drafter of this name; raises ValueError if there is none."""
+        if self.name not in registered():
+            raise ValueError(f"unknown drafter {self.name!r}; known are {known()}")
+        return registered()[self.name]
+
+
+def split(spec: str) -> Spec:
     """Split ``NAME[=FILE][:key=value,...]`` into its three parts."""
     match = SPEC.fullmatch(spec)
     if not match:
         raise ValueError(f"{spec!r} is no drafter: write NAME, NAME:key=value,... or NAME=FOLDER")
-    return match["name"], match["file"], match["options"] or ""
+    return Spec(match["name"], match["file"], match["options"] or "")
 
 
 def label(spec: str) -> str:
@@ -43,39 +69,40 @@ def label(spec: str) -> str:
 
 
 def labels(specs: Sequence[str]) -> dict[str, str]:
-    """A distinct name for each spec: its `label`, or the whole spec if two labels are equal.
-
-    Raises:
-        ValueError: A drafter is named twice.
-    """
+    """A distinct name for each spec: its `label`, or the whole spec if two share one; none may be repeated."""
     names: dict[str, str] = {}
     for spec in specs:
         is_shared = sum(label(other) == label(spec) for other in specs) > 1
         name = spec if is_shared else label(spec)
         if name in names:
-            raise ValueError(f"the drafter {spec} is named twice: name it once, or give it other arguments")
+            raise ValueError(f"the drafter {spec} is given twice: remove one, or change its options")
         names[name] = spec
     return names
 
 
+def is_auto(spec: str) -> bool:
+    """Whether a spec says ``num_nodes=auto``: how many draft tokens a step feeds then depends on measured times."""
+    return AUTO in split(spec).pairs
+
+
 def known() -> str:
     """The names of all drafters, each with what it needs, for messages."""
-    return ", ".join(_usage(registration) for registration in registered().values())
+    usages = []
+    for name, registration in registered().items():
+        file = "FOLDER" if registration.learned_class else registration.file
+        usages.append(f"{name}[={file}]" if registration.is_optional else f"{name}={file}" if file else name)
+    return ", ".join(usages)
 
 
-def _usage(registration: Registration) -> str:
-    file = "FOLDER" if registration.learned_class else registration.file
-    if registration.is_optional:
-        return f"{registration.name}[={file}]"
-    return f"{registration.name}={file}" if file else registration.name
+# ---- building
+
+
+def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> Session:
+    return Session(runner, make(spec, runner), sampler)
 
 
 def make(spec: str, runner: Runner) -> Drafter:
-    """Build the drafter that a spec names, ready to decode with the base of ``runner``.
-
-    Raises:
-        ValueError: The name or an option is unknown, a file is missing or damaged, or the drafter fits another base.
-    """
+    """Build the drafter that a spec names, ready to decode with the base of ``runner``."""
     return builder(spec, runner)()
 
 
@@ -83,146 +110,58 @@ def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
     """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
 
     Raises:
-        ValueError: As `make`; what only building shows is raised by the function.
+        ValueError: A name or option is unknown, a file missing or damaged, or the drafter fits another base.
     """
-    name, file, text = split(spec)
-    registration = registered().get(name)
-    if registration is None:
-        raise ValueError(f"unknown drafter {name!r}; known are {known()}")
-    if drafter_class := registration.learned_class:
-        return partial(_learned, name, drafter_class, file, text, runner.base)
-    if file and not registration.file:
-        raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
-    if not file and registration.file and not registration.is_optional:
-        raise ValueError(f"the drafter {name} needs its {registration.file}: write {name}={registration.file}")
-    defaults = _defaults(registration.build)
-    options = _parse(name, _number_for_auto(text, defaults), defaults)
-    if registration.file and not registration.load:
-        return partial(registration.build, runner, file, **options)
-    if file and registration.load:
-        index = drafter_builders.load_index(registration.load, registration.command, file, runner.base)
-        options[registration.argument] = index
+    parts = split(spec)
+    build = parts.registration.build
+    make_one: Callable[[], Drafter]
+    if parts.registration.learned_class:
+        make_one = partial(_make_learned, parts, runner.base)
+    elif _reads_model(parts.registration):
+        _check_file(parts)
+        make_one = partial(build, runner, parts.file, **_typed(parts, _defaults(build)))
+    else:
+        make_one = _builder_without_model(parts, runner.base)
+    if not is_auto(spec) or build is NoDrafter:
+        return make_one
+    return lambda: Budgeted(make_one())
+
+
+def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
+    """As `builder`, but only for drafters that read nothing but tokens, so that no model of the base is needed."""
+    parts, needs = split(spec), "the base's model"
+    if not (parts.registration.learned_class or _reads_model(parts.registration)):
+        build = _builder_without_model(parts, base)
+        required = build().required_outputs
+        if required == RequiredOutputs():
+            return build
+        needs = "the base's most probable tokens" if required.top_k else "the base's hidden states"
+    hint = ": pass joint:runner_up=0" if parts.name == "joint" else ""
+    raise ValueError(f"the drafter {spec} reads {needs}, and here are only tokens{hint}")
+
+
+def _reads_model(registration: Registration) -> bool:
+    """Whether a drafter without weights of its own is built with a second model or with the base itself."""
+    return bool(registration.file) and registration.load is None
+
+
+def _builder_without_model(parts: Spec, base: Base | BaseConfig) -> Callable[[], Drafter]:
+    """A function that builds a drafter from its options and a file that a command has made."""
+    _check_file(parts)
+    registration = parts.registration
+    options = _typed(parts, _defaults(registration.build))
+    if parts.file and registration.load:
+        options[registration.argument] = load_index(registration.load, registration.command, parts.file, base)
     return partial(registration.build, **options)
 
 
-def make_session(spec: str, runner: Runner, sampler: Sampler | None = None, budget: Budget = "fixed") -> Session:
-    """Build a session with the drafter that a spec names.
-
-    Args:
-        spec: The drafter.
-        runner: The base and its KV cache.
-        sampler: Picks the base's tokens; greedy decoding if not given.
-        budget: Budget of a drafter whose spec does not decide that, ``fixed``, ``auto`` or a file of step costs; see
-            `make_budget`.
-
-    Raises:
-        ValueError: As `make`.
-    """
-    drafter = make(spec, runner)
-    return Session(runner, drafter, sampler, budget=make_budget(drafter, spec, budget))
-
-
-def make_budget(drafter: Drafter, spec: str | None, default: Budget) -> BudgetController | None:
-    """The controller of how many draft tokens are fed, or None if the drafter's own number is.
-
-    Drafters that draw their drafts have none by default: their texts under a seed would depend on the clock.
-
-    Args:
-        drafter: The drafter.
-        spec: Its spec, if it has one.
-        default: What holds if the spec does not decide. If it is a file, an automatic budget starts from its costs.
-
-    Raises:
-        ValueError: The default is none of the three.
-    """
-    is_asked = spec is not None and is_auto(spec, "fixed")
-    is_default = default != "fixed" and not drafter.samples_drafts and (spec is None or is_auto(spec, "auto"))
-    if not (is_asked or is_default) or isinstance(drafter, NoDrafter):
-        return None
-    return BudgetController(not drafter.is_divisible, read_step_seconds(default), drafter.may_skip_module)
-
-
-def read_step_seconds(budget: Budget) -> list[float]:
-    """The seconds of steps that feed 0, 1, 2, ... draft tokens, if a budget is a file of them; else an empty list.
-
-    Raises:
-        ValueError: It is neither ``fixed`` nor ``auto`` nor such a file.
-    """
-    if budget in ("fixed", "auto"):
-        return []
-    try:
-        return read_costs(budget).tolist()
-    except ValueError as error:
-        raise ValueError(f"budget must be fixed, auto or a file of step costs: {error}") from error
-
-
-def is_auto(spec: str, default: Budget) -> bool:
-    """Whether a spec says ``num_nodes=auto`` or, unless the default is fixed, no ``num_nodes`` or ``num_draft``."""
-    options = split(spec)[2].split(",")
-    is_numbered = any(option.startswith(("num_nodes=", "num_draft=")) for option in options)
-    return AUTO in options or (default != "fixed" and not is_numbered and spec != "none")
-
-
-def _number_for_auto(text: str, defaults: Mapping[str, Any]) -> str:
-    """Options in which ``num_nodes=auto`` is a number: the drafter's own, at least `AUTO_NODES`."""
-    number = defaults.get("num_nodes")
-    replaced = [] if number is None else [f"num_nodes={max(number, AUTO_NODES)}"]
-    parts = text.split(",")
-    return ",".join(part for option in parts for part in (replaced if option == AUTO else [option]))
-
-
-def _learned(name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: Base) -> Drafter:
-    folder = folder and str(drafter_builders.drafter_folder(folder))  # one commit for configuration and weights
-    config = learned_config(name, drafter_class, folder, text, base)
-    return drafter_builders.load_learned(folder or "", config, base)
-
-
-def name_of(config: checkpoint.DrafterConfig) -> str:
-    """Return the name of an exported drafter in specs, such as ctc.
-
-    Raises:
-        ValueError: Its class is not registered.
-    """
-    for name, registration in registered().items():
-        kind = registration.learned_class
-        if kind and config.class_path in (class_path(kind), full_path(kind)):
-            return name
-    raise ValueError(f"{config.class_path} is not registered: import its module by DRAFTERS_MODULES")
-
-
-def learned_config(
-    name: str, drafter_class: type[LearnedDrafter], folder: str | None, text: str, base: BaseIdentity
-) -> checkpoint.DrafterConfig:
-    """The configuration of a trained drafter, with the options ``key=value,...`` in it.
-
-    Raises:
-        ValueError: The folder holds no such drafter, it fits another base, or an option is none that decoding may set.
-    """
-    if not folder:
-        raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
-    config = checkpoint.read_config(drafter_builders.drafter_folder(folder))
-    if config.class_path not in (class_path(drafter_class), full_path(drafter_class)):
-        raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
-    check_fit(config, base)
-    init_args = config.nested_init_args()
-    defaults = recipe.draft_defaults(drafter_class)
-    _refuse_fixed(drafter_class, folder, init_args, text)
-    draft = init_args.get(recipe.DRAFT, {})
-    draft = {**draft, **_parse(name, _number_for_auto(text, defaults | draft), defaults)}
-    if draft:
-        init_args[recipe.DRAFT] = draft
-    return replace(config, init_args=init_args)
-
-
-def _refuse_fixed(drafter_class: type[LearnedDrafter], folder: str, init_args: Mapping[str, Any], text: str) -> None:
-    """Raise ValueError if a spec sets an option that training has fixed."""
-    values = recipe.training_defaults(drafter_class)
-    values |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
-    draft = recipe.draft_defaults(drafter_class)
-    for key in (pair.partition("=")[0] for pair in text.split(",")):
-        if key in values and key not in draft:
-            value = json.dumps(values[key])
-            raise ValueError(f"{key} is fixed by training: {folder} has {value}; decoding reads {', '.join(draft)}")
+def _check_file(parts: Spec) -> None:
+    """Raise ValueError if a spec names a file that the drafter does not read, or none where it needs one."""
+    name, file, is_optional = parts.name, parts.registration.file, parts.registration.is_optional
+    if parts.file and not file:
+        raise ValueError(f"the drafter {name} has no weights: write {name}:key=value, without a folder")
+    if file and not (parts.file or is_optional):
+        raise ValueError(f"the drafter {name} needs its {file}: write {name}={file}")
 
 
 def _defaults(build: Callable[..., Drafter]) -> dict[str, Any]:
@@ -231,37 +170,232 @@ def _defaults(build: Callable[..., Drafter]) -> dict[str, Any]:
     return {key: p.default for key, p in parameters.items() if p.default not in (p.empty, None)}
 
 
-def _parse(name: str, text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The options in ``key=value,...``, each of the type of its default."""
+def _typed(parts: Spec, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a spec, each of the type of its default; ``num_nodes=auto`` raises the default number."""
     values: dict[str, Any] = {}
-    for pair in text.split(",") if text else ():
-        key, equals, value = pair.partition("=")
-        if key not in defaults or not equals:
-            raise ValueError(f"{name} takes {', '.join(defaults) or 'no arguments'}; not {pair!r}")
-        default = defaults[key]
-        if isinstance(default, tuple):
-            values[key] = _read_entry(value, key)
-            continue
-        try:
-            values[key] = _typed(value, type(default))
-        except ValueError as error:
-            raise ValueError(f"{key} must be {type(default).__name__}, not {value!r}") from error
+    for key, value in parts.pairs:
+        if (key, value) == AUTO:
+            values |= {key: max(defaults[key], AUTO_NODES)} if key in defaults else {}
+        elif key not in defaults or not value:
+            given = f"{key}={value}" if value else key
+            raise ValueError(f"{parts.name} takes {', '.join(defaults) or 'no arguments'}; not {given!r}")
+        else:
+            values[key] = _value(key, value, type(defaults[key]))
     return values
 
 
-def _read_entry(file: str, key: str) -> Any:
-    """The entry ``key`` of a JSON file, such as the one that `drafters tune --space static=...` writes."""
+def _value(key: str, text: str, kind: type) -> Any:
+    """The value of an option: of a tuple, such as a static tree, the text is a JSON file that holds it."""
+    if kind is tuple:
+        with reading(text, f"give a JSON file with an entry {key!r}"):
+            return read_json(text)[key]
     try:
-        return read_json(file)[key]
-    except (ValueError, LookupError, TypeError) as error:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+    except (ValueError, LookupError) as error:
+        raise ValueError(f"{key} must be {kind.__name__}, not {text!r}") from error
+
+
+def load_index(load: Callable[[str], Any], command: str, file: str, base: Base | BaseConfig) -> Any:
+    """Read a file that a command has built from texts; raises ValueError if it was built with another tokenizer."""
+    loaded = load(file)
+    if loaded.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
-            f"{file} is not a JSON file with an entry {key!r}: give the file that was made for it"
-        ) from error
+            f"the {command} {file} was built with another tokenizer than that of {base.name}: "
+            f"build it again with `drafters index {command} OUT --tokenizer {base.name}`"
+        )
+    return loaded
 
 
-def _typed(value: str, kind: type) -> Any:
-    if kind is bool:
-        if value.lower() not in ("true", "false"):
-            raise ValueError(value)
-        return value.lower() == "true"
-    return kind(value)
+# ---- learned drafters
+
+
+def drafter_folder(name: str) -> Path:
+    """Return the folder of an exported drafter; ``OWNER/NAME@REVISION`` is downloaded from the hub."""
+    return find_folder(name, checkpoint.FILES)
+
+
+def name_of(config: DrafterConfig) -> str:
+    """Return the name of an exported drafter in specs, such as ctc; raises ValueError if it is not registered."""
+    for name, registration in registered().items():
+        kind = registration.learned_class
+        if kind and config.class_path in (class_path(kind), full_path(kind)):
+            return name
+    raise ValueError(f"{config.class_path} is not registered: import its module by DRAFTERS_MODULES")
+
+
+def learned_config(parts: Spec, base: Base | BaseConfig) -> DrafterConfig:
+    """The configuration of a trained drafter, with the options of its spec in it.
+
+    Raises:
+        ValueError: The folder holds no such drafter, it fits another base, or an option is none that decoding may set.
+    """
+    (name, folder, _), drafter_class = parts, parts.registration.learned_class
+    assert drafter_class is not None, "only drafters with weights have a configuration"
+    if not folder:
+        raise ValueError(f"the drafter {name} needs its folder: {name}=FOLDER, made by `drafters export CKPT FOLDER`")
+    config = checkpoint.read_config(drafter_folder(folder))
+    if config.class_path not in (class_path(drafter_class), full_path(drafter_class)):
+        raise ValueError(f"{folder} holds a {config.class_path}, not a {name}")
+    check_fit(config, base)
+    init_args, defaults = config.nested_init_args(), recipe.draft_defaults(drafter_class)
+    fixed = recipe.training_defaults(drafter_class)
+    fixed |= {key.rpartition(".")[2]: value for key, value in recipe.flattened(init_args).items()}
+    for key, _ in parts.pairs:
+        if key in fixed and key not in defaults:
+            has = f"{folder} has {json.dumps(fixed[key])}"
+            raise ValueError(f"{key} is fixed by training: {has}; decoding reads {', '.join(defaults)}")
+    trained = init_args.get(recipe.DRAFT, {})
+    own_number = {key: value for key, value in trained.items() if key == "num_nodes"}
+    if draft := {**trained, **_typed(parts, defaults | own_number)}:
+        init_args[recipe.DRAFT] = draft
+    return replace(config, init_args=init_args)
+
+
+def _make_learned(parts: Spec, base: Base) -> LearnedDrafter:
+    if parts.file:  # one commit for configuration and weights
+        parts = parts._replace(file=str(drafter_folder(parts.file)))
+    config = learned_config(parts, base)
+    drafter, _ = checkpoint.load(str(parts.file), base.model.dtype, config)
+    base.lend_weights_to(drafter)
+    return drafter
+
+
+# ---- drafters that need a second model or the base itself: the runner, what NAME=... names, and their options
+
+
+def model_runner(folder: str, base: Base) -> Runner:
+    """A runner of a draft model, with a KV cache of its own; raises ValueError if it has not the base's vocabulary."""
+    dtype = cast("Dtype", str(base.model.dtype).removeprefix("torch."))
+    model = _load_model(folder, dtype, str(base.model.device))
+    sizes = model.model.config.vocab_size, base.model.config.vocab_size
+    if sizes[0] != sizes[1] or tokenizer_hash(model.tokenizer) != tokenizer_hash(base.tokenizer):
+        raise ValueError(
+            f"the draft model {folder} has another vocabulary ({sizes[0]} tokens) than the base {base.name} ("
+            f"{sizes[1]} tokens): pass a model with the same tokenizer"
+        )
+    return Runner(model)
+
+
+@lru_cache(maxsize=4)
+def _load_model(folder: str, dtype: Dtype, device: str) -> Base:
+    return load_base(folder, dtype, device)
+
+
+@register("draft_model", "MODEL")
+def draft_model(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 5,
+    threshold: float = 0.0,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Drafter:
+    """Draft-model speculation: greedy chains at temperature 0, above it sampled ones with exact rejection."""
+    sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
+    session = DraftModelSession(model_runner(folder, runner.base), sampler=sampler)
+    return drafters.DraftModel(session, num_draft, threshold)
+
+
+@register("cascade", "MODEL")
+def cascade(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 5,
+    inner_ngram: int = 3,
+    inner_draft: int = 5,
+    extension: int = 0,
+    corpus: str = "",
+) -> Drafter:
+    """Vertical cascade: prompt lookup drafts for the draft model, and the draft model for the base.
+
+    With ``extension``, prompt lookup also appends up to that many tokens to the chain of the draft model (horizontal
+    cascade). With the file ``corpus``, it drafts bigrams of that corpus where nothing matches, as in the paper.
+    """
+    table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
+    inner = DraftModelSession(model_runner(folder, runner.base), drafters.MaxGram(table, inner_ngram, inner_draft))
+    if extension:
+        return drafters.HorizontalCascade(inner, drafters.MaxGram(table, inner_ngram, extension), num_draft)
+    return drafters.DraftModel(inner, num_draft)
+
+
+@register("ouroboros", "MODEL")
+def ouroboros(
+    runner: Runner,
+    folder: str,
+    num_draft: int = 12,
+    num_phrases: int = 3,
+    level: int = 7,
+    window: int = 20,
+    phrases_draft: bool = True,
+    lengthen: bool = True,
+    verify_phrases: bool = True,
+    history: bool = True,
+    drop_last: bool = False,
+    seed: int = 0,
+) -> Drafter:
+    """Ouroboros: the draft model decodes by lookahead over the phrase pool that also lengthens its drafts.
+
+    Without ``phrases_draft`` it decodes token by token. A key keeps as many phrases as the window is wide, as in the
+    paper's code.
+    """
+    pool = NgramPool(window)
+    lookahead = drafters.Lookahead(level, window, window, drop_last=drop_last, seed=seed, pool=pool)
+    inner = DraftModelSession(model_runner(folder, runner.base), lookahead if phrases_draft else None)
+    return drafters.Ouroboros(inner, pool, num_draft, num_phrases, level, lengthen, verify_phrases, history, drop_last)
+
+
+@register("self_speculative", "SKIPS.json", is_optional=True)
+def self_speculative(
+    runner: Runner,
+    file: str | None = None,
+    num_draft: int = 8,
+    threshold: float = 0.8,
+    adaptive: bool = True,
+    carry: bool = False,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Drafter:
+    """Self-speculation: the base drafts on its own KV cache, without the sublayers that the file names.
+
+    Without a file every second layer is skipped. Greedy chains at temperature 0, above it sampled ones with exact
+    rejection.
+    """
+    num_layers = runner.base.model.config.num_hidden_layers
+    attention, mlp = read_skips(file, num_layers) if file else default_skips(num_layers)
+    sampler = KeyedSampler(temperature, top_k, top_p, seed) if temperature else None
+    inner = LayerSkippingSession(runner, attention, mlp, sampler)
+    return drafters.SelfSpeculative(inner, num_draft, threshold, adaptive, carry)
+
+
+@register("merged", "FOLDER")
+def merged(
+    runner: Runner,
+    folder: str,
+    num_nodes: int = 32,
+    min_probability: float = 0.01,
+    order: int = 3,
+    history: bool = True,
+    runner_up: int = 4,
+    corpus: str = "",
+) -> Drafter:
+    """A learned drafter and the n-grams of `joint` in one tree.
+
+    Args:
+        folder: Folder of the learned drafter, of any kind that gives node probabilities.
+        num_nodes: Largest number of nodes of the tree; the learned drafter gives three times as many to choose from.
+        min_probability: A node whose estimated probability is below this is not fed.
+        order: Number of tokens of the longest n-gram context.
+        history: Whether texts decoded earlier are remembered.
+        runner_up: Number of the base's most probable tokens remembered after each fed token.
+        corpus: File that ``drafters corpus`` wrote, for n-grams of a fixed text.
+    """
+    found = drafter_folder(folder)
+    name = name_of(checkpoint.read_config(found))
+    learned = _make_learned(Spec(name, str(found), f"num_nodes={3 * num_nodes}"), runner.base)
+    table = load_index(CorpusTable.load, "corpus", corpus, runner.base) if corpus else None
+    ngrams = drafters.Joint(order=order, history=history, runner_up=runner_up, corpus=table)
+    return drafters.Merged(learned, ngrams, num_nodes, min_probability)

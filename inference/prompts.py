@@ -8,7 +8,7 @@ from typing import Any
 
 from data.benchmarks import Question
 from data.templates import ReasoningMarks, encode_prompt, find_marks, resolve_template
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import Base, BaseConfig
 from inference.verifier.session import check_prompt
 
 MAX_LISTED_IDS = 5  # of the questions left out
@@ -18,19 +18,14 @@ MAX_LISTED_IDS = 5  # of the questions left out
 class BenchmarkPrompts:
     """The selected questions of a benchmark, and those left out because their prompts do not fit into the context.
 
-    Args:
-        benchmark: Name of the benchmark.
-        context_length: Context length of the base.
-        questions: Questions whose first prompt leaves room for at least one token.
-        prompts: Token ids of those first prompts.
-        left_out: Ids of the other questions.
+    The first prompt of each selected question, with these token ids, leaves room for at least one token.
     """
 
     benchmark: str
     context_length: int
     questions: list[Question] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
-    left_out: list[int] = field(default_factory=list)
+    left_out: list[int] = field(default_factory=list)  # ids of the other questions
 
     def notes(self) -> list[str]:
         """Return a line that lists the questions left out, or nothing if all fit."""
@@ -45,32 +40,27 @@ class BenchmarkPrompts:
 
 
 def encode_messages(
-    base: BaseInfo, messages: Sequence[tuple[str, str]], template: str, tools: Sequence[Mapping[str, Any]] = ()
+    base: Base | BaseConfig,
+    messages: Sequence[tuple[str, str]],
+    template: str,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Return the token ids of a chat that waits for the assistant's next turn.
 
-    If the tokenizer's own template is asked for and it has none, the base was not trained to chat: it gets the messages
-    as plain text.
-
-    Args:
-        base: The base that reads the prompt.
-        messages: (role, text) pairs; the last one is the user's.
-        template: Name in `data.conversation.TEMPLATES`, or ``tokenizer`` for the tokenizer's own.
-        tools: Definitions of tools for the template.
+    If the tokenizer's own template is asked for (``tokenizer``) and it has none, the base was not trained to chat: it
+    gets the messages, (role, text) pairs, as plain text.
     """
     if template == "tokenizer" and not base.tokenizer.chat_template:
         return list(base.tokenizer("\n".join(text for _, text in messages)).input_ids)
     return encode_prompt(messages, base.tokenizer, template, tools)
 
 
-def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str, str]], template: str) -> list[int]:
-    """Return the token ids of a question: the chat so far, or for a raw question its text without a template.
+def encode_question(
+    base: Base | BaseConfig, question: Question, messages: list[tuple[str, str]], template: str
+) -> list[int]:
+    """Return the token ids of a question with the chat so far, or of a raw question's text without a template.
 
-    Args:
-        base: The base that reads the prompt.
-        question: The question, whose system prompt and tools come before the chat.
-        messages: (role, text) pairs of the chat so far; the last one is the user's.
-        template: Chat template, as in `encode_messages`.
+    The question's system prompt and tools come before the chat.
     """
     if question.is_raw:
         return list(base.tokenizer(messages[-1][1]).input_ids)
@@ -78,7 +68,7 @@ def encode_question(base: BaseInfo, question: Question, messages: list[tuple[str
     return encode_messages(base, [*system, *messages], template, question.tools)
 
 
-def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> list[int]:
+def encode_first_prompt(base: Base | BaseConfig, question: Question, template: str) -> list[int]:
     """Return the token ids of a question's first prompt.
 
     Raises:
@@ -97,7 +87,7 @@ def encode_first_prompt(base: BaseInfo, question: Question, template: str) -> li
     return prompt
 
 
-def find_reasoning_marks(base: BaseInfo, template: str) -> ReasoningMarks | None:
+def find_reasoning_marks(base: Base | BaseConfig, template: str) -> ReasoningMarks | None:
     """Return the marks by which a chat template delimits the reasoning in an answer; None if it knows none."""
     if template == "tokenizer" and not base.tokenizer.chat_template:
         return None
@@ -106,7 +96,7 @@ def find_reasoning_marks(base: BaseInfo, template: str) -> ReasoningMarks | None
 
 
 def select_questions(
-    base: BaseInfo,
+    base: Base | BaseConfig,
     benchmark: str,
     questions: list[Question],
     template: str,
@@ -118,13 +108,12 @@ def select_questions(
 
     Args:
         base: The base that answers them.
-        benchmark: Name of the benchmark.
+        benchmark: Name of the benchmark, for messages.
         questions: All questions, in order.
         template: Chat template, as in `encode_messages`.
         max_new_tokens: Maximum number of new tokens per turn.
-        limit: Maximum number of questions; questions that do not fit are not counted. None selects all that fit.
-        spaced: Divide the questions into ``limit`` parts of equal length and select the first of each that fits; by
-            default the first ones that fit are selected.
+        limit: Maximum number of questions that fit; None selects all of them.
+        spaced: Select the first that fits of each of ``limit`` equal parts, not the first ones of all.
 
     Raises:
         ValueError: A prompt is empty, the template refuses a question or leaves out its system prompt or tools,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from data import benchmarks
 from data.benchmarks import Question
 from inference.prompts import BenchmarkPrompts, select_questions
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import Base, BaseConfig
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class QuestionOptions:
                 raise ValueError(f"--rows {self.rows} selects none of the {len(questions)} questions of {name}")
         return {name: questions[chosen] for name, questions in loaded.items()}
 
-    def select(self, base: BaseInfo, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
+    def select(self, base: Base | BaseConfig, questions: dict[str, list[Question]]) -> dict[str, BenchmarkPrompts]:
         """Select the loaded questions whose prompts fit into the context of the base, see `select_questions`."""
         caps = self.caps()
         return {

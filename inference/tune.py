@@ -25,7 +25,7 @@ from data.files import SafeConsole, atomic_write, short_hash, write_text
 from drafters import Medusa
 from drafters.protocol import NoDrafter
 from drafters.trees import best_first
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 from inference.questions import QuestionOptions
 from inference.runs import fingerprint, folder_above, progress_bars
 from inference.verifier.base import Base
@@ -227,7 +227,7 @@ class Tuner:
     def key(self, params: Params) -> str:
         """Everything that a measurement depends on."""
         file = params.get(FILE) or drafter_specs.split(self.drafter)[1]
-        files = fingerprint(file and drafter_builders.drafter_folder(str(file)))
+        files = fingerprint(file and drafter_specs.drafter_folder(str(file)))
         return json.dumps([self.settings, self.drafter, sorted(params.items()), files])
 
     def spec(self, params: Params) -> str:

@@ -17,11 +17,11 @@ from scipy import optimize, stats
 from data.files import SafeConsole
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
-from inference.compiled.runner import make_runner
 from inference.questions import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base
-from inference.verifier.examination import unwrap
+from inference.verifier.check import unwrap
+from inference.verifier.compiled import make_runner
 from inference.verifier.layers import takes_argument
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
@@ -77,10 +77,10 @@ def verify(
     if min(texts, text_tokens - 1) < 0:
         raise ValueError("texts must be at least 0, and text_tokens at least 1")
     questions = selection.load()
-    base, sampler, caps = model.load(), sampling.sampler(), selection.caps()
+    base, sampler, caps = model.load(may_compile=True), sampling.sampler(), selection.caps()
     selected = selection.select(base, questions)
     prompts = [(prompt, caps[name]) for name, asked in selected.items() for prompt in asked.prompts]
-    runner, is_sampled = make_runner(base), sampling.temperature > 0
+    runner, is_sampled = make_runner(base, model.compile), sampling.temperature > 0
     specs = drafter_specs.labels(drafter)
     sessions = {name: drafter_specs.make_session(spec, runner, sampler) for name, spec in specs.items()}
     console = SafeConsole()

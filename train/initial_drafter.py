@@ -12,7 +12,7 @@ from data.rows import assistant_token_counts
 from drafters import checkpoint, recipe
 from drafters.nn.draft_vocabulary import most_frequent
 from drafters.protocol import BaseShape, LearnedDrafter
-from inference.drafter_builders import drafter_folder
+from inference.drafter_specs import drafter_folder
 from inference.verifier.base import Base, check_fit
 
 if TYPE_CHECKING:

@@ -17,12 +17,13 @@ from data.files import read_json, write_text
 from drafters import Merged, checkpoint
 from drafters.protocol import Drafter, LearnedDrafter
 from inference import drafter_specs
+from inference.budget import Budgeted
 from inference.evaluate import metrics, plots
 from inference.evaluate.answers import Answer, answer_questions, median_answers
 from inference.questions import QuestionOptions
 from inference.runs import progress_bars
 from inference.verifier.base import Base, load_base, resolve_device
-from inference.verifier.layers import pack_weights
+from inference.verifier.packed import pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from train.callbacks import peak_bytes
@@ -144,7 +145,7 @@ def decode(
     """Answer all questions with all drafters, which alternate; the answers by drafter and repeat."""
     runner = Runner(base)
     sessions = {
-        name: Session(runner, each, budget=drafter_specs.make_budget(each, specs[name], "fixed"))
+        name: Session(runner, Budgeted(each) if drafter_specs.is_auto(specs[name]) else each)
         for name, each in drafters.items()
     }
     answers: dict[str, list[list[Answer]]] = {name: [[] for _ in range(repeats)] for name in drafters}
@@ -174,14 +175,20 @@ def write_results(folder: Path, result: Mapping[str, Any], answers: Mapping[str,
     plot_scaling(results, folder / "speedup_by_parameters.png")
 
 
+def _make(spec: str, runner: Runner) -> Drafter:
+    """Build a drafter; `decode` adds the automatic budget that its spec may ask for."""
+    drafter = drafter_specs.make(spec, runner)
+    return drafter.drafter if isinstance(drafter, Budgeted) else drafter
+
+
 def _wide(spec: str, drafter: Drafter, small: Base, runner: Runner) -> Drafter:
     """The drafter of the wide base: a learned one is widened, also in a merged one, and any other is made anew."""
     if not isinstance(drafter, LearnedDrafter | Merged):
-        return drafter_specs.make(spec, runner)
+        return _make(spec, runner)
     init_args = checkpoint.read_config(Path(str(drafter_specs.split(spec)[1]))).init_args
     if isinstance(drafter, LearnedDrafter):
         return widen_drafter(drafter, init_args, small.shape, runner.base)
-    merged = cast(Merged, drafter_specs.make(spec, Runner(small)))  # anew, as the first one knows the texts by now
+    merged = cast(Merged, _make(spec, Runner(small)))  # anew, as the first one knows the texts by now
     merged.learned = widen_drafter(merged.learned, init_args, small.shape, runner.base)
     return merged
 

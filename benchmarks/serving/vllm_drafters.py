@@ -26,10 +26,10 @@ from drafters.protocol import Drafter
 from drafters.registry import registered
 from inference import drafter_specs
 from inference.prompts import encode_messages
-from inference.verifier.base import Base, load_base
+from inference.verifier.base import Base, BaseConfig, load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
-from inference.vllm.served_drafter import ServedBase, chain_builder, read_parallel, spec_of
+from inference.vllm.served_drafter import chain_builder, read_parallel, spec_of
 
 ROOM = "inference.vllm"
 NONE = "none"
@@ -167,8 +167,8 @@ def _count_own_steps(
 
 def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
     """How vLLM and this project's engine run a drafter; Medusa, EAGLE and EAGLE-3 are exported first."""
-    name, folder, text = drafter_specs.split(spec)
-    served = ServedBase(base.name, base.tokenizer, base.shape)
+    name, folder, _ = parts = drafter_specs.split(spec)
+    served = BaseConfig(base.name, base.tokenizer, base.model.config)
     learned = registered()[name].learned_class
     if learned is None:
         build = chain_builder(spec, served, num_tokens)
@@ -177,7 +177,7 @@ def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
         path, config = read_parallel(spec, served, num_tokens)
         options = _custom("parallel_proposer.ParallelProposer", spec, num_tokens)
     else:
-        config = drafter_specs.learned_config(name, learned, folder, text, base)
+        config = drafter_specs.learned_config(parts, base)
         path, draft = Path(folder or ""), config.init_args["draft"]
         draft["tree"] = "chain"
         if "depth" in draft:

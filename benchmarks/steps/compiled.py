@@ -12,8 +12,8 @@ import torch
 from benchmarks.harness import SHAPES, ResultTable, alternate, main, num_millions, random_llama, show
 from benchmarks.steps.timing import NUM_WARMUP_STEPS, bushy, prefill, step_seconds
 from drafters import DraftTree, RequiredOutputs
-from inference.compiled.runner import NUM_ROWS, make_runner
 from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.compiled import NUM_ROWS, make_runner
 from inference.verifier.runner import Runner
 
 EAGER, COMPILED = "eager", "compiled"

@@ -15,7 +15,6 @@ class RepeatAfter(Drafter):
         num_draft: Tokens of each chain.
     """
 
-    history_only = True  # proposals depend on the text's tokens alone, so recorded answers can be replayed
     remembers = False  # nothing is kept from one text to the next
 
     def __init__(self, num_draft: int = 4) -> None:

@@ -55,7 +55,7 @@ class Merged(Drafter):
         ValueError: An option is out of range, or the learned drafter samples its drafts.
     """
 
-    may_skip_module = True
+    learned_rests = False  # the n-grams draft alone meanwhile; an automatic budget sets it where they pay better
 
     def __init__(
         self, learned: LearnedDrafter, ngrams: Joint, num_nodes: int = 32, min_probability: float = 0.01
@@ -114,7 +114,7 @@ class Merged(Drafter):
             self.ngrams.expect(DraftTree(), [root.contexts])
             return DraftTree()
         learned = DraftTree()
-        if not limits.skip_module:
+        if not self.learned_rests:
             # Its whole tree, of which the budget takes the nodes that are most probable in view of both.
             learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
         self.draft_forwards = self.learned.draft_forwards

@@ -136,7 +136,6 @@ class CorpusCache(Drafter):
         num_chains: Number of n-grams drafted per step.
     """
 
-    history_only = True
     remembers = False
 
     def __init__(self, table: CorpusTable, num_chains: int = 3) -> None:

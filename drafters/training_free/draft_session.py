@@ -25,7 +25,7 @@ class DraftedTokens:
 class DraftSession(Protocol):
     """A model that writes ahead of the base, with its own KV cache and its own drafter.
 
-    `inference.verifier.draft_session` implements it.
+    `inference.verifier.draft_model` implements it.
 
     Args:
         forwards: Number of forward passes so far.

@@ -62,7 +62,7 @@ class Joint(Drafter):
         self.history, self.runner_up, self.growth = history, runner_up, 1 / fade
         self.corpus = corpus
         self._corpus_followers: list[dict[int, tuple[int, ...]]] = [{} for _ in range(order)]  # a cache, by context
-        self.required_outputs, self.history_only = RequiredOutputs(top_k=runner_up), runner_up == 0
+        self.required_outputs = RequiredOutputs(top_k=runner_up)
         self.reset()
 
     def reset(self) -> None:

@@ -43,7 +43,6 @@ class Lookahead(Drafter):
     """
 
     required_outputs = RequiredOutputs(top_k=1)
-    is_divisible = False
 
     def __init__(
         self,

@@ -23,7 +23,6 @@ class _NgramIndex(Drafter):
         longest: Number of tokens of the longest n-gram.
     """
 
-    history_only = True
     remembers = False
 
     def __init__(self, shortest: int, longest: int) -> None:

@@ -34,7 +34,6 @@ class REST(Drafter):
             dropped until the distinct tokens of all prefixes, summed per prefix, are at most ``num_draft``.
     """
 
-    history_only = True
     remembers = False
 
     def __init__(

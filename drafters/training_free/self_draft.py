@@ -57,7 +57,6 @@ class SelfDraft(Drafter):
     """
 
     required_outputs = RequiredOutputs(top_k=1)
-    is_divisible = False
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ import torch
 from data.benchmarks import Question, score
 from data.files import read_json_lines, reading, validated, write_text
 from data.templates import ReasoningMarks, decode_answer
+from inference.budget import Budgeted
 from inference.prompts import encode_question
 from inference.timing import MIN_CORE_SHARE, CoreClock
 from inference.verifier.base import Base
@@ -181,7 +182,7 @@ def answer_questions(
         may_repeat = base.model.device.type != "cuda" and not remembers
         answer = retry_if_descheduled(decode_it, 1 + min(MAX_DECODINGS - 1, num_spare) if may_repeat else 1)
         num_spare -= answer.decodings - 1
-        with_steps = sessions[name].budget is None
+        with_steps = not isinstance(sessions[name].drafter, Budgeted)
         if not before:
             yield answer
         elif comparable(answer, with_steps) != comparable(before, with_steps):

@@ -28,7 +28,7 @@ from inference.journal import Journal
 from inference.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.questions import QuestionOptions
 from inference.runs import new_folder, progress_bars
-from inference.verifier.base import BaseInfo, load_base_info
+from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
 
 
@@ -60,7 +60,7 @@ class EvaluationOptions:
         sampling.sampler()
         if self.typical and sampling.temperature == 0:
             raise ValueError("typical acceptance is a rule for sampling: give a --temperature above 0")
-        if self.typical and any(drafter_specs.is_auto(spec, "fixed") for spec in self.drafter or []):
+        if self.typical and any(drafter_specs.is_auto(spec) for spec in self.drafter or []):
             raise ValueError("typical acceptance is lossy, and with num_nodes=auto the text would depend on the clock")
         for name, number in (("repeats", self.repeats), ("devices", self.devices)):
             if number != "auto" and number < 1:
@@ -173,7 +173,7 @@ def _ask(
     model: ModelOptions,
     selection: QuestionOptions,
     prompts: Mapping[str, BenchmarkPrompts],
-    base: BaseInfo,
+    base: BaseConfig,
     options: EvaluationOptions,
     out: str | None,
     overwrite: bool,

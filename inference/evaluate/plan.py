@@ -12,7 +12,7 @@ import torch
 
 from data.benchmarks import Question
 from data.files import hash_of
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 from inference.prompts import BenchmarkPrompts
 from inference.questions import QuestionOptions
 from inference.runs import fingerprint
@@ -154,7 +154,7 @@ def make_plan(
         versions=versions("torch", "transformers"),
         template=selection.template,
         sampling=sampling,
-        forward="packed" if model.packed else "eager",
+        forward=model.forward,
         repeats=repeats,
         drafters=drafter_conditions(drafters or DEFAULT_DRAFTERS, typical),
         benchmarks=benchmark_conditions(selection, prompts),
@@ -179,8 +179,8 @@ def drafter_conditions(specs: Sequence[str], typical: bool = False) -> dict[str,
     found = {}
     for name, spec in labels.items():
         file, is_lossy = drafter_specs.split(spec)[1], typical and spec != BASELINE
-        own = fingerprint(drafter_builders.drafter_folder(file)) if file else ""
-        is_automatic = drafter_specs.is_auto(spec, "fixed")
+        own = fingerprint(drafter_specs.drafter_folder(file)) if file else ""
+        is_automatic = drafter_specs.is_auto(spec)
         found[name + LOSSY * is_lossy] = DrafterConditions(spec, own, is_automatic, is_lossy)
     return found
 

@@ -43,7 +43,7 @@ from inference.prompts import BenchmarkPrompts, encode_question
 from inference.questions import QuestionOptions
 from inference.runs import fingerprint
 from inference.timing import machine_name
-from inference.verifier.base import BaseInfo
+from inference.verifier.base import BaseConfig
 from inference.verifier.options import ModelOptions
 from inference.vllm.command import Launch, installed_vllm, make_launch
 
@@ -90,7 +90,7 @@ class Server:
     is asked without a proxy.
     """
 
-    def __init__(self, url: str, base: BaseInfo, template: str, is_ours: bool = False) -> None:
+    def __init__(self, url: str, base: BaseConfig, template: str, is_ours: bool = False) -> None:
         self.root, self.base, self.template = url.rstrip("/").removesuffix("/v1"), base, template
         self.client = openai.OpenAI(
             base_url=f"{self.root}/v1",
@@ -209,7 +209,7 @@ def read_counts(text: str) -> Counts | None:
 
 
 @contextmanager
-def running_vllm(launch: Launch, port: int, log: Path, base: BaseInfo, template: str) -> Iterator[Server]:
+def running_vllm(launch: Launch, port: int, log: Path, base: BaseConfig, template: str) -> Iterator[Server]:
     """Run vLLM; yield it once it is healthy, and always end all its processes. A ValueError quotes an error of its."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
@@ -284,7 +284,7 @@ def make_conditions(
 
 def measure(
     conditions: RunConditions,
-    base: BaseInfo,
+    base: BaseConfig,
     prompts: Mapping[str, BenchmarkPrompts],
     levels: Sequence[int],
     journal_path: Path,

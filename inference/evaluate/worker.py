@@ -19,7 +19,6 @@ import torch
 
 from data.files import safe_messages, validated
 from inference import drafter_specs, timing
-from inference.compiled.runner import make_runner
 from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, decoding_order, from_json, to_json
 from inference.evaluate.answers import median_answers as median_of
 from inference.evaluate.metrics import Summary, summarise
@@ -28,6 +27,7 @@ from inference.evaluate.step_times import MedianStepTimes, timing_error
 from inference.journal import Journal
 from inference.timing import MachineLoad
 from inference.verifier.base import load_base
+from inference.verifier.compiled import make_runner
 from inference.verifier.sampling import Sampler, Typical
 
 JOURNALS = "journal"  # name of the folder with a journal for each process
@@ -46,8 +46,8 @@ class Worker:
         torch.set_num_threads(plan.conditions.threads or 1)
         device, model = torch.device(plan.conditions.devices[number]), plan.model
         self.gpu_use, self._has_started = timing.gpu_use(device), False
-        self.base = load_base(model.base, model.dtype, device, model.check, model.packed, model.prefill_chunk)
-        runner, own = make_runner(self.base), plan.conditions.sampling
+        self.base = load_base(model.base, model.dtype, device, packed=model.forward == "packed")
+        runner, own = make_runner(self.base, model.compile), plan.conditions.sampling
         self.sessions = {}
         for name, drafter in plan.conditions.drafters.items():
             sampler: Sampler = own.sampler()

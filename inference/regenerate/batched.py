@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base
-from inference.verifier.layers import attention_kinds, cache_argument
+from inference.verifier.layers import cache_argument
 from inference.verifier.sampling import KeyedSampler, draw_tokens
 
 SHRINK = 0.75  # finished rows leave the batch once at most this share of its rows is unfinished

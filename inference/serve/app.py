@@ -111,16 +111,15 @@ class Decoder:
 
     Args:
         base: The base.
-        drafter, template, max_tokens, budget: As in `serve`.
+        drafter, template, max_tokens: As in `serve`.
 
     Raises:
         ValueError: The drafter is unknown or does not fit the base, or the base cannot read draft trees.
     """
 
-    def __init__(self, base: Base, drafter: str, template: str, max_tokens: int, budget: str = "fixed") -> None:
+    def __init__(self, base: Base, drafter: str, template: str, max_tokens: int) -> None:
         self.base, self.template, self.max_tokens, self.runner = base, template, max_tokens, Runner(base)
         self.drafter = drafter_specs.make(drafter, self.runner)
-        self.budget = drafter_specs.make_budget(self.drafter, drafter, budget)
         self.num_requests = 0  # those that wait, and the one that is decoded
         self._thread, warm_up = ThreadPoolExecutor(1, "decoding"), Session(self.runner, self.drafter).run
         self._thread.submit(warm_up, [min(base.eos, default=0)], WARM_UP_TOKENS).result()
@@ -174,11 +173,10 @@ class Decoder:
     def steps(self, asked: ChatRequest, prompt: list[int]) -> Iterator[Piece]:
         """Decode an answer step by step, until it ends or contains a stop string."""
         self.drafter.reset()
-        drafter, budget = (self.drafter, self.budget) if asked.use_drafter else (NoDrafter(), None)
         sampling = SamplingOptions(asked.temperature, asked.top_k, asked.top_p, asked.seed)
         if not sampling.temperature:  # top-p and top-k keep the most probable token
             sampling = SamplingOptions()
-        session = Session(self.runner, drafter, sampling.sampler(), budget=budget)
+        session = Session(self.runner, self.drafter if asked.use_drafter else NoDrafter(), sampling.sampler())
         end = session.end_of(prompt, self.num_new_tokens(asked))
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         num_held = max(map(len, stops), default=1) - 1  # characters that may be the beginning of a stop string
@@ -200,7 +198,7 @@ class Decoder:
                 "seconds": sum(cost.seconds),
             }
             if asked.include_steps:
-                tree, path = session.last_draft
+                tree, path = session.last.tree, session.last.path
                 step |= {"parents": list(tree.parents), "num_scratch": tree.num_scratch, "path": path}
                 step["tokens"] = [token_text(self.base.tokenizer, token) for token in tree.tokens]
             reason: Literal["stop", "length"] = "stop" if is_eos or stop is not None else "length"

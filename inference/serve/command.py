@@ -12,7 +12,6 @@ from pathlib import Path
 from data.files import reading, safe_line
 from data.templates import resolve_template
 from inference import drafter_specs
-from inference.drafter_specs import Budget
 from inference.verifier.options import ModelOptions
 
 PACKAGES = ("fastapi", "uvicorn")
@@ -27,7 +26,6 @@ def serve(
     served_name: str | None = None,
     template: str = "tokenizer",
     max_tokens: int = 4096,
-    budget: Budget = "fixed",
     host: str = "127.0.0.1",
     port: int = 8000,
     api_key_file: str | None = None,
@@ -43,7 +41,6 @@ def serve(
         served_name: Name of the model in requests; by default the base as it was given.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
         max_tokens: Maximum number of tokens of an answer, and the number for requests that name none.
-        budget: Draft tokens per step where the drafter's options give no number: fixed, or auto, as many as pay.
         host: Address to listen on. By default only this machine reaches the server; others need an API key.
         port: Port to listen on; 0 takes a free one.
         api_key_file: File with the key that requests carry as ``Authorization: Bearer KEY``; by default the variable
@@ -63,7 +60,7 @@ def serve(
         if template != "tokenizer":
             resolve_template(template, base.tokenizer)
         name, label = served_name or model.base, drafter_specs.label(drafter)
-        decoder = Decoder(base, drafter, template, max_tokens, budget)
+        decoder = Decoder(base, drafter, template, max_tokens)
         app = make_app(decoder, name, label, key, [*LOCAL_HOSTS, host] if is_local(host) else ["*"])
         host, port = place.getsockname()[:2]
         address, needs_key = f"http://{f'[{host}]' if ':' in host else host}:{port}", ", which asks for the API key"

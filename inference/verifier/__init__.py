@@ -1,4 +1,4 @@
-"""The decoding engine: the base, its KV cache, tree attention, acceptance and the decoding loop (start at `session`).
+"""The verifier: one base forward over a draft tree, exact acceptance, and the KV cache of the accepted path.
 
-Imports `data` and `drafters`, and no other room of `inference`.
+`session` shows a whole step and is the file to read first.
 """

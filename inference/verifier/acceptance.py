@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from drafters.tree import ROOT, DraftTree
+import torch
+from torch import Tensor
+
+from drafters.tree import ROOT, ChildDistribution, DraftTree
 
 
 def accept(tree: DraftTree, picks: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -12,7 +15,7 @@ def accept(tree: DraftTree, picks: Sequence[int]) -> tuple[list[int], list[int]]
 
     Every emitted token is the pick given the text before it. So the text follows the base's own distribution whatever
     was drafted: with the argmax as pick it is the greedy text, with draws it is sampled text (sample-and-match, or
-    multi-round rejection, see `rejection`).
+    `multi_round_rejection`).
 
     Args:
         tree: M nodes.
@@ -39,24 +42,53 @@ def accept_deepest(
 ) -> tuple[list[int], list[int]]:
     """Take the longest path of acceptable nodes, the first of them if several are equally long, and the pick after it.
 
-    Args:
-        tree: M nodes.
-        acceptable: 1 + M values; acceptable[1 + i] says whether node i may follow its parent, acceptable[0] is unused.
-        picks: 1 + M tokens; picks[0] follows the root, picks[1 + i] follows node i.
-
-    Returns:
-        The accepted nodes from the root down, and the emitted tokens: those of the nodes, then the bonus token.
+    ``acceptable[1 + i]`` says whether node i may follow its parent; the other arguments and results are as in `accept`.
     """
-    deepest = ROOT
-    reachable = {ROOT}
+    deepest, reachable = ROOT, {ROOT}
     for node in range(tree.num_candidates):
         if tree.parents[node] in reachable and acceptable[1 + node]:
             reachable.add(node)
             if deepest == ROOT or tree.depths[node] > tree.depths[deepest]:
                 deepest = node
-    path: list[int] = []
-    node = deepest
+    path, node = list[int](), deepest
     while node != ROOT:
-        path.append(node)
+        path.insert(0, node)
         node = tree.parents[node]
-    return path[::-1], [*tree.path_tokens(deepest), picks[1 + deepest]]
+    return path, [*tree.path_tokens(deepest), picks[1 + deepest]]
+
+
+def multi_round_rejection(
+    distribution: Tensor, children: ChildDistribution, tree: DraftTree, uniform: Callable[[int], float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Try the drawn children of one node in turn, by multi-round rejection sampling.
+
+    With p_1 = ``distribution``, child y_j is accepted with probability min(1, p_j(y_j) / q_j(y_j)). If it is rejected,
+    p_{j+1} is the normalised positive part of p_j - q_j. For draws with replacement q_{j+1} = q_j (SpecInfer, arXiv
+    2305.09781); for draws without, y_j is removed from q_j (arXiv 2402.14160). A single draw is the rejection sampling
+    of Leviathan et al. (arXiv 2211.17192). No operation waits for the device.
+
+    Args:
+        distribution: (V,) probabilities that the base draws from after this node.
+        children: The drawn children, and the distribution they were drawn from.
+        tree: The tree that holds the children.
+        uniform: Returns the random number in [0, 1) of each round.
+
+    Returns:
+        Whether a child was accepted (), its token (), and the residual distribution (V,) to draw from if none was.
+    """
+    drafted = children.probs.to(distribution)
+    accepted = torch.zeros((), dtype=torch.bool, device=distribution.device)
+    accepted_token = torch.zeros((), dtype=torch.long, device=distribution.device)
+    for index, node in enumerate(children.draws):
+        token = tree.tokens[node]
+        accepted_now = (uniform(index) * drafted[token] < distribution[token]) & ~accepted
+        accepted_token = torch.where(accepted_now, token, accepted_token)
+        accepted = accepted | accepted_now
+        residual = (distribution - drafted).clamp(min=0)
+        mass = residual.sum()
+        distribution = torch.where(mass > 0, residual / mass, distribution)
+        if not children.replacement:
+            drafted = drafted.clone()
+            drafted[token] = 0
+            drafted = drafted / drafted.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
+    return accepted, accepted_token, distribution

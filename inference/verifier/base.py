@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from data.files import cause_of, check_files
 from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision, tokenizer_hash
 from drafters.checkpoint import DrafterConfig
 from drafters.protocol import BaseShape, BaseWeights, LearnedDrafter
-from inference.verifier.base_files import check_base_folder
-from inference.verifier.layers import PLAIN_MODEL_TYPES, PackedLinear, capture_hidden_states, pack_weights
+from inference.verifier.layers import PLAIN_MODEL_TYPES, capture_hidden_states
+from inference.verifier.packed import PackedLinear, pack_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,56 +29,34 @@ QUANTIZED_DTYPES = "int8", "nf4"
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
-class BaseInfo(Protocol):
-    """What encoding prompts and checking their lengths needs of a base: a `Base`, or a `BareBase` without weights."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-
-class BaseIdentity(Protocol):
-    """What tells whether a drafter was trained for a base."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    @property
-    def shape(self) -> BaseShape: ...
-
-
 @dataclass(frozen=True)
-class BareBase:
-    """A base whose weights are not loaded.
+class BaseConfig:
+    """A base without its weights: enough to encode prompts, check lengths, and tell whether a drafter fits."""
 
-    Args:
-        name: Folder or hub id it was loaded from.
-        tokenizer: Its tokenizer.
-        context_length: Maximum number of tokens of a text.
-    """
-
-    name: str
+    name: str  # folder or hub id
     tokenizer: PreTrainedTokenizerBase
-    context_length: int
+    config: PretrainedConfig
+
+    @property
+    def shape(self) -> BaseShape:
+        """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
+        return shape_of(self.config)
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a text, prompt included."""
+        return self.config.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen causal language model with its tokenizer.
+    """A frozen causal language model with its tokenizer; other projects call it the target or verifier model.
 
     Args:
         name: Folder or hub id it was loaded from.
         model: The model in evaluation mode; its weights require no gradients.
         tokenizer: Its tokenizer.
-        check: Whether a runner of the base compares its logits with the model's own; see `examination`.
+        check: Whether a runner compares its logits with the model's own (`check_base`).
         prefill_chunk: Maximum number of tokens of a prompt that one forward of a runner reads; 0 for no maximum.
     """
 
@@ -92,6 +70,18 @@ class Base:
     def shape(self) -> BaseShape:
         """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
         return shape_of(self.model.config)
+
+    @property
+    def context_length(self) -> int:
+        """Maximum number of tokens of a text, prompt included."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Ids of the end-of-sequence tokens."""
+        ids = self.model.generation_config.eos_token_id
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
     @property
     def base_weights(self) -> BaseWeights:
@@ -109,16 +99,16 @@ class Base:
         drafter.to(self.model.device).attach_base_weights(weights)
 
     def hidden_states(self, input_ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Run one forward and return hidden states.
+        """Run one forward over (B, S) and return the states of F layers side by side, and the last one.
 
         For the model types of `PLAIN_MODEL_TYPES` only the requested layers are kept in memory.
 
         Args:
             input_ids: (B, S).
-            layers: F layers; 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
+            layers: 0 is the embedding, i the output of layer i, -1 the last state after the final norm.
 
         Returns:
-            The requested layers side by side (B, S, F * D), and the last state after the final norm (B, S, D).
+            The requested layers (B, S, F * D), and the last state after the final norm (B, S, D).
         """
         decoder: Any = self.model.base_model  # torch types the attributes of a module as Tensor | Module
         inner_layers = {layer for layer in layers if layer != -1}
@@ -135,18 +125,9 @@ class Base:
 
     @torch.no_grad()
     def greedy(self, input_ids: Tensor, attention_mask: Tensor, max_new_tokens: int) -> Tensor:
-        """Decode greedily with transformers' own `generate`.
+        """Decode greedily with transformers' own `generate`, without the penalties and beams of generation_config.
 
-        Penalties and beams that the base's generation_config asks for are switched off, so the text is the plain
-        argmax.
-
-        Args:
-            input_ids: (B, S) prompts, padded on the left.
-            attention_mask: (B, S).
-            max_new_tokens: Maximum number of new tokens of a text.
-
-        Returns:
-            (B, N) new tokens; texts that end early are padded on the right.
+        Prompts (B, S) are padded on the left, and the new tokens (B, N) of texts that end early on the right.
         """
         from torch.distributed.fsdp import FSDPModule
 
@@ -166,25 +147,9 @@ class Base:
             synced_gpus=isinstance(model.base_model, FSDPModule),
         )[:, input_ids.shape[1] :]
 
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens of a text, prompt included."""
-        return self.model.config.max_position_embeddings
-
-    @property
-    def eos(self) -> frozenset[int]:
-        """Ids of the end-of-sequence tokens."""
-        ids = self.model.generation_config.eos_token_id
-        ids = self.tokenizer.eos_token_id if ids is None else ids
-        return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
-
 
 def shape_of(config: PretrainedConfig) -> BaseShape:
-    """Read the sizes that a learned drafter is built from out of a transformers configuration.
-
-    Raises:
-        ValueError: The model does not have the layout of LLaMA.
-    """
+    """Read the sizes that a learned drafter is built from; raises ValueError if the model is not like LLaMA."""
     if not hasattr(config, "intermediate_size"):
         raise ValueError(f"no learned drafter is built for {config.model_type} models: use one of the LLaMA family")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -247,7 +212,6 @@ def load_base(
         raise ValueError(f"prefill_chunk must be at least 0, not {prefill_chunk}")
     if dtype not in get_args(Dtype):
         raise ValueError(f"unknown dtype {dtype!r}: give one of {', '.join(get_args(Dtype))}")
-    check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     check_files(Path(find_base(name)))
     options = quantization_options(dtype, device) if dtype in QUANTIZED_DTYPES else {"dtype": getattr(torch, dtype)}
@@ -271,31 +235,22 @@ def load_base(
     return Base(split_revision(name)[0], model, tokenizer, check, prefill_chunk)
 
 
-def load_base_info(name: str) -> BareBase:
-    """Load a base's tokenizer and context length without its weights.
-
-    Raises:
-        ValueError: The tokenizer or the configuration cannot be loaded.
-    """
+def load_base_info(name: str) -> BaseConfig:
+    """Load a base's tokenizer and configuration without its weights; raises ValueError as `load_base`."""
     from transformers import AutoConfig
 
-    check_base_folder(find_base(name))
     tokenizer = load_tokenizer(name)
     try:
-        config = load_pretrained(AutoConfig, name)
+        config = load_pretrained(AutoConfig, name).get_text_config()
     except Exception as error:  # transformers and the hub client raise errors of their own
         raise ValueError(f"cannot load the configuration of {name}: {cause_of(error)}") from error
-    if not isinstance(length := getattr(config, "max_position_embeddings", None), int):
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise ValueError(f"the configuration of {name} has no context length (max_position_embeddings)")
-    return BareBase(name, tokenizer, length)
+    return BaseConfig(name, tokenizer, config)
 
 
 def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, Any]:
-    """Return the arguments that make transformers quantise a model while loading it.
-
-    Raises:
-        ValueError: bitsandbytes or accelerate is not installed.
-    """
+    """Return the arguments that make transformers quantise a model while loading it."""
     if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
         raise ValueError(
             f"a base in {dtype} needs {' and '.join(missing)}: pip install {' '.join(missing)}, or take bfloat16"
@@ -312,14 +267,14 @@ def quantization_options(dtype: Dtype, device: str | torch.device) -> dict[str, 
     return {"dtype": compute_dtype, "quantization_config": config, "device_map": {"": device}}
 
 
-def check_fit(drafter: DrafterConfig, base: BaseIdentity) -> None:
+def check_fit(drafter: DrafterConfig, base: Base | BaseConfig) -> None:
     """Raise ValueError if a drafter was trained for another base."""
-    expected, actual = asdict(drafter.base), asdict(base.shape)
     for size in ("hidden_size", "vocab_size", "num_layers"):
-        if expected[size] != actual[size]:
+        expected, actual = getattr(drafter.base, size), getattr(base.shape, size)
+        if expected != actual:
             raise ValueError(
-                f"this drafter was trained for {drafter.base_name} with {size} {expected[size]}, but {base.name} has "
-                f"{actual[size]}: pass the base it was trained for, or train a drafter for this one"
+                f"this drafter was trained for {drafter.base_name} with {size} {expected}, but {base.name} has "
+                f"{actual}: pass the base it was trained for, or train a drafter for this one"
             )
     if drafter.tokenizer_hash != tokenizer_hash(base.tokenizer):
         raise ValueError(
@@ -329,11 +284,7 @@ def check_fit(drafter: DrafterConfig, base: BaseIdentity) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device with this name; ``auto`` is the GPU if there is one, else the CPU.
-
-    Raises:
-        ValueError: ``cuda`` was requested and there is no CUDA device.
-    """
+    """Return the device with this name; ``auto`` is the GPU if there is one, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device here: pass --device cpu or auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,15 +1,10 @@
-"""The base's KV cache, which keeps all positions: one buffer for all layers, or transformers' own DynamicCache."""
+"""The base's KV cache, which keeps all positions: a buffer that is written in place."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-
-CacheKind = Literal["static", "dynamic"]
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 class _BufferLayer(DynamicLayer):
@@ -22,7 +17,7 @@ class _BufferLayer(DynamicLayer):
         """Append keys (1, H, q, d) and values (1, H, q, e), and return those of all positions."""
         start, self.length = self.length, self.length + key_states.shape[-2]
         keys, values = self.cache.layer_buffers(self.index, self.length, key_states, value_states)
-        positions = self.cache.positions(start, self.length)
+        positions = self.cache.positions(start, self.length, keys.device)
         keys.index_copy_(2, positions, key_states)
         values.index_copy_(2, positions, value_states)
         return keys.narrow(2, 0, self.length), values.narrow(2, 0, self.length)
@@ -45,64 +40,57 @@ class BufferCache(Cache):
     The width d is that of the keys or of the values, whichever is larger; the others leave the rest of it unused. A
     step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
     layers by one copy. `clear` keeps the memory. A text that outgrows the buffer gets one of 1.5 times its length.
-
-    Args:
-        num_layers: Number of decoder layers L.
-        capacity: Initial number of positions C.
+    Layers of other sizes than the first one, or on another device, have buffers of their own.
     """
 
     def __init__(self, num_layers: int, capacity: int = 512) -> None:
         self._buffer_layers = [_BufferLayer(self, index) for index in range(num_layers)]
         super().__init__(layers=list(self._buffer_layers))
-        self.capacity = capacity
+        self.capacity = capacity  # number of positions C
         self.buffer: Tensor | None = None
         self.views: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer, of all C positions
-        self._positions: tuple[int, int, Tensor] | None = None
-
-    @property
-    def allocated(self) -> Tensor:
-        """The buffer, once the first forward has allocated it."""
-        assert self.buffer is not None, "nothing was cached yet"
-        return self.buffer
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}  # the same of layers with buffers of their own
+        self._positions: tuple[int, int, Tensor] = 0, 0, torch.empty(0)
 
     def layer_buffers(self, layer: int, length: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return views of a layer's keys (1, H, C, d) and values (1, H, C, e), with C at least ``length``.
 
-        Args:
-            layer: Index of the layer.
-            length: Number of positions needed.
-            keys: New key states (1, H, q, d); a new buffer takes their sizes, dtype and device.
-            values: New value states (1, H, q, e).
-
-        Raises:
-            ValueError: The layer's keys and values have other sizes than those of the first layer.
+        A new buffer takes its sizes, dtype and device from the new key states (1, H, q, d) and values (1, H, q, e).
         """
         if not self.views or length > self.capacity:
-            self._grow(length, keys, values)
-        views = self.views[layer]
-        if any(new.shape[1::2] != view.shape[1::2] for new, view in zip((keys, values), views, strict=True)):
-            raise ValueError(
-                f"layer {layer} has keys and values of its own sizes, and the static cache holds one size for all "
-                "layers: pass cache='dynamic'"
-            )
-        return views
+            self.grow(length, keys, values)
+        pairs = zip((keys, values), self.views[layer], strict=True)
+        if any(new.shape[1::2] != view.shape[1::2] or new.device != view.device for new, view in pairs):
+            self._own[layer] = self.views[layer] = self._longer(keys[:, :, :0]), self._longer(values[:, :, :0])
+        return self.views[layer]
 
-    def positions(self, start: int, end: int) -> Tensor:
-        """Return the positions from ``start`` to ``end``, built once per forward for all layers."""
-        if self._positions is None or self._positions[:2] != (start, end):
-            self._positions = start, end, torch.arange(start, end, device=self.views[0][0].device)
+    def positions(self, start: int, end: int, device: torch.device) -> Tensor:
+        """Return the positions from ``start`` to ``end``, built once per forward for all layers on a device."""
+        if self._positions[:2] != (start, end) or self._positions[2].device != device:
+            self._positions = start, end, torch.arange(start, end, device=device)
         return self._positions[2]
 
-    def _grow(self, length: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate a larger buffer for ``length`` positions and copy the old one into it."""
-        self.capacity = max(self.capacity, length + length // 2)
-        _, num_heads, _, key_dim = keys.shape
-        value_dim, num_layers = values.shape[-1], len(self._buffer_layers)
-        grown = keys.new_empty(2, num_layers, 1, num_heads, self.capacity, max(key_dim, value_dim))
-        if self.buffer is not None:
-            grown[..., : self.buffer.shape[-2], :] = self.buffer
-        self.buffer = grown
-        self.views = [(grown[0, layer, ..., :key_dim], grown[1, layer, ..., :value_dim]) for layer in range(num_layers)]
+    def grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        """Allocate buffers for ``length`` positions, half as long again if they grow, and copy the old ones."""
+        self.capacity = self.capacity if length <= self.capacity else length + length // 2
+        num_layers, old = len(self._buffer_layers), self.buffer
+        if old is None:
+            self._widths = keys.shape[-1], values.shape[-1]
+            self.buffer = keys.new_empty(2, num_layers, 1, keys.shape[1], self.capacity, max(self._widths))
+        else:
+            self.buffer = old.new_empty(*old.shape[:4], self.capacity, old.shape[5])
+            self.buffer[..., : old.shape[-2], :] = old
+        self.views = [
+            (keys[..., : self._widths[0]], values[..., : self._widths[1]])
+            for keys, values in zip(*self.buffer, strict=True)
+        ]
+        for layer, (keys, values) in self._own.items():
+            self._own[layer] = self.views[layer] = self._longer(keys), self._longer(values)
+
+    def _longer(self, states: Tensor) -> Tensor:
+        longer = states.new_zeros(*states.shape[:2], self.capacity, states.shape[3])
+        longer[:, :, : states.shape[2]] = states
+        return longer
 
     def reserve(self, length: int) -> None:
         """Make the first allocation large enough for ``length`` positions."""
@@ -112,9 +100,10 @@ class BufferCache(Cache):
     def keep(self, length: int, moved: list[int]) -> None:
         """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
         if moved:
-            buffer, end = self.allocated, length + len(moved)
-            buffer[..., length:end, :] = buffer[..., torch.tensor(moved, device=buffer.device), :]
-            length = end
+            assert self.buffer is not None, "nothing was cached yet"
+            start, length, sources = length, length + len(moved), torch.tensor(moved, device=self.buffer.device)
+            for states in (self.buffer, *(states for pair in self._own.values() for states in pair)):
+                states[..., start:length, :] = states[..., sources.to(states.device), :]
         for layer in self._buffer_layers:
             layer.length = length
 
@@ -122,50 +111,3 @@ class BufferCache(Cache):
         """Drop all positions and keep the memory."""
         for layer in self._buffer_layers:
             layer.length = 0
-
-
-class GatheredCache(DynamicCache):
-    """transformers' own DynamicCache, which concatenates in every forward; cutting it gathers what is kept.
-
-    All layers keep all positions, also those of a sliding window: what a token sees is the mask's business alone.
-    """
-
-    def reserve(self, length: int) -> None:
-        """Do nothing: this cache grows with every forward."""
-
-    def keep(self, length: int, moved: list[int]) -> None:
-        """Keep the first ``length`` positions, move the positions ``moved`` behind them, and drop the others."""
-        index: Tensor | None = None
-        for layer in self.layers:
-            assert isinstance(layer, DynamicLayer), "this cache makes no layers of other kinds"
-            if not layer.is_initialized:
-                continue
-            assert layer.keys is not None and layer.values is not None
-            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
-            if moved:
-                if index is None or index.device != keys.device:  # the layers may be on several devices
-                    index = torch.tensor(moved, device=keys.device)
-                keys = torch.cat([keys, layer.keys.index_select(2, index)], dim=2)
-                values = torch.cat([values, layer.values.index_select(2, index)], dim=2)
-            layer.keys, layer.values = keys, values
-
-    def clear(self) -> None:
-        """Drop all positions."""
-        self.layers = [DynamicLayer() for _ in self.layers]
-
-
-def make_cache(kind: CacheKind, config: PretrainedConfig) -> BufferCache | GatheredCache:
-    """Create an empty cache that keeps the keys and values of all positions in all layers.
-
-    Args:
-        kind: ``static`` is one preallocated buffer, ``dynamic`` transformers' own cache.
-        config: Configuration of the base.
-
-    Raises:
-        ValueError: ``kind`` is neither.
-    """
-    if kind == "static":
-        return BufferCache(config.num_hidden_layers)
-    if kind == "dynamic":
-        return GatheredCache()  # without the configuration, which would make layers that drop positions
-    raise ValueError(f"cache must be static or dynamic, not {kind!r}")

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.files import MALFORMED, read_json, validated
+from data.files import read_json, reading, validated
 from drafters.training_free.draft_session import DraftedTokens
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 
 
 def sublayers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the attention modules and the MLP modules of a model's decoder layers.
-
-    Args:
-        model: A transformers model without its LM head.
+    """Return the attention modules and the MLP modules of the decoder layers of a model without its LM head.
 
     Raises:
         ValueError: The model has neither the layout of LLaMA nor that of GPT-2.
@@ -78,43 +75,24 @@ def _with_replacements(module: nn.Module, replacements: dict[nn.Module, nn.Modul
 
 
 def default_skips(num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the default skip set: attention and MLP of layers 1, 3, 5, ..., but never of the last layer.
-
-    This skips about half of the base; a base of two layers skips nothing.
-
-    Returns:
-        The layers whose attention is skipped, and those whose MLP is skipped.
-    """
+    """Return the layers whose attention is skipped by default, and those whose MLP is: 1, 3, 5, ..., never the last."""
     every_second = tuple(range(1, num_layers - 1, 2))
     return every_second, every_second
 
 
 def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Read a skip set ``{"attention": [...], "mlp": [...]}`` that `drafters tune` has written.
-
-    Args:
-        file: JSON file.
-        num_layers: Number of decoder layers of the base.
-
-    Returns:
-        The layers whose attention is skipped, and those whose MLP is skipped.
+    """Read the layers whose attention is skipped, and those whose MLP is, of a base with ``num_layers`` layers.
 
     Raises:
-        ValueError: The file cannot be read, holds no skip set, or was made for a base with another number of layers.
+        ValueError: The file is no JSON object ``{"attention": [...], "mlp": [...]}``, or was made for another base.
     """
-    try:
+    with reading(file, 'give a skip set {"attention": [...], "mlp": [...]}'):
         content = read_json(file)
         attention, mlp = (validated(tuple[int, ...], content[kind]) for kind in ("attention", "mlp"))
-    except MALFORMED as error:
-        raise ValueError(
-            f'{file} holds no skip set {{"attention": [...], "mlp": [...]}} ({error}): make one by '
-            "`drafters tune --space skips`"
-        ) from error
-    if content.get("num_layers", num_layers) != num_layers:
-        raise ValueError(
-            f"the skip set {file} is for {content.get('base')} with {content['num_layers']} layers, and this base has "
-            f"{num_layers}: run `drafters tune` with it"
-        )
+        if content.get("num_layers", num_layers) != num_layers:
+            raise ValueError(
+                f"it is for {content.get('base')} with {content['num_layers']} layers, and this base has {num_layers}"
+            )
     return attention, mlp
 
 
@@ -147,21 +125,17 @@ class LayerSkippingSession:
         for kind, layers in (("attention", attention), ("mlp", mlp)):
             exist = all(type(layer) is int and 0 <= layer < num_layers for layer in layers)
             if not exist or len(set(layers)) < len(layers):
-                raise ValueError(
-                    f"cannot skip {kind} {list(layers)}: name layers 0 to {num_layers - 1} of {runner.base.name}, none "
-                    "twice"
-                )
+                known = f"layers 0 to {num_layers - 1} of {runner.base.name}"
+                raise ValueError(f"cannot skip {kind} {list(layers)}: name {known}, none twice")
         self.runner, self.attention, self.mlp, self.sampler = runner, tuple(attention), tuple(mlp), sampler
         self.forwards, self.remembers, self.samples_drafts = 0, False, sampler is not None
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Do nothing: there is no state of a text."""
+        """Do nothing, as `rewind` and `reset`: there is no state of a text."""
 
-    def rewind(self, length: int) -> None:
-        """Do nothing: there is no state of a text."""
+    def rewind(self, length: int) -> None: ...
 
-    def reset(self) -> None:
-        """Do nothing: there is no state of a text."""
+    def reset(self) -> None: ...
 
     @torch.inference_mode()
     def write(
@@ -173,11 +147,10 @@ class LayerSkippingSession:
         draft_seed: int = 0,
     ) -> DraftedTokens:
         runner, sampler = self.runner, self.sampler and self.sampler.for_proposal(draft_seed)
-        tokens: list[int] = []
-        distributions: list[Tensor] = []
+        written = DraftedTokens([], [])
         start, end = runner.cached, min(len(seq) + num_tokens, runner.context_length)
         if not start:
-            return DraftedTokens(tokens, distributions)
+            return written
         fed = seq[start:]
         try:
             draft_model = without_sublayers(runner.model, self.attention, self.mlp)
@@ -185,24 +158,18 @@ class LayerSkippingSession:
                 logits = runner.forward_uncommitted(fed, start, draft_model)
                 self.forwards += 1
                 start += len(fed)
-                token, probability = self._pick(sampler, logits, start, distributions)
-                tokens.append(token)
-                fed = [token]
-                if token in eos or probability < threshold:
+                if sampler:
+                    picked = sampler.pick(logits, [start])
+                    written.distributions.extend(sampler.probabilities(logits))
+                else:
+                    picked = logits.argmax(-1)
+                # The probability at temperature 1 comes to the host with the token, by one copy.
+                probability = logits.float().softmax(-1)[0, picked]
+                token, probability_on_host = torch.cat([picked.double(), probability.double()]).tolist()
+                fed = [int(token)]
+                written.tokens.extend(fed)
+                if int(token) in eos or probability_on_host < threshold:
                     break
         finally:
             runner.rollback()
-        return DraftedTokens(tokens, distributions)
-
-    def _pick(
-        self, sampler: KeyedSampler | None, logits: Tensor, position: int, distributions: list[Tensor]
-    ) -> tuple[int, float]:
-        """Return the next token and its probability at temperature 1, by one copy to the host."""
-        if sampler:
-            picked = sampler.pick(logits, [position])
-            distributions += sampler.probabilities(logits)
-        else:
-            picked = logits.argmax(-1)
-        probability = logits.float().softmax(-1)[0, picked]
-        token, probability_on_host = torch.cat([picked.double(), probability.double()]).tolist()
-        return int(token), probability_on_host
+        return written

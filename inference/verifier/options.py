@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from inference.verifier.base import PREFILL_CHUNK, Base, Dtype, load_base, resolve_device
-from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler, make_sampler
+from inference.verifier.base import Base, Dtype, load_base, resolve_device
+from inference.verifier.sampling import LOWEST_TEMPERATURE, Greedy, KeyedSampler
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -21,27 +21,25 @@ class ModelOptions:
         base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub.
         dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
         device: Device to run on; auto uses the GPU if there is one.
-        check: Compare the logits of draft trees with those of the base's own forward on a few tokens, and refuse a base
-            where they differ. Pass false only for a base that you know to be right.
-        packed: Keep a second copy of the weights in the layout in which a CPU multiplies few tokens: for a base of a
-            billion parameters in float32, a forward of 16 tokens takes half the time and the base twice the memory.
-            float32 and bfloat16 on a CPU only.
-        prefill_chunk: Maximum number of prompt tokens that one forward reads; 0 for no maximum. Longer prompts are read
-            in several forwards, whose masks and activations need less memory. The text is the same. `regenerate` reads
-            prompts whole.
+        forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU
+            multiplies few tokens; or compiled, with steps of fixed shape by torch.compile.
     """
 
     base: str
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    check: bool = True
-    packed: bool = False
-    prefill_chunk: int = PREFILL_CHUNK
+    forward: Literal["eager", "packed", "compiled"] = "eager"
 
-    def load(self) -> Base:
-        """Load the base; raises ValueError if it cannot be loaded or the device does not exist."""
-        device = resolve_device(self.device)
-        return load_base(self.base, self.dtype, device, self.check, self.packed, self.prefill_chunk)
+    @property
+    def compile(self) -> bool:
+        """Whether decoding steps are compiled."""
+        return self.forward == "compiled"
+
+    def load(self, may_compile: bool = False) -> Base:
+        """Load the base; a command may compile if it passes `compile` on to `make_runner`."""
+        if self.compile and not may_compile:
+            raise ValueError("only eval, verify and chat have compiled steps: pass --forward eager or packed")
+        return load_base(self.base, self.dtype, resolve_device(self.device), packed=self.forward == "packed")
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,14 @@ class SamplingOptions:
 
     def sampler(self, processors: Sequence[LogitsProcessor] = ()) -> Greedy | KeyedSampler:
         """The sampler with these options, behind logits processors; raises ValueError if a value is out of range."""
-        return make_sampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+        if self.temperature:
+            return KeyedSampler(self.temperature, self.top_k, self.top_p, self.seed, processors)
+        if self.top_k or self.top_p != 1:
+            option = f"top_k {self.top_k}" if self.top_k else f"top_p {self.top_p}"
+            raise ValueError(
+                f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0"
+            )
+        return Greedy(processors)
 
 
 GREEDY = SamplingOptions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, DraftTree
-from inference.verifier.acceptance import accept, accept_deepest
+from inference.verifier.acceptance import accept, accept_deepest, multi_round_rejection
 from inference.verifier.processing import ScoreProcessors
-from inference.verifier.rejection import multi_round_rejection
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -25,49 +25,47 @@ LOWEST_TEMPERATURE = 1e-5
 """Temperatures below are those of greedy decoding, as in vLLM: logits divided by them would overflow."""
 
 
+@dataclass(frozen=True)
+class TreeLogits:
+    """The base's logits at the root and at the nodes of a draft tree, and the text before them.
+
+    Args:
+        logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
+        tree: M nodes.
+        text: Token ids up to the root, which logits processors may read.
+        eos: Tokens that end the text; nothing is decided after a node with one.
+    """
+
+    logits: Tensor
+    tree: DraftTree
+    text: Sequence[int] = ()
+    eos: frozenset[int] = frozenset()
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of the token that each row decides."""
+        return [len(self.text), *(len(self.text) + depth for depth in self.tree.depths)]
+
+
 class Sampler(Protocol):
     """Decides which draft tokens are accepted and which tokens are emitted.
 
     A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
     logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
     follows it down the tree on the host.
-
-    Args:
-        lossless: Whether the text follows the base's own distribution.
-        seed: Seed of the request; the seeds of its drafts are derived from it (`derived_seed`).
     """
 
     @property
-    def lossless(self) -> bool: ...
+    def seed(self) -> int:
+        """Seed of the request; the seeds of its drafts are derived from it (`derived_seed`)."""
+        ...
 
-    @property
-    def seed(self) -> int: ...
-
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
-        """Device part: compute the decisions.
-
-        Args:
-            logits: (1 + M, V); row 0 belongs to the root, row 1 + i to node i.
-            tree: M nodes.
-            positions: 1 + M positions; the token that row i decides stands at positions[i].
-            text: Token ids up to the root, which logits processors may read.
-            eos: Tokens that end the text, so that nothing needs to be decided after a node with one.
-
-        Returns:
-            (1 + M, C) integers, on the device of the logits or already on the host; what the C columns hold is between
-            `decide` and `accept`.
-        """
+    def decide(self, rows: TreeLogits) -> Tensor:
+        """Return what `accept` needs, (1 + M, C) integers, on the device of the logits or already on the host."""
         ...
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Host part: return the accepted nodes from the root down, and the emitted tokens."""
+        """Return the accepted nodes from the root down, and the emitted tokens."""
         ...
 
 
@@ -86,15 +84,12 @@ def derived_seed(*keys: int) -> int:
 
 
 def most_probable(logits: Tensor) -> Tensor:
-    """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal.
-
-    On a CPU, numpy is up to forty times faster than torch.
-    """
+    """Return the index (N,) of the largest entry of each row of (N, V), the first one if several are equal."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    return torch.from_numpy(logits.numpy().argmax(-1))
+    return torch.from_numpy(logits.numpy().argmax(-1))  # up to forty times faster than torch
 
 
 def draw_tokens(distributions: Tensor, numbers: Sequence[float]) -> Tensor:
@@ -112,28 +107,26 @@ class _PickPerNode:
         processors: Logits processors that change the base's logits before a token is picked.
     """
 
-    lossless = True
     seed = 0
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = ScoreProcessors(processors)
 
-    def _decide_along_path(self, tree: DraftTree, pick: Callable[[int], int], eos: frozenset[int]) -> Tensor:
+    def _decide_along_path(self, rows: TreeLogits, pick: Callable[[int], int]) -> Tensor:
         """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
         Each token of the path is copied to the host on its own, and so the decisions are on the host.
 
         Args:
-            tree: M nodes.
+            rows: The logits.
             pick: Returns the token after a node or after `ROOT`; called from the root down.
-            eos: End-of-sequence tokens.
         """
-        decisions = torch.full((1 + len(tree), 1), -1)
+        decisions = torch.full((1 + len(rows.tree), 1), -1)
         node: int | None = ROOT
         while node is not None:
             token = pick(node)
             decisions[1 + node] = token
-            node = None if token in eos else tree.child(node, token)
+            node = None if token in rows.eos else rows.tree.child(node, token)
         return decisions
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
@@ -141,30 +134,19 @@ class _PickPerNode:
 
 
 class Greedy(_PickPerNode):
-    """Picks the most probable token, the first one if several are equally probable.
-
-    Args:
-        processors: Logits processors that change the base's logits before a token is picked.
-    """
+    """Picks the most probable token, the first one if several are equally probable."""
 
     @property
     def decides_argmaxes(self) -> bool:
         """Whether the decisions are the argmaxes of the base's own logits."""
         return not self._processors
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         processors = self._processors
         if processors.read_text:
-            scores = processors.at_nodes(logits, tree, text)
-            return self._decide_along_path(tree, lambda node: int(most_probable(scores(node))), eos)
-        return most_probable(processors.at_all_rows(logits) if processors else logits)[:, None]
+            scores = processors.at_nodes(rows.logits, rows.tree, rows.text)
+            return self._decide_along_path(rows, lambda node: int(most_probable(scores(node))))
+        return most_probable(processors.at_all_rows(rows.logits) if processors else rows.logits)[:, None]
 
 
 class KeyedSampler(_PickPerNode):
@@ -175,8 +157,7 @@ class KeyedSampler(_PickPerNode):
     multi-round rejection: the text is another one, from the same distribution.
 
     Args:
-        temperature: Sampling temperature, above 0. Values below `LOWEST_TEMPERATURE` count as this one;
-            `SamplingOptions`, which `eval`, `generate` and the server use, decodes greedily there.
+        temperature: Sampling temperature, above 0; values below `LOWEST_TEMPERATURE` count as this one.
         top_k: Sample from the k most probable tokens only; 0 keeps all.
         top_p: Sample from the smallest set of tokens that together have this probability; 1 keeps all.
         seed: Key of the draws.
@@ -218,101 +199,55 @@ class KeyedSampler(_PickPerNode):
         return sampler
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the distributions (N, V) that tokens are drawn from, given logits (N, V).
-
-        Not for processors that read the text.
-        """
+        """Return the distributions (N, V) that tokens are drawn from; not for processors that read the text."""
         return self._processors.at_all_rows(logits).double().softmax(-1)
 
     def pick(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         """Draw one token (N,) for each row of (N, V)."""
         return self._draws(self.probabilities(logits), positions)
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         """Draw along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
 
         On a GPU, a tree without random drafts is drawn for all nodes at once, unless a logits processor reads the text:
         that is faster than waiting for the device at every node of the path.
         """
-        if logits.device.type != "cpu" and not tree.distributions and not self._processors.read_text:
-            return self.pick(logits, positions)[:, None]
+        tree, positions = rows.tree, rows.positions
+        if rows.logits.device.type != "cpu" and not tree.distributions and not self._processors.read_text:
+            return self.pick(rows.logits, positions)[:, None]
         drawn_children = {children.parent: children for children in tree.distributions}
-        scores = self._processors.at_nodes(logits, tree, text)
+        scores = self._processors.at_nodes(rows.logits, tree, rows.text)
 
         def pick(node: int) -> int:
             position = positions[1 + node]
             distribution = scores(node).double().softmax(-1)
             if node in drawn_children:
                 accepted, accepted_token, residual = multi_round_rejection(
-                    distribution[0], drawn_children[node], tree, self._round_numbers(position)
+                    distribution[0], drawn_children[node], tree, lambda index: self.uniform(position, 1 + index)
                 )
                 if (token := int(torch.where(accepted, accepted_token, -1))) >= 0:
                     return token
                 distribution = residual.view(1, -1)
             return int(self._draws(distribution, [position]))
 
-        return self._decide_along_path(tree, pick, eos)
-
-    def _round_numbers(self, position: int) -> Callable[[int], float]:
-        """The random numbers of the rounds of rejection at a position, by the index of the round."""
-        return lambda index: self.uniform(position, 1 + index)
+        return self._decide_along_path(rows, pick)
 
     def _draws(self, distributions: Tensor, positions: Sequence[int]) -> Tensor:
         numbers = {position: self.uniform(position) for position in dict.fromkeys(positions)}  # one per depth
         return draw_tokens(distributions, [numbers[position] for position in positions])
 
     def uniform(self, position: int, stream: int = 0) -> float:
-        """Return a random number in [0, 1).
-
-        Args:
-            position: Position of the token to be decided.
-            stream: 0 for the draw at this position, j for the j-th round of rejection there.
-        """
+        """Return a random number in [0, 1), for the draw at a position or, with j > 0, its j-th round of rejection."""
         return np.random.default_rng((self.seed, position, stream) if stream else (self.seed, position)).random()
-
-
-def make_sampler(
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    processors: Sequence[LogitsProcessor] = (),
-) -> Greedy | KeyedSampler:
-    """Create the sampler for these options: greedy at temperature 0, else draws keyed by seed and position.
-
-    Args:
-        temperature, top_k, top_p, seed, processors: As in `KeyedSampler`.
-
-    Raises:
-        ValueError: A value is out of its range, or top_k or top_p is given with temperature 0.
-    """
-    if not temperature and (top_k or top_p != 1):
-        option = f"top_k {top_k}" if top_k else f"top_p {top_p}"
-        raise ValueError(f"{option} is for sampling, and temperature 0 decodes greedily: give a temperature above 0")
-    return KeyedSampler(temperature, top_k, top_p, seed, processors) if temperature else Greedy(processors)
 
 
 class Typical(KeyedSampler):
     """Typical acceptance (Medusa, section 2.3.1), a lossy rule kept for comparison.
 
-    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)). The longest
-    acceptable path is accepted, and the token after it drawn from the base. The text does not follow the base's
-    distribution.
-
-    Args:
-        threshold: Upper limit of the bound; Medusa's delta.
-        alpha: Factor of the bound that depends on the entropy; Medusa's epsilon.
-        temperature, top_k, top_p, seed: As in `KeyedSampler`.
+    A node is acceptable if the base gives it a probability above min(threshold, alpha * exp(-entropy)), where Medusa
+    calls them delta and epsilon. The longest acceptable path is accepted, and the token after it drawn from the base.
+    The text does not follow the base's distribution.
     """
-
-    lossless = False
 
     def __init__(
         self,
@@ -329,22 +264,15 @@ class Typical(KeyedSampler):
             raise ValueError(f"need 0 < threshold <= 1 and alpha > 0, not {threshold} and {alpha}")
         self.threshold, self.alpha = threshold, alpha
 
-    def decide(
-        self,
-        logits: Tensor,
-        tree: DraftTree,
-        positions: Sequence[int],
-        text: Sequence[int] = (),
-        eos: frozenset[int] = frozenset(),
-    ) -> Tensor:
+    def decide(self, rows: TreeLogits) -> Tensor:
         """Decisions of two columns: whether the node is acceptable, and the token drawn after it."""
-        distributions = self.probabilities(logits)
+        tree, distributions = rows.tree, self.probabilities(rows.logits)
         entropy = -torch.special.xlogy(distributions, distributions).sum(-1)  # (1 + M,)
         bound = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
         parents = torch.tensor([0, *(1 + parent for parent in tree.parents)], device=distributions.device)
         tokens = torch.tensor([0, *tree.tokens], device=distributions.device)
         acceptable = distributions[parents, tokens] > bound[parents]
-        return torch.stack([acceptable.long(), self._draws(distributions, positions)], dim=-1)
+        return torch.stack([acceptable.long(), self._draws(distributions, rows.positions)], dim=-1)
 
     def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
         return accept_deepest(tree, [row[0] for row in decisions], [row[1] for row in decisions])

@@ -15,7 +15,7 @@ The bonus token has not been fed to the base: it is the root of the next step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
-from inference.budget import BudgetController
-from inference.verifier.base import BaseInfo
-from inference.verifier.runner import TreeRunner
-from inference.verifier.sampling import Greedy, Sampler, derived_seed, most_probable
+from inference.verifier.base import Base, BaseConfig
+from inference.verifier.runner import Runner
+from inference.verifier.sampling import Greedy, Sampler, TreeLogits, derived_seed, most_probable
 
 PHASES = ("propose", "forward", "accept", "commit", "observe")
 RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, for the draft trees near it
@@ -35,7 +34,7 @@ RESERVED_FOR_DRAFTS = 64  # cache positions allocated beyond the end of a text, 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of one step, which is one base forward.
+    """What one step, which is one base forward, emitted and cost.
 
     Args:
         emitted: Tokens the text gained.
@@ -61,6 +60,34 @@ class StepCost:
         return self.fed_pending + self.fed_candidates + self.fed_scratch
 
 
+class StepRecord:
+    """Measures a step while it runs: `phase_done` is called after each of `PHASES`, then `complete`."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self._forwards_before = drafter, drafter.draft_forwards
+        self._marks = [time.perf_counter()]
+
+    def phase_done(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def complete(self, num_pending: int, tree: DraftTree, logits: Tensor, path: list[int], emitted: list[int]) -> None:
+        """Keep what the step fed, the base's logits (1 + M, V), the accepted nodes and the emitted tokens."""
+        self.tree, self.logits, self.path, self.emitted = tree, logits, path[: len(emitted)], emitted
+        self.cost = StepCost(
+            emitted=len(emitted),
+            accepted=len(self.path),
+            fed_pending=num_pending,
+            fed_candidates=tree.num_candidates,
+            fed_scratch=tree.num_scratch,
+            draft_forwards=self._drafter.draft_forwards - self._forwards_before,
+            seconds=tuple(after - before for before, after in pairwise(self._marks)),
+        )
+
+    def emitted_logits(self) -> Tensor:
+        """Logits (N, V) that decided the N emitted tokens."""
+        return self.logits[[0, *(1 + node for node in self.path)][: len(self.emitted)]]
+
+
 @dataclass
 class Generation:
     """A decoded text: its new tokens and the cost of each step; the first step is the prefill."""
@@ -70,70 +97,30 @@ class Generation:
     seconds: float = 0.0
 
 
+def acceptance_length(texts: Iterable[Sequence[StepCost]]) -> float | None:
+    """Tokens per base forward over texts, given by their steps, prefills excluded; None if there is no other step."""
+    steps = [step for text in texts for step in text[1:]]
+    return sum(step.emitted for step in steps) / len(steps) if steps else None
+
+
 class Session:
     """Decodes one text at a time with one base and one drafter.
 
     `run` and `decode` write the continuation of a prompt. Callers that need more control call `begin` or `resume`,
-    then iterate over `steps`.
+    then iterate over `steps`. The record of the last step is in ``last``.
 
     Args:
         runner: The base and its KV cache.
         drafter: Proposes the draft trees.
         sampler: Picks the base's tokens; greedy decoding if not given.
         max_nodes: Maximum number of draft tokens fed per step.
-        budget: Decides how many of them each step feeds; by default as many as the drafter proposes.
-
-    Attributes:
-        last_draft: The draft tree of the last step, as it was fed, and its accepted nodes.
     """
 
-    def __init__(
-        self,
-        runner: TreeRunner,
-        drafter: Drafter,
-        sampler: Sampler | None = None,
-        max_nodes: int = 1024,
-        budget: BudgetController | None = None,
-    ) -> None:
-        self.runner, self.drafter, self.sampler = runner, drafter, sampler or Greedy()
-        self.max_nodes, self.budget = max_nodes, budget
+    last: StepRecord
+
+    def __init__(self, runner: Runner, drafter: Drafter, sampler: Sampler | None = None, max_nodes: int = 1024) -> None:
+        self.runner, self.drafter, self.sampler, self.max_nodes = runner, drafter, sampler or Greedy(), max_nodes
         self.seq: list[int] = []  # prompt and emitted tokens; the first `runner.cached` of them are in the cache
-        self.last_draft: tuple[DraftTree, list[int]] = DraftTree(), []
-        self._decisive_logits: tuple[Tensor, list[int]] | None = None  # logits of the last step and its accepted path
-
-    # ---- the text
-
-    def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
-        """Start a new text with an empty cache that has room for at least ``reserve`` positions."""
-        self.runner.reset(reserve)
-        self.seq = list(prompt)
-        self.drafter.begin(self.seq)
-
-    def prefill(self, num_tokens: int) -> None:
-        """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
-        if num_tokens:
-            self.runner.forward(self.seq[:num_tokens], DraftTree(), RequiredOutputs())
-            self.runner.commit([])
-
-    def resume(self, seq: Sequence[int], num_shared: int) -> None:
-        """Continue with another text that begins like the current one, and keep the cache of what they share.
-
-        The last shared token becomes the root again. If the current text is cut, the drafter is rewound.
-
-        Args:
-            seq: The text to continue with.
-            num_shared: Leading tokens that both texts share, at least 1; see `common_prefix`.
-        """
-        assert 0 < num_shared <= min(len(self.seq), len(seq)), "a text is resumed from a prefix that both share"
-        self.runner.truncate(min(self.runner.cached, num_shared - 1))
-        if num_shared < len(self.seq):
-            self.drafter.rewind(num_shared)
-            del self.seq[num_shared:]
-        self.seq += seq[num_shared:]
-
-    def forget(self) -> None:
-        """Drop the text, so that the next one cannot resume from it."""
-        self.seq = []
 
     # ---- the loop
 
@@ -150,55 +137,39 @@ class Session:
         Returns:
             The tokens that the text gained, and the cost of the step.
         """
-        runner, drafter, seq, clock = self.runner, self.drafter, self.seq, time.perf_counter
-        length, draft_forwards = len(seq), drafter.draft_forwards
-        budget, max_nodes = self.budget, self.max_nodes if max_nodes is None else max_nodes
-        if budget:
-            max_nodes = budget.request(max_nodes)
-        marks = [clock()]
+        runner, drafter, seq, record = self.runner, self.drafter, self.seq, StepRecord(self.drafter)
 
-        seed, reach = derived_seed(self.sampler.seed, length), runner.prepare(length)
-        skip_module = budget is not None and budget.skips_module
-        limits = Limits(min(end - 1, reach) - length, max_nodes, eos, reach - length, seed, skip_module)
+        limits = self._limits(end, eos, self.max_nodes if max_nodes is None else max_nodes)
         tree = drafter.propose(seq, limits)
         tree = tree.pruned(limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
-        if budget:
-            tree = tree.first(budget.cut(len(tree), tree.probabilities if _may_be_cut(tree) else ()))
         _check_tokens(tree, runner.vocab_size)
-        marks.append(clock())
+        record.phase_done()
 
         pending = seq[runner.cached :]
         outputs = runner.forward(pending, tree, drafter.required_outputs)
-        marks.append(clock())
+        record.phase_done()
 
-        accepted, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
-        emitted = _until_eos(emitted[: end - length], eos)
-        num_accepted = min(len(accepted), len(emitted))
-        path = accepted[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
-        marks.append(clock())
+        path, emitted, top_tokens = self._accept(outputs.logits, tree, eos)
+        emitted = _until_eos(emitted[: end - len(seq)], eos)
+        committed = path[: len(emitted) - 1]  # the last emitted token is the next root: not cached, even if drafted
+        record.phase_done()
 
-        runner.commit(path)
-        marks.append(clock())
+        runner.commit(committed)
+        record.phase_done()
 
         seq += emitted
-        drafter.observe(StepResult(len(pending), tree, outputs.hidden, path, emitted, top_tokens))
-        marks.append(clock())
+        drafter.observe(StepResult(len(pending), tree, outputs.hidden, committed, emitted, top_tokens))
+        record.phase_done()
 
-        self.last_draft = tree, accepted[:num_accepted]
-        self._decisive_logits = outputs.logits, path
-        seconds = tuple(after - before for before, after in pairwise(marks))
-        if budget and len(pending) == 1:
-            propose, *base, observe = seconds
-            budget.observe(accepted, len(emitted), propose + observe, sum(base))
-        return emitted, StepCost(
-            emitted=len(emitted),
-            accepted=num_accepted,
-            fed_pending=len(pending),
-            fed_candidates=tree.num_candidates,
-            fed_scratch=tree.num_scratch,
-            draft_forwards=drafter.draft_forwards - draft_forwards,
-            seconds=seconds,
-        )
+        record.complete(len(pending), tree, outputs.logits, path, emitted)
+        self.last = record
+        return emitted, record.cost
+
+    def _limits(self, end: int, eos: frozenset[int], max_nodes: int) -> Limits:
+        """The limits of the next proposal: those of the text's length, the base's context and the request."""
+        length = len(self.seq)
+        seed, positions = derived_seed(self.sampler.seed, length), self.runner.prepare(length)
+        return Limits(min(end - 1, positions) - length, max_nodes, eos, positions - length, seed)
 
     @torch.inference_mode()
     def _accept(
@@ -210,9 +181,7 @@ class Session:
             The accepted path, the emitted tokens, and the base's most probable tokens after the root and each node
             if the drafter requires them.
         """
-        length = len(self.seq)
-        positions = [length, *(length + depth for depth in tree.depths)]
-        decisions = self.sampler.decide(logits, tree, positions, self.seq, eos)
+        decisions = self.sampler.decide(TreeLogits(logits, tree, self.seq, eos))
         top_k, width = self.drafter.required_outputs.top_k, decisions.shape[1]
         if top_k == 1 and isinstance(self.sampler, Greedy) and self.sampler.decides_argmaxes:
             width = 0  # the decisions are the top tokens, too
@@ -229,12 +198,8 @@ class Session:
         """Run steps until the text has ``end`` tokens or gains an end-of-sequence token; see `step`.
 
         The caller may stop between two steps and resume the text later. If a step is interrupted (by Ctrl-C, say),
-        text, cache and drafter no longer agree, so the session forgets the text.
-
-        Args:
-            end: Maximum length of the text, prompt included.
-            eos: Tokens that end the text.
-            drafts_at_once: Whether the first step may feed draft tokens.
+        text, cache and drafter no longer agree, so the session forgets the text. ``drafts_at_once`` says whether the
+        first step may feed draft tokens.
         """
         max_nodes = None if drafts_at_once else 0
         while len(self.seq) < end:
@@ -248,11 +213,36 @@ class Session:
             if emitted[-1] in eos:
                 return
 
-    def emitted_logits(self) -> Tensor:
-        """Logits (N, V) that decided the N tokens emitted by the last step."""
-        assert self._decisive_logits is not None, "there was no step yet"
-        logits, path = self._decisive_logits
-        return logits[[0, *(1 + node for node in path)]]
+    # ---- the text
+
+    def begin(self, prompt: Sequence[int], reserve: int = 0) -> None:
+        """Start a new text with an empty cache that has room for at least ``reserve`` positions."""
+        self.runner.reset(reserve)
+        self.seq = list(prompt)
+        self.drafter.begin(self.seq)
+
+    def prefill(self, num_tokens: int) -> None:
+        """Fill the empty cache with the first ``num_tokens`` tokens of the text, outside any step."""
+        if num_tokens:
+            self.runner.forward(self.seq[:num_tokens], DraftTree(), RequiredOutputs())
+            self.runner.commit([])
+
+    def resume(self, seq: Sequence[int], num_shared: int) -> None:
+        """Continue with a text of which the first ``num_shared`` tokens, at least 1, are those of the current one.
+
+        The cache keeps what they share, except for the last shared token, which becomes the root again. If the current
+        text is cut, the drafter is rewound.
+        """
+        assert 0 < num_shared <= min(len(self.seq), len(seq)), "a text is resumed from a prefix that both share"
+        self.runner.truncate(min(self.runner.cached, num_shared - 1))
+        if num_shared < len(self.seq):
+            self.drafter.rewind(num_shared)
+            del self.seq[num_shared:]
+        self.seq += seq[num_shared:]
+
+    def forget(self) -> None:
+        """Drop the text, so that the next one cannot resume from it."""
+        self.seq = []
 
     # ---- whole continuations
 
@@ -264,7 +254,7 @@ class Session:
         Ends after an end-of-sequence token, after ``max_new_tokens`` tokens, or where the base's context ends.
 
         Raises:
-            ValueError: The prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1.
+            ValueError: As `check_prompt`.
         """
         end = self.end_of(prompt, max_new_tokens)
         self.begin(prompt, reserve=end + RESERVED_FOR_DRAFTS)
@@ -286,12 +276,7 @@ class Session:
 
 
 def common_prefix(text: Sequence[int], other: Sequence[int], num_known: int = 0) -> int:
-    """Return how many leading tokens two texts share.
-
-    Args:
-        text: Token ids.
-        other: Token ids.
-        num_known: Leading tokens known to be the same; the comparison starts after them.
+    """Return how many leading tokens two texts share, of which ``num_known`` are known to be the same.
 
     >>> common_prefix([5, 6, 7], [5, 6, 8, 9])
     2
@@ -302,7 +287,7 @@ def common_prefix(text: Sequence[int], other: Sequence[int], num_known: int = 0)
     return num_shared
 
 
-def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> None:
+def check_prompt(base: Base | BaseConfig, prompt: Sequence[int], max_new_tokens: int) -> None:
     """Raise ValueError if the prompt is empty or does not fit into the context, or ``max_new_tokens`` is below 1."""
     if not prompt:
         raise ValueError("the prompt is empty: the base needs at least one token")
@@ -315,26 +300,14 @@ def check_prompt(base: BaseInfo, prompt: Sequence[int], max_new_tokens: int) -> 
         )
 
 
-def _may_be_cut(tree: DraftTree) -> bool:
-    """Whether the first nodes of a tree may be fed alone, chosen by what was drafted.
-
-    Among drawn nodes such a choice would bias the distribution of the text; scratch nodes are needed together.
-    """
-    return not (tree.distributions or tree.num_scratch)
-
-
 def _check_tokens(tree: DraftTree, vocab_size: int) -> None:
-    """Raise ValueError if a token lies outside the vocabulary: the drafter reads a damaged corpus or datastore."""
+    """Raise ValueError if a token lies outside the vocabulary, as from a damaged corpus or datastore."""
     if tree.tokens and not 0 <= min(tree.tokens) <= max(tree.tokens) < vocab_size:
         token = next(token for token in tree.tokens if not 0 <= token < vocab_size)
-        raise ValueError(
-            f"the drafter proposes token {token}, but the base has tokens 0 to {vocab_size - 1}: build its file again"
-        )
+        known = f"tokens 0 to {vocab_size - 1}"
+        raise ValueError(f"the drafter proposes token {token}, but the base has {known}: build its file again")
 
 
 def _until_eos(tokens: list[int], eos: frozenset[int]) -> list[int]:
     """Cut the tokens after the first end-of-sequence token."""
-    for index, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: index + 1]
-    return tokens
+    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in eos), tokens)

@@ -10,16 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from data.files import cause_of
-from data.tokenizer import find_base, load_pretrained, load_tokenizer, split_revision
+from data.tokenizer import find_base, split_revision
 from drafters import checkpoint
 from drafters.parallel.drafter import ParallelDrafter
-from inference import drafter_builders, drafter_specs
-from inference.verifier.base import shape_of
+from inference import drafter_specs
+from inference.verifier.base import BaseConfig, load_base_info
 from inference.vllm import served_drafter
 from inference.vllm.own_methods import read_own_method
 from inference.vllm.proposer import GREEDY_ONLY, KEY
-from inference.vllm.served_drafter import ServedBase
 
 ROOM = "inference.vllm"
 CUSTOM = "custom_class"  # vLLM's method for drafters that are not its own
@@ -94,7 +92,7 @@ def make_launch(
     return replace(launch, remembers=remembers)
 
 
-def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[ServedBase, dict[str, Any], bool]:
+def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[BaseConfig, dict[str, Any], bool]:
     """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
     drafter_specs.split(spec)
@@ -108,7 +106,7 @@ def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tupl
         return served, {"method": own.method, "model": str(own.folder), "num_speculative_tokens": num_tokens}, False
     if served_drafter.is_learned(spec):
         _, folder, _ = drafter_specs.split(spec)
-        served = _read_base(base or checkpoint.read_config(drafter_builders.drafter_folder(folder or "")).base_name)
+        served = _read_base(base or checkpoint.read_config(drafter_specs.drafter_folder(folder or "")).base_name)
         path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
         loaded, _ = checkpoint.load(path, config=config)
         num_tokens, remembers = num_tokens or cast(ParallelDrafter, loaded).num_labels, loaded.remembers
@@ -132,20 +130,9 @@ def installed_vllm() -> tuple[str, str]:
     return "", ""
 
 
-def _read_base(name: str) -> ServedBase:
-    """Read a base's tokenizer and dimensions, without its weights.
-
-    Raises:
-        ValueError: There is no base of this name, or it is not of the LLaMA family.
-    """
-    from transformers import AutoConfig
-
-    tokenizer = load_tokenizer(name)
-    try:
-        config = load_pretrained(AutoConfig, name)
-    except Exception as error:  # transformers and the hub client raise errors of their own
-        raise ValueError(f"cannot load the configuration of {name}: {cause_of(error)}") from error
-    return ServedBase(find_base(name), tokenizer, shape_of(config.get_text_config()))
+def _read_base(name: str) -> BaseConfig:
+    """Read a base's tokenizer and configuration; raises ValueError if there is no base of this name."""
+    return replace(load_base_info(name), name=find_base(name))
 
 
 def _launch(

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from data.files import check_files, read_json, validated
 from drafters.protocol import BaseShape
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 
 METHODS = "medusa", "eagle", "eagle3", "dspark"
 NAMES_OF_OTHERS = "eagle-", "eagle3", "dflash", "dspark"
@@ -130,7 +130,7 @@ def read_own_method(spec: str) -> OwnMethod | None:
         ValueError: It is another method than the spec names, the spec has options, or a file is damaged.
     """
     name, folder, options = drafter_specs.split(spec)
-    if name not in METHODS or not folder or (found := _read(drafter_builders.drafter_folder(folder))) is None:
+    if name not in METHODS or not folder or (found := _read(drafter_specs.drafter_folder(folder))) is None:
         return None
     if found.method != name:
         raise ValueError(f"{folder} holds a drafter for vLLM's method {found.method}, not {name}")

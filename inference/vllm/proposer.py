@@ -11,8 +11,8 @@ import torch
 
 from data.tokenizer import join_revision, load_tokenizer
 from drafters.protocol import Limits
-from inference.verifier.base import shape_of
-from inference.vllm.served_drafter import ServedBase, check_version
+from inference.verifier.base import BaseConfig
+from inference.vllm.served_drafter import check_version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +55,7 @@ class Proposer(ABC):
         assert vllm_config.speculative_config is not None
         self.num_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         tokenizer = load_tokenizer(join_revision(model.tokenizer, model.tokenizer_revision))
-        self.base = ServedBase(model.model, tokenizer, shape_of(model.hf_text_config))
+        self.base = BaseConfig(model.model, tokenizer, model.hf_text_config)
         self.limits = Limits(self.num_tokens, eos=_end_tokens(model))
         self.num_drafts = 0
         """Number of texts that a chain was asked for so far, one per request and step after its prefill."""

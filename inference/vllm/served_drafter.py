@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
 
 from data.files import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.parallel.drafter import ParallelDrafter
-from drafters.protocol import BaseShape, Drafter, Limits, RequiredOutputs, StepResult
+from drafters.protocol import Drafter
 from drafters.registry import registered
-from drafters.tree import DraftTree
-from inference import drafter_builders, drafter_specs
-from inference.verifier.runner import Runner
+from inference import drafter_specs
+from inference.verifier.base import BaseConfig
+from inference.vllm.chains import ChainDrafter
 from inference.vllm.own_methods import spec_of_folder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SUPPORTED = "0.32"
 """Version of vLLM that the plugin is tested with; the hook is experimental there and may change in others."""
-
-
-class NeedsTheBase(ValueError):
-    """A drafter needs more of the base than vLLM hands to it."""
-
-
-@dataclass(frozen=True)
-class ServedBase:
-    """What is known of the base that vLLM serves, in place of `inference.verifier.base.Base`.
-
-    Args:
-        name: Folder or hub id.
-        tokenizer: Its tokenizer.
-        shape: Its dimensions.
-    """
-
-    name: str
-    tokenizer: PreTrainedTokenizerBase
-    shape: BaseShape
-
-    @property
-    def model(self) -> NoReturn:
-        raise NeedsTheBase("the base's model")
-
-    base_weights = context_length = model
-
-
-@dataclass(frozen=True)
-class ServedRunner:
-    """Stands in for `inference.verifier.runner.Runner` while a drafter is built that only reads tokens."""
-
-    base: ServedBase
 
 
 def check_version(version: str) -> None:
@@ -72,7 +36,7 @@ def spec_of(drafter: str) -> str:
     Raises:
         ValueError: It is a path without an exported drafter.
     """
-    found = drafter_builders.drafter_folder(drafter)
+    found = drafter_specs.drafter_folder(drafter)
     if not found.is_dir():
         if "/" in drafter.partition("=")[0]:
             raise ValueError(f"no folder {drafter}: pass a folder that `drafters export` wrote")
@@ -86,7 +50,7 @@ def is_learned(spec: str) -> bool:
     return registration is not None and registration.learned_class is not None
 
 
-def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, DrafterConfig]:
+def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, DrafterConfig]:
     """Return the folder of a CTC or block drafter and its configuration, set to draft chains.
 
     Args:
@@ -97,24 +61,24 @@ def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, D
     Raises:
         ValueError: vLLM cannot serve the drafter, or it was trained for another base.
     """
-    name, folder, text = drafter_specs.split(spec)
+    name, folder, _ = drafter_specs.split(spec)
     drafter_class = registered()[name].learned_class if name in registered() else None
     if drafter_class is None or not issubclass(drafter_class, ParallelDrafter):
         raise ValueError(
             f"vLLM cannot serve the drafter {name} through this plugin: it takes CTC, block, and drafters that read "
             "only tokens; of Medusa, EAGLE and EAGLE-3 pass the folder that `drafters export --format vllm` writes"
         )
-    config = drafter_specs.learned_config(name, drafter_class, folder, text, base)
+    config = drafter_specs.learned_config(drafter_specs.split(spec), base)
     draft = config.init_args.get(recipe.DRAFT, {})
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
     chain = {"tree": "chain", "num_nodes": num_tokens, "step_costs": ""}
-    return drafter_builders.drafter_folder(folder or ""), replace(
+    return drafter_specs.drafter_folder(folder or ""), replace(
         config, init_args=config.init_args | {recipe.DRAFT: draft | chain}
     )
 
 
-def chain_builder(spec: str, base: ServedBase, num_tokens: int) -> Callable[[], Drafter]:
+def chain_builder(spec: str, base: BaseConfig, num_tokens: int) -> Callable[[], Drafter]:
     """Return a function that builds independent drafters of chains, each for one text at a time.
 
     Args:
@@ -126,43 +90,7 @@ def chain_builder(spec: str, base: ServedBase, num_tokens: int) -> Callable[[], 
         ValueError: The drafter is unknown, needs more than tokens, or its file belongs to another tokenizer.
     """
     try:
-        build = drafter_specs.builder(spec, cast("Runner", ServedRunner(base)))
-        drafter = build()
-    except NeedsTheBase:
-        needs = "the base's model"
-    else:
-        if drafter.history_only and drafter.required_outputs == RequiredOutputs():
-            return lambda: ChainDrafter(build(), num_tokens)
-        needs = "the base's most probable tokens" if drafter.required_outputs.top_k else "more than the text"
-    hint = ": pass joint:runner_up=0" if drafter_specs.split(spec)[0] == "joint" else ""
-    raise ValueError(f"vLLM hands the drafter {spec} nothing but tokens, and it reads {needs}{hint}")
-
-
-class ChainDrafter(Drafter):
-    """Proposes the first path of another drafter's tree; see `DraftTree.first_path`.
-
-    Args:
-        drafter: The drafter.
-        num_tokens: Largest number of tokens of a chain.
-    """
-
-    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
-        self.drafter, self.num_tokens = drafter, num_tokens
-        self.required_outputs = drafter.required_outputs
-        self.history_only, self.remembers = drafter.history_only, drafter.remembers
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.drafter.begin(prompt)
-
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        tokens = self.drafter.propose(seq, limits).first_path(min(self.num_tokens, limits.max_depth, limits.max_nodes))
-        return DraftTree(tokens, range(-1, len(tokens) - 1))
-
-    def observe(self, step: StepResult) -> None:
-        self.drafter.observe(step)
-
-    def rewind(self, length: int) -> None:
-        self.drafter.rewind(length)
-
-    def reset(self) -> None:
-        self.drafter.reset()
+        build = drafter_specs.builder_from_tokens(spec, base)
+    except ValueError as error:
+        raise ValueError(f"vLLM hands a drafter nothing but tokens: {error}") from error
+    return lambda: ChainDrafter(build(), num_tokens)

@@ -8,7 +8,7 @@ from benchmarks import harness, training_speed
 from benchmarks.steps import by_nodes, compiled, overhead
 from benchmarks.steps.timing import CHILD_PROBABILITY
 from drafters import DraftTree, NoDrafter, RequiredOutputs
-from inference.compiled import step
+from inference.verifier import compiled as verifier_compiled
 from inference.verifier.session import Session
 from train.features import compute_features
 
@@ -144,7 +144,7 @@ def test_step_cost_in_small(monkeypatch, tmp_path):
 
 def test_compiled_step_in_small(monkeypatch, tmp_path):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
-    monkeypatch.setattr(step, "BACKEND", "eager")
+    monkeypatch.setattr(verifier_compiled, "BACKEND", "eager")
     out = tmp_path / "out.md"
     compiled.compiled_step(["tiny"], ["float32"], "cpu", nodes=[0, 5], contexts=[8, 600], repeats=2, out=str(out))
     table = rows(out.read_text())

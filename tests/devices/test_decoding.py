@@ -6,8 +6,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import drafters
 from drafters import recipe
-from inference.verifier import runner as runner_module
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier import attention
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler, Typical
@@ -21,8 +21,8 @@ KNOWN = [*PROMPT, *lossless.prompt_of(LENGTH)]  # for the drafters that look up 
 class TakesDrafts(Greedy):
     """Takes the last child of every node for the base's pick, so that each step accepts a path."""
 
-    def decide(self, logits, tree, positions, text=(), eos=frozenset()):
-        picks = super().decide(logits, tree, positions, text, eos)
+    def decide(self, rows):
+        tree, picks = rows.tree, super().decide(rows)
         for node in range(tree.num_candidates):
             picks[1 + tree.parents[node]] = tree.tokens[node]
         return picks
@@ -72,9 +72,9 @@ def each(names):
 OF_TOKENS = "anpd", "prompt_lookup", "corpus", "rest", "joint", "token_recycling", "lookahead", "self_draft, corpus"
 
 
-def make_session(name, sampler, base, make_base, cache="static"):
+def make_session(name, sampler, base, make_base):
     """A session of a drafter: one of `test_lossless`, untrained if it has weights, or one that draws its drafts."""
-    runner = Runner(base, cache)
+    runner = Runner(base)
     learned = lossless.LEARNED | DRAWN | CTC_OPTIONS
     if name in learned:
         drafter = make_drafter(base, *learned[name])
@@ -119,10 +119,10 @@ def decode(session, accelerator=None):
 def decode_on_both(make_base, make_pretend_base, accelerator):
     """Decodes on the host and on the accelerator, compares the steps, and returns the costs and copies of each step."""
 
-    def run(name, sampler, cache="static"):
-        expected, _, _ = decode(make_session(name, sampler, make_base(predictable=True), make_base, cache))
-        session = make_session(name, sampler, make_pretend_base(predictable=True), make_pretend_base, cache)
-        runner_module._kept_mask.cache_clear()  # the masks that an earlier test has copied
+    def run(name, sampler):
+        expected, _, _ = decode(make_session(name, sampler, make_base(predictable=True), make_base))
+        session = make_session(name, sampler, make_pretend_base(predictable=True), make_pretend_base)
+        attention._kept_mask.cache_clear()  # the masks that an earlier test has copied
         accelerator.take_copies()
         steps, costs, copies = decode(session, accelerator)
         assert steps == expected
@@ -151,12 +151,6 @@ def test_a_drafting_model_copies_what_each_of_its_forwards_decides(decode_on_bot
     for cost, (to_host, _) in zip(costs, copies, strict=True):
         assert len(to_host) <= 1 + DRAFTING_MODELS[name] * cost.draft_forwards, to_host
     assert any(cost.accepted for cost in costs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ctc", "draft_model"])
-def test_the_dynamic_cache_takes_the_steps_of_the_host(decode_on_both, name):
-    assert any(cost.accepted for cost in decode_on_both(name, "takes drafts", "dynamic")[0])
 
 
 @pytest.mark.slow

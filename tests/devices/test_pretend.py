@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -27,22 +26,15 @@ def x(accelerator):
 MIXED = {
     "add": lambda x: x + HOST,
     "multiply a number on the device": lambda x: HOST * x.sum(),
-    "multiply in place on the host": lambda x: torch.ones(()).mul_(x.sum()),
-    "compare": lambda x: x == HOST,
     "where": lambda x: torch.where(x > 0, x, HOST),
-    "matrix product": lambda x: HOST @ x,
     "linear layer": lambda x: torch.nn.Linear(2, 2)(x),
     "cat": lambda x: torch.cat([x, HOST]),
-    "stack of numbers": lambda x: torch.stack([x.sum(), torch.ones(())]),
     "gather": lambda x: x.gather(1, torch.tensor([[0], [1]])),
-    "index_select": lambda x: x.index_select(0, torch.tensor([1])),
     "embedding": lambda x: F.embedding(torch.tensor([1]), x),
-    "mask": lambda x: x.masked_fill(HOST > 0, 0.0),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], HOST[None]),
     "indices on the device, values on the host": lambda x: HOST[torch.ones_like(x[0], dtype=torch.long)],
     "write a row of the host": lambda x: x.index_copy_(0, torch.tensor([0], device=x.device), HOST[:1]),
     "generator of the host": lambda x: torch.multinomial(x.abs(), 1, generator=torch.Generator()),
-    "inside inference mode": torch.inference_mode()(lambda x: x.repeat(2, 1) * HOST.repeat(2, 1)),
 }
 
 
@@ -52,24 +44,14 @@ def test_mixing_devices_raises(x, name):
         MIXED[name](x)
 
 
-def test_numpy_refuses_it(x):
-    for convert in (lambda: x.numpy(), lambda: np.asarray(x)):
-        with pytest.raises(TypeError, match="convert ipu:0 device type tensor to numpy"):
-            convert()
-
-
 # By operation: its copies to the host and to the device.
 COPIES = {
     "numbers of Python": (lambda x: (2 * x + 1).clamp(min=0) ** 2, 0, 0),
     "a tensor without dimensions": (lambda x: x * torch.tensor(2.0) + torch.tensor(1.0), 0, 0),
     "made on the device": (lambda x: torch.arange(2, device=x.device) + torch.full((2,), 3, device=x.device), 0, 0),
-    "like another": (lambda x: torch.zeros_like(x) + x.new_ones(2), 0, 0),
     "views": (lambda x: x.T[1:].unsqueeze(0).expand(3, -1, -1).reshape(-1), 0, 0),
-    "dtype": (lambda x: x.double().to(torch.float32).to(x), 0, 0),
     "indices on the device": (lambda x: x[torch.arange(1, device=x.device)], 0, 0),
-    "number of Python as index": (lambda x: x[1, 0], 0, 0),
     "to": (lambda x: x + HOST.to(x.device), 0, 1),
-    "to another's device": (lambda x: x + HOST.to(x), 0, 1),
     "tensor": (lambda x: torch.tensor([1.0, 2.0], device=x.device), 0, 1),
     "copy_ to the device": (lambda x: torch.zeros_like(x).copy_(HOST), 0, 1),
     "copy_ to the host": (lambda x: torch.zeros(2, 2).copy_(x), 1, 0),
@@ -78,9 +60,7 @@ COPIES = {
     "cpu": (lambda x: x.cpu(), 1, 0),
     "tolist": (lambda x: torch.tensor(x.tolist()), 1, 0),
     "item": (lambda x: torch.tensor(x.sum().item()), 1, 0),
-    "int": (lambda x: torch.ones(2)[: int(x[0, 0])], 1, 0),
     "if": (lambda x: torch.ones(()) if x.sum() > 0 else None, 1, 0),
-    "nonzero": (lambda x: x.nonzero(), 1, 0),
     "mask as index": (lambda x: x[x > 0], 1, 0),
     "number on the device as index": (lambda x: x[torch.ones((), dtype=torch.long, device=x.device)], 1, 0),
 }
@@ -98,14 +78,8 @@ def test_a_tensor_says_where_it_is(x, device):
     assert x.device == device != HOST.device and not x.is_cpu and not x.is_meta
     assert (x @ x).device == x.sum().device == torch.zeros(1, device=device).device == device
     assert x.to(device) is not HOST and type(x.cpu()) is torch.Tensor
-
-
-def test_random_numbers_are_those_of_the_cpu(x, device):
-    draws = [
-        torch.multinomial(tensor.abs(), 5, True, generator=torch.Generator(tensor.device).manual_seed(3)).tolist()
-        for tensor in (x, HOST)
-    ]
-    assert draws[0] == draws[1]
+    with pytest.raises(TypeError, match="convert ipu:0 device type tensor to numpy"):
+        x.numpy()
 
 
 def test_writes_reach_the_tensor_that_a_view_is_of(x):
@@ -135,13 +109,6 @@ def test_a_layer_moves_and_trains_as_on_the_host(accelerator, device):
     for weight, expected in zip(moved.state_dict().values(), host.state_dict().values(), strict=True):
         assert weight.device == device
         torch.testing.assert_close(weight.cpu(), expected)
-
-
-def test_the_meta_device_remains_itself(accelerator):
-    with torch.device("meta"):
-        layer = torch.nn.Linear(2, 2)
-    assert layer.weight.is_meta and not isinstance(layer.weight, PretendTensor)
-    assert torch.empty(2, device="meta").is_meta and HOST.to("meta").is_meta
 
 
 def test_outside_its_block_a_pretend_tensor_is_of_no_use():

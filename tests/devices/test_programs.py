@@ -40,7 +40,7 @@ def test_an_exported_drafter_is_loaded_to_the_device_and_saved_from_it(
     assert base_hash(base) == base_hash(make_base())
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3, "cache": "dynamic"}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}])
 def test_generate_writes_the_text_of_the_host(folder, make_base, make_pretend_base, accelerator, options):
     texts = [
         [each.token_ids for each in generate(base, PROMPTS, f"ctc={folder}", max_new_tokens=5, **options)]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from drafters.registry import learned, registered
-from inference import drafter_builders  # noqa: F401  registers the drafters that need a model
+from inference import drafter_specs  # noqa: F401  registers the drafters that need a model
 
 ROOT = Path(__file__).parents[2]
 DRAFTERS = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")

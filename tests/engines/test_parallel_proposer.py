@@ -7,8 +7,9 @@ import torch
 from scipy.stats import chisquare
 
 from drafters import checkpoint
+from inference.verifier.base import BaseConfig
 from inference.vllm.parallel_proposer import ParallelProposer
-from inference.vllm.served_drafter import ServedBase, read_parallel, spec_of
+from inference.vllm.served_drafter import read_parallel, spec_of
 
 NUM_SAMPLES = 300
 
@@ -25,7 +26,7 @@ def engine(name, start, trained):
 
 @pytest.fixture(scope="module")
 def own_steps(name, trained, tiny_chat, count_own_steps):
-    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
+    base = BaseConfig(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.model.config)
     folder, config = read_parallel(spec_of(str(trained(name))), base, 6)
     drafter, _ = checkpoint.load(folder, config=config)
     drafter.attach_base_weights(tiny_chat.base_weights)

@@ -7,7 +7,8 @@ import pytest
 from data import benchmarks
 from drafters import checkpoint
 from inference.evaluate import results
-from inference.vllm.served_drafter import ServedBase, read_parallel, spec_of
+from inference.verifier.base import BaseConfig
+from inference.vllm.served_drafter import read_parallel, spec_of
 from train.cli import run_drafters as main
 
 NUM_TOKENS = 64
@@ -31,7 +32,7 @@ def own_lengths(trained, tiny_chat, expected, count_own_steps):
     def length(build):
         return (sum(map(len, expected)) - len(expected)) / count_own_steps(build)
 
-    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
+    base = BaseConfig(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.model.config)
     parallel = read_parallel(spec_of(str(trained("ctc"))), base, 6)
     config = checkpoint.read_config(trained("eagle3"))
     config.init_args["draft"] |= {"tree": "chain"}

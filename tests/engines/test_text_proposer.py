@@ -3,7 +3,8 @@
 import pytest
 
 from inference.indexes import index
-from inference.vllm.served_drafter import ServedBase, chain_builder
+from inference.verifier.base import BaseConfig
+from inference.vllm.served_drafter import chain_builder
 from inference.vllm.text_proposer import Followers
 
 
@@ -25,7 +26,7 @@ def files(tiny_chat, expected, tmp_path_factory):
 
 @pytest.fixture(params=["anpd", "joint:runner_up=0", "prompt_lookup", "corpus", "rest"])
 def build(request, engine, tiny_chat, files):
-    base = ServedBase(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.shape)
+    base = BaseConfig(tiny_chat.name, tiny_chat.tokenizer, tiny_chat.model.config)
     return chain_builder(files.get(request.param, request.param), base, engine.proposer.num_tokens)
 
 

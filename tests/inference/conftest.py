@@ -8,6 +8,7 @@ import torch
 import drafters
 from drafters import DraftTree, RequiredOutputs, recipe
 from drafters.protocol import TrainingBatch
+from inference.budget import SIZES, BudgetController
 
 
 class AdversarialTrees(drafters.Drafter):
@@ -109,14 +110,15 @@ def adversary():
 
 @pytest.fixture(scope="session")
 def make_random_ctc():
-    """Makes an untrained CTC drafter, or another parallel drafter, for a base."""
+    """Makes an untrained learned drafter for a base, by default a CTC drafter."""
+    ctc = {"num_frames": 5, "num_nodes": 9, "top_k": 5}
+    eagle = {"depth": 4, "width": 3, "top_k": 4, "num_nodes": 9}
+    usual = {drafters.CTC: ctc | {"num_labels": 3}, drafters.Block: ctc, drafters.EAGLE: eagle, drafters.EAGLE3: eagle}
 
     def make(base, kind=drafters.CTC, **arguments):
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            shape = base.shape
-            usual = {"num_frames": 5, "num_nodes": 9, "top_k": 5} | ({"num_labels": 3} if kind is drafters.CTC else {})
-            drafter = recipe.build(kind, shape, usual | arguments)
+            drafter = recipe.build(kind, base.shape, usual[kind] | arguments)
             for name, weight in drafter.named_parameters():
                 if name == "markov.right":  # it starts as no bias
                     torch.nn.init.normal_(weight)
@@ -126,56 +128,63 @@ def make_random_ctc():
     return make
 
 
-@pytest.fixture(scope="session")
-def make_random_eagle():
-    """Makes an untrained EAGLE or EAGLE-3 drafter for a base."""
-
-    def make(kind, base, **arguments):
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            options = {"depth": 4, "width": 3, "top_k": 4, "num_nodes": 9} | arguments
-            drafter = recipe.build(kind, base.shape, options)
-        drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
-        return drafter
-
-    return make
+RANDOM = {
+    "ctc": (drafters.CTC, {}),
+    "ctc, chain": (drafters.CTC, {"tree": "chain", "causal": True}),
+    "ctc, window": (drafters.CTC, {"window": 6}),
+    "ctc_deep": (drafters.CTC, {"num_layers": 2, "hidden_layers": [0, 1, -1]}),
+    "block": (drafters.Block, {"num_frames": 4, "markov_rank": 2}),
+    "eagle": (drafters.EAGLE, {}),
+    "eagle3": (drafters.EAGLE3, {}),
+}
 
 
 @pytest.fixture(scope="session")
-def make_drafter(make_random_ctc, make_random_eagle):
-    """Makes one of the drafters named in ``DRAFTERS`` for a base and the text it writes, prompt included."""
+def make_drafter(make_random_ctc):
+    """Makes one of these drafters by name, for a base and the text it writes, prompt included."""
 
     def make(name, base, truth):
-        match name:
-            case "none":
-                return drafters.NoDrafter()
-            case "anpd":
-                return drafters.ANPD(order=3)
-            case "prompt_lookup":
-                return drafters.PromptLookup()
-            case "ctc":
-                return make_random_ctc(base)
-            case "ctc, paper tree":
-                return make_random_ctc(base, tree="paper", num_nodes=20)
-            case "ctc, chain":
-                return make_random_ctc(base, tree="chain", causal=True)
-            case "ctc, bias between tokens":
-                return make_random_ctc(base, markov_rank=3)
-            case "ctc, window":
-                return make_random_ctc(base, window=6)
-            case "block":
-                return make_random_ctc(base, drafters.Block, num_frames=4, markov_rank=2)
-            case "ctc_deep":
-                return make_random_ctc(base, num_layers=2, hidden_layers=[0, 1, -1])
-            case "eagle":
-                return make_random_eagle(drafters.EAGLE, base)
-            case "eagle, chain":
-                return make_random_eagle(drafters.EAGLE, base, tree="chain")
-            case "eagle3":
-                return make_random_eagle(drafters.EAGLE3, base)
-            case "adversarial":
-                return AdversarialTrees(truth, vocab=base.model.config.vocab_size)
-            case "oracle":
-                return Oracle(truth)
+        if name in RANDOM:
+            kind, arguments = RANDOM[name]
+            return make_random_ctc(base, kind, **arguments)
+        vocab = base.model.config.vocab_size
+        others = {
+            "none": drafters.NoDrafter,
+            "anpd": lambda: drafters.ANPD(order=3),
+            "prompt_lookup": drafters.PromptLookup,
+            "adversarial": lambda: AdversarialTrees(truth, vocab=vocab),
+            "oracle": lambda: Oracle(truth),
+        }
+        return others[name]()
 
     return make
+
+
+class Scripted(BudgetController):
+    """Asks for and feeds any number of nodes, none for stretches of steps, and keeps what it is told.
+
+    Now and then it asks for a draft without the learned part, if the drafter has such drafts.
+    """
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.rng, self.told, self.pause, self.coin = random.Random(seed), [], 0, random.Random(seed)
+
+    def request(self, most=SIZES[-1]):
+        self.learned_rests = self.coin.random() < 0.3
+        if self.rng.random() < 0.2:
+            self.pause = self.rng.randrange(4)
+        self.pause -= 1
+        return min(most, 0 if self.pause >= 0 else self.rng.choice([1, 3, 9, 1024]))
+
+    def cut(self, num_nodes, probabilities=()):
+        return self.rng.randrange(num_nodes + 1) if probabilities else num_nodes
+
+    def observe(self, path, num_emitted, draft_seconds, base_seconds):
+        self.told.append((len(path), num_emitted))
+
+
+@pytest.fixture(scope="session")
+def scripted_budget():
+    """Makes a budget that decides by chance."""
+    return Scripted

@@ -13,6 +13,7 @@ import drafters
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference import drafter_specs
+from inference.budget import Budgeted
 from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
@@ -46,7 +47,6 @@ def refusal(spec, base):
     [
         ("anpd", ("anpd", None, "")),
         ("anpd:order=4,num_draft=5", ("anpd", None, "order=4,num_draft=5")),
-        ("ctc=runs/one", ("ctc", "runs/one", "")),
         ("ctc=runs/one:num_nodes=16", ("ctc", "runs/one", "num_nodes=16")),
         (r"ctc=C:\runs\one:num_nodes=16", ("ctc", r"C:\runs\one", "num_nodes=16")),
         (r"ctc=C:\runs\one", ("ctc", r"C:\runs\one", "")),
@@ -64,17 +64,6 @@ def test_a_label_is_the_spec_without_its_folder():
     assert drafter_specs.label("anpd:order=4") == "anpd:order=4"
 
 
-@pytest.mark.parametrize("spec", ["", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1"])
-def test_an_invalid_spec_is_refused(base, spec):
-    assert "is no drafter" in refusal(spec, base)
-
-
-def test_names_without_weights(base):
-    kinds = {"none": drafters.NoDrafter, "anpd": drafters.ANPD, "prompt_lookup": drafters.PromptLookup}
-    for name, kind in kinds.items():
-        assert type(drafter_specs.make(name, Runner(base))) is kind
-
-
 def test_arguments_take_the_type_of_their_default(base):
     drafter = drafter_specs.make("anpd:order=4,num_draft=5,update=false", Runner(base))
     assert (drafter.order, drafter.num_draft, drafter.update) == (4, 5, False)
@@ -82,47 +71,28 @@ def test_arguments_take_the_type_of_their_default(base):
 
 
 @pytest.mark.parametrize(
-    ("spec", "by_default", "num_nodes"),
+    ("spec", "num_nodes", "is_whole"),
     [
-        ("joint", True, 16),
-        ("joint:order=2", True, 16),
-        ("joint:num_nodes=4", False, 4),
-        ("joint:num_nodes=auto,order=2", True, 64),
-        ("token_recycling:num_nodes=auto", True, 80),
+        ("joint:num_nodes=auto,order=2", 64, False),
+        ("token_recycling:num_nodes=auto", 80, False),
+        ("anpd:num_nodes=auto", None, False),
+        ("lookahead:num_nodes=auto", None, True),
+        ("self_speculative:temperature=1.0,num_nodes=auto", None, False),
     ],
 )
-def test_a_number_of_nodes_fixes_the_budget_and_auto_raises_it(base, spec, by_default, num_nodes):
-    automatic, fixed = (drafter_specs.make_session(spec, Runner(base), budget=budget) for budget in ("auto", "fixed"))
-    assert automatic.drafter.num_nodes == fixed.drafter.num_nodes == num_nodes
-    assert (automatic.budget is not None) == by_default == drafter_specs.is_auto(spec, "auto")
-    assert (fixed.budget is not None) == ("auto" in spec) == drafter_specs.is_auto(spec, "fixed")
-
-
-def test_budgets_of_drafters_that_are_fed_whole_draw_their_drafts_or_draft_nothing(base):
-    sessions = {
-        spec: drafter_specs.make_session(spec, Runner(base), budget="auto")
-        for spec in ("lookahead", "anpd:num_nodes=auto", "none", "self_speculative:temperature=1.0")
-    }
-    assert sessions["lookahead"].budget.is_whole and not sessions["anpd:num_nodes=auto"].budget.is_whole
-    assert sessions["none"].budget is sessions["self_speculative:temperature=1.0"].budget is None
-    drawn = sessions["self_speculative:temperature=1.0"].drafter
-    assert drafter_specs.make_budget(drawn, "self_speculative:num_nodes=auto", "fixed") is not None
-
-
-def test_a_file_of_step_costs_is_an_automatic_budget_that_starts_from_them(base, tmp_path):
-    file = tmp_path / "costs.json"
-    file.write_text(json.dumps({"nodes": [0, 4], "seconds": [1.0, 3.0]}))
-    session = drafter_specs.make_session("joint", Runner(base), budget=str(file))
-    assert session.budget._base.expected == [1.0, 1.5, 2.0, 2.5, 3.0] and session.drafter.num_nodes == 16
-    assert drafter_specs.make_session("joint:num_nodes=4", Runner(base), budget=str(file)).budget is None
-    for wrong in ("atuo", str(tmp_path / "nowhere.json")):
-        with pytest.raises(ValueError, match="budget must be fixed, auto or a file of step costs"):
-            drafter_specs.make_session("joint", Runner(base), budget=wrong)
+def test_an_automatic_number_of_nodes_is_a_budget_and_raises_the_drafters_own_number(base, spec, num_nodes, is_whole):
+    drafter = drafter_specs.make(spec, Runner(base))
+    assert isinstance(drafter, Budgeted) and drafter.controller.is_whole == is_whole and drafter_specs.is_auto(spec)
+    assert getattr(drafter.drafter, "num_nodes", None) == num_nodes
+    plain = spec.replace("num_nodes=auto,", "").replace(":num_nodes=auto", "").replace(",num_nodes=auto", "")
+    assert type(drafter_specs.make(plain, Runner(base))) is type(drafter.drafter) and not drafter_specs.is_auto(plain)
+    assert type(drafter_specs.make("none:num_nodes=auto", Runner(base))) is drafters.NoDrafter
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
+        *((spec, "is no drafter") for spec in ("", "anpd:", "anpd:order", "ctc=", "=folder", "a b", "ctc:=1")),
         ("nothing", "unknown drafter 'nothing'; known are anpd, cascade=MODEL, corpus=CORPUS, "),
         ("anpd=runs/one", "has no weights"),
         ("ctc", "needs its folder"),
@@ -148,8 +118,8 @@ def test_a_merged_drafter_reads_the_folder_of_a_learned_one(base, config, save):
     assert type(merged.learned) is drafters.CTC and merged.min_probability == 0.001
     result = Session(runner, merged).run([5, 6, 7], 8)
     assert result.tokens == Session(runner, drafter_specs.make("none", runner)).run([5, 6, 7], 8).tokens
-    automatic = drafter_specs.make_session(f"merged={folder}:num_nodes=auto", runner)
-    assert automatic.drafter.num_nodes == 64 and not automatic.budget.is_whole
+    automatic = drafter_specs.make(f"merged={folder}:num_nodes=auto", runner)
+    assert automatic.drafter.num_nodes == 64 and automatic.controller.learned_may_rest
     assert "need num_nodes >= 1" in refusal(f"merged={folder}:num_nodes=0", base)
     drawing = save(replace(config, init_args=config.init_args | {"draws": 2}), "drawing")
     assert "set draws of the learned drafter to 0" in refusal(f"merged={drawing}", base)
@@ -168,24 +138,14 @@ def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, s
     assert 0 < max(step.fed_candidates for step in result.steps) <= 4
 
 
-def test_top_k_may_exceed_the_vocabulary(base, config, save):
-    drafter = drafter_specs.make(f"ctc={save(config)}:top_k=1000", Runner(base))
-    assert len(Session(Runner(base), drafter).run([5, 6, 7], 8).tokens) == 8
-
-
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("base=1", "not 'base=1'"),
-        ("wings=2", "not 'wings=2'"),
         ("num_nodes=x", "num_nodes must be int"),
         ("hidden_layers=1,-2", "hidden_layers is fixed by training"),
         ("num_frames=8", "num_frames is fixed by training: {folder} has 5; decoding reads tree, num_nodes, top_k, "),
         ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
-        (
-            "wings=2",
-            "ctc takes tree, num_nodes, top_k, min_probability, step_costs, window, draws, draw_temperature, ",
-        ),
+        ("wings=2", "ctc takes tree, num_nodes, top_k, min_probability, step_costs, window, draws, draw_temperature, "),
     ],
 )
 def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
@@ -272,19 +232,9 @@ def test_keys_that_only_training_reads_are_refused_at_decoding(base, save_any, n
     )
 
 
-@pytest.mark.parametrize(("number", "other"), [("hidden_size", 64), ("vocab_size", 41), ("num_layers", 3)])
-def test_a_drafter_of_another_bases_shape_is_refused(base, config, save, number, other):
-    message = refusal(f"ctc={save(replace(config, base=replace(config.base, **{number: other})))}", base)
-    assert f"{number} {other}" in message
-    assert f"toy-llama has {getattr(base.shape, number)}" in message
-
-
-def test_a_drafter_of_another_tokenizer_is_refused(base, config, save):
+def test_a_drafter_of_another_base_tokenizer_or_kind_is_refused(base, config, save):
+    for number, other in {"hidden_size": 64, "vocab_size": 41, "num_layers": 3}.items():
+        message = refusal(f"ctc={save(replace(config, base=replace(config.base, **{number: other})))}", base)
+        assert f"{number} {other}" in message and f"toy-llama has {getattr(base.shape, number)}" in message
     assert "tokenizer differs" in refusal(f"ctc={save(replace(config, tokenizer_hash='0' * 16))}", base)
-
-
-def test_a_drafter_of_another_kind_is_refused(base, config, save):
-    folder = save(config)
-    path = folder / "config.json"
-    path.write_text(path.read_text().replace("drafters.CTC", "drafters.Medusa"))
-    assert "holds a drafters.Medusa, not a ctc" in refusal(f"ctc={folder}", base)
+    assert "holds a drafters.CTC, not a medusa" in refusal(f"medusa={save(config)}", base)

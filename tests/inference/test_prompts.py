@@ -54,12 +54,11 @@ def results(out):
 
 
 @pytest.mark.slow
-def test_the_questions_left_out_are_those_that_do_not_fit(make_base):
+def test_the_questions_left_out_are_those_that_do_not_fit(make_base, folder):
     base = make_base(context=CONTEXT)
-    asked, session = (
-        select_questions(base, "mt_bench", EVERY, "tokenizer", 20),
-        Session(Runner(base), drafters.NoDrafter()),
-    )
+    asked = select_questions(base, "mt_bench", EVERY, "tokenizer", 20)
+    assert asked == select_questions(load_base_info(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20)
+    session = Session(Runner(base), drafters.NoDrafter())
     assert [each.question_id for each in asked.questions] == [1, 2, 4, 7] and asked.left_out == [3, 5, 6]
     for prompt in asked.prompts:
         assert session.run(prompt, 20).tokens
@@ -87,17 +86,13 @@ def test_spaced_questions_that_do_not_fit_are_replaced_by_the_next_that_fit(fold
     assert [each.question_id for each in asked.questions] == expected and asked.left_out == left_out
 
 
-def test_questions_are_selected_without_loading_the_weights(folder, make_base):
-    reader = load_base_info(str(folder / "base"))
-    asked = select_questions(reader, "mt_bench", EVERY, "tokenizer", 20)
-    assert asked == select_questions(make_base(context=CONTEXT), "mt_bench", EVERY, "tokenizer", 20)
-
-
 @pytest.mark.slow
 def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
-    run(evaluate, folder, "fitting", out=str(tmp_path / "fitting"))
+    with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64"):
+        run(folder, tmp_path / "long", "long")
+    run(folder, tmp_path / "fitting", "fitting")
     capsys.readouterr()
-    run(evaluate, folder, out=str(tmp_path / "every"))
+    run(folder, tmp_path / "every")
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
     assert NOTE in " ".join(capsys.readouterr().out.split())
     assert NOTE in (tmp_path / "every" / "results.md").read_text()

@@ -68,17 +68,14 @@ def test_a_correct_draft_is_accepted_and_a_step_emits_several_tokens(base, oracl
         {"max_new_tokens": 30, "cache_implementation": "static"},
         {"generation_config": GenerationConfig(max_new_tokens=9, eos_token_id=7)},
         {"max_new_tokens": 12, "renormalize_logits": True},
+        {"max_new_tokens": 12, "max_time": 1e-9},
+        {"max_new_tokens": 12, "logits_processor": [logits_process.TypicalLogitsWarper(0.3)]},
         {"max_new_tokens": 12, "position_ids": torch.arange(5)[None]},
     ],
 )
 @pytest.mark.parametrize("drafter", ["none", "anpd"])
-def test_length_limits_and_options_without_effect_on_the_distribution_are_respected(base, drafter, arguments):
+def test_limits_and_options_of_generate_are_respected(base, drafter, arguments):
     assert_same(base, PROMPT, drafter, **arguments)
-
-
-def test_a_processor_that_excludes_the_most_probable_token_changes_greedy_text(base):
-    plain = base.model.generate(PROMPT, max_new_tokens=12).tolist()
-    assert assert_same(base, max_new_tokens=12, logits_processor=[logits_process.TypicalLogitsWarper(0.3)]) != plain
 
 
 @pytest.mark.parametrize("place", [0, 1, 4, 9])
@@ -87,11 +84,6 @@ def test_text_ends_with_the_first_end_of_sequence_token(base, oracle, place):
     ends = [free[5 + place], 39]
     (text,) = assert_same(base, PROMPT, oracle(free), max_new_tokens=20, eos_token_id=ends)
     assert text[-1] == ends[0] and len(text) <= 6 + place
-
-
-def test_a_dictionary_is_returned_on_request(base):
-    expected, got = both(base, max_new_tokens=9, return_dict_in_generate=True)
-    assert type(got) is type(expected) and got.sequences.tolist() == expected.sequences.tolist()
 
 
 # ---- several texts
@@ -150,11 +142,6 @@ def test_stop_strings_cut_the_text_where_generate_cuts_it(chat):
         assert got.tolist() == expected.tolist() and got.shape[1] < free.shape[1]
 
 
-def test_an_expired_time_limit_leaves_one_token(base):
-    (text,) = assert_same(base, max_time=1e-9, max_new_tokens=20)
-    assert len(text) == 6
-
-
 # ---- streamers
 
 
@@ -197,11 +184,6 @@ def test_a_text_streamer_ends(base, way):
     streamer = TextIteratorStreamer(base.tokenizer, skip_prompt=True, timeout=1)
     (ids,) = OtherGenerate(base.model).generate(PROMPT, max_new_tokens=20, streamer=streamer, custom_generate=way)
     assert "".join(streamer) == base.tokenizer.decode(ids[5:])
-
-
-def test_an_assistant_model_is_refused_through_a_wrapper(base, make_base):
-    with pytest.raises(ValueError, match="assisted generation"):
-        base.model.generate(PROMPT, assistant_model=make_base(seed=1).model, custom_generate=wrapped, max_new_tokens=5)
 
 
 def test_a_wrapper_that_calls_from_another_thread_passes_the_streamer_on(base):
@@ -313,16 +295,12 @@ def test_options_that_would_change_the_text_are_refused_in_one_line(base, argume
     assert "\n" not in str(caught.value)
 
 
-def test_a_cache_of_the_users_own_is_refused(base):
-    with pytest.raises(ValueError, match=r"a cache of your own \((cache|past_key_values)=...\)"):
-        own = cache_argument(base.model, DynamicCache())
-        base.model.generate(PROMPT, custom_generate=speculate, max_new_tokens=5, **own)
-
-
-def test_an_assistant_model_and_input_embeddings_are_refused(base, make_base):
-    arguments = {"custom_generate": speculate, "max_new_tokens": 5}
+def test_an_assistant_model_a_cache_and_input_embeddings_are_refused(base, make_base):
+    arguments = {"custom_generate": wrapped, "max_new_tokens": 5}
     with pytest.raises(ValueError, match="assisted generation"):
         base.model.generate(PROMPT, assistant_model=make_base(seed=1).model, **arguments)
+    with pytest.raises(ValueError, match=r"a cache of your own \((cache|past_key_values)=...\)"):
+        base.model.generate(PROMPT, **arguments, **cache_argument(base.model, DynamicCache()))
     with pytest.raises(ValueError, match="inputs_embeds"):
         base.model.generate(inputs_embeds=base.model.get_input_embeddings()(PROMPT), **arguments)
 

@@ -90,7 +90,7 @@ def test_a_text_written_within_a_self_speculative_draft_is_the_one_written_alone
 
 @pytest.mark.slow
 def test_texts_of_several_threads_are_those_written_alone(base, adversary, make_random_ctc):
-    ways = [plain, speculated, ours("anpd"), ours(SELF_SPECULATIVE), ours("anpd", temperature=0.9, cache="dynamic")]
+    ways = [plain, speculated, ours("anpd"), ours(SELF_SPECULATIVE), ours("anpd", temperature=0.9)]
     ways += [ours(adversary([*PROMPT, *plain(base, PROMPT)])), ours(make_random_ctc(base, draws=2), temperature=1.1)]
     alone = [way(base, PROMPT) for way in ways]
     for _ in range(2):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from data import tokenizer
 from drafters import checkpoint
-from inference import drafter_builders, drafter_specs
+from inference import drafter_specs
 from inference.verifier.base import load_base, tokenizer_hash
 from inference.verifier.runner import Runner
 from train.cli import run_drafters
@@ -225,9 +225,9 @@ def test_a_pushed_drafter_is_private_and_loads_at_its_commit_whatever_comes_late
     assert len(server.requests) == asked
     push(trained, tmp_path / "b", "--public")
     assert server.private == {"ada/drafter": True} and len(server.files) == 2
-    found = drafter_builders.drafter_folder(drafter_specs.split(spec)[1])
+    found = drafter_specs.drafter_folder(drafter_specs.split(spec)[1])
     assert "apache" in (found / "README.md").read_text()
-    latest = drafter_builders.drafter_folder("ada/drafter@main")
+    latest = drafter_specs.drafter_folder("ada/drafter@main")
     assert "apache" not in (latest / "README.md").read_text()
 
 

@@ -108,7 +108,8 @@ def test_the_tree_holds_the_most_probable_of_all_continuations(seed):
 def test_without_its_module_the_tree_is_that_of_the_n_grams_alone():
     merged, seq = trained(random.Random(3), random_tree(random.Random(3)), num_nodes=12, min_probability=1e-9)
     asked, expected = len(merged.learned.asked), enumerate_paths(merged, seq, DraftTree())
-    tree = merged.propose(seq, Limits(DEPTH, skip_module=True))
+    merged.learned_rests = True
+    tree = merged.propose(seq, Limits(DEPTH))
     paths = {tuple(tree.path_tokens(node)): tree.probabilities[node] for node in range(len(tree))}
     assert len(merged.learned.asked) == asked
     assert paths and paths == pytest.approx({path: expected[path] for path in paths})

@@ -6,7 +6,7 @@ import pytest
 from drafters import DraftModel, DraftTree, HorizontalCascade, Limits, MaxGram, NoDrafter, PromptLookup
 from drafters.training_free.corpus import CorpusTable
 from inference.indexes import count
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session

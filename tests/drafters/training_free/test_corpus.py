@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import drafters
-from drafters import CorpusCache, DraftTree, Limits
+from drafters import CorpusCache, DraftTree, Limits, RequiredOutputs
 from drafters.training_free.corpus import CorpusTable
 from inference.indexes import count
 from inference.verifier.sampling import KeyedSampler
@@ -141,7 +141,7 @@ def test_a_draft_has_the_retrieved_chains_within_the_limits():
 def test_the_text_is_lossless_and_takes_fewer_steps(pseudo_runner, sampler):
     runner = pseudo_runner(0, order=1)
     drafter = CorpusCache(table(runner.greedy([0], 300) + runner.greedy([5], 300), 2))
-    assert drafter.history_only
+    assert drafter.required_outputs == RequiredOutputs()
     for prompt in ([3], [3, 4], [1, 2, 3, 4, 5] * 3):
         alone = Session(runner, drafters.NoDrafter(), sampler).run(prompt, 60)
         drafted = Session(runner, drafter, sampler).run(prompt, 60)

@@ -8,7 +8,7 @@ import pytest
 import drafters
 from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
 from inference import drafter_specs
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session

@@ -9,7 +9,7 @@ from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.draft_session import DraftedTokens, DraftSession
 from drafters.training_free.pool import NgramPool
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from tests.conftest import fresh_cache
@@ -285,10 +285,9 @@ def test_sampled_text_is_lossless(pseudo_runner, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache_kind", ["static", "dynamic"])
 @pytest.mark.parametrize("phrases_draft", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 3, 17])
-def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, cache_kind, phrases_draft, length):
+def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, phrases_draft, length):
     import torch
 
     from inference.verifier.runner import Runner
@@ -297,8 +296,8 @@ def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, cac
     truth = Session(Runner(base), DraftModel(DraftModelSession(Runner(base)), 1)).run(prompt, 40).tokens
     for start in range(len(truth) - 4):
         pool.insert(truth[start], truth[start + 1 : start + 4])
-    inner = DraftModelSession(Runner(base, cache_kind), Lookahead(4, 5, 0, pool=pool) if phrases_draft else None)
-    session = Session(Runner(base, cache_kind), Ouroboros(inner, pool, num_draft=3, level=4))
+    inner = DraftModelSession(Runner(base), Lookahead(4, 5, 0, pool=pool) if phrases_draft else None)
+    session = Session(Runner(base), Ouroboros(inner, pool, num_draft=3, level=4))
     longest = 0
     for _, cost in session.decode(prompt, 40):
         longest = max(longest, cost.accepted)

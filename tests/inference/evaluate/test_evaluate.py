@@ -35,10 +35,10 @@ from inference.journal import Journal
 from inference.questions import QuestionOptions
 from inference.runs import fingerprint
 from inference.verifier.base import load_base, load_base_info
-from inference.verifier.draft_session import DraftModelSession
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler, Typical, make_sampler
+from inference.verifier.sampling import KeyedSampler, Typical
 from inference.verifier.session import PHASES, Session, StepCost
 from train.cli import grouped
 
@@ -321,7 +321,7 @@ def test_a_drafter_without_memory_drafts_as_after_a_reset(make_base, make_drafte
     made = every_drafter(base, make_drafter) | {"ctc that draws": make_random_ctc(base, draws=2)}
     for name, drafter in made.items():
         if not drafter.remembers:
-            sampler = make_sampler(1.0) if name.endswith("draws") else None
+            sampler = SamplingOptions(1.0).sampler() if name.endswith("draws") else None
             again = [reset_and_decoded(base, drafter, [question], sampler)[0] for question in QUESTIONS]
             assert decoded(base, drafter, QUESTIONS, sampler) == again, name
     assert {name for name, drafter in made.items() if drafter.remembers} == {

@@ -1,13 +1,10 @@
 """Tiny random models of many families, as transformers builds them from a configuration."""
 
-import random
 from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
-
-from inference.budget import SIZES, BudgetController
 
 VOCAB, CONTEXT, WINDOW, BORDER = 40, 64, 8, 16
 COMMON = {
@@ -163,33 +160,3 @@ def families():
 def make_model():
     """Build a tiny model of a family; the same arguments give the same model."""
     return tiny_model
-
-
-class Scripted(BudgetController):
-    """Asks for and feeds any number of nodes, none for stretches of steps, and keeps what it is told.
-
-    Now and then it asks for a draft without the draft module, if the drafter has such drafts.
-    """
-
-    def __init__(self, seed=0):
-        super().__init__()
-        self.rng, self.told, self.pause, self.coin = random.Random(seed), [], 0, random.Random(seed)
-
-    def request(self, most=SIZES[-1]):
-        self.skips_module = self.coin.random() < 0.3
-        if self.rng.random() < 0.2:
-            self.pause = self.rng.randrange(4)
-        self.pause -= 1
-        return min(most, 0 if self.pause >= 0 else self.rng.choice([1, 3, 9, 1024]))
-
-    def cut(self, num_nodes, probabilities=()):
-        return self.rng.randrange(num_nodes + 1) if probabilities else num_nodes
-
-    def observe(self, path, num_emitted, draft_seconds, base_seconds):
-        self.told.append((len(path), num_emitted))
-
-
-@pytest.fixture(scope="session")
-def scripted_budget():
-    """Makes a budget that decides by chance."""
-    return Scripted

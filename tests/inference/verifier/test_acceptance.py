@@ -5,7 +5,7 @@ import torch
 
 from drafters import DraftTree
 from inference.verifier.acceptance import accept, accept_deepest
-from inference.verifier.sampling import Typical
+from inference.verifier.sampling import TreeLogits, Typical
 
 #    ─┬─ 11 (0) ─┬─ 12 (1) ── 14 (3)
 #     │          └─ 15 (4)
@@ -70,15 +70,11 @@ def test_typical_acceptance_is_the_rule_of_medusa(threshold, alpha):
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         logits = torch.randn(7, 20, generator=generator) * 3
-        decisions = Typical(threshold=threshold, alpha=alpha, temperature=0.7).decide(logits, TREE, range(7))
+        decisions = Typical(threshold=threshold, alpha=alpha, temperature=0.7).decide(TreeLogits(logits, TREE))
         for node, (token, parent) in enumerate(zip(TREE.tokens, TREE.parents, strict=True)):
             distribution = (logits[1 + parent] / 0.7).softmax(-1)
             entropy = -sum(p * p.log() for p in distribution if p > 0)
             assert decisions[1 + node, 0] == (distribution[token] > min(threshold, alpha * torch.exp(-entropy)))
-
-
-def test_typical_acceptance_is_marked_lossy():
-    assert not Typical().lossless
 
 
 @pytest.mark.parametrize(("threshold", "alpha"), [(0, 0.3), (1.1, 0.3), (0.1, 0)])

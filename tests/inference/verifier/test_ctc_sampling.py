@@ -17,11 +17,9 @@ from drafters import CTC, Drafter, recipe
 from drafters.ctc.alignment import collapse
 from drafters.ctc.sampled_tree import draw
 from drafters.tree import ROOT
-from inference.verifier.rejection import multi_round_rejection
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session
-from tests.inference.verifier import test_eagle_sampling as after_the_prefill
+from inference.verifier.acceptance import multi_round_rejection
+from inference.verifier.sampling import KeyedSampler, TreeLogits
+from tests.inference.verifier.oracles import chi_square_of_pairs, threshold
 
 START, UNLIMITED = 1, 99
 ALMOST_ONE = 1 - 1e-15
@@ -93,17 +91,6 @@ class World:
         if len(path) == self.num_frames:
             return distribution
         return torch.stack([distribution[token] * self.joint((*path, token)) for token in range(self.vocab)])
-
-
-def threshold(accepted, guess):
-    """Find the number below which a uniform draw is accepted, by bisection unless it is within 1e-9 of a guess."""
-    if (guess < 1e-9 or accepted(guess - 1e-9)) and (guess > 1 - 1e-9 or not accepted(guess + 1e-9)):
-        return guess
-    low, high = 0.0, 1.0
-    for _ in range(28):
-        middle = (low + high) / 2
-        low, high = (middle, high) if accepted(middle) else (low, middle)
-    return low
 
 
 class Acceptance:
@@ -226,7 +213,7 @@ def test_the_sampler_accepts_as_the_enumeration_does():
         sampler.uniform = lambda position, stream=0, numbers=numbers: numbers[position, stream]
         paths = [(), *(tuple(tree.path_tokens(node)) for node in range(len(tree)))]
         logits = torch.stack([world.base[path].log() for path in paths])
-        _, emitted = sampler.accept(tree, sampler.decide(logits, tree, [len(path) for path in paths]).tolist())
+        _, emitted = sampler.accept(tree, sampler.decide(TreeLogits(logits, tree)).tolist())
 
         distributions, node, path = {distribution.parent: distribution for distribution in tree.distributions}, ROOT, ()
         while node is not None:
@@ -303,7 +290,7 @@ def test_cutting_nodes_after_the_draw_is_detected(max_nodes):
 # ---- through the whole engine
 
 
-VOCAB, PROMPT, RUNS = 5, [3, 4, 2], 500
+VOCAB, PROMPT, RUNS = 5, (3, 4, 2), 500
 ONE_IN_A_THOUSAND = 56  # 25 cells less one, the rare ones pooled, and some room
 
 
@@ -350,45 +337,24 @@ class DrawnTexts(Drafter):
         return tree
 
 
-def chi_square(base, drafter):
-    """Of the first two of three tokens of many texts against the base's own joint distribution."""
-    sampler = KeyedSampler()
-
-    def distribution(seq):
-        return sampler.probabilities(base.model(torch.tensor([seq])).logits[0, -1:])[0]
-
-    joint = torch.stack([distribution([*PROMPT, token]) for token in range(VOCAB)])
-    expected = (distribution(PROMPT)[:, None] * joint).flatten() * RUNS
-    counts = torch.zeros(VOCAB * VOCAB, dtype=torch.float64)
-    runner = Runner(base)
-    for seed in range(RUNS):
-        one, two, _ = Session(runner, drafter, KeyedSampler(seed=seed)).run(PROMPT, 3).tokens
-        counts[one * VOCAB + two] += 1
-    often = expected >= 4
-    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
-    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("biased", "num_nodes"), [(False, 64), (True, 3)], ids=["wide", "with bias and cut"])
 def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, biased, num_nodes):
     drafter = DrawnTexts(biased, 3, num_nodes)
-    assert chi_square(base, drafter) < ONE_IN_A_THOUSAND
+    assert chi_square_of_pairs(base, drafter, RUNS, 3, prompt=PROMPT)[0] < ONE_IN_A_THOUSAND
     assert drafter.deepest == 2
 
 
 @pytest.mark.slow
 def test_the_chi_square_detects_a_wrong_distribution(base):
-    assert chi_square(base, DrawnTexts(False, 3, 64, wrong=True)) > ONE_IN_A_THOUSAND
+    drafter = DrawnTexts(False, 3, 64, wrong=True)
+    assert chi_square_of_pairs(base, drafter, RUNS, 3, prompt=PROMPT)[0] > ONE_IN_A_THOUSAND
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("merge_repeats", [True, False])
-def test_texts_drawn_from_a_part_of_the_vocabulary_do_not_change_the_joint_distribution(
-    make_base, monkeypatch, merge_repeats
-):
+def test_texts_drawn_from_a_part_of_the_vocabulary_do_not_change_the_joint_distribution(make_base, merge_repeats):
     """A drafter for four of six tokens; a root may be one of the other two."""
-    monkeypatch.setattr(after_the_prefill, "RUNS", 250)
     base = make_base(vocab=6, layers=1, hidden=16)
     options = {"num_frames": 4, "num_labels": 3, "draws": 2, "markov_rank": 2, "draft_vocab_size": 4}
     options["merge_repeats"] = merge_repeats
@@ -398,6 +364,6 @@ def test_texts_drawn_from_a_part_of_the_vocabulary_do_not_change_the_joint_distr
         torch.nn.init.normal_(drafter.markov.right)
     drafter.draft_tokens.copy_(torch.tensor([0, 2, 3, 4]))
     drafter.to(base.model.dtype).eval().requires_grad_(False).attach_base_weights(base.base_weights)
-    statistic, accepted = after_the_prefill.chi_square(base, drafter)
-    assert statistic < after_the_prefill.ONE_IN_A_THOUSAND
+    statistic, accepted = chi_square_of_pairs(base, drafter, 250, 4, first=1)
+    assert statistic < 67  # one in a thousand, 36 degrees of freedom
     assert accepted > 0.3, "the test proves little if hardly anything is accepted"

@@ -4,7 +4,6 @@ import copy
 import logging
 import random
 from functools import cache, partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -14,30 +13,27 @@ from safetensors.torch import load_file, save_file
 import drafters
 from drafters import recipe
 from drafters.protocol import Limits
-from inference import compiled
-from inference.compiled.runner import make_runner
-from inference.verifier.draft_session import DraftModelSession
+from inference.budget import Budgeted
+from inference.verifier import compiled
+from inference.verifier.compiled import make_runner
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler
-from inference.verifier.session import Session
+from inference.verifier.session import PHASES, Session
 from inference.verify import first_divergence
-from tests.conftest import fresh_cache
+from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, written_alone
 
 LENGTH = 26
 SHORT = 12  # where a property shows within two cycles of the text
-SAMPLERS = {"greedy": Greedy(), "sampled": KeyedSampler(temperature=0.8, top_k=20, top_p=0.95, seed=5)}
-
-
-def prompt_of(length):
-    rng = random.Random(length)
-    return tuple(rng.randrange(3, 40) for _ in range(length))
+KEYED = {"greedy": None, "sampled": KeyedSampler(temperature=0.8, top_k=20, top_p=0.95, seed=5)}
+SAMPLERS = {name: sampler or Greedy() for name, sampler in KEYED.items()}
 
 
 def other_runner(runner, make_base):
-    """A draft model with a cache of the same kind: half of the base, so that it is right sometimes."""
+    """A draft model: half of the base, so that it is right sometimes."""
     base = make_base(layers=1, dtype=runner.dtype, predictable=True)
-    return Runner(base, "static" if type(runner._cache).__name__ == "BufferCache" else "dynamic")
+    return Runner(base)
 
 
 def ouroboros(runner, make_base, **switches):
@@ -142,7 +138,6 @@ COMPILED = [
     "eagle",
 ]
 COMPILED += ["eagle3", "medusa", "merged, ctc", "adversarial"]
-CACHES = ["static", "dynamic"]
 KINDS = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
 
 
@@ -152,21 +147,10 @@ def fitting(kind):
 
 
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
-each_cache = pytest.mark.parametrize("cache_kind", CACHES)
 
 
-@cache
-@torch.inference_mode()
-def alone(base, prompt, max_new_tokens, eos=frozenset(), sampler="greedy"):
-    """The base's text without cache and engine: one full forward per token."""
-    seq = list(prompt)
-    while len(seq) < min(len(prompt) + max_new_tokens, base.context_length):
-        logits = base.model(torch.tensor([seq])).logits[0, -1:]
-        pick = SAMPLERS[sampler].pick(logits, [len(seq)]) if sampler != "greedy" else logits.argmax(-1)
-        seq.append(pick.item())
-        if seq[-1] in eos:
-            break
-    return seq[len(prompt) :]
+def alone(base, prompt, max_new_tokens, sampler="greedy"):
+    return written_alone(base, prompt, max_new_tokens, sampler=KEYED[sampler])
 
 
 @pytest.fixture(scope="session")
@@ -231,16 +215,10 @@ def session(make_base, make_drafter, make_learned):
         for name in fitting(kind[0])
     ],
 )
-@pytest.mark.parametrize(
-    ("sampler", "cache_kind"),
-    [
-        pytest.param(*way, marks=[pytest.mark.slow] if way != ("greedy", "static") else [])
-        for way in product(SAMPLERS, CACHES)
-    ],
-)
-def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_kind, sampler):
+@pytest.mark.parametrize("sampler", ["greedy", pytest.param("sampled", marks=pytest.mark.slow)])
+def test_text_is_the_bases_own(session, make_base, name, kind, attention, sampler):
     base = make_base(kind, attention, predictable=True)
-    runner = Runner(base, cache_kind)
+    runner = Runner(base)
     drafted = accepted = 0
     for length, most in ((1, LENGTH), (2, 8), (3, 8), (17, SHORT)):
         prompt = prompt_of(length)
@@ -257,7 +235,7 @@ def test_text_is_the_bases_own(session, make_base, name, kind, attention, cache_
 def compiled_runner(make_base):
     """A runner of compiled steps, whose graphs are traced as one each and then run as they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled.step, "BACKEND", "eager")
+        patch.setattr(compiled, "BACKEND", "eager")
         patch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
         yield make_runner(make_base(predictable=True), compile=True)
 
@@ -265,7 +243,7 @@ def compiled_runner(make_base):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_with_compiled_steps_the_text_is_the_bases_own(session, compiled_runner, name):
-    """How tokens are drawn from the logits is the same code; `test_compiled_runner.py` has a sampled text."""
+    """How tokens are drawn from the logits is the same code; `test_compiled.py` has a sampled text."""
     base, prompt = compiled_runner.base, prompt_of(17)
     expected = alone(base, prompt, LENGTH)
     result = session(name, compiled_runner, prompt, expected).run(prompt, LENGTH)
@@ -309,11 +287,10 @@ def test_float32_is_lossless_too_and_bfloat16_but_for_almost_equal_logits(sessio
 
 @pytest.mark.slow
 @each_drafter
-@each_cache
-def test_text_ends_with_an_end_of_sequence_token_at_any_position(session, make_base, name, cache_kind):
+def test_text_ends_with_an_end_of_sequence_token_at_any_position(session, make_base, name):
     base, prompt = make_base(predictable=True), prompt_of(17)
     truth = alone(base, prompt, LENGTH)
-    runner = Runner(base, cache_kind)
+    runner = Runner(base)
     writing = session(name, runner, prompt, truth)
     for index in range(10):
         eos = frozenset({truth[index]})
@@ -331,35 +308,26 @@ def test_text_has_the_requested_number_of_tokens(session, make_base, name, cap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("llama", "gpt2") for name in fitting(kind)])
-@each_cache
 @pytest.mark.parametrize("length", [1, 14, 22, 23])
-def test_a_text_ends_where_the_context_ends(session, make_base, name, kind, cache_kind, length):
+def test_a_text_ends_where_the_context_ends(session, make_base, name, kind, length):
     base, prompt = make_base(kind, context=24, predictable=True), prompt_of(length)
     expected = alone(base, prompt, 100)
     assert len(prompt) + len(expected) == 24
-    runner = Runner(base, cache_kind)
+    runner = Runner(base)
     assert session(name, runner, prompt, expected).run(prompt, 100).tokens == expected
 
 
 @pytest.mark.slow
 @each_drafter
-@each_cache
 @pytest.mark.parametrize(("attention", "tolerance"), [("sdpa", 1e-9), ("eager", 1e-4)])
-@torch.inference_mode()
-def test_after_every_step_the_cache_is_that_of_a_fresh_forward(
-    session, make_base, name, cache_kind, attention, tolerance
-):
+def test_after_every_step_the_cache_is_that_of_a_fresh_forward(session, make_base, name, attention, tolerance):
     base, prompt = make_base("llama", attention, predictable=True), prompt_of(3)
-    runner = Runner(base, cache_kind)
+    runner = Runner(base)
     writing = session(name, runner, prompt, alone(base, prompt, SHORT))
     seq = list(prompt)
     for emitted, _ in writing.decode(prompt, SHORT):
         seq += emitted
-        assert runner.cached == len(seq) - 1
-        fresh = fresh_cache(base, seq[:-1])
-        for held, expected in zip(runner._cache.layers, fresh.layers, strict=True):
-            torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
-            torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
+        assert_cache_is_fresh(runner, seq[:-1], tolerance)
 
 
 @pytest.mark.slow
@@ -380,7 +348,7 @@ def test_an_automatic_budget_does_not_change_the_text(session, make_base, script
     base, prompt = make_base(predictable=True), prompt_of(5)
     truth = alone(base, prompt, LENGTH, sampler=sampler)
     writing = session(name, Runner(base), prompt, truth, sampler)
-    writing.budget = scripted_budget(seed=1)
+    writing.drafter = Budgeted(writing.drafter, scripted_budget(seed=1))
     assert writing.run(prompt, LENGTH).tokens == truth
 
 
@@ -441,8 +409,10 @@ def test_costs_add_up_and_a_step_is_one_base_forward(session, make_base, name):
     assert sum(step.emitted for step in result.steps) == LENGTH
     for fed, step in zip(forwards, result.steps, strict=True):
         assert fed == step.fed_candidates + step.fed_scratch == step.fed - step.fed_pending
-        assert step.accepted <= step.fed_candidates
-        assert step.draft_forwards >= 0
+        assert step.emitted == step.accepted + 1 <= step.fed_candidates + 1
+        assert len(step.seconds) == len(PHASES) and min(step.seconds) >= 0
+    assert [step.fed_pending for step in result.steps] == [17] + [1] * (len(result.steps) - 1)
+    assert sum(sum(step.seconds) for step in result.steps) <= result.seconds
 
 
 @pytest.mark.slow

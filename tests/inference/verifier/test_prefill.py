@@ -22,25 +22,25 @@ def forwards(monkeypatch):
     """The number of tokens and the largest mask of each forward of the base."""
     seen, run = [], runner_module.run_base
 
-    def watched(model, ids, positions, masks, *others):
-        seen.append((ids.shape[1], max((mask.numel() for mask in masks.values() if mask is not None), default=0)))
-        return run(model, ids, positions, masks, *others)
+    def watched(model, fed, *others):
+        sizes = [mask.numel() for mask in fed.masks.values() if mask is not None]
+        seen.append((fed.ids.shape[1], max(sizes, default=0)))
+        return run(model, fed, *others)
 
     monkeypatch.setattr(runner_module, "run_base", watched)
     return seen
 
 
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("label", LABELS)
-def test_a_prompt_in_chunks_gives_the_outputs_of_one_forward(make_model, toy_tokenizer, forwards, label, cache):
+def test_a_prompt_in_chunks_gives_the_outputs_of_one_forward(make_model, toy_tokenizer, forwards, label):
     base, layers = Base(label, make_model(label, torch.float64), toy_tokenizer, check=False), RequiredOutputs((0, -1))
-    whole = Runner(replace(base, prefill_chunk=0), cache)
+    whole = Runner(replace(base, prefill_chunk=0))
     expected = whole.forward(PROMPT, TREE, layers)
     assert forwards.pop() == (34, 34 * 34)
     whole.commit([0, 2])
     after = whole.forward([9], TREE, layers)
     for size in (1, 4, 7, 29, 30):
-        runner = Runner(replace(base, prefill_chunk=size), cache)
+        runner = Runner(replace(base, prefill_chunk=size))
         forwards.clear()
         rows = runner.forward(PROMPT, TREE, layers)
         torch.testing.assert_close(rows.logits, expected.logits)

@@ -7,7 +7,8 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from drafters.tree import ROOT, ChildDistribution, DraftTree
 from inference.verifier.processing import ScoreProcessors
-from inference.verifier.sampling import Greedy, KeyedSampler
+from inference.verifier.sampling import Greedy, KeyedSampler, TreeLogits
+from tests.inference.verifier.oracles import pearson
 
 VOCAB, TEXT = 6, [4, 1, 0, 4]
 LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5  # (V, V) after each last token
@@ -54,15 +55,12 @@ def chi_square(processors, replacement, num_runs=800):
         for tree in (drawn_tree(generator, replacement), DraftTree()):
             text = [*TEXT, *emitted]
             logits = LOGITS[[text[-1], *tree.tokens]]
-            positions = [len(text), *(len(text) + depth for depth in tree.depths)]
-            path, tokens = sampler.accept(tree, sampler.decide(logits, tree, positions, text).tolist())
+            path, tokens = sampler.accept(tree, sampler.decide(TreeLogits(logits, tree, text)).tolist())
             emitted += tokens
             num_accepted += len(path)
         counts[emitted[0] * VOCAB + emitted[1]] += 1
     assert num_accepted > num_runs / 4
-    often = expected >= 4
-    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
-    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
+    return pearson(counts, expected)
 
 
 @pytest.mark.slow
@@ -89,7 +87,7 @@ class Recorder(LogitsProcessor):
 @pytest.mark.parametrize("sampler", [Greedy, lambda processors: KeyedSampler(top_k=1, processors=processors)])
 def test_a_processor_is_called_once_for_each_emitted_token_and_not_after_the_end(sampler):
     tree = DraftTree([4, 0, 3, 2, 1], [ROOT, ROOT, 0, 2, 3])  # the recorder picks 4, 3, 2, 1, 0
-    positions, logits = [2, 3, 3, 4, 5, 6], torch.randn(6, VOCAB)
+    logits = torch.randn(6, VOCAB)
     before = logits.clone()
     for eos, decided in (
         (frozenset(), [4, 3, -1, 2, 1, 0]),
@@ -97,7 +95,7 @@ def test_a_processor_is_called_once_for_each_emitted_token_and_not_after_the_end
         (frozenset({4}), [4, -1, -1, -1, -1, -1]),
     ):
         recorder = Recorder()
-        decisions = sampler([recorder]).decide(logits, tree, positions, [1, 1], eos)
+        decisions = sampler([recorder]).decide(TreeLogits(logits, tree, [1, 1], eos))
         assert decisions[:, 0].tolist() == decided and torch.equal(logits, before)
         num_calls = sum(token >= 0 for token in decided)
         assert recorder.seen == [[1, 1, 4, 3, 2, 1][: 2 + count] for count in range(num_calls)]

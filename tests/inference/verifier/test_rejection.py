@@ -8,11 +8,11 @@ import torch
 
 from drafters import Drafter, DraftModel, DraftTree, RequiredOutputs
 from drafters.tree import ROOT, ChildDistribution
-from inference.verifier.draft_session import DraftModelSession
-from inference.verifier.rejection import multi_round_rejection
+from inference.verifier.acceptance import multi_round_rejection
+from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session
+from tests.inference.verifier.oracles import chi_square_of_pairs, threshold
 
 BASE_DISTRIBUTIONS = {
     "plain": [0.5, 0.3, 0.15, 0.05],
@@ -46,17 +46,6 @@ def tree_of(draws):
     """The drawn tokens as children of the root; equal draws are one node."""
     tokens = list(dict.fromkeys(draws))
     return DraftTree(tokens, [ROOT] * len(tokens)), tuple(tokens.index(token) for token in draws)
-
-
-def threshold(accepted, guess):
-    """Find the number below which a uniform draw is accepted, by bisection unless it is within 1e-9 of a guess."""
-    if (guess < 1e-9 or accepted(guess - 1e-9)) and (guess > 1 - 1e-9 or not accepted(guess + 1e-9)):
-        return guess
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if accepted(middle) else (low, middle)
-    return low
 
 
 def accepts(rule, p, distribution, tree, index, token, u):
@@ -130,7 +119,7 @@ def test_a_biased_rule_is_detected(rule, replacement):
 # ---- through the whole engine
 
 
-VOCAB, PROMPT, RUNS = 6, [3, 4, 5], 800
+VOCAB, RUNS = 6, 800
 
 
 @pytest.fixture(scope="module")
@@ -155,28 +144,6 @@ class TwoDraws(Drafter):
         )
 
 
-def chi_square(base, drafter, setting, decide=None):
-    """Chi-square of the first two tokens against the base's joint distribution; at most 34 degrees of freedom."""
-    sampler = KeyedSampler(**setting)
-    first = sampler.probabilities(base.model(torch.tensor([PROMPT])).logits[0, -1:])[0]
-    joint = torch.stack(
-        [sampler.probabilities(base.model(torch.tensor([[*PROMPT, t]])).logits[0, -1:])[0] for t in range(VOCAB)]
-    )
-    expected = (first[:, None] * joint).flatten() * RUNS
-    counts = torch.zeros(VOCAB * VOCAB, dtype=torch.float64)
-    runner = Runner(base)
-    for seed in range(RUNS):
-        sampler = KeyedSampler(**setting, seed=seed)
-        if decide:
-            sampler.decide = decide.__get__(sampler)
-        one, two = Session(runner, drafter, sampler).run(PROMPT, 2).tokens
-        counts[one * VOCAB + two] += 1
-    assert not counts[expected == 0].any()
-    often = expected >= 4
-    rare = (counts[~often].sum() - expected[~often].sum()) ** 2 / max(expected[~often].sum().item(), 4)
-    return (((counts - expected) ** 2)[often] / expected[often]).sum().item() + rare.item()
-
-
 ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
 
 
@@ -185,7 +152,7 @@ ONE_IN_A_THOUSAND = 67  # 36 degrees of freedom
 def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, setting):
     base, small = bases
     drafter = DraftModel(DraftModelSession(Runner(small), sampler=KeyedSampler(1.3, seed=9)), num_draft=2)
-    assert chi_square(base, drafter, setting) < ONE_IN_A_THOUSAND
+    assert chi_square_of_pairs(base, drafter, RUNS, 2, **setting)[0] < ONE_IN_A_THOUSAND
 
 
 @pytest.mark.slow
@@ -193,16 +160,16 @@ def test_drawn_drafts_do_not_change_the_joint_distribution_of_two_tokens(bases, 
 def test_two_drawn_siblings_do_not_change_the_joint_distribution_of_two_tokens(bases, replacement):
     base, small = bases
     drafter = TwoDraws(Runner(small), replacement)
-    assert chi_square(base, drafter, {}) < ONE_IN_A_THOUSAND
+    assert chi_square_of_pairs(base, drafter, RUNS, 2)[0] < ONE_IN_A_THOUSAND
 
 
-def decide_afresh(sampler, logits, tree, positions, *_):
-    distributions = sampler.probabilities(logits)
+def decide_afresh(sampler, rows):
+    positions, distributions = rows.positions, sampler.probabilities(rows.logits)
     picks = sampler._draws(distributions, positions)
-    for children in tree.distributions:
+    for children in rows.tree.distributions:
         row = 1 + children.parent
         taken, token, _ = drawn_afresh(
-            distributions[row], children, tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
+            distributions[row], children, rows.tree, lambda i, at=positions[row]: sampler.uniform(at, 1 + i)
         )
         picks[row] = torch.where(taken, token, picks[row])
     return picks[:, None]
@@ -212,4 +179,4 @@ def decide_afresh(sampler, logits, tree, positions, *_):
 def test_the_chi_square_detects_a_biased_rule(bases):
     base, small = bases
     drafter = TwoDraws(Runner(small), True)
-    assert chi_square(base, drafter, {}, decide_afresh) > ONE_IN_A_THOUSAND
+    assert chi_square_of_pairs(base, drafter, RUNS, 2, decide=decide_afresh)[0] > ONE_IN_A_THOUSAND

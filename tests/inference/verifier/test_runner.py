@@ -7,9 +7,9 @@ import torch
 
 from drafters import DraftTree, RequiredOutputs
 from inference.verifier.base import Base
-from inference.verifier.cache import make_cache
+from inference.verifier.cache import BufferCache
 from inference.verifier.runner import Runner
-from tests.conftest import fresh_cache
+from tests.inference.verifier.oracles import assert_cache_is_fresh
 
 NOTHING = RequiredOutputs()
 BASES = [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("gpt2", "eager")]
@@ -25,23 +25,13 @@ def flat_logits(base, tokens):
     return base.model(torch.tensor([tokens])).logits[0, -1]
 
 
-def assert_cache_is_fresh(runner, tokens, tolerance):
-    assert runner.cached == len(tokens) == runner._cache.get_seq_length()
-    for held, expected in zip(runner._cache.layers, fresh_cache(runner.base, tokens).layers, strict=True):
-        torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=tolerance)
-        torch.testing.assert_close(held.values, expected.values, rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize(("kind", "attention"), BASES)
 @pytest.mark.parametrize(("cached", "pending"), [(0, 1), (0, 4), (6, 1), (6, 3)])
 def test_the_logits_of_a_node_are_those_of_a_plain_forward_over_its_path(make_base, kind, attention, cached, pending):
     base, rng = make_base(kind, attention), random.Random(cached + pending)
     for size in (0, 1, 5, 12):
-        runner, seq, tree = (
-            Runner(base),
-            [rng.randrange(3, 40) for _ in range(cached + pending)],
-            random_tree(rng, size),
-        )
+        runner, seq = Runner(base), [rng.randrange(3, 40) for _ in range(cached + pending)]
+        tree = random_tree(rng, size)
         if cached:
             runner.forward(seq[:cached], DraftTree(), NOTHING)
             runner.commit([])
@@ -115,11 +105,11 @@ def test_after_truncation_the_rest_of_the_text_has_no_effect(make_base):
     runner.truncate(5)
     assert runner.cached == 5
     runner.truncate(2)
-    assert_cache_is_fresh(runner, [5, 6], 1e-9)
+    assert_cache_is_fresh(runner, [5, 6])
     rows = runner.forward([30], DraftTree([31], [-1]), NOTHING)
     torch.testing.assert_close(rows.logits[1], flat_logits(runner.base, [5, 6, 30, 31]), rtol=0, atol=1e-9)
     runner.commit([0])
-    assert_cache_is_fresh(runner, [5, 6, 30, 31], 1e-9)
+    assert_cache_is_fresh(runner, [5, 6, 30, 31])
     runner.truncate(0)
     assert runner.cached == 0
     with pytest.raises(AssertionError, match="more than it holds"):
@@ -141,13 +131,12 @@ def test_the_cache_grows_beyond_its_first_buffer(make_base):
     for start, end in [(0, 250), (250, 255), (255, 256), (256, 257), (257, 511), (511, 514), (514, 600)]:
         runner.forward(text[start:end], DraftTree([4, 5], [-1, 0]), NOTHING)
         runner.commit([])
-    assert_cache_is_fresh(runner, text, 1e-9)
+    assert_cache_is_fresh(runner, text)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_cache_behaves_like_a_list_of_positions(make_base, kind, seed):
-    rng, cache, held = random.Random(seed), make_cache(kind, make_base().model.config), torch.empty(2, 1, 2, 0, 4)
+def test_a_cache_behaves_like_a_list_of_positions(seed):
+    rng, cache, held = random.Random(seed), BufferCache(2), torch.empty(2, 1, 2, 0, 4)
     for turn in range(25):
         if turn == 15:
             cache.clear()
@@ -168,23 +157,18 @@ def test_a_cache_behaves_like_a_list_of_positions(make_base, kind, seed):
         assert cache.get_seq_length() == held.shape[-2]
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_a_cache_holds_keys_and_values_of_different_widths(base, kind):
-    cache, keys, values = make_cache(kind, base.model.config), torch.randn(1, 2, 5, 6), torch.randn(1, 2, 5, 4)
-    for start, end in ((0, 3), (3, 5)):
-        for layer in range(2):
-            found = cache.update(keys[:, :, start:end], values[:, :, start:end], layer)
-            assert torch.equal(found[0], keys[:, :, :end]) and torch.equal(found[1], values[:, :, :end])
-    cache.keep(2, [4])
-    for layer in cache.layers:
-        assert torch.equal(layer.keys, keys[:, :, [0, 1, 4]]) and torch.equal(layer.values, values[:, :, [0, 1, 4]])
-
-
-def test_layers_of_different_sizes_need_the_dynamic_cache(base):
-    cache, states = make_cache("static", base.model.config), torch.zeros(1, 2, 3, 4)
-    cache.update(states, states, 0)
-    with pytest.raises(ValueError, match=r"layer 1 has keys and values of its own sizes.* cache='dynamic'"):
-        cache.update(states[:, :1], states[:, :1], 1)
+def test_a_cache_holds_keys_and_values_of_different_widths_and_layers_of_different_sizes():
+    sizes = [(2, 6, 4), (2, 6, 4), (1, 3, 5)]  # heads, width of keys, width of values
+    keys, values = ([torch.randn(1, each[0], 40, each[side]) for each in sizes] for side in (1, 2))
+    cache = BufferCache(3, capacity=8)
+    for start, end in ((0, 3), (3, 5), (5, 40)):
+        for layer in range(3):
+            found = cache.update(keys[layer][:, :, start:end], values[layer][:, :, start:end], layer)
+            assert torch.equal(found[0], keys[layer][:, :, :end]) and torch.equal(found[1], values[layer][:, :, :end])
+    cache.keep(2, [4, 39])
+    for layer, own_keys, own_values in zip(cache.layers, keys, values, strict=True):
+        assert torch.equal(layer.keys, own_keys[:, :, [0, 1, 4, 39]])
+        assert torch.equal(layer.values, own_values[:, :, [0, 1, 4, 39]])
 
 
 def test_accepted_nodes_that_are_in_place_are_not_copied(base, monkeypatch):
@@ -211,17 +195,11 @@ def test_the_static_cache_is_one_buffer_that_is_reused_for_the_next_text(base):
     assert buffer.shape[:2] == (2, 2) and buffer.shape[-2] == 600
 
 
-def test_an_unknown_kind_of_cache_is_refused(base):
-    with pytest.raises(ValueError, match="cache must be static or dynamic, not 'paged'"):
-        Runner(base, "paged")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("label", ["Mistral, sliding window", "Gemma 2", "gpt-oss", "Llama 4 (text)", "DeepSeek-V3"])
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_windows_chunks_and_narrow_values_hold_at_every_node_and_after_commits(make_model, toy_tokenizer, label, kind):
+def test_windows_chunks_and_narrow_values_hold_at_every_node_and_after_commits(make_model, toy_tokenizer, label):
     base, rng = Base(label, make_model(label), toy_tokenizer), random.Random(3)
-    runner, seq, path = Runner(base, kind), [5, 6, 7], []
+    runner, seq, path = Runner(base), [5, 6, 7], []
     for size in (6, 9, 1, 12, 7, 10):  # beyond the windows of 8 positions
         tree = random_tree(rng, size)
         rows = runner.forward(seq[runner.cached :], tree, NOTHING)

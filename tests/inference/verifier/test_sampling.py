@@ -8,9 +8,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from drafters import DraftTree
 from drafters.tree import ChildDistribution
+from inference.verifier.acceptance import multi_round_rejection
 from inference.verifier.options import SamplingOptions
-from inference.verifier.rejection import multi_round_rejection
-from inference.verifier.sampling import Greedy, KeyedSampler, make_sampler, most_probable
+from inference.verifier.sampling import Greedy, KeyedSampler, TreeLogits, most_probable
 
 SETTINGS = [
     {},
@@ -92,7 +92,7 @@ def test_a_draw_depends_only_on_seed_and_position(logits):
 
 def test_greedy_takes_the_first_of_the_most_probable():
     logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
-    assert Greedy().decide(logits, DraftTree([0], [-1]), [0, 1]).tolist() == [[1], [0]]
+    assert Greedy().decide(TreeLogits(logits, DraftTree([0], [-1]))).tolist() == [[1], [0]]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-38, 9e-6])
@@ -111,10 +111,10 @@ def test_the_most_probable_token_is_torchs_argmax(dtype):
     assert most_probable(logits).equal(logits.argmax(-1))
 
 
-def decisions_everywhere(sampler, logits, tree, positions):
+def decisions_everywhere(sampler, rows):
     """Decisions for all nodes, not only for those on the accepted path."""
-    distributions = sampler.probabilities(logits)
-    picks = sampler.pick(logits, positions)
+    tree, positions, distributions = rows.tree, rows.positions, sampler.probabilities(rows.logits)
+    picks = sampler.pick(rows.logits, positions)
     for children in tree.distributions:
         row = 1 + children.parent
         taken, choice, rest = multi_round_rejection(
@@ -147,12 +147,12 @@ def test_drawing_only_along_the_accepted_path_accepts_the_same_path(with_distrib
     rng, lengths = random.Random(0), set()
     for seed in range(300):
         tree = random_tree(rng, with_distributions)
-        positions = [7, *(7 + depth for depth in tree.depths)]
         logits = torch.randn(13, 9, generator=torch.Generator().manual_seed(seed)) * 2
+        rows = TreeLogits(logits, tree, [0] * 7)
         sampler = KeyedSampler(seed=seed, **setting)
-        decisions = sampler.decide(logits, tree, positions)
+        decisions = sampler.decide(rows)
         path, emitted = sampler.accept(tree, decisions.tolist())
-        assert (path, emitted) == sampler.accept(tree, decisions_everywhere(sampler, logits, tree, positions).tolist())
+        assert (path, emitted) == sampler.accept(tree, decisions_everywhere(sampler, rows).tolist())
         assert [row for row, pick in enumerate(decisions[:, 0].tolist()) if pick >= 0] == [
             0,
             *(1 + node for node in path),
@@ -173,5 +173,5 @@ def test_an_option_out_of_range_is_refused_by_its_name(setting):
 @pytest.mark.parametrize(("setting", "said"), [({"top_k": 5}, "top_k 5"), ({"top_p": 0.5}, "top_p 0.5")])
 def test_top_k_and_top_p_are_refused_at_temperature_0(setting, said):
     with pytest.raises(ValueError, match=f"{said} is for sampling, .*: give a temperature above 0"):
-        make_sampler(**setting)
-    assert isinstance(make_sampler(0.7, **setting), KeyedSampler)
+        SamplingOptions(**setting).sampler()
+    assert isinstance(SamplingOptions(0.7, **setting).sampler(), KeyedSampler)

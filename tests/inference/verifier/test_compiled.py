@@ -1,5 +1,8 @@
 """Compiled steps: the texts, hidden states and caches of the eager engine, in one graph for each shape."""
 
+import copy
+import json
+import logging
 import random
 from dataclasses import replace
 
@@ -8,18 +11,43 @@ import torch
 from transformers import GenerationConfig
 
 from drafters import DraftTree, RequiredOutputs
-from inference.compiled import step
-from inference.compiled.runner import CompiledRunner, make_runner
-from inference.compiled.step import step_inputs, step_masks
 from inference.generation import acquire_runner, generate, stream
 from inference.speculation import Speculation
+from inference.verifier import compiled as module
+from inference.verifier import packed
+from inference.verifier.compiled import CompiledRunner, make_runner, step_inputs, step_masks
+from inference.verifier.options import ModelOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
+from inference.verify import verify
+from train.cli import grouped
 
 PROMPT = [5, 9, 7, 5, 9]
 NOTHING = RequiredOutputs()
 OTHER_BASES = [("llama", "eager"), ("qwen2", "sdpa"), ("gpt2", "sdpa"), ("olmo", "sdpa")]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Returns the graphs that are traced during the test; they are not compiled further."""
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(module, "BACKEND", backend)
+    # pytest listens to all loggers, so torch would describe every step of a trace, which takes as long as the trace.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    return traced
+
+
+@pytest.fixture
+def few_shapes(monkeypatch):
+    """Leaves two numbers of rows, and makes the smallest cache so small that a text of the tests outgrows it."""
+    monkeypatch.setattr(module, "NUM_ROWS", (1, 13))
+    monkeypatch.setattr(module, "SHORTEST", 32)
 
 
 def random_tree(rng, size):
@@ -62,16 +90,20 @@ def test_the_masks_show_the_text_and_the_nodes_above_and_of_them_what_is_near(sp
     ("kind", "attention"), [("llama", "sdpa"), *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHER_BASES)]
 )
 def test_texts_are_those_of_transformers_in_one_graph_for_each_shape(
-    make_base, adversary, graphs, few_shapes, kind, attention
+    make_base, adversary, graphs, few_shapes, monkeypatch, kind, attention
 ):
-    base = make_base(kind, attention, layers=1, predictable=True)
+    base, names, compile_fixed = make_base(kind, attention, layers=1, predictable=True), [], module.compile_fixed
+    monkeypatch.setattr(
+        module, "compile_fixed", lambda step, name, device: names.append(name) or compile_fixed(step, name, device)
+    )
     expected = greedy(base, PROMPT, 50)
     runner = make_runner(base, compile=True)
     result = Session(runner, adversary([*PROMPT, *expected], most=16)).run(PROMPT, 50)
     assert result.tokens == expected
     assert {step.fed > 13 for step in result.steps} == {False, True}, "some trees are larger than any graph"
-    assert {(rows, length) for rows, length, _ in runner._graphs} >= {(13, 32), (13, 64), (1, 32)}
-    assert len(graphs) == len(runner._graphs), "nothing was traced twice, and nothing broke a graph in two"
+    assert {"step_of_13_rows_behind_32", "step_of_13_rows_behind_64", "step_of_1_rows_behind_32"} <= set(names)
+    assert len(graphs) == len(names), "nothing was traced twice, and nothing broke a graph in two"
+    assert {length for _, length, _ in runner._graphs} == {runner.cache.capacity}, "smaller graphs are gone"
 
 
 @pytest.mark.slow
@@ -108,7 +140,7 @@ def test_forwards_of_more_rows_are_eager_on_the_same_cache(make_base, graphs, fe
         for each in (runner, eager):
             each.commit([])
             each.truncate(kept)
-    assert {rows for rows, _, _ in runner._graphs} == {1, 13}
+    assert {length for _, length, _ in runner._graphs} == {runner.cache.capacity} != {32}
 
 
 def test_python_calls_take_compile_and_keep_what_was_compiled(make_base, graphs, few_shapes):
@@ -125,15 +157,13 @@ def test_python_calls_take_compile_and_keep_what_was_compiled(make_base, graphs,
     assert len(graphs) == num_graphs, "the runner was kept"
     with acquire_runner(base) as eager:
         assert not isinstance(eager, CompiledRunner)
-    with pytest.raises(ValueError, match="static cache, not a dynamic one"):
-        generate(base, [PROMPT], cache="dynamic", **arguments)
 
 
 def test_a_base_that_breaks_the_graph_is_refused_in_one_line(make_base, graphs):
     base = make_base(seed=3, layers=1)
     hook = base.model.model.layers[0].register_forward_hook(lambda *given: print(given[2].sum().item()))
     try:
-        with pytest.raises(ValueError, match=r"toy-llama cannot be compiled .*leave out --compile") as caught:
+        with pytest.raises(ValueError, match=r"toy-llama cannot be compiled .*leave out --forward compiled") as caught:
             make_runner(base, compile=True)
     finally:
         hook.remove()
@@ -144,7 +174,7 @@ def test_a_graph_that_computes_something_else_is_refused(make_base, monkeypatch)
     def wrong(graph, inputs):
         return lambda *given: tuple(each * 1.01 for each in graph.forward(*given))
 
-    monkeypatch.setattr(step, "BACKEND", wrong)
+    monkeypatch.setattr(module, "BACKEND", wrong)
     with pytest.raises(ValueError, match=r"compiled step differ from those of the eager one by 0\.01"):
         make_runner(make_base(seed=3, layers=1), compile=True)
 
@@ -158,3 +188,39 @@ def test_compiled_by_inductor_texts_are_those_of_transformers(make_base, oracle,
     result = Session(runner, oracle([*PROMPT, *expected], length=4)).run(PROMPT, 14)
     assert result.tokens == expected
     assert sum(each.accepted for each in result.steps) > 5
+
+
+# ---- the commands
+
+
+@pytest.fixture
+def folder(make_base, toy_tokenizer, tmp_path):
+    """A toy base, and a file with a question."""
+    make_base(dtype=torch.float32, context=256, layers=1, predictable=True).model.save_pretrained(tmp_path / "base")
+    toy_tokenizer.save_pretrained(tmp_path / "base")
+    question = {"question_id": 1, "category": "toy", "turns": ["w5 w6 w7 w5", "w9 w8"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_verify_compares_compiled_steps_with_generate(folder, graphs, few_shapes, capsys):
+    options = {"base": str(folder / "base"), "questions": str(folder / "questions.jsonl"), "max_new_tokens": 12}
+    options |= {"drafter": ["prompt_lookup"], "template": "vicuna_v1.1", "texts": 0, "forward": "compiled"}
+    verify(**grouped(verify, options))
+    assert "Nothing is lost" in capsys.readouterr().out
+    assert graphs
+
+
+def test_a_command_without_compiled_steps_refuses_them(folder):
+    with pytest.raises(ValueError, match="only eval, verify and chat have compiled steps: pass --forward eager or pac"):
+        ModelOptions(str(folder / "base"), forward="compiled").load()
+
+
+def test_packed_weights_and_compiled_steps_exclude_each_other(make_base, monkeypatch):
+    plain = make_base(dtype=torch.float32)
+    base = replace(plain, model=copy.deepcopy(plain.model))
+    monkeypatch.setattr(packed, "MIN_PACKED_ELEMENTS", 1)
+    packed.pack_weights(base.model)
+    with pytest.raises(ValueError, match="has packed weights, which compiled steps cannot use"):
+        make_runner(base, compile=True)

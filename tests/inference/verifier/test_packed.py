@@ -7,14 +7,15 @@ import pytest
 import torch
 
 import drafters
+from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
 from drafters.losses import gathered_logits
 from drafters.protocol import Limits
-from inference.drafter_builders import load_learned
-from inference.verifier import layers
-from inference.verifier.layers import PackedLinear, pack_weights
+from inference import drafter_specs
+from inference.verifier import packed as module
 from inference.verifier.options import ModelOptions
+from inference.verifier.packed import PackedLinear, pack_weights
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 
@@ -29,7 +30,7 @@ BFLOAT16 = pytest.param(
 @pytest.fixture
 def packed(make_base, monkeypatch):
     """A toy base in float32, and the same with all its linear layers packed."""
-    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     plain = make_base(context=512, dtype=torch.float32)
     base = dataclasses.replace(plain, model=copy.deepcopy(plain.model))
     assert pack_weights(base.model) == 15  # seven in each of two layers, and the LM head
@@ -42,13 +43,6 @@ def test_the_logits_are_those_of_the_plain_weights(packed, num_tokens):
     plain, base = packed
     tokens = torch.randint(2, 40, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
     torch.testing.assert_close(base.model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_a_layer_with_a_bias_and_several_dimensions():
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(24, 40)
-    tokens = torch.randn(2, 3, 24)
-    torch.testing.assert_close(PackedLinear(linear)(tokens), linear(tokens), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def test_the_packed_copy_is_used_for_a_few_tokens_only(dtype, expected):
 @pytest.mark.parametrize("dtype", [BFLOAT16])
 @pytest.mark.parametrize("alone", [False, True])
 def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, dtype, alone):
-    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     exact = make_base(context=512, dtype=torch.float32).model
     exact.to(dtype).float()  # weights that bfloat16 holds exactly
     model = copy.deepcopy(exact).to(dtype)
@@ -80,7 +74,7 @@ def test_packed_weights_in_bfloat16_round_products_only(make_base, monkeypatch, 
 
 
 def test_weights_that_are_loaded_or_moved_later_are_packed_again():
-    layer, other, tokens = PackedLinear(torch.nn.Linear(24, 40)), torch.nn.Linear(24, 40), torch.randn(4, 24)
+    layer, other, tokens = PackedLinear(torch.nn.Linear(24, 40)), torch.nn.Linear(24, 40), torch.randn(2, 2, 24)
     layer.load_state_dict(other.state_dict())
     torch.testing.assert_close(layer(tokens), other(tokens), rtol=1e-5, atol=1e-5)
     copied = copy.deepcopy(layer)
@@ -94,13 +88,6 @@ def test_the_parameters_keep_their_names_and_are_not_copied(packed):
     assert list(base.model.state_dict()) == list(plain.model.state_dict())
     layer = torch.nn.Linear(8, 8)
     assert PackedLinear(layer).weight is layer.weight
-
-
-def test_the_texts_are_those_of_the_plain_weights(packed):
-    prompt = [5, 6, 7, 8, 9, 5, 6, 7]
-    made = drafters.NoDrafter, drafters.PromptLookup
-    texts = [Session(Runner(base), drafter()).run(prompt, 40).tokens for base in packed for drafter in made]
-    assert texts == texts[:1] * 4
 
 
 LEARNED = {
@@ -118,12 +105,12 @@ LEARNED = {
 def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, kind, tmp_path):
     plain, base = packed
     torch.manual_seed(0)
-    config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], plain.shape, plain.name, "")
+    config = DrafterConfig(f"drafters.{kind}", LEARNED[kind], plain.shape, plain.name, tokenizer_hash(plain.tokenizer))
     checkpoint.save(tmp_path, config.build(), config)
     tokens = torch.randint(2, 40, (20,), generator=torch.Generator().manual_seed(1))
     trees = []
     for each in packed:
-        drafter = load_learned(str(tmp_path), config, each)
+        drafter = drafter_specs.make(f"{kind.lower()}={tmp_path}", Runner(each))
         hidden, _ = each.hidden_states(tokens[None], drafter.required_outputs.hidden_layers)
         anchors = torch.tensor([5, 11, 19])
         trees.append(drafter.draft_at(hidden[0], tokens, anchors, drafter.base_weights, Limits(8, 12)))
@@ -161,28 +148,20 @@ def test_packed_weights_alone_compute_the_same_without_the_plain_ones(packed):
         torch.testing.assert_close(model(tokens).logits, plain.model(tokens).logits, rtol=1e-4, atol=1e-4)
     linear = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert [module.weight.numel() > 0 for module in linear] == [False] * 14 + [True]  # the LM head's stay
-    base = dataclasses.replace(plain, model=model)
-    texts = [Session(Runner(each), drafters.PromptLookup()).run([5, 6, 7, 5, 6], 40).tokens for each in (plain, base)]
-    assert texts[0] == texts[1]
+    texts = [
+        Session(Runner(each), drafters.PromptLookup()).run([5, 6, 7, 5, 6], 40).tokens
+        for each in (*packed, dataclasses.replace(plain, model=model))
+    ]
+    assert texts == texts[:1] * 3
 
 
-def test_small_layers_stay_as_they_are(make_base):
+def test_small_layers_stay_as_they_are_and_other_dtypes_are_refused(make_base, monkeypatch):
     model = make_base(dtype=torch.float32).model
     assert pack_weights(model) == 0 and not any(isinstance(each, PackedLinear) for each in model.modules())
-
-
-def test_other_dtypes_are_refused(make_base):
-    with pytest.raises(
-        ValueError, match="packed weights need float32 or bfloat16 on a CPU, and these are float16 on cpu"
-    ):
+    with pytest.raises(ValueError, match="need float32 or bfloat16 on a CPU, and these are float16 on cpu"):
         pack_weights(make_base(dtype=torch.float16).model)
-
-
-def test_bfloat16_is_refused_where_products_in_it_are_not_supported(make_base, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    with pytest.raises(
-        ValueError, match="no products in bfloat16 for this CPU: do not pack the weights, or use float32"
-    ):
+    with pytest.raises(ValueError, match="no products in bfloat16 for this CPU: do not pack the weights, or use flo"):
         pack_weights(make_base(dtype=torch.bfloat16).model)
 
 
@@ -195,8 +174,8 @@ def test_a_layer_moved_to_bfloat16_needs_no_products_that_the_cpu_lacks(monkeypa
 
 
 def test_model_options_load_packed_weights(make_base, toy_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(layers, "MIN_PACKED_ELEMENTS", 1)
+    monkeypatch.setattr(module, "MIN_PACKED_ELEMENTS", 1)
     make_base(dtype=torch.float32).model.save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
-    assert isinstance(ModelOptions(str(tmp_path), device="cpu", packed=True).load().model.lm_head, PackedLinear)
+    assert isinstance(ModelOptions(str(tmp_path), device="cpu", forward="packed").load().model.lm_head, PackedLinear)
     assert not isinstance(ModelOptions(str(tmp_path), device="cpu").load().model.lm_head, PackedLinear)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from drafters.protocol import Drafter, NoDrafter
 from drafters.training_free.draft_session import DraftedTokens
@@ -45,6 +44,7 @@ class DraftModelSession:
         """Reset the draft model's own drafter."""
         self.session.drafter.reset()
 
+    @torch.inference_mode()
     def write(
         self,
         seq: Sequence[int],
@@ -60,31 +60,22 @@ class DraftModelSession:
         # what was the same at the last call, and a step costs the same however long the text is.
         session.resume(seq, common_prefix(session.seq, seq, self._num_known))
         self._num_known = len(seq)
-        tokens: list[int] = []
-        distributions: list[Tensor] = []
-        forwards_before = session.drafter.draft_forwards
+        written, forwards_before = DraftedTokens([], []), session.drafter.draft_forwards
         for emitted, _ in session.steps(min(len(seq) + num_tokens, session.runner.context_length), eos):
             self.forwards += 1
             improbable = self._improbable(emitted, threshold) if threshold else []
-            if improbable:
-                emitted = emitted[: 1 + improbable[0]]
-            tokens += emitted
+            emitted = emitted[: 1 + improbable[0]] if improbable else emitted
+            written.tokens.extend(emitted)
             if sampler:
-                distributions += self._distributions(sampler, len(emitted))
+                written.distributions.extend(sampler.probabilities(session.last.emitted_logits()[: len(emitted)]))
             if improbable:
                 break
         self.forwards += session.drafter.draft_forwards - forwards_before
-        return DraftedTokens(tokens, distributions)
+        return written
 
-    @torch.inference_mode()
-    def _distributions(self, sampler: KeyedSampler, count: int) -> list[Tensor]:
-        """The distributions that the last step's first ``count`` tokens were drawn from."""
-        return list(sampler.probabilities(self.session.emitted_logits()[:count]))
-
-    @torch.inference_mode()
     def _improbable(self, emitted: list[int], threshold: float) -> list[int]:
         """Indices of the last step's tokens whose probability is below the threshold."""
-        logits = self.session.emitted_logits()
+        logits = self.session.last.emitted_logits()
         tokens = torch.tensor(emitted, device=logits.device)[:, None]
         is_improbable = logits.float().softmax(-1).gather(1, tokens)[:, 0] < threshold
         return [index for index, improbable in enumerate(is_improbable.tolist()) if improbable]

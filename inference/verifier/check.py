@@ -1,4 +1,4 @@
-"""The examination of a base: the logits that a runner computes are compared with those of the model's own forward."""
+"""The check of a base before it is used: a runner's logits are compared with those of the model's own forward."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.files import cause_of
 from drafters.protocol import RequiredOutputs
 from drafters.tree import DraftTree
-from inference.verifier.layers import attention_spans, longrope_border, takes_argument
+from inference.verifier.attention import attention_spans, longrope_border
+from inference.verifier.layers import takes_argument
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from inference.verifier.base import Base
 
-LONGEST_EXAMINED = 1024  # windows up to this size are examined with a text that is longer than the window
-SHORTEST_EXAMINED = 8
+LONGEST_CHECKED = 1024  # windows up to this size are checked with a text that is longer than the window
+SHORTEST_CHECKED = 8
 TREE = (-1, -1, 0, 1)  # parents: two children of the root, and a child of each
 NUM_AFTER = 3  # tokens after the root on each path of the reference: two nodes, and one more after the commit
 NUM_ROWS = 4 + NUM_AFTER  # last rows of the reference that are compared
@@ -73,25 +74,16 @@ def model_state(model: Any) -> int:
     return hash((tuple(modules), getattr(config, "_attn_implementation", None), config.vocab_size, head))
 
 
-def examine_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
-    """Examine a model unless it was examined in its present state.
-
-    Args:
-        model: The model, which keeps the states that were found right.
-        state: `model_state` and the kind of the KV cache.
-        make_runner: Makes the `Runner` to examine, which is not used for anything else.
-
-    Raises:
-        ValueError: As `examine`.
-    """
-    passed = model.__dict__.setdefault("_drafters_examined", set())
+def check_once(model: Any, state: object, make_runner: Callable[[], Any]) -> None:
+    """Check a model by a runner made for that, unless it was found right in this state."""
+    passed = model.__dict__.setdefault("_drafters_checked", set())
     if state not in passed:
-        examine(make_runner())
+        check_base(make_runner())
         passed.add(state)
 
 
 @torch.inference_mode()
-def examine(runner: Any) -> None:
+def check_base(runner: Any) -> None:
     """Compare the logits of a runner with those of the model's own forward on a few tokens.
 
     Compared are a plain forward, a forward behind a cache, each node of a small draft tree with its path, and the token
@@ -99,33 +91,35 @@ def examine(runner: Any) -> None:
     last position that draft trees may reach, which must not change the logits of the tokens before it (as `longrope`
     scaling does). That takes seven forwards over a short text; the model is left as it was.
 
-    Args:
-        runner: A `Runner` with an empty cache.
-
     Raises:
         ValueError: Logits differ by more than rounding, or the model cannot compute them; the message says where.
     """
-    model = runner.base.model
-    with _evaluation_mode(model):
+    in_training = [module for module in runner.base.model.modules() if module.training]
+    try:
+        for module in in_training:  # dropout is switched off meanwhile
+            module.training = False
         for length in _lengths(runner):
-            _examine_text(runner, length)
+            _check_text(runner, length)
             runner.reset()
+    finally:
+        for module in in_training:
+            module.training = True
 
 
 def _lengths(runner: Any) -> Iterator[int]:
-    """Yield the lengths of the texts to examine: within and, if it is near, behind the border of longrope scaling."""
+    """Yield the lengths of the texts to check: within and, if it is near, behind the border of longrope scaling."""
     config = runner.base.model.config
-    spans = [span for span in attention_spans(config).values() if span <= LONGEST_EXAMINED]
+    spans = [span for span in attention_spans(config).values() if span <= LONGEST_CHECKED]
     other_spans = (getattr(config, name, None) for name in ("window_size", "attention_window_size", "local_attention"))
-    spans += [span for span in other_spans if isinstance(span, int) and span <= LONGEST_EXAMINED]
-    wanted = max([SHORTEST_EXAMINED, *(span + NUM_ROWS for span in spans)])
+    spans += [span for span in other_spans if isinstance(span, int) and span <= LONGEST_CHECKED]
+    wanted = max([SHORTEST_CHECKED, *(span + NUM_ROWS for span in spans)])
     border = longrope_border(config) or runner.context_length
     for length in (min(wanted, border - len(TREE)), border + NUM_ROWS):
-        if NUM_AFTER < length <= min(runner.context_length - len(TREE), LONGEST_EXAMINED + NUM_ROWS):
+        if NUM_AFTER < length <= min(runner.context_length - len(TREE), LONGEST_CHECKED + NUM_ROWS):
             yield length
 
 
-def _examine_text(runner: Any, length: int) -> None:
+def _check_text(runner: Any, length: int) -> None:
     """Compare the logits behind a text of this length, and of a draft tree below its last token."""
     base = runner.base
     tokens = _tokens(base.model.config, length + 2 * NUM_AFTER)
@@ -150,7 +144,8 @@ def _examine_text(runner: Any, length: int) -> None:
     after = run("a forward after an accepted draft", second[2:], DraftTree())
     far = _logits_before_far_token(runner, text, root[0])
 
-    limit = _limit(base.model, own, difference(wrong[2:], own_tree[2:]))
+    lowest, highest = rounding_limits(base.model, own.dtype)
+    limit = min(max(difference(wrong[2:], own_tree[2:]) / 4, lowest), highest)
     for where, logits, expected in (
         ("a plain forward", plain, own[0, :1]),
         ("a forward behind a cache", cached, own[0, 2:3]),
@@ -167,12 +162,7 @@ def _examine_text(runner: Any, length: int) -> None:
 
 
 def difference(logits: Tensor, expected: Tensor) -> float:
-    """Return the largest root mean square difference of a row, relative to the row's spread (standard deviation).
-
-    Args:
-        logits: (N, V).
-        expected: (N, V).
-    """
+    """Return the largest root mean square difference of a row (N, V), relative to its spread (standard deviation)."""
     logits, expected = logits.double(), expected.double()
     differences = torch.where(logits == expected, 0.0, logits - expected)  # also where both are infinite
     spread = torch.where(expected.isinf(), expected.new_tensor(torch.nan), expected)
@@ -180,25 +170,8 @@ def difference(logits: Tensor, expected: Tensor) -> float:
     return (differences.square().mean(-1).sqrt() / spread.clamp(min=1e-30)).max().item()
 
 
-def _limit(model: Any, own: Tensor, effect: float) -> float:
-    """Return the largest difference that counts as rounding.
-
-    Args:
-        model: The model.
-        own: Its logits.
-        effect: Difference that a wrong mask and wrong positions make.
-    """
-    lowest, highest = rounding_limits(model, own.dtype)
-    return min(max(effect / 4, lowest), highest)
-
-
 def rounding_limits(model: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the differences that are always and never taken for rounding.
-
-    Args:
-        model: The model.
-        dtype: Dtype of its logits.
-    """
+    """Return the differences of a model's logits in ``dtype`` that are always and never taken for rounding."""
     is_exact = {dtype, model.dtype} <= {torch.float32, torch.float64}
     is_exact &= getattr(model.config, "quantization_config", None) is None
     is_exact &= torch.get_float32_matmul_precision() == "highest"
@@ -216,7 +189,7 @@ def _own_logits(base: Base, texts: list[list[int]]) -> Tensor:
 def _logits_before_far_token(runner: Any, text: list[int], far: int) -> Tensor:
     """Return the last logits (4, V) of a text in a forward with one more token at the last position of draft trees."""
     runner.reset()
-    positions = torch.tensor([*range(len(text)), runner.prepare(len(text)) - 1], device=runner.device)
+    positions = [*range(len(text)), runner.prepare(len(text)) - 1]
     with _one_line_errors(runner.base, "a forward whose last position is far away"):
         return runner.forward_at([*text, far], positions, 5)[:4]
 
@@ -227,10 +200,8 @@ def _tokens(config: PretrainedConfig, count: int) -> list[int]:
     special: set[int] = set()
     for value in (getattr(config, name, None) for name in names):
         special.update([value] if isinstance(value, int) else value or [])
-    rng = random.Random(0)
-    usable = [
-        token for token in rng.sample(range(config.vocab_size), min(config.vocab_size, 64)) if token not in special
-    ]
+    sample = random.Random(0).sample(range(config.vocab_size), min(config.vocab_size, 64))
+    usable = [token for token in sample if token not in special]
     return [usable[index % len(usable)] for index in range(count)]
 
 
@@ -245,16 +216,3 @@ def _one_line_errors(base: Base, where: str) -> Iterator[None]:
         raise ValueError(
             f"{base.name} is not supported: {where} fails ({type(error).__name__}: {cause_of(error)})"
         ) from error
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the block, in every module for itself."""
-    in_training = [module for module in model.modules() if module.training]
-    try:
-        for module in in_training:
-            module.training = False
-        yield
-    finally:
-        for module in in_training:
-            module.training = True

@@ -1,4 +1,0 @@
-"""Decoding steps of fixed shape, which torch.compile turns into one graph each (start at `runner`).
-
-May import `engine`.
-"""

@@ -1,0 +1,149 @@
+"""``drafters replay``: measure drafters that read only tokens on recorded greedy answers, without the base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from data.benchmarks import Question, load_questions
+from data.files import MALFORMED, SafeConsole, read_json_lines
+from data.tokenizer import load_tokenizer
+from drafters.protocol import Drafter, RequiredOutputs
+from drafters.tree import ROOT, DraftTree
+from inference import drafter_specs
+from inference.prompts import encode_question
+from inference.verifier.base import BaseConfig
+from inference.verifier.runner import ForwardOutput, Runner
+from inference.verifier.sampling import Greedy, TreeLogits
+from inference.verifier.session import Session, StepCost, acceptance_length
+
+NOT_RECORDED = -1  # the token of a row whose next token the recording does not contain
+COLUMNS = "tokens per forward", "acceptance length", "mean per question", "fed tokens/step", "hit ratio"
+
+# A turn: its question, prompt and answer (empty if its tokens are unknown), and whether it ended before the length cap.
+Recording = tuple[Question, list[int], list[int], bool]
+
+
+class RecordedRunner(Runner):
+    """Stands in for the base: after any beginning of an answer ``text``, its argmax is the next recorded token."""
+
+    def __init__(self, base: BaseConfig, text: Sequence[int] = ()) -> None:
+        self.base: Any = base
+        self.text, self.context_length, self.vocab_size = text, base.context_length, len(base.tokenizer)
+
+    def reset(self, reserve: int = 0) -> None:
+        self.cached = self._num_pending = 0
+
+    def prepare(self, length: int) -> int:
+        return self.context_length
+
+    def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
+        """Return tokens (1 + M, 1) in place of logits."""
+        self._num_pending, continuation = len(pending), self.text[self.cached + len(pending) :]
+        picks = [NOT_RECORDED] * (1 + len(tree))
+        for node, token in zip([ROOT, *tree.follow(continuation)], continuation, strict=False):
+            picks[1 + node] = token
+        return ForwardOutput(torch.tensor(picks)[:, None], None)
+
+    def commit(self, path: Sequence[int]) -> None:
+        self.cached += self._num_pending + len(path)
+
+
+class RecordedTokens(Greedy):
+    """The sampler of a `RecordedRunner`, whose rows are tokens already."""
+
+    def decide(self, rows: TreeLogits) -> Tensor:
+        return rows.logits
+
+
+def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], cap: int) -> Iterator[list[StepCost]]:
+    """Decode the recorded turns in order, by the loop that decodes live, and yield the steps of each."""
+    session = Session(runner := RecordedRunner(base), drafter, RecordedTokens())
+    eos = frozenset([base.tokenizer.eos_token_id, *(tokens[-1] for _, _, tokens, ended in recorded if ended)])
+    for question, prompt, tokens, ended in recorded:
+        runner.text = [*prompt, *tokens]
+        result = session.run(prompt, cap if ended else len(tokens), eos)
+        if result.tokens != tokens:
+            raise ValueError(f"an answer to {question.question_id} goes on after {result.tokens[-1]}, an end of texts")
+        yield result.steps
+
+
+def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: str, cap: int) -> Iterator[Recording]:
+    """Read recorded answers. FastChat's texts are tokenised again, with the end-of-sequence token that was cut off."""
+    for place, row in read_json_lines(path):
+        try:
+            question, choice, messages = asked[row["question_id"]], row["choices"][0], list[tuple[str, str]]()
+            for turn, text in enumerate(choice["turns"]):
+                prompt = encode_question(base, question, [*messages, ("user", question.turns[turn])], template)
+                messages += [("user", question.turns[turn]), ("assistant", text)]
+                if "token_ids" in choice:  # `drafters eval` wrote it
+                    tokens, ended = choice["token_ids"][turn], choice["ended"][turn]
+                    size, fits = len(tokens), choice["prompt_tokens"][turn] == len(prompt)
+                else:  # where new_tokens is 0, the base alone wrote one token in each of idxs + 1 steps
+                    tokens = base.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+                    size, fits = choice["new_tokens"][turn] or choice["idxs"][turn] + 1, True
+                    ended = not size == cap == len(tokens)
+                    tokens += [base.tokenizer.eos_token_id] * ended
+                if size > cap or not fits:
+                    raise ValueError("other lengths: pass its --tokenizer, --template and --max-new-tokens")
+                yield question, prompt, tokens if len(tokens) == size else [], ended
+        except MALFORMED as error:
+            raise ValueError(f"{place}: no recorded answer to --questions ({type(error).__name__}: {error})") from error
+
+
+def measure(turns: Sequence[tuple[Question, list[StepCost]]]) -> list[float]:
+    """The figures of `COLUMNS`; the first counts the prefill as a step, the others leave it out."""
+    questions: dict[int, list[list[StepCost]]] = {}
+    for question, own in turns:
+        questions.setdefault(question.question_id, []).append(own)
+    lengths = [length for each in questions.values() if (length := acceptance_length(each)) is not None]
+    steps, later = ([step for _, own in turns for step in own[skip:]] for skip in (0, 1))
+    return [
+        sum(step.emitted for step in steps) / len(steps),
+        sum(step.emitted for step in later) / max(1, len(later)),
+        sum(lengths) / max(1, len(lengths)),
+        sum(step.fed for step in later) / max(1, len(later)),
+        sum(step.accepted for step in later) / max(1, sum(step.fed_candidates for step in later)),
+    ]
+
+
+def replay(
+    answers: str,
+    questions: str,
+    tokenizer: str,
+    drafter: list[str],
+    template: str = "vicuna_v1.1",
+    benchmark: str = "mt_bench",
+    max_new_tokens: int = 512,
+) -> None:
+    """Measure drafters that read only tokens on recorded greedy answers. The steps are exactly those of live decoding.
+
+    Args:
+        answers: JSONL file of recorded greedy answers, in FastChat's form or as drafters eval writes them.
+        questions: File of the questions that were answered.
+        tokenizer: Folder of the tokenizer of the base that answered.
+        drafter: none, anpd, prompt_lookup or another drafter that reads only tokens; may be repeated.
+        template: Chat template of the recording: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own.
+        benchmark: Benchmark that the questions belong to, as NAME or NAME:STYLE.
+        max_new_tokens: Maximum number of tokens of a turn in the recording.
+    """
+    from transformers import PretrainedConfig
+
+    config = PretrainedConfig.from_dict({"max_position_embeddings": 1 << 30})
+    base, specs = BaseConfig(answers, load_tokenizer(tokenizer), config), drafter_specs.labels(drafter)
+    chosen = {name: drafter_specs.builder_from_tokens(spec, base) for name, spec in specs.items()}
+    asked = {question.question_id: question for question in load_questions(benchmark, questions)}
+    found = list(read(answers, asked, base, template, max_new_tokens))
+    if not (recorded := [turn for turn in found if turn[2]]):
+        raise ValueError(f"{answers}: none of {len(found)} turns can be replayed: is --tokenizer the base's?")
+    table, all_asked = Table("drafter", "category", "turns", *COLUMNS), [question for question, *_ in recorded]
+    for name, build in chosen.items():
+        turns = list(zip(all_asked, decode(base, build(), recorded, max_new_tokens), strict=True))
+        for category in ("all", *dict.fromkeys(question.category for question in all_asked)):
+            own = [turn for turn in turns if category in ("all", turn[0].category)]
+            table.add_row(name, category, str(len(own)), *(f"{figure:.3f}" for figure in measure(own)))
+    SafeConsole().print(table, f"{len(recorded)} of {len(found)} turns; tokens per forward count the prefill.")

@@ -1,0 +1,250 @@
+"""Compiled steps: rows and cache are padded to a few fixed shapes, and torch.compile makes one graph of each."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from data.files import cause_of
+from drafters.protocol import RequiredOutputs
+from drafters.tree import DraftTree
+from inference.verifier.attention import Fed, first_visible, visible_rows
+from inference.verifier.base import Base
+from inference.verifier.cache import BufferCache
+from inference.verifier.check import NOTHING, difference, rounding_limits
+from inference.verifier.layers import run_base
+from inference.verifier.packed import PackedLinear
+from inference.verifier.runner import ForwardOutput, Runner
+
+BACKEND = "inductor"
+SHORTEST = 512  # positions of the smallest cache; each larger one is twice as long
+NUM_ROWS = (1, 5, 9, 17, 33, 65)  # the root, and drafts of 0, 4, 8, 16, 32, 64 nodes; forwards of more rows are eager
+IDS, POSITIONS, SLOTS, VISIBLE = 0, 1, 2, 3  # rows of the inputs; from the last on, what each fed row sees
+
+
+def make_runner(base: Base, compile: bool = False) -> Runner:
+    """Make a runner of a base, whose decoding steps may be compiled.
+
+    Raises:
+        ValueError: The runner cannot run this base, or a compiled runner is asked for with packed weights.
+    """
+    if not compile:
+        return Runner(base)
+    if any(isinstance(module, PackedLinear) for module in base.model.modules()):
+        raise ValueError(f"{base.name} has packed weights, which compiled steps cannot use: leave out one of the two")
+    return CompiledRunner(base)
+
+
+class CompiledRunner(Runner):
+    """A `Runner` that compiles its steps; long prompts and trees of more than 64 nodes are run as by its parent class.
+
+    The fed tokens are padded to one of `NUM_ROWS` and the cache to 512, 1024, ... positions. Each combination that
+    occurs is compiled at its first use, which takes seconds, and once more for each set of hidden layers that drafters
+    require. Its first result is compared with that of the eager forward.
+
+    Raises:
+        ValueError: As `Runner`; or the base cannot be compiled as one graph. Where only the hidden states of a drafter
+            cannot, `forward` raises it.
+    """
+
+    def __init__(self, base: Base) -> None:
+        super().__init__(base)
+        self._cache = self.cache = FixedCache(self.causal_lm.config.num_hidden_layers, SHORTEST)
+        self._graphs: dict[tuple[int, int, tuple[int, ...]], _Graph] = {}  # by rows, positions and hidden layers
+        super().forward([0], DraftTree(), NOTHING)  # allocates the cache
+        self.reset()
+        self.forward([0], DraftTree(), NOTHING)
+        self.reset()
+
+    @torch.inference_mode()
+    def forward(self, pending: Sequence[int], tree: DraftTree, required_outputs: RequiredOutputs) -> ForwardOutput:
+        place = bisect_left(NUM_ROWS, len(pending) + len(tree))
+        if place == len(NUM_ROWS):
+            return super().forward(pending, tree, required_outputs)
+        num_rows, layers = NUM_ROWS[place], required_outputs.hidden_layers
+        self._num_pending = len(pending)
+        if self.cached + num_rows > self.cache.capacity:
+            self.cache.grow(self.cached + num_rows, *self.cache.views[0])
+        key = num_rows, self.cache.capacity, layers
+        if key not in self._graphs:
+            # The graphs of a smaller cache are of no more use, and would keep its memory.
+            self._graphs = {other: graph for other, graph in self._graphs.items() if other[1] == key[1]}
+            return self._first_forward(key, pending, tree)
+        return self._graphs[key](pending, tree, self.cached)
+
+    def _first_forward(
+        self, key: tuple[int, int, tuple[int, ...]], pending: Sequence[int], tree: DraftTree
+    ) -> ForwardOutput:
+        """Compile a step, and compare its first result with that of the eager forward."""
+        expected = self._forward(pending, tree, key[2])
+        self.rollback()
+        refusal, hint = f"{self.base.name} cannot be compiled", "leave out --forward compiled or compile=True"
+        try:
+            graph = _Graph(self, key[0], key[2])
+            got = graph(pending, tree, self.cached)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # torch's compilers raise errors of many types
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch wraps its backend's
+            raise ValueError(f"{refusal} ({type(cause).__name__}: {cause_of(cause)}): {hint}") from error
+        found = difference(got.logits, expected.logits)
+        if got.hidden is not None and expected.hidden is not None:
+            found = float(np.max([found, difference(got.hidden, expected.hidden)]))  # NaN stays NaN
+        if not found <= (limit := rounding_limits(self.base.model, got.logits.dtype)[1]):
+            raise ValueError(
+                f"{refusal}: the outputs of a compiled step differ from those of the eager one by {found:.2g} of their "
+                f"spread, rounding by {limit:.2g} at most: {hint}"
+            )
+        self._graphs[key] = graph
+        return got
+
+
+class _Graph:
+    """One compiled step of R rows with all that it reads, at fixed addresses."""
+
+    def __init__(self, runner: CompiledRunner, num_rows: int, layers: tuple[int, ...]) -> None:
+        length, device = runner.cache.capacity, runner.device
+        self._inputs = torch.zeros(VISIBLE + num_rows, num_rows, dtype=torch.long, device=device)
+        torch._dynamo.mark_static_address(self._inputs, guard=False)
+        cache = StepCache(runner.cache.views, self._inputs[SLOTS])
+        self._arguments = runner.causal_lm, self._inputs, cache, length, runner.attention.spans, runner.dtype, layers
+        self._run = compile_fixed(run_step, f"step_of_{num_rows}_rows_behind_{length}", device)
+        self._is_captured = device.type == "cuda"
+
+    def __call__(self, pending: Sequence[int], tree: DraftTree, start: int) -> ForwardOutput:
+        self._inputs.copy_(torch.from_numpy(step_inputs(pending, tree, start, self._inputs.shape[1])))
+        logits, hidden = self._run(*self._arguments)
+        num_fed, root = len(pending) + len(tree), len(pending) - 1
+        logits, hidden = logits[root:num_fed], hidden if hidden is None else hidden[:num_fed]
+        if self._is_captured:  # the next replay of a CUDA graph overwrites its outputs
+            logits, hidden = logits.clone(), hidden if hidden is None else hidden.clone()
+        return ForwardOutput(logits, hidden)
+
+
+def compile_fixed(function: Callable[..., Any], name: str, device: torch.device) -> Callable[..., Any]:
+    """Compile a function that is always called with tensors of the same shapes, as one graph with this name.
+
+    On a GPU the graph is captured by CUDA graphs.
+    """
+    # torch keeps the graphs of a code object together and compiles at most eight, so each shape has a copy of its own.
+    own: Any = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+    captured = BACKEND == "inductor" and device.type == "cuda"
+    options: dict[str, Any] = {"mode": "reduce-overhead"} if captured else {}
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND, **options)
+
+
+# ---- the step as a function of tensors
+
+
+def step_inputs(pending: Sequence[int], tree: DraftTree, start: int, num_rows: int) -> np.ndarray:
+    """Return what a step of R rows behind ``start`` positions reads, one array (3 + R, R) for one copy to the device.
+
+    Its rows are the token ids, their positions and their slots in the cache, then the fed rows that each fed row sees.
+    The rows behind the P pending tokens and the M nodes repeat the root: nobody sees them, and what they write lies
+    behind the text.
+    """
+    num_fed, root = len(pending) + len(tree), start + len(pending) - 1
+    num_padded = num_rows - num_fed
+    inputs = np.zeros((VISIBLE + num_rows, num_rows), np.int64)
+    inputs[IDS] = [*pending, *tree.tokens, *[pending[-1]] * num_padded]
+    inputs[POSITIONS] = [*range(start, root + 1), *(root + depth for depth in tree.depths), *[root] * num_padded]
+    inputs[SLOTS] = range(start, start + num_rows)
+    inputs[VISIBLE : VISIBLE + num_fed, :num_fed] = visible_rows(len(pending), tuple(tree.parents))
+    inputs[VISIBLE + num_fed :, : len(pending)] = True
+    return inputs
+
+
+def step_masks(inputs: Tensor, length: int, spans: Mapping[str, int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the additive attention mask (1, 1, R, C) for each kind of attention in the base.
+
+    Args:
+        inputs: (3 + R, R), see `step_inputs`.
+        length: Number of positions C of the cache.
+        spans: Positions that a window or chunk has, by kind; see `attention_spans`.
+        dtype: Dtype of the masks.
+    """
+    positions, slots, visible = inputs[POSITIONS], inputs[SLOTS], inputs[VISIBLE:].bool()
+    places = torch.arange(length, device=inputs.device)
+    is_visible = places.new_zeros(len(slots), length, dtype=torch.bool).index_copy(1, slots, visible)  # (R, C)
+    is_visible = is_visible | (places < slots[0])
+    key_positions = places.index_copy(0, slots, positions)
+    masks = {}
+    for kind, span in spans.items():
+        is_near = is_visible
+        if span <= length:
+            is_near = is_visible & (key_positions >= first_visible(kind, span, positions)[:, None])
+        masks[kind] = torch.zeros(is_near.shape, dtype=dtype, device=inputs.device).masked_fill(
+            ~is_near, torch.finfo(dtype).min
+        )[None, None]
+    return masks
+
+
+def run_step(
+    model: nn.Module,
+    inputs: Tensor,
+    cache: StepCache,
+    length: int,
+    spans: Mapping[str, int],
+    dtype: torch.dtype,
+    layers: tuple[int, ...],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the base on R rows; the function that is compiled. The arguments are those of `step_masks` and `run_base`.
+
+    Returns:
+        Logits (R, V), and the hidden states (R, F * D) or None without layers.
+    """
+    masks = step_masks(inputs, length, spans, dtype)
+    fed = Fed(inputs[IDS : IDS + 1], inputs[POSITIONS : POSITIONS + 1], masks, cache)
+    logits, states = run_base(model, fed, None, layers)
+    return logits, torch.cat([states[layer][0] for layer in layers], dim=-1) if layers else None
+
+
+# ---- the cache
+
+
+class FixedCache(BufferCache):
+    """A `BufferCache` of 512, 1024, 2048, ... positions, whose tensors stay at their addresses until it grows."""
+
+    def reserve(self, length: int) -> None:
+        """Do nothing: steps read all positions of the cache, so it is no longer than the texts need."""
+
+    def grow(self, length: int, keys: Tensor, values: Tensor) -> None:
+        kept = self.capacity if self.views else 0
+        while self.capacity < length:
+            self.capacity *= 2
+        super().grow(length, keys, values)
+        assert self.buffer is not None
+        self.buffer[..., kept:, :] = 0  # what is masked is multiplied by 0 and must be finite
+        for states in (each for pair in self.views for each in pair):
+            torch._dynamo.mark_static_address(states, guard=False)  # as transformers does, for CUDA graphs
+
+
+class _StepLayer(DynamicLayer):
+    """One layer of a `StepCache`."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self.keys, self.values, self.slots, self.is_initialized = keys, values, slots, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write keys (1, H, R, d) and values (1, H, R, e) to their slots, and return those of all C positions."""
+        self.keys.index_copy_(2, self.slots, key_states)  # type: ignore[union-attr]  # transformers may set None
+        self.values.index_copy_(2, self.slots, value_states)  # type: ignore[union-attr]
+        return self.keys, self.values  # type: ignore[return-value]
+
+    def get_seq_length(self) -> Tensor:  # type: ignore[override]
+        """Number of positions before the step, as a tensor: one graph serves all of them."""
+        return self.slots[0]
+
+
+class StepCache(Cache):
+    """What a compiled step sees of a cache: all positions of each layer, of which it writes those of ``slots`` (R,)."""
+
+    def __init__(self, views: list[tuple[Tensor, Tensor]], slots: Tensor) -> None:
+        super().__init__(layers=[_StepLayer(keys, values, slots) for keys, values in views])

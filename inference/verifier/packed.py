@@ -1,0 +1,105 @@
+"""Linear layers with a packed copy of their weights, which a CPU multiplies faster by a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# Numbers of tokens for which packed weights are faster: one token in float32 is a matrix-vector product, and with many
+# tokens the cost of packing is small.
+PACKED_ROWS = {torch.float32: range(2, 257), torch.bfloat16: range(1, 257)}
+MIN_PACKED_ELEMENTS = 2**20  # layers with fewer weights stay in the processor's cache, where packing costs little
+
+
+def _has_packed_products(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies by packed weights of this type here: not every CPU has products in bfloat16."""
+    return dtype is not torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer of a CPU that multiplies few tokens by a packed copy of its weights, in float32 or bfloat16.
+
+    For a product of `PACKED_ROWS` tokens, the matrix library copies all weights into blocks that fit its registers,
+    which may take longer than the product. Here this is done once, or ``at_first_use``. The layer shares its weights
+    with the given one. ``alone``, it has the packed weights only, for any number of tokens: half the memory, but they
+    can be neither saved nor loaded.
+    """
+
+    def __init__(self, linear: nn.Linear, at_first_use: bool = False, alone: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self.training, self.alone = linear.training, alone
+        self._packed: Tensor | None = None
+        self._packed_from: tuple[int, int] | None = None
+        if alone or not at_first_use:
+            self._packed_weight()
+        if alone:
+            self.weight = nn.Parameter(linear.weight.detach().new_empty(0), requires_grad=False)
+
+    def _packed_weight(self) -> Tensor:
+        """The packed copy, made anew if other weights were loaded or the layer was moved since."""
+        weight = self.weight.detach()
+        origin = weight.data_ptr(), 0 if weight.is_inference() else weight._version
+        if self._packed is None or (not self.alone and self._packed_from != origin):
+            typical_rows = 16  # it decides about the size of the blocks; from 1 to 64 all sizes run
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, typical_rows)
+            self._packed_from = origin
+        return self._packed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the packed copy, which can be neither copied nor pickled."""
+        return {**self.__dict__, "_packed": None, "_packed_from": None}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply tokens (..., in) by the weights: (..., out)."""
+        dtype = self.weight.dtype
+        is_few = input.numel() // self.in_features in PACKED_ROWS.get(dtype, ()) and _has_packed_products(dtype)
+        if not (is_few or self.alone) or self.weight.device.type != "cpu":
+            return F.linear(input, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed_weight(), self.bias, "none", [], "")
+
+
+def pack_weights(model: nn.Module, at_first_use: bool = False, alone: bool = False) -> int:
+    """Replace the large linear layers of a model by `PackedLinear`, and return how many there were.
+
+    The model computes the same function up to rounding, in about twice the memory, unless ``alone``.
+
+    Args:
+        model: A base or a drafter.
+        at_first_use: Whether a layer is packed when it first multiplies a few tokens; one that only ever reads one
+            token, such as Medusa's LM heads, then takes no more memory.
+        alone: Whether the packed weights of a base replace the plain ones, except for the LM head, which drafters read.
+
+    Raises:
+        ValueError: The weights are not in float32 or bfloat16 on the CPU, or torch cannot pack them here.
+    """
+    weight = next(model.parameters())
+    device, dtype = weight.device.type, str(weight.dtype).removeprefix("torch.")
+    if device != "cpu" or weight.dtype not in PACKED_ROWS:
+        raise ValueError(
+            f"packed weights need float32 or bfloat16 on a CPU, and these are {dtype} on {device}: do not pack them"
+        )
+    if not torch.backends.mkldnn.is_available():
+        raise ValueError("this build of torch has no oneDNN, whose packed weights are used: do not pack them")
+    if not _has_packed_products(weight.dtype):
+        raise ValueError("oneDNN has no products in bfloat16 for this CPU: do not pack the weights, or use float32")
+    layers = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and child.weight.numel() >= MIN_PACKED_ELEMENTS
+    ]
+    base: Any = model
+    kept = base.get_output_embeddings().weight if alone else None
+    for parent, name in layers:  # one by one: its plain weights may be freed before the next is packed
+        linear = getattr(parent, name)
+        try:
+            layer = PackedLinear(linear, at_first_use, alone and linear.weight is not kept)
+        except (AttributeError, RuntimeError) as error:
+            raise ValueError(f"torch cannot pack {dtype} weights here ({error}): do not pack them") from error
+        setattr(parent, name, layer)
+    return len(layers)

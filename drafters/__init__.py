@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from drafters.combined.merged import Merged
+from drafters.block import Block
 from drafters.ctc.drafter import CTC
 from drafters.eagle.eagle import EAGLE
 from drafters.eagle.eagle3 import EAGLE3
-from drafters.heads.hydra import Hydra
-from drafters.heads.medusa import Medusa
-from drafters.parallel.block import Block
+from drafters.hydra import Hydra
+from drafters.medusa import Medusa
+from drafters.merged import Merged
 from drafters.protocol import (
     BaseShape,
     BaseWeights,
@@ -21,18 +21,15 @@ from drafters.protocol import (
     TrainingBatch,
 )
 from drafters.registry import register, registered
-from drafters.training_free.cascade import HorizontalCascade, MaxGram
 from drafters.training_free.corpus import CorpusCache
-from drafters.training_free.draft_model import DraftModel
+from drafters.training_free.draft_model import DraftModel, HorizontalCascade, MaxGram, SelfSpeculative
 from drafters.training_free.joint import Joint
 from drafters.training_free.lookahead import Lookahead
-from drafters.training_free.ngram import ANPD, PromptLookup
+from drafters.training_free.ngram import ANPD, NgramPool, PromptLookup
 from drafters.training_free.ouroboros import Ouroboros
-from drafters.training_free.pool import NgramPool
 from drafters.training_free.recycling import TokenRecycling
 from drafters.training_free.retrieval import REST
 from drafters.training_free.self_draft import SelfDraft
-from drafters.training_free.skip_layers import SelfSpeculative
 from drafters.training_free.suffix_array import SuffixArray
 from drafters.tree import DraftTree
 

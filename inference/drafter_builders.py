@@ -19,7 +19,7 @@ from drafters.protocol import Drafter, LearnedDrafter
 from drafters.recipe import DRAFT
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from inference.verifier.base import Base, Dtype, check_fit, load_base, tokenizer_hash
 from inference.verifier.draft_session import DraftModelSession
 from inference.verifier.layer_skipping import LayerSkippingSession, default_skips, read_skips

@@ -25,9 +25,9 @@ LAYERS = {
         protocol
         checks recipe registry
         checkpoint losses nn training_free
-        combined trees
-        eagle heads parallel
-        ctc
+        merged trees
+        eagle medusa parallel
+        block ctc hydra
     """,
     "inference": """
         budget fingerprint journal outputs progress sandbox timing

@@ -16,8 +16,7 @@ from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
 from drafters.ctc.sampled_tree import Bias, draw
 from drafters.losses import gathered_logits
 from drafters.nn.markov import Markov, markov_bias
-from drafters.parallel.drafter import ParallelDrafter
-from drafters.parallel.options import ParallelDraftOptions, TrunkOptions
+from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from drafters.checks import check_above_zero, check_at_least, check_choices, check_hidden_layers
-from drafters.eagle.layer import DraftLayer
-from drafters.eagle.paths import Paths
+from drafters.eagle.paths import DraftLayer, Paths
 from drafters.nn.draft_cache import DraftCache
 from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
-from drafters.eagle.layer import DraftLayer
+from drafters.eagle.paths import DraftLayer
 from drafters.losses import gathered_logits
 from drafters.losses.distillation import distillation_loss
 from drafters.losses.divergences import DivergenceOptions

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from drafters.tree import ROOT, DraftTree
 
 

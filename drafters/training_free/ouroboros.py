@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
-from drafters.training_free.draft_session import DraftSession
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.draft_model import DraftSession
+from drafters.training_free.ngram import NgramPool
 from drafters.tree import DraftTree
 
 

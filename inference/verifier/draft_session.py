@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drafters.protocol import Drafter, NoDrafter
-from drafters.training_free.draft_session import DraftedTokens
+from drafters.training_free.draft_model import DraftedTokens
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
 from inference.verifier.session import Session, common_prefix

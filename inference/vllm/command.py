@@ -14,7 +14,7 @@ from data.hub import split_revision
 from data.shipped import find_base
 from data.tokenizer import first_line, load_pretrained, load_tokenizer
 from drafters import checkpoint
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from inference import drafter_builders, drafter_specs
 from inference.verifier.base import shape_of
 from inference.vllm import served_drafter

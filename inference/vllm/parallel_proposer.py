@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters import checkpoint
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.protocol import BaseWeights
 from inference.vllm.proposer import Proposer, logger
 from inference.vllm.served_drafter import read_parallel, spec_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from data.files import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.protocol import BaseShape, Drafter, RequiredOutputs
 from drafters.registry import registered
 from inference import drafter_builders, drafter_specs

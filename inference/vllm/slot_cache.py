@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 
 MAX_GATHERED_BYTES = 1 << 30
 """Keys and values that one draft gathers at most, unless a single text has more."""

@@ -15,7 +15,7 @@ from data.hub import reason_of, split_revision
 from data.shipped import find_base
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.registry import registered
 from inference import drafter_specs
 from inference.fingerprint import fingerprint

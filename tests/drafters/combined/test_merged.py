@@ -7,7 +7,7 @@ import pytest
 
 import drafters
 from drafters import DraftTree
-from drafters.combined.mixing import combine
+from drafters.merged import combine
 from drafters.protocol import Limits, StepResult
 from inference.budget import BudgetController
 from inference.verifier.sampling import KeyedSampler

@@ -5,7 +5,7 @@ from math import log
 
 import pytest
 
-from drafters.combined.mixing import Agreement, LogisticMixer, combine, log_odds
+from drafters.merged import Agreement, LogisticMixer, combine, log_odds
 
 
 def test_what_two_predictors_say_about_the_tokens_that_either_names():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafters import BaseShape, BaseWeights, Hydra, Limits
-from drafters.heads.hydra import HydraDraftOptions, HydraHeadOptions, PrefixAttention
+from drafters.hydra import HydraDraftOptions, HydraHeadOptions, PrefixAttention
 from drafters.nn.draft_cache import DraftCache
 
 SMALL = BaseShape(hidden_size=8, vocab_size=5, num_layers=1, num_heads=2, head_dim=4, intermediate_size=8)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
-from drafters.heads.heads import HeadOptions
-from drafters.heads.medusa import MedusaDraftOptions
+from drafters.medusa import HeadOptions, MedusaDraftOptions
 
 SMALL = BaseShape(hidden_size=8, vocab_size=6, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8)
 FREE = Limits(max_depth=9)

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.nn.rotary import RotaryEmbedding
+from drafters.nn.transformer import RotaryEmbedding
 from drafters.protocol import BaseShape
 
 SIZES = {"hidden_size": 64, "vocab_size": 9, "num_layers": 1, "num_heads": 1, "head_dim": 64, "intermediate_size": 8}

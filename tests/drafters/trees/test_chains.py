@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import CTC, BaseShape, BaseWeights, Block, Limits
+from drafters.block import BlockDraftOptions, BlockTrunkOptions
 from drafters.ctc.drafter import CTCDraftOptions, CTCTrunkOptions
 from drafters.ctc.loss import CTCLossOptions
-from drafters.parallel.block import BlockDraftOptions, BlockTrunkOptions
 from drafters.trees.candidates import choose
 
 V = 30

@@ -14,7 +14,7 @@ import torch
 import drafters
 from data import benchmarks
 from data.benchmarks import Question
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from inference import drafter_specs
 from inference.evaluation import answering, processes
 from inference.evaluation.answering import (

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drafters.checks import check_at_least
-from drafters.heads.heads import HeadDrafter, HeadLossOptions, HeadOptions, ResidualBlock
+from drafters.medusa import HeadDrafter, HeadLossOptions, HeadOptions, ResidualBlock
 from drafters.nn.draft_cache import DraftCache
-from drafters.nn.rotary import RotaryEmbedding, Rotation
-from drafters.nn.transformer import TrunkLayer
+from drafters.nn.transformer import RotaryEmbedding, Rotation, TrunkLayer
 from drafters.protocol import BaseShape, BaseWeights, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree

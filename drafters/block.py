@@ -11,8 +11,7 @@ from drafters.checks import check_at_least
 from drafters.losses.cross_entropy import cross_entropy
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.nn.markov import Markov, markov_bias
-from drafters.parallel.drafter import ParallelDrafter
-from drafters.parallel.options import ParallelDraftOptions, TrunkOptions
+from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree

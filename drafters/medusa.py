@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import Literal
 
 import numpy as np
@@ -17,8 +18,7 @@ from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_cho
 from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.chunks import chunks
-from drafters.losses.distillation import distilled
-from drafters.losses.divergences import DivergenceOptions
+from drafters.losses.divergences import DivergenceOptions, distilled
 from drafters.protocol import (
     UNLIMITED,
     BaseShape,
@@ -31,7 +31,8 @@ from drafters.protocol import (
 )
 from drafters.registry import register
 from drafters.tree import DraftTree
-from drafters.trees import best_first
+from drafters.trees.candidates import on_host
+from drafters.trees.search import Candidates, SearchLimits, search
 
 
 @dataclass(frozen=True)
@@ -339,19 +340,22 @@ class Medusa(HeadDrafter):
 
     def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
         probs, tokens = self(states, base_weights, self.top_k)
-        host = torch.stack([probs.double(), tokens.double()], dim=1).cpu().numpy()  # (A, 2, K, k)
-        return [self._tree(p, t.astype(np.int64), limits) for p, t in host]
-
-    def _tree(self, probs: np.ndarray, tokens: np.ndarray, limits: Limits) -> DraftTree:
+        own, shown = on_host(tokens, probs)
+        own = own.astype(np.int64)
         if self.static:
-            return best_first.fill(self.static, tokens).pruned(limits.max_depth, limits.max_nodes, limits.eos)
-        grow = best_first.chain if self.draft_options.tree == "chain" else best_first.search
-        num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
-        tree, path_probs = grow(probs, tokens, num_nodes, limits.max_depth, limits.eos)
-        return DraftTree(tree.tokens, tree.parents, probabilities=path_probs.tolist())
+            return [fill(self.static, each).pruned(limits.max_depth, limits.max_nodes, limits.eos) for each in own]
+        num_nodes, is_chain = min(self.draft_options.num_nodes, limits.max_nodes), self.draft_options.tree == "chain"
+        search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos, is_chain=is_chain)
+        return search(Candidates(own, shown), search_limits)
 
 
-def _checked(static: Sequence[Sequence[int]], num_heads: int, vocab_size: int) -> list[best_first.RankPath]:
+# ---- the static tree
+
+RankPath = tuple[int, ...]
+"""A path in a static tree: the rank of each node's token among its head's most probable ones, from the root down."""
+
+
+def _checked(static: Sequence[Sequence[int]], num_heads: int, vocab_size: int) -> list[RankPath]:
     """The rank paths as tuples.
 
     Raises:
@@ -361,6 +365,51 @@ def _checked(static: Sequence[Sequence[int]], num_heads: int, vocab_size: int) -
         paths = [tuple(int(rank) for rank in path) for path in static]
     except (TypeError, ValueError):
         raise ValueError("static must be a list of rank paths such as [[0], [0, 0], [1]]") from None
-    num_ranks = min(vocab_size, 1 + max((path[-1] for path in paths if path), default=0))
-    best_first.fill(paths, np.zeros((num_heads, num_ranks), dtype=np.int64))
+    known: set[RankPath] = {()}
+    for path in paths:
+        has_place = path not in known and path[:-1] in known and len(path) <= num_heads
+        if not has_place or not 0 <= path[-1] < vocab_size:
+            reason = f"it repeats a path, comes before its parent, or leaves the {num_heads} heads' ranks"
+            raise ValueError(f"rank path {path} does not fit: {reason}")
+        known.add(path)
+    return paths
+
+
+def fill(paths: Sequence[RankPath], tokens: np.ndarray) -> DraftTree:
+    """Fill a static tree with each head's most probable tokens (K, k), distinct within a head."""
+    rows = tokens.tolist()
+    return DraftTree.from_paths([[row[rank] for row, rank in zip(rows, path, strict=False)] for path in paths])
+
+
+def static_tree(accuracies: np.ndarray, num_nodes: int) -> list[RankPath]:
+    """The static tree of ``num_nodes`` rank paths with the largest expected number of accepted tokens.
+
+    As in Medusa, section 2.3.3, the heads are taken to be right independently of each other. A node is then accepted
+    with the product of the accuracies along its path, and the sum over the nodes is the expected number of accepted
+    tokens.
+
+    Args:
+        accuracies: (K, k) how often the token of each rank is right, for each head.
+        num_nodes: Node budget M.
+
+    Returns:
+        The paths, most probable first and thus parents before children. Paths that are never right are left out.
+
+    Raises:
+        ValueError: The accuracies are not a table of probabilities by head and rank.
+    """
+    table = np.asarray(accuracies, dtype=float)
+    if table.ndim != 2 or not ((table >= 0) & (table <= 1)).all():
+        raise ValueError("accuracies must be probabilities between 0 and 1, one row per head, one column per rank")
+    first = table[0] if len(table) else ()
+    queue: list[tuple[float, RankPath]] = [(-accuracy, (rank,)) for rank, accuracy in enumerate(first) if accuracy > 0]
+    heapify(queue)
+    paths: list[RankPath] = []
+    while queue and len(paths) < num_nodes:
+        weight, path = heappop(queue)
+        paths.append(path)
+        if len(path) < len(table):
+            for rank, accuracy in enumerate(table[len(path)]):
+                if weight * accuracy < 0:
+                    heappush(queue, (weight * accuracy, (*path, rank)))
     return paths

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +14,8 @@ from drafters.losses import anchors as anchor_positions
 from drafters.losses import gathered_logits
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.label_weights import LabelLossOptions
-from drafters.nn.anchor_attention import AnchorMask
-from drafters.nn.draft_cache import DraftCache
+from drafters.nn.anchor_attention import AnchorMask, Mask
+from drafters.nn.draft_cache import Context, DraftCache
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.markov import BaseMarkov, Markov
 from drafters.nn.transformer import Trunk
@@ -32,10 +30,9 @@ from drafters.protocol import (
     TrainingBatch,
 )
 from drafters.tree import DraftTree
-from drafters.trees import budget
-from drafters.trees.best_first import SearchLimits
-from drafters.trees.candidates import CandidateBatch, choose, most_expected
-from drafters.trees.chains import Chains
+from drafters.trees import step_cost
+from drafters.trees.candidates import choose
+from drafters.trees.search import Candidates, SearchLimits, search
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ class ParallelDrafter(LearnedDrafter):
 
     A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
     projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
-    ``loss`` and turns candidate tokens into trees (`grow`), and sets ``markov``, the bias between neighbouring tokens.
+    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`.
 
     Args:
         base: Dimensions of the base.
@@ -162,12 +159,11 @@ class ParallelDrafter(LearnedDrafter):
         self.num_anchors, self.chunk_anchors = loss.num_anchors, 64  # anchors drafted at once on a known text
         self.vocab_size = base.vocab_size
         self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
-        self.step_seconds = budget.read_costs(draft.step_costs) if draft.step_costs else None
+        self.step_seconds = step_cost.read_costs(draft.step_costs) if draft.step_costs else None
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
         self._cache: DraftCache | None = None
-        self._waiting: list[Tensor] = []  # observed hidden states that no draft has needed yet
         add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
 
     # ---- from frames to trees
@@ -189,45 +185,24 @@ class ParallelDrafter(LearnedDrafter):
         return gathered_logits.base_logits(frames, base_weights)
 
     def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
-        """The draft trees below root tokens (A,), from frame states (A, T, D)."""
-        output = self.output(base_weights)
-        return self.trees_of(self.logits(frames, output.base_weights), roots, output, limits)
+        """The draft trees below root tokens (A,), from frame states (A, T, D), with one copy to the host."""
+        weights, bias, vocabulary = self.output(base_weights)
+        logits = self.logits(frames, weights)  # (A, T, V') or, with a blank, (A, T, V' + 1)
+        candidates = choose(logits, roots, len(weights.head), self.num_candidates, bias, vocabulary)
+        options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
+        depth = min(limits.max_depth, self.num_frames)
+        search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
+        return [self._prune_by_cost(tree) for tree in self.search(candidates, search_limits)]
 
-    def trees_of(self, logits: Tensor, roots: Tensor, output: Output, limits: Limits) -> list[DraftTree]:
-        """The draft trees below root tokens (A,), from logits (A, T, W) and with one copy to the host."""
-        weights, bias, vocabulary = output
-        search, num_frames, vocab_size = self.search_limits(limits), logits.shape[1], len(weights.head)
-        num_tokens = min(search.num_nodes, search.max_depth, num_frames)
-        is_alone = len(roots) == 1  # of one draft, both cost as much
-        if bias is None or vocabulary is not None or not search.is_chain or num_tokens < 1 or is_alone:
-            return self.grow(choose(logits, roots, vocab_size, self.num_candidates, bias, vocabulary), limits)
-        candidates = most_expected(logits, roots, vocab_size, self.num_candidates, bias)
-        with torch.autocast(logits.device.type, enabled=False):  # bfloat16 is too coarse for a sum over V
-            found = self.biased_chains(logits, roots, candidates, bias, num_tokens)
-        return [self.cut_to_budget(*chain) for chain in found.on_host(search)]
-
-    @abstractmethod
-    def biased_chains(
-        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
-    ) -> Chains:
-        """The most probable chains of candidates (A, C), with a bias; what `grow` would find by a slower way."""
-
-    @abstractmethod
-    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+    def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
         """The draft trees of candidates on the host."""
+        return search(candidates, limits)
 
-    def search_limits(self, limits: Limits) -> SearchLimits:
-        """What the search of a draft may take."""
-        options = self.draft_options
-        num_nodes, depth = min(options.num_nodes, limits.max_nodes), min(limits.max_depth, self.num_frames)
-        return SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
-
-    def cut_to_budget(self, tree: DraftTree, probabilities: np.ndarray) -> DraftTree:
+    def _prune_by_cost(self, tree: DraftTree) -> DraftTree:
         """The first nodes of a tree, most probable first: as many as pay for the time that the base needs for them."""
-        size = len(tree)
-        if self.step_seconds is not None:
-            size = budget.best_size(probabilities[: len(self.step_seconds) - 1], self.step_seconds)
-        return DraftTree(tree.tokens[:size], tree.parents[:size], probabilities=probabilities[:size].tolist())
+        if self.step_seconds is None:
+            return tree
+        return tree.first(step_cost.best_size(tree.probabilities[: len(self.step_seconds) - 1], self.step_seconds))
 
     # ---- from hidden states to frames
 
@@ -260,11 +235,10 @@ class ParallelDrafter(LearnedDrafter):
             (B, A, T, D) states of the frames that predict a token, which the LM head reads.
         """
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
-        return self._frames(self.context(hidden, positions, tokens, embedding), anchors, roots, embedding)
+        context = self.context(hidden, positions, tokens, embedding)
+        return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best())
 
-    def context(
-        self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
+    def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
         """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S).
 
         The tokens are needed only with ``tokens_in_context``.
@@ -273,19 +247,23 @@ class ParallelDrafter(LearnedDrafter):
         embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
         return self.trunk.context(hidden.to(dtype), positions, embedded)
 
-    def _frames(
-        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor
-    ) -> Tensor:
+    def _mask(self, anchors: Tensor, context: Context, window: int | None = None) -> AnchorMask:
+        """What the frames of anchors (B, A) may attend to, by default in the drafter's own window."""
+        window = self.draft_options.window if window is None else window
+        return AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
+
+    def _frames(self, context: Context, anchors: Tensor, roots: Tensor, embedding: Tensor, mask: Mask) -> Tensor:
+        """States (B, A, T, D) of the predicting frames, for roots (B, A) at anchors (B, A)."""
         frames, positions = self._block(roots, anchors, embedding)
-        num_context, window = context[0][0].shape[-2], self.draft_options.window
-        mask = AnchorMask(anchors, self.num_frames, num_context, self.causal, window).best()
         states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
         return states[:, :, self.first_frame :]
 
+    # ---- training
+
     def loss_inputs(
         self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool
-    ) -> tuple[AnchoredFrames, Tensor, tuple[Tensor, Tensor] | None]:
-        """What the losses take: frames at sampled anchors, the LM head (V', D), and the bias's factors or None.
+    ) -> tuple[AnchoredFrames, Tensor, Tensor | None]:
+        """What the losses take: frames at sampled anchors, the LM head (V', D), and the bias's right factor or None.
 
         With a draft vocabulary the labels are its columns, and end before the first token that cannot be drafted.
         """
@@ -293,24 +271,33 @@ class ParallelDrafter(LearnedDrafter):
         labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
         roots = batch.input_ids.gather(1, anchors)
         frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids)
-        valid = (valid & is_valid[..., None]).flatten(0, 1)
-        anchored = AnchoredFrames(frames.flatten(0, 1), labels.flatten(0, 1), valid, roots.flatten())
+        valid, labels = (valid & is_valid[..., None]).flatten(0, 1), labels.flatten(0, 1)
+        teacher, teacher_valid = None, None
         if with_teacher:
-            states, teacher_valid = anchor_positions.deciding(
-                batch.required_last_hidden(), batch.input_ids, batch.labels, anchors, self.num_labels
-            )
-            anchored = replace(anchored, teacher=states.flatten(0, 1), teacher_valid=teacher_valid.flatten(0, 1))
+            last_hidden = batch.required_last_hidden()
+            deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, self.num_labels)
+            teacher, teacher_valid = (each.flatten(0, 1) for each in deciding)
         weights, vocabulary = restricted(base_weights, self.draft_tokens)
-        factors = None if self.markov is None else self.markov.factors(anchored.previous, weights)
+        left, right = None, None
+        if self.markov is not None:
+            left, right = self.markov.factors(torch.cat([roots.flatten()[:, None], labels], 1), weights)
         if vocabulary is not None:
-            labels, valid = vocabulary.cut(anchored.labels, valid)
-            anchored = replace(anchored, labels=labels, valid=valid)
-        return anchored, weights.head, factors
+            labels, valid = vocabulary.cut(labels, valid)
+        return AnchoredFrames(frames.flatten(0, 1), labels, valid, left, teacher, teacher_valid), weights.head, right
 
     # ---- drafting
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._cache, self._waiting = DraftCache(len(self.trunk.layers), self.draft_options.window), []
+        self._cache = DraftCache(len(self.trunk.layers), self.draft_options.window)
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        assert self._cache is not None, "begin() comes before observe()"
+        self._cache.observe(step.committed_hidden())
+
+    def rewind(self, length: int) -> None:
+        if self._cache is not None:
+            self._cache.rewind(length)
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
@@ -318,71 +305,49 @@ class ParallelDrafter(LearnedDrafter):
         assert self._cache is not None, "begin() comes before propose()"
         if min(limits.max_depth, limits.max_nodes) < 1:
             return DraftTree()
-        if self._waiting:
-            hidden, self._waiting = torch.cat(self._waiting), []
-            hidden = hidden[self._cache.skip(len(hidden)) :]
+        embedding, device = self.base_weights.embedding, self.frame_embedding.device
+        if (hidden := self._cache.take_observed()) is not None:
             start, end = self._cache.length, self._cache.length + len(hidden)
-            tokens = torch.tensor([seq[start:end]], device=hidden.device) if self.tokens_in_context else None
-            positions = torch.arange(start, end, device=hidden.device)[None]
-            self._cache.append(self.context(hidden[None], positions, tokens, self.base_weights.embedding))
+            tokens = torch.tensor([seq[start:end]], device=device) if self.tokens_in_context else None
+            positions = torch.arange(start, end, device=device)[None]
+            self._cache.append(self.context(hidden[None], positions, tokens, embedding))
         if self._cache.num_held == 0:
             return DraftTree()
-        device = self.frame_embedding.device
         # Filled on the device: copying a number there would wait for all kernels that are queued.
         anchor, root = (
-            torch.full((1,), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
+            torch.full((1, 1), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
         )
-        frames = self._frames_after(self._cache.read(), anchor, root, self.base_weights.embedding)
+        context = self._cache.read()  # all of it is attended to
+        mask = self._mask(anchor, context, window=0).dense() if self.causal else None
+        frames = self._frames(context, anchor, root, embedding, mask)[:, 0]
         self.draft_forwards += 1
-        return self.draft(frames, seq[-1], self.base_weights, limits)
+        return self.tree(frames, seq[-1], self.base_weights, limits)
+
+    def tree(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        """The tree that `propose` returns, from frame states (1, T, D) below a root token."""
+        roots = torch.full((1,), root, dtype=torch.long, device=frames.device)
+        return self.trees(frames, roots, base_weights, limits)[0]
 
     @torch.inference_mode()
-    def draft_batch(
-        self,
-        context: list[tuple[Tensor, Tensor]],
-        anchors: Tensor,
-        roots: Tensor,
-        base_weights: BaseWeights,
-        limits: Limits,
+    def propose_batch(
+        self, context: Context, anchors: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits
     ) -> list[DraftTree]:
         """The trees of B texts in one pass, for engines that keep the draft module's KV cache themselves.
 
         Args:
-            context: For each layer the keys and values (B, h, S, d) that `Trunk.context` gave for the positions of each
-                text. Positions from its anchor on may hold anything finite.
+            context: For each layer the keys and values (B, h, S, d) that `context` gave for the positions of each text.
+                Positions from its anchor on may hold anything finite.
             anchors: (B,) positions of the roots, at most S.
             roots: (B,) root tokens.
             base_weights: The base's embedding and LM head.
             limits: Limits of every proposal.
         """
         self.draft_forwards += 1
-        frames = self._frames_after(context, anchors, roots, base_weights.embedding, self.draft_options.window)
+        mask = self._mask(anchors[:, None], context)
+        is_needed = self.causal or mask.window or len(anchors) > 1  # a single text attends to all of its context
+        dense = mask.dense() if is_needed else None
+        frames = self._frames(context, anchors[:, None], roots[:, None], base_weights.embedding, dense)[:, 0]
         return self.trees(frames, roots, base_weights, limits)
-
-    def _frames_after(
-        self, context: list[tuple[Tensor, Tensor]], anchors: Tensor, roots: Tensor, embedding: Tensor, window: int = 0
-    ) -> Tensor:
-        """States (B, T, D) of the predicting frames of B texts, each with a single anchor (B,)."""
-        frames, positions = self._block(roots[:, None], anchors[:, None], embedding)
-        mask = AnchorMask(anchors[:, None], self.num_frames, context[0][0].shape[-2], self.causal, window)
-        is_needed = self.causal or window or len(anchors) > 1  # a single text attends to all of the given context
-        return self.trunk(frames, positions, context, mask.dense() if is_needed else None)[:, self.first_frame :]
-
-    def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
-        """The proposal of decoding, from frame states (1, T, D) below a root token."""
-        roots = torch.full((1,), root, dtype=torch.long, device=frames.device)
-        return self.trees(frames, roots, base_weights, limits)[0]
-
-    @torch.inference_mode()
-    def observe(self, step: StepResult) -> None:
-        assert self._cache is not None, "begin() comes before observe()"
-        self._waiting.append(step.committed_hidden())
-
-    def rewind(self, length: int) -> None:
-        if self._cache is not None:
-            self._cache.truncate(length - 1)
-            if self._waiting:
-                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
 
     @torch.inference_mode()
     def draft_at(
@@ -392,6 +357,7 @@ class ParallelDrafter(LearnedDrafter):
         positions = torch.arange(len(hidden), device=hidden.device)[None]
         context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
         for part in anchors.split(self.chunk_anchors):
-            frames = self._frames(context, part[None], input_ids[part][None], base_weights.embedding)[0]
+            mask = self._mask(part[None], context).best()
+            frames = self._frames(context, part[None], input_ids[part][None], base_weights.embedding, mask)[0]
             trees += self.trees(frames, input_ids[part], base_weights, limits)
         return trees

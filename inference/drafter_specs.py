@@ -14,7 +14,7 @@ from data.files import read_json
 from drafters import checkpoint, recipe
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter
 from drafters.registry import Registration, class_path, full_path, registered
-from drafters.trees.budget import read_costs
+from drafters.trees.step_cost import read_costs
 from inference import drafter_builders
 from inference.budget import BudgetController
 from inference.verifier.base import Base, BaseIdentity, check_fit

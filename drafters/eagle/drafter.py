@@ -89,7 +89,6 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer = layer
         self._cache: DraftCache | None = None
-        self._waiting: list[Tensor] = []  # observed hidden states whose next token is not known yet
 
     # ---- defined by a subclass
 
@@ -142,7 +141,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     # ---- drafting
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._cache, self._waiting = DraftCache(2, self.window), []
+        self._cache = DraftCache(2, self.window)
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
@@ -167,31 +166,26 @@ class AutoregressiveDrafter(LearnedDrafter):
     def _cache_pairs(self, seq: Sequence[int], cache: DraftCache, base_weights: BaseWeights) -> None:
         """Cache the pairs of observed states, now that their next tokens are known.
 
-        The layer's inputs are cached too, because after a rewind the last remaining pair is the
-        one before a root again.
+        The layer's inputs are cached too, because after a rewind the last remaining pair is the one before a root
+        again.
         """
-        if not self._waiting:
+        if (hidden := cache.take_observed()) is None:
             return
-        hidden, self._waiting = torch.cat(self._waiting)[None].to(self.dtype), []
-        if hidden.shape[1] == 0:
-            return
-        states = self.enter(hidden[:, cache.skip(hidden.shape[1]) :])
-        start, device = cache.length, states.device
-        tokens = torch.tensor([seq[start + 1 : start + 1 + states.shape[1]]], device=device)
-        positions = torch.arange(start, start + states.shape[1], device=device)[None]
+        states = self.enter(hidden[None].to(self.dtype))  # (1, n, D)
+        start, end, device = cache.length, cache.length + states.shape[1], states.device
+        tokens = torch.tensor([seq[start + 1 : end + 1]], device=device)
         residual, x = self.pair(states, self.embed(tokens, base_weights))
-        keys_values = self.layer.self_attn.keys_values(x, self.layer.rotary(positions))
-        cache.append([keys_values, (residual[:, None], x[:, None])])
+        rotation = self.layer.rotary(torch.arange(start, end, device=device)[None])
+        cache.append([self.layer.self_attn.keys_values(x, rotation), (residual[:, None], x[:, None])])
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        self._waiting.append(step.committed_hidden())
+        assert self._cache is not None, "begin() comes before observe()"
+        self._cache.observe(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
         if self._cache is not None:
-            self._cache.truncate(length - 1)
-            if self._waiting:
-                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
+            self._cache.rewind(length)
 
     def _trees(
         self,

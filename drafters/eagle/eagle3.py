@@ -13,8 +13,7 @@ from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
 from drafters.eagle.paths import DraftLayer
 from drafters.losses import gathered_logits
-from drafters.losses.distillation import distillation_loss
-from drafters.losses.divergences import DivergenceOptions
+from drafters.losses.divergences import DivergenceOptions, distillation_loss
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.transformer import RMSNorm
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch

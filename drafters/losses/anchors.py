@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class AnchoredFrames:
+class AnchoredFrames(NamedTuple):
     """Frames drafted at A anchors, and what they should predict.
 
     Args:
         frames: (A, T, D) frame states.
         labels: (A, U) the base's next tokens y_1..y_U.
         valid: (A, U) bool, a leading run: the labels inside the assistant's turn.
-        roots: (A,) tokens at the anchors.
+        left: (A, U + 1, R) left factor of the Markov bias after the root and y_1..y_U; None without a bias.
         teacher: (A, U, D) the base's last hidden states that decide y_1..y_U; only distillation needs them.
         teacher_valid: (A, U) bool, where the base has read y_1..y_{u-1} itself; everywhere by default.
     """
@@ -24,27 +23,13 @@ class AnchoredFrames:
     frames: Tensor
     labels: Tensor
     valid: Tensor
-    roots: Tensor
+    left: Tensor | None = None
     teacher: Tensor | None = None
     teacher_valid: Tensor | None = None
 
-    @property
-    def previous(self) -> Tensor:
-        """(A, U + 1) the tokens that a draft may have emitted last: the root and y_1..y_U."""
-        return torch.cat([self.roots[:, None], self.labels], 1)
-
-    def distillation_inputs(self, distillation: float) -> dict[str, Tensor]:
-        """The teacher's states, and (A, U) bool at which labels they count, by name; empty without distillation.
-
-        Raises:
-            ValueError: There is distillation, but no teacher.
-        """
-        if not distillation:
-            return {}
-        if self.teacher is None:
-            raise ValueError(f"distillation ({distillation}) needs the base's last hidden states, but teacher is None")
-        valid = self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
-        return {"teacher": self.teacher, "teacher_counts": valid}
+    def taught(self) -> Tensor:
+        """(A, U) bool: the valid labels whose distribution the teacher gives."""
+        return self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
 
 
 def valid_positions(loss_mask: Tensor) -> Tensor:

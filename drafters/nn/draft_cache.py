@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+Context = list[tuple[Tensor, Tensor]]
+"""For each layer the keys and values (B, h, S, d) of S positions."""
 SLACK = 64  # positions kept beyond a window, so that it is still full after the rewinds of a few rejected drafts
 
 
@@ -26,21 +29,38 @@ class DraftCache:
         self.window = window
         self.length = self.num_held = 0
         self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self._observed: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffers in self._buffers for buffer in buffers)
 
-    def skip(self, num_new: int) -> int:
-        """Advance over those of the next positions that no window will contain; return how many there were."""
-        num_skipped = max(0, num_new - self.window - SLACK) if self.window else 0
+    def observe(self, hidden: Tensor) -> None:
+        """Keep the base's hidden states (n, F * D) of new positions until a draft needs their keys and values."""
+        self._observed.append(hidden)
+
+    def take_observed(self) -> Tensor | None:
+        """The states (n, F * D) of the positions from ``length`` on that were observed since the last call, or None.
+
+        Those that no window will contain are left out, and ``length`` advances over them.
+        """
+        if not self._observed:
+            return None
+        hidden, self._observed = torch.cat(self._observed), []
+        num_skipped = max(0, len(hidden) - self.window - SLACK) if self.window else 0
         if num_skipped:
             self.length += num_skipped
             self.num_held = 0
-        return num_skipped
+        return hidden[num_skipped:] if len(hidden) else None
 
-    def append(self, context: list[tuple[Tensor, Tensor]]) -> None:
+    def rewind(self, length: int) -> None:
+        """Forget what was observed from position ``length - 1`` on, where a root is again."""
+        self.truncate(length - 1)
+        if self._observed:
+            self._observed = [torch.cat(self._observed)[: max(0, length - 1 - self.length)]]
+
+    def append(self, context: Context) -> None:
         """Add the keys and values of new positions: for each layer two tensors of (1, h, S, d)."""
         num_new = context[0][0].shape[-2]
         if self.window and self.num_held + num_new > 2 * (self.window + SLACK):
@@ -77,7 +97,7 @@ class DraftCache:
         self.length -= num_dropped
         self.num_held = max(0, self.num_held - num_dropped)
 
-    def read(self) -> list[tuple[Tensor, Tensor]]:
+    def read(self) -> Context:
         """Views of the keys and values in the window, for each layer two tensors of (1, h, n, d)."""
         shown = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
         return [(keys[..., shown, :], values[..., shown, :]) for keys, values in self._buffers]

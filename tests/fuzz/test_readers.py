@@ -298,7 +298,7 @@ def write_small_files(folder, tiny):
 
 
 def read_small_files(folder, name):
-    from drafters.trees.budget import read_costs
+    from drafters.trees.step_cost import read_costs
     from inference.drafter_specs import _read_entry
     from inference.tuning.trials import TrialFile
     from inference.verifier.layer_skipping import read_skips

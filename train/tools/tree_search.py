@@ -19,7 +19,7 @@ from data.batch import collate
 from data.files import SafeConsole, write_text
 from drafters import Medusa
 from drafters.losses import anchors as anchor_positions
-from drafters.trees import best_first
+from drafters.medusa import RankPath, static_tree
 from inference import drafter_specs
 from inference.outputs import new_file
 from inference.progress import progress_bars
@@ -40,7 +40,7 @@ class HeadAccuracies:
     shares: np.ndarray
     num_positions: int
 
-    def expected_acceptance_length(self, static: list[best_first.RankPath]) -> float:
+    def expected_acceptance_length(self, static: list[RankPath]) -> float:
         """Tokens per step with a static tree, if the heads were right independently of each other."""
         return 1 + sum(prod(float(self.shares[head, rank]) for head, rank in enumerate(path)) for path in static)
 
@@ -100,7 +100,7 @@ def tree_search(
         raise ValueError(f"no conversation of {', '.join(data)} has an answer within the base's context: give others")
     batches = _batches(loaded, rows, batch_size, max_new_tokens if answers == "greedy" else None)
     accuracies = measure_accuracies(medusa, loaded, batches, min(top_k, medusa.vocab_size))
-    static = best_first.static(accuracies.shares, num_nodes)
+    static = static_tree(accuracies.shares, num_nodes)
     if not static:
         raise ValueError(
             f"no token of the first head was ever right at {accuracies.num_positions} positions: train {drafter} "
@@ -165,7 +165,7 @@ def count_hits(drafter: Medusa, base: Base, batch: dict[str, Tensor], top_k: int
     return hits, num_positions
 
 
-def _write(path: Path, accuracies: HeadAccuracies, static: list[best_first.RankPath], options: dict[str, Any]) -> None:
+def _write(path: Path, accuracies: HeadAccuracies, static: list[RankPath], options: dict[str, Any]) -> None:
     """Write the tree with the measured accuracies and the options of the command."""
     result = {
         "static": static,
@@ -177,7 +177,7 @@ def _write(path: Path, accuracies: HeadAccuracies, static: list[best_first.RankP
     write_text(path, json.dumps(result) + "\n")
 
 
-def _show(accuracies: HeadAccuracies, static: list[best_first.RankPath], eval_command: str) -> None:
+def _show(accuracies: HeadAccuracies, static: list[RankPath], eval_command: str) -> None:
     """Print the accuracies, the size of the tree, and the command that measures it."""
     shares = accuracies.shares[:, :5]
     table = Table("head", *(f"rank {rank}" for rank in range(shares.shape[1])), "nodes")

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, StepResult, TrainingBatch, recipe
-from drafters.ctc import fixed_search
-from drafters.ctc.alignment import collapse
+from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
 from drafters.protocol import UNLIMITED
 from drafters.tree import DraftTree
-from drafters.trees.candidates import choose
 
 V, D, S = 12, 8, 18
 SIZES = {"hidden_size": D, "num_layers": 2, "num_heads": 2, "head_dim": 4, "intermediate_size": 12}
@@ -146,23 +144,6 @@ def test_the_ctc_tree_has_the_most_probable_prefixes_of_an_enumeration(weights, 
     np.testing.assert_allclose(tree.probabilities, [begins[path] for path in best])
     ends = drafter.propose([0] * 6 + [root], Limits(9, eos=frozenset({best[0][0], OUTSIDE})))
     assert not any(parent >= 0 and ends.tokens[parent] == best[0][0] for parent in ends.parents)
-
-
-@pytest.mark.parametrize("root", [INSIDE, OUTSIDE])
-def test_the_search_of_fixed_shape_finds_the_same_tree(weights, root):
-    drafter, hidden = make(CTC), texts(DRAFTED).hidden[0, :6]
-    expected = ready(drafter, weights, hidden).propose([0] * 6 + [root], UNLIMITED)
-    with torch.no_grad():
-        frames = drafter(hidden[None], torch.tensor([[6]]), torch.tensor([[root]]), weights.embedding)[0]
-        restricted, markov, vocabulary = drafter.output(weights)
-        logits = drafter.logits(frames, restricted)
-        (found,) = choose(logits, torch.tensor([root]), 5, 5, markov, vocabulary)
-    probs, factors, scales = (torch.tensor(part) for part in (found.probs, *found.bias))
-    tokens, no_end = torch.tensor(found.tokens), torch.zeros(0, dtype=torch.long)
-    tree = fixed_search.search(
-        probs[:, :-1], probs[:, -1], tokens, 20, torch.tensor(9), no_end, factors=factors, scales=scales
-    )
-    assert tree.on_host() == expected
 
 
 @pytest.mark.parametrize("root", [INSIDE, OUTSIDE])

@@ -222,7 +222,7 @@ def test_tokenizer_trains_a_vocabulary_with_the_chat_template(call, tmp_path):
 
 @pytest.mark.slow
 def test_step_cost_writes_a_curve_that_drafters_read(call, tiny, tmp_path):
-    from drafters.trees.budget import read_costs
+    from drafters.trees.step_cost import read_costs
 
     out = tmp_path / "new" / "cost.json"
     row = ("step-cost", "--base", tiny, "--out", out, "--device", "cpu", "--max-nodes", 6, "--context", 9)

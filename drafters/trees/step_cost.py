@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,14 @@ from data.files import read_json
 MAX_NODES = 1 << 20
 
 
-def best_size(probabilities: np.ndarray, seconds: np.ndarray, draft_seconds: float = 0.0) -> int:
+def best_size(probabilities: Sequence[float], seconds: np.ndarray, draft_seconds: float = 0.0) -> int:
     """The number of nodes that maximises the expected tokens per second.
 
     Feeding the n most probable nodes emits 1 + p_1 + ... + p_n tokens per step on average, including the bonus token,
     where p_i is the probability that node i is accepted.
 
     Args:
-        probabilities: (M,) acceptance probabilities of the nodes, most probable first.
+        probabilities: M acceptance probabilities of the nodes, most probable first.
         seconds: (N + 1,) duration of a base step that feeds 0, 1, ..., N nodes; N is at least M.
         draft_seconds: Duration of the rest of a step, which does not depend on n: the drafter's pass.
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from drafters.trees.budget import best_size, read_costs
+from drafters.trees.step_cost import best_size, read_costs
 
 
 @pytest.mark.parametrize("seed", range(20))

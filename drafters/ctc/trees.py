@@ -1,16 +1,65 @@
-"""Draft trees sampled from the CTC's own distribution, with the distributions that exact rejection needs."""
+"""The CTC drafter's other trees: the paper's own, and trees drawn from the frames for exact rejection sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.ctc.alignment import collapse
-from drafters.ctc.distributions import FrameDistributions, next_token_distribution, spell
+from drafters.ctc.reference import FrameDistributions, collapse, spell
 from drafters.tree import ROOT, ChildDistribution, DraftTree
+from drafters.trees.search import Candidates, SearchLimits, search
+
+# ---- the paper's tree
+
+
+def paper_trees(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
+    """The texts of the ``num_nodes`` most probable frame sequences (CTC-drafter, section 3.3).
+
+    A frame sequence of length t chooses a token or the blank in each of the frames 1..t; its probability is the product
+    of its choices. The most probable sequences, of any length, form a tree over frames, which is then collapsed. Unlike
+    in the original code the result is a tree of texts: neither blanks nor duplicates are fed, and a node's depth is its
+    position in the text. Merged paths waste node budget, so usually fewer than ``num_nodes`` nodes are fed.
+    """
+    tokens, probs, blank, _ = candidates
+    assert blank is not None, "the paper's tree has blanks"
+    symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)  # (A, C + 1)
+    frames = Candidates(symbols, np.concatenate([probs, blank[..., None]], axis=2))
+    sequences = search(frames, SearchLimits(limits.num_nodes, probs.shape[1]))
+    return [collapsed(tree, BLANK).pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in sequences]
+
+
+BLANK = -1  # in a tree over frames
+
+
+def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
+    """The CTC transform of a tree over frames: on every path, repeats are merged, then blanks dropped.
+
+    Paths with the same text become one path. The root is no frame, so the first token may repeat it.
+
+        the ─┬─ the ── cat        becomes        the ─┬─ cat
+             └─ ε ──── the                            └─ the
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    index: dict[tuple[int, int], int] = {}
+    end_of_text = {ROOT: ROOT}  # for each node, the new node at which the text of its path ends
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        end_of_text[node] = end_of_text[parent]
+        if token == blank or (parent != ROOT and token == tree.tokens[parent]):
+            continue
+        place = end_of_text[parent], token
+        if place not in index:
+            index[place] = len(tokens)
+            tokens.append(token)
+            parents.append(end_of_text[parent])
+        end_of_text[node] = index[place]
+    return DraftTree(tokens, parents)
+
+
+# ---- drawn trees
 
 Bias = Callable[[Tensor], Tensor]
 """Maps tokens (N,) to B[l, :] (N, V + 1), which is added to a frame's logits if l is the last emitted token.
@@ -21,21 +70,19 @@ It is called while sampling and again for the distributions, in batches of other
 
 def draw(
     logits: Tensor,
-    bias: Bias | None,
     root: int,
     num_texts: int,
-    max_nodes: int,
-    max_depth: int,
-    eos: Collection[int],
+    limits: SearchLimits,
     generator: np.random.Generator,
+    bias: Bias | None = None,
     temperature: float = 1.0,
     merge_repeats: bool = True,
 ) -> DraftTree:
     """Sample texts independently and merge them into one tree.
 
-    A text whose frames are sampled one by one and then collapsed is an exact sample from the distribution of
-    `distributions.next_token_distribution`. The texts that pass through a node and continue are independent samples
-    from q(. | node) / (1 - stop(node)). That is the distribution of the node's children, drawn with replacement, for
+    A text whose frames are sampled one by one and then collapsed is an exact sample from the distribution q of
+    `drafters.ctc.reference`. The texts that pass through a node and continue are independent samples from
+    q(. | node) / (1 - stop(node)). That is the distribution of the node's children, drawn with replacement, for
     multi-round rejection. The texts are copied to the host once.
 
     The tree stays within its limits itself. Pruning it later (`DraftTree.pruned`) would keep or drop a sample by its
@@ -43,21 +90,14 @@ def draw(
 
     Args:
         logits: (T, V + 1) logits of the frames, the blank last.
-        bias: Bias on each frame's logits given the last emitted token, which is the root at first; None for none.
         root: Token of the root. The number of the blank stands for a root that cannot be drafted.
         num_texts: Number of texts N.
-        max_nodes: Largest number of nodes.
-        max_depth: Largest depth of a node.
-        eos: End-of-sequence tokens; nothing is drafted below them.
+        limits: Number of nodes, their depth, and the end-of-sequence tokens.
         generator: Random generator, independent of the one that acceptance uses. T * N numbers are taken from it.
+        bias: Bias on each frame's logits given the last emitted token, which is the root at first; None for none.
         temperature: Divides logits and biases.
-        merge_repeats: As in `alignment.collapse`.
-
-    Raises:
-        ValueError: There is no text, or the temperature is not above 0.
+        merge_repeats: As in `reference.collapse`.
     """
-    if num_texts < 1 or not temperature > 0:
-        raise ValueError(f"need num_texts >= 1 and temperature > 0, not {num_texts} and {temperature}")
     logits = logits.double() / temperature
 
     tempered: Bias | None = None
@@ -67,7 +107,7 @@ def draw(
     uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
     symbols = sample_alignments(logits, tempered, root, uniforms).cpu()
     texts = [collapse(frames, logits.shape[1] - 1, merge_repeats) for frames in symbols]
-    tokens, parents, draws = merge(texts, max_nodes, max_depth, eos)
+    tokens, parents, draws = merge(texts, limits)
     if not draws:
         return DraftTree()
     index = {node: prefix for prefix, node in enumerate(draws)}  # nodes with children, the root first
@@ -75,7 +115,7 @@ def draw(
     above = [ROOT if node == ROOT else index[parents[node]] for node in draws]
     last, above = torch.tensor([last, above]).to(logits.device)
     frames = FrameDistributions(logits, tempered(last) if tempered else None)
-    distribution = next_token_distribution(frames, spell(frames, last, above, merge_repeats))
+    distribution = spell(frames, last, above, merge_repeats).next_token_probs()
     distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
     distributions = (
         ChildDistribution(node, probs, tuple(children))
@@ -114,9 +154,7 @@ def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     return symbols.clamp(max=probs.shape[-1] - 1)
 
 
-def merge(
-    texts: Sequence[Sequence[int]], max_nodes: int, max_depth: int, eos: Collection[int]
-) -> tuple[list[int], list[int], dict[int, list[int]]]:
+def merge(texts: Sequence[Sequence[int]], limits: SearchLimits) -> tuple[list[int], list[int], dict[int, list[int]]]:
     """Merge sampled texts into a tree, text by text.
 
     A sample is left out only for reasons known before it was drawn: its depth, an end-of-sequence token above it, or a
@@ -132,15 +170,15 @@ def merge(
     index: dict[tuple[int, int], int] = {}
     for text in texts:
         node = ROOT
-        for token in text[: max(max_depth, 0)]:
-            if len(tokens) >= max_nodes:
+        for token in text[: max(limits.max_depth, 0)]:
+            if len(tokens) >= limits.num_nodes:
                 return tokens, parents, draws
             child = index.setdefault((node, token), len(tokens))
             if child == len(tokens):
                 tokens.append(token)
                 parents.append(node)
             draws.setdefault(node, []).append(child)
-            if token in eos:
+            if token in limits.eos:
                 break
             node = child
     return tokens, parents, draws

@@ -105,8 +105,3 @@ def test_prefix_attention_reads_earlier_positions_and_no_later_ones():
     other[0, 3] += 1
     changed = (prefix(hidden) - prefix(other)).abs().amax(-1)[0] > 0
     assert changed.tolist() == [False, False, False, True, True, True]
-
-
-def test_a_width_of_zero_is_refused():
-    with pytest.raises(ValueError, match="width"):
-        HydraDraftOptions(width=0)

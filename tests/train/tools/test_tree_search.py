@@ -9,7 +9,7 @@ import torch
 from data import embedded
 from drafters import Medusa, TrainingBatch, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.trees import best_first
+from drafters.medusa import static_tree
 from inference import drafter_specs
 from inference.prompts import encode_messages
 from inference.verifier.base import tokenizer_hash
@@ -112,7 +112,7 @@ def test_the_tree_fits_the_measured_accuracies_and_decodes_losslessly(call, sear
     accuracies = np.array(found["accuracies"])
     assert accuracies.shape == (K, RANKS) and (accuracies.sum(1) <= 1 + 1e-9).all() and accuracies.any()
     static = [tuple(path) for path in found["static"]]
-    assert static == best_first.static(accuracies, 7) and 0 < len(static) <= 7
+    assert static == static_tree(accuracies, 7) and 0 < len(static) <= 7
     assert found["num_positions"] > 50
     assert f"{found['expected_acceptance_length']:.2f} tokens a step" in outcome.out
     spec = f"medusa={folder}:static={out}"

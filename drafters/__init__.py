@@ -1,6 +1,6 @@
-"""The drafters, the draft tree, and the folder that a trained drafter is kept in."""
+"""The drafters and the types around them; a new drafter of this package gets its line here."""
 
-from typing import Any
+# ruff: noqa: F401
 
 from drafters.block import Block
 from drafters.ctc.drafter import CTC
@@ -20,7 +20,7 @@ from drafters.protocol import (
     StepResult,
     TrainingBatch,
 )
-from drafters.registry import register, registered
+from drafters.registry import register
 from drafters.training_free.corpus import CorpusCache
 from drafters.training_free.draft_model import DraftModel, HorizontalCascade, MaxGram, SelfSpeculative
 from drafters.training_free.joint import Joint
@@ -32,48 +32,3 @@ from drafters.training_free.retrieval import REST
 from drafters.training_free.self_draft import SelfDraft
 from drafters.training_free.suffix_array import SuffixArray
 from drafters.tree import DraftTree
-
-__all__ = [
-    "ANPD",
-    "CTC",
-    "EAGLE",
-    "EAGLE3",
-    "REST",
-    "BaseShape",
-    "BaseWeights",
-    "Block",
-    "CorpusCache",
-    "DraftModel",
-    "DraftTree",
-    "Drafter",
-    "HorizontalCascade",
-    "Hydra",
-    "Joint",
-    "LearnedDrafter",
-    "Limits",
-    "Lookahead",
-    "MaxGram",
-    "Medusa",
-    "Merged",
-    "NgramPool",
-    "NoDrafter",
-    "Ouroboros",
-    "PromptLookup",
-    "RequiredOutputs",
-    "SelfDraft",
-    "SelfSpeculative",
-    "StepResult",
-    "SuffixArray",
-    "TokenRecycling",
-    "TrainingBatch",
-    "register",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """A registered drafter of this package that the list above leaves out, so that ``drafters.NAME`` always works."""
-    for registration in registered().values():
-        build = registration.build
-        if getattr(build, "__name__", "") == name and build.__module__.startswith("drafters."):
-            return build
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

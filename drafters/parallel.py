@@ -30,7 +30,6 @@ from drafters.protocol import (
     TrainingBatch,
 )
 from drafters.tree import DraftTree
-from drafters.trees import step_cost
 from drafters.trees.candidates import choose
 from drafters.trees.search import Candidates, SearchLimits, search
 
@@ -84,8 +83,6 @@ class ParallelDraftOptions:
         top_k: T * top_k tokens may enter the tree: those that are most probable in any frame or, with a bias between
             neighbouring tokens, those that the draft is expected to show most often.
         min_probability: Nodes whose path is less probable than this are not fed to the base.
-        step_costs: File written by ``drafters step-cost``. A tree then stops growing where a further node costs more
-            time than it gains. Empty for trees of ``num_nodes``.
         window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
             time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did.
     """
@@ -94,7 +91,6 @@ class ParallelDraftOptions:
     num_nodes: int = 32
     top_k: int = 8
     min_probability: float = 0.0
-    step_costs: str = ""
     window: int = 0
 
     def __post_init__(self) -> None:
@@ -159,7 +155,6 @@ class ParallelDrafter(LearnedDrafter):
         self.num_anchors, self.chunk_anchors = loss.num_anchors, 64  # anchors drafted at once on a known text
         self.vocab_size = base.vocab_size
         self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
-        self.step_seconds = step_cost.read_costs(draft.step_costs) if draft.step_costs else None
         self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
         num_embeddings = trunk.num_frames if frames_differ else 1
         self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
@@ -192,17 +187,11 @@ class ParallelDrafter(LearnedDrafter):
         options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
         depth = min(limits.max_depth, self.num_frames)
         search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
-        return [self._prune_by_cost(tree) for tree in self.search(candidates, search_limits)]
+        return self.search(candidates, search_limits)
 
     def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
         """The draft trees of candidates on the host."""
         return search(candidates, limits)
-
-    def _prune_by_cost(self, tree: DraftTree) -> DraftTree:
-        """The first nodes of a tree, most probable first: as many as pay for the time that the base needs for them."""
-        if self.step_seconds is None:
-            return tree
-        return tree.first(step_cost.best_size(tree.probabilities[: len(self.step_seconds) - 1], self.step_seconds))
 
     # ---- from hidden states to frames
 

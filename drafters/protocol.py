@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import torch
@@ -44,6 +45,11 @@ class BaseShape:
     rope_low_frequency: float = 1.0
     rope_high_frequency: float = 4.0
     rope_original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (isinstance(value, int | float) and 0 < value < inf):
+                raise ValueError(f"{name} of the base is {value!r}, not a positive number")
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,10 @@ class CTC(ParallelDrafter):
             raise ValueError(
                 "the paper's tree merges repeats, which this drafter does not: set tree to prefix or chain"
             )
-        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability or draft.step_costs):
+        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability):
             raise ValueError(
-                "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank, "
-                "min_probability and step_costs, or set tree to prefix"
+                "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank and "
+                "min_probability, or set tree to prefix"
             )
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
         self.loss_options, self.merge_repeats = loss, trunk.merge_repeats

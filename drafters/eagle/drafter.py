@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.checks import check_above_zero, check_at_least, check_choices, check_hidden_layers
+from drafters.checks import (
+    MAX_LAYERS,
+    check_above_zero,
+    check_at_least,
+    check_at_most,
+    check_choices,
+    check_hidden_layers,
+)
 from drafters.eagle.paths import DraftLayer, Paths
 from drafters.nn.draft_cache import DraftCache
 from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
@@ -52,6 +59,7 @@ class AutoregressiveDraftOptions:
         if self.draws and self.tree != "chain":
             raise ValueError(f"draws ({self.draws}) needs tree: chain; a dynamic tree takes the most probable tokens")
         check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
+        check_at_most(MAX_LAYERS, depth=self.depth)
         check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
         if 0 < self.window <= self.depth:
             raise ValueError(f"window ({self.window}) must exceed depth ({self.depth}), or be 0 for the whole text")

@@ -1,8 +1,7 @@
-"""The most profitable number of draft tokens to feed, given how the base's step time grows with it."""
+"""The file of `drafters step-cost`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,31 +9,6 @@ import numpy as np
 from data.files import read_json
 
 MAX_NODES = 1 << 20
-
-
-def best_size(probabilities: Sequence[float], seconds: np.ndarray, draft_seconds: float = 0.0) -> int:
-    """The number of nodes that maximises the expected tokens per second.
-
-    Feeding the n most probable nodes emits 1 + p_1 + ... + p_n tokens per step on average, including the bonus token,
-    where p_i is the probability that node i is accepted.
-
-    Args:
-        probabilities: M acceptance probabilities of the nodes, most probable first.
-        seconds: (N + 1,) duration of a base step that feeds 0, 1, ..., N nodes; N is at least M.
-        draft_seconds: Duration of the rest of a step, which does not depend on n: the drafter's pass.
-
-    Returns:
-        n in 0..M; the smallest if several are equally good.
-
-    Raises:
-        ValueError: The cost of M nodes is not known.
-    """
-    num_nodes = len(probabilities)
-    if len(seconds) <= num_nodes:
-        raise ValueError(f"the step cost is known for at most {len(seconds) - 1} nodes, not for {num_nodes}")
-    emitted = np.ones(num_nodes + 1)
-    emitted[1:] += np.cumsum(probabilities)
-    return int(np.argmax(emitted / (draft_seconds + seconds[: num_nodes + 1])))
 
 
 def read_costs(path: str | Path) -> np.ndarray:

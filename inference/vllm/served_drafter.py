@@ -108,7 +108,7 @@ def read_parallel(spec: str, base: ServedBase, num_tokens: int) -> tuple[Path, D
     draft = config.init_args.get(recipe.DRAFT, {})
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
-    chain = {"tree": "chain", "num_nodes": num_tokens, "step_costs": ""}
+    chain = {"tree": "chain", "num_nodes": num_tokens}
     return drafter_builders.drafter_folder(folder or ""), replace(
         config, init_args=config.init_args | {recipe.DRAFT: draft | chain}
     )

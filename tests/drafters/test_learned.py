@@ -339,7 +339,7 @@ WRONG = {
         *({"objective": "rnn"}, {"weights": "none"}, {"tree": "best_first"}, {"markov_factors": "head"}),
         *({"teacher_temperature": -0.5}, {"distillation_steps": -1}, {"draft_vocab_size": V + 1}),
     ],
-    "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"step_costs": "a.json"}, {"merge_repeats": 0}],
+    "ctc, paper's tree": [{"markov_rank": 2}, {"min_probability": 0.1}, {"merge_repeats": 0}],
     "block": [{"num_frames": 0}, {"num_frames": 1, "sample_from_anchor": False}, {"tree": "paper"}],
     "medusa": [{"num_heads": 0}, {"num_layers": 0}, {"top_k": 0}, {"num_nodes": -1}, {"tree": "bush"}],
     "hydra": [{"width": 0}, {"chunk_anchors": 0}, {"num_anchors": -1}, {"decay": -0.5}, {"divergence": "tv"}],

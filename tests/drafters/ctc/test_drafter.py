@@ -214,18 +214,6 @@ def test_sequences_of_a_batch_do_not_leak(make_ctc, base_weights):
     torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
 
 
-def test_step_costs_limit_the_size_of_a_tree(make_ctc, base_weights, text, tmp_path):
-    """The first four nodes are free and every further one costs more than it gains."""
-    hidden, ids = text
-    costs = tmp_path / "costs.json"
-    costs.write_text('{"nodes": [0, 4, 5, 12], "seconds": [1.0, 1.0, 9.0, 99.0]}')
-    free, cut = make_ctc(), make_ctc(step_costs=str(costs))
-    anchors = torch.arange(1, S)
-    whole = free.draft_at(hidden, ids, anchors, base_weights)
-    for tree, expected in zip(cut.draft_at(hidden, ids, anchors, base_weights), whole, strict=True):
-        assert tree == DraftTree(expected.tokens[:4], expected.parents[:4])
-
-
 def test_the_papers_tree_has_fewer_nodes_and_a_chain_has_no_branches(make_ctc, base_weights, text):
     hidden, ids = text
     anchors = torch.arange(1, S)

@@ -447,7 +447,7 @@ CHANGES = {
     "draft_vocab_size": (101, "d2t is (100,)"),
     "eagle_aux_hidden_state_layer_ids": ([1, 3, LAYERS], "the base's last layer (5)"),
     "speculators_model_type": ("peagle", "peagle of speculators is not read"),
-    "speculators_config": ({"proposal_methods": [{"speculative_tokens": 10**9}]}, "draft.depth is 1000000000"),
+    "speculators_config": ({"proposal_methods": [{"speculative_tokens": 10**9}]}, "depth must be at most 1000"),
     "speculators_config ": ({"verifier": {"name_or_path": 3}}, "verifier.name_or_path"),
 }
 

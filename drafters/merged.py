@@ -10,8 +10,10 @@ from math import exp, log
 from typing import NamedTuple
 
 from drafters.protocol import UNLIMITED, Drafter, LearnedDrafter, Limits, RequiredOutputs, StepResult
-from drafters.training_free.joint import Joint
+from drafters.training_free.joint import Joint, extended
 from drafters.tree import ROOT, DraftTree
+
+# ---- one probability from those of two predictors
 
 MIN_PROBABILITY = 1e-3
 LEARNING_RATE = 0.02
@@ -37,13 +39,7 @@ FIRST_WEIGHTS = {  # of the first and the second predictor, and the bias; what a
 
 
 class Evidence(NamedTuple):
-    """What two predictors say about a token, as log-odds.
-
-    Args:
-        agreement: Which of them name it.
-        first: Log-odds of the first predictor; 0 if it names no token.
-        second: Log-odds of the second predictor; 0 if it names no token.
-    """
+    """What two predictors say about a token: which of them name it, and their log-odds; 0 if one names no token."""
 
     agreement: Agreement
     first: float
@@ -66,10 +62,7 @@ class LogisticMixer:
         return 1 / (1 + exp(-(first * evidence.first + second * evidence.second + bias)))
 
     def learn(self, evidence: Evidence, is_right: bool) -> None:
-        """Move the weights towards what was right.
-
-        More confidence of a predictor never lowers the probability: weights do not fall below 0.
-        """
+        """Move the weights towards what was right, none below 0: more confidence never lowers the probability."""
         step = LEARNING_RATE * (is_right - self.probability(evidence))
         weights = self._weights[evidence.agreement]
         weights[0] = max(0.0, weights[0] + step * evidence.first)
@@ -78,11 +71,7 @@ class LogisticMixer:
 
 
 def log_odds(probability: float) -> float:
-    """The log-odds of a probability, which is limited to be neither 0 nor 1.
-
-    >>> log_odds(0.5)
-    0.0
-    """
+    """The log-odds of a probability, which is limited to be neither 0 nor 1."""
     probability = min(max(probability, MIN_PROBABILITY), 1 - MIN_PROBABILITY)
     return log(probability / (1 - probability))
 
@@ -110,6 +99,9 @@ def combine(first: dict[int, float], second: dict[int, float]) -> list[tuple[int
         if token not in first:
             pairs.append((token, Evidence(agreement, first_left, log_odds(probability))))
     return pairs
+
+
+# ---- the drafter
 
 
 @dataclass
@@ -235,14 +227,9 @@ class Merged(Drafter):
             negative, above, token = heappop(heap)
             parent = self._nodes[above]
             place = parent.children[token] = len(self._nodes)
-            self._nodes.append(
-                Node(
-                    self.ngrams.extended(parent.contexts, token),
-                    None if parent.learned is None else learned.child(parent.learned, token),
-                    parent.depth + 1,
-                    -negative,
-                )
-            )
+            contexts = extended(parent.contexts, token, self.ngrams.order)
+            child = None if parent.learned is None else learned.child(parent.learned, token)
+            self._nodes.append(Node(contexts, child, parent.depth + 1, -negative))
             tokens.append(token)
             parents.append(above - 1)
         tree = DraftTree(tokens, parents, probabilities=[node.probability for node in self._nodes[1:]])
@@ -250,14 +237,11 @@ class Merged(Drafter):
         return tree
 
     def following(self, node: Node, learned_children: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
-        """Find the tokens that may follow a node, and keep what both drafters say about them.
+        """Return the tokens that may follow a node, with probabilities, and keep what both drafters say about them.
 
         Args:
             node: The node.
             learned_children: For each node of the learned drafter's tree, the probabilities of its children.
-
-        Returns:
-            (token, probability) pairs.
         """
         learned = {} if node.learned is None else learned_children.get(node.learned, {})
         least = self.min_probability / node.probability

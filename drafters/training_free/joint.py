@@ -13,7 +13,13 @@ from drafters.training_free.corpus import CorpusTable
 from drafters.tree import DraftTree
 
 BITS = 20  # enough for a token id, so that a context of w tokens is one integer of w * BITS bits
+TOKEN_MASK = (1 << BITS) - 1
 EXPERIENCES = 36  # number of classes that `Followers.experience` distinguishes
+TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)  # kinds of sources
+MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
+MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
+# In a heap entry, in place of the negated token: the remaining sources of the context are still to be read.
+NEXT_SOURCE = 1
 
 
 def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
@@ -92,10 +98,8 @@ class FollowerTable:
 
     def learn(self, keys: Sequence[int], token: int) -> None:
         """Count a token that follows the contexts ``keys``, which are ordered from the shortest."""
-        for width, key in enumerate(keys):
-            contexts = self.widths[width]
-            followers = contexts.get(key)
-            if followers is not None:
+        for contexts, key in zip(self.widths, keys, strict=False):
+            if (followers := contexts.get(key)) is not None:
                 followers.add(token, self.growth, self.max_followers)
                 continue
             contexts[key] = Followers(token)
@@ -109,14 +113,6 @@ class FollowerTable:
         for token in tokens:
             self.learn(keys, token)
             keys = extended(keys, token, len(self.widths))
-
-
-TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)
-TOKEN_MASK = (1 << BITS) - 1
-MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
-MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
-# In a heap entry, in place of the negated token: the remaining sources of the context are still to be read.
-NEXT_SOURCE = 1
 
 
 @register("joint", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
@@ -279,43 +275,6 @@ class Joint(Drafter):
             yield share / total, weights, remaining
             earlier |= weights
 
-    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
-        """Return the tokens that may follow, the most probable first.
-
-        Args:
-            keys: The contexts, from the shortest, as `extended` returns them.
-            min_probability: Sources that hold no token of this probability need not be read.
-
-        Returns:
-            (probability, token) pairs. The probabilities add up to at most one.
-        """
-        pairs = []
-        for unit, weights, remaining in self._shares(keys):
-            pairs += [(unit * weight, token) for token, weight in weights.items()]
-            if remaining < min_probability:
-                break
-        return sorted(pairs, reverse=True)
-
-    # ---- for a drafter that builds the tree itself
-
-    def contexts_after(self, seq: Sequence[int]) -> list[int]:
-        """Learn the tokens of a text that were not observed, and return the contexts at its end, for `following`."""
-        self._learn(seq[len(self._text) :])
-        return self._keys
-
-    def extended(self, keys: Sequence[int], token: int) -> list[int]:
-        """The contexts after one more token."""
-        return extended(keys, token, self.order)
-
-    def expect(self, tree: DraftTree, contexts: Sequence[Sequence[int]]) -> None:
-        """Tell which tree will be fed, so that `observe` learns what the base says after its nodes.
-
-        Args:
-            tree: The tree.
-            contexts: Those of the root and of each node.
-        """
-        self._fed = tree, contexts
-
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         min_probability, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
         tokens: list[int] = []
@@ -351,3 +310,26 @@ class Joint(Drafter):
         tree = DraftTree(tokens, parents, probabilities=probabilities[1:])
         self.expect(tree, contexts)
         return tree
+
+    # ---- for a drafter that builds the tree itself
+
+    def contexts_after(self, seq: Sequence[int]) -> list[int]:
+        """Learn the tokens of a text that were not observed, and return the contexts at its end."""
+        self._learn(seq[len(self._text) :])
+        return self._keys
+
+    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
+        """Return (probability, token) pairs of the tokens that may follow contexts, the most probable first.
+
+        The probabilities add up to at most one. Sources that hold no token of ``min_probability`` need not be read.
+        """
+        pairs = []
+        for unit, weights, remaining in self._shares(keys):
+            pairs += [(unit * weight, token) for token, weight in weights.items()]
+            if remaining < min_probability:
+                break
+        return sorted(pairs, reverse=True)
+
+    def expect(self, tree: DraftTree, contexts: Sequence[Sequence[int]]) -> None:
+        """Tell which tree will be fed, with the contexts of its root and nodes, so that `observe` can learn from it."""
+        self._fed = tree, contexts

@@ -85,9 +85,7 @@ class Lookahead(Drafter):
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._read(seq)
         self._root = seq[-1]
-        tree = DraftTree.from_paths(list(self._guesses(limits)))
-        if len(tree) > limits.max_nodes:
-            tree = DraftTree(tree.tokens[: limits.max_nodes], tree.parents[: limits.max_nodes])
+        tree = DraftTree.from_paths(list(self._guesses(limits))).first(max(limits.max_nodes, 0))
         parents = self._combs[len(self._levels) - 1]
         fits = len(tree) + len(parents) <= limits.max_nodes and self._depth <= limits.max_scratch_depth
         if fits:

@@ -9,9 +9,13 @@ from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
 
+Gram = tuple[int, ...]
+
 
 class NgramPool:
     """The n-grams that followed each key token, in the order of their last insertion.
+
+    Lookahead decoding, Self-Draft and Ouroboros keep theirs in one.
 
     Args:
         max_per_key: Number of n-grams kept per key; beyond it the oldest is dropped. 0 keeps all.
@@ -19,10 +23,9 @@ class NgramPool:
 
     def __init__(self, max_per_key: int = 0) -> None:
         self.max_per_key = max_per_key
-        self._grams: dict[int, dict[tuple[int, ...], None]] = {}
+        self._grams: dict[int, dict[Gram, None]] = {}
 
     def __len__(self) -> int:
-        """Return the number of n-grams over all keys."""
         return sum(map(len, self._grams.values()))
 
     def insert(self, key: int, gram: Sequence[int]) -> None:
@@ -34,7 +37,7 @@ class NgramPool:
         if self.max_per_key and len(grams) > self.max_per_key:
             del grams[next(iter(grams))]
 
-    def newest(self, key: int, count: int | None = None) -> list[tuple[int, ...]]:
+    def newest(self, key: int, count: int | None = None) -> list[Gram]:
         """Return the newest ``count`` n-grams of a key, or all, from the oldest to the newest."""
         grams = list(self._grams.get(key, ()))
         return grams if count is None else grams[max(0, len(grams) - count) :]
@@ -57,14 +60,11 @@ class NgramPool:
         self._grams.clear()
 
 
-Gram = tuple[int, ...]
-
-
 class _NgramIndex(Drafter):
     """An index of the n-grams of a text that can be extended and rewound token by token.
 
-    It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. The
-    cost of a step is proportional to the tokens it adds, not to the length of the text.
+    It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. A
+    step costs in proportion to the tokens it adds, not to the length of the text.
 
     Args:
         shortest: Number of tokens of the shortest n-gram.
@@ -147,15 +147,13 @@ class ANPD(_NgramIndex):
             self._best[context] = follower
 
     def _remove(self, gram: Gram) -> None:
-        context = gram[:-1]
         count, first = self._counts.pop(gram)
         if count > 1:
             self._counts[gram] = count - 1, first
-        best = self._replaced.pop()
-        if best is None:
-            del self._best[context]
+        if best := self._replaced.pop():
+            self._best[gram[:-1]] = best
         else:
-            self._best[context] = best
+            del self._best[gram[:-1]]
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         if self.update:
@@ -168,7 +166,7 @@ class ANPD(_NgramIndex):
             if token in limits.eos:
                 break
             context = (*context, token)[1 - self.order :]
-        return _chain(draft)
+        return DraftTree.chain(draft)
 
     def _next(self, context: Gram) -> int | None:
         for start in range(len(context)):
@@ -216,22 +214,16 @@ class PromptLookup(_NgramIndex):
         draft = list(seq[start : start + room])
         for index, token in enumerate(draft):
             if token in limits.eos:
-                return _chain(draft[: index + (not self.partial)])
-        return _chain(draft)
+                return DraftTree.chain(draft[: index + (not self.partial)])
+        return DraftTree.chain(draft)
 
     def _match(self, seq: Sequence[int]) -> int | None:
         """Return the position to copy from. The leftmost match decides, because it has the most text after it."""
-        length = len(seq)
-        tail = tuple(seq[-self.max_ngram :])
-        for at in range(len(tail)):
-            start = self._first[tail[at:]]
-            width = len(tail) - at
+        length, tail = len(seq), tuple(seq[-self.max_ngram :])
+        for width in range(len(tail), 0, -1):
+            start = self._first[tail[-width:]]
             # The original code needs a full copy whose first token lies before the suffix itself.
             is_full = start + self.num_draft <= length and start < length - width
             if start < length if self.partial else is_full:
                 return start
         return None
-
-
-def _chain(tokens: Sequence[int]) -> DraftTree:
-    return DraftTree(tokens, range(-1, len(tokens) - 1))

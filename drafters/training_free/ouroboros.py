@@ -66,8 +66,7 @@ class Ouroboros(Drafter):
             )
         self.inner, self.pool = inner, pool
         self.num_draft, self.num_phrases, self.level = num_draft, num_phrases, level
-        self.lengthen, self.verify_phrases, self.history = lengthen, verify_phrases, history
-        self.drop_last = drop_last
+        self.lengthen, self.verify_phrases, self.history, self.drop_last = lengthen, verify_phrases, history, drop_last
         self.draft_forwards = inner.forwards
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -149,7 +148,4 @@ class Ouroboros(Drafter):
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the length of the common prefix."""
-    count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
-        count += 1
-    return count
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

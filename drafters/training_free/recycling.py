@@ -45,10 +45,11 @@ class TokenRecycling(Drafter):
     def __init__(
         self, num_nodes: int = 80, top_k: int = 8, template: Literal["best_first", "paper"] = "best_first"
     ) -> None:
-        if num_nodes < 1 or top_k < 1:
-            raise ValueError(f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}")
-        if template not in ("best_first", "paper"):
-            raise ValueError(f"template must be best_first or paper, not {template!r}")
+        if num_nodes < 1 or top_k < 1 or template not in ("best_first", "paper"):
+            raise ValueError(
+                f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}, and template must be best_first "
+                f"or paper, not {template!r}"
+            )
         self.num_nodes, self.top_k, self.template = num_nodes, top_k, template
         self.required_outputs = RequiredOutputs(top_k=top_k)
         self._successors: dict[int, Sequence[int]] = {}
@@ -81,7 +82,7 @@ class TokenRecycling(Drafter):
 
 
 def rank_probability(rank: int) -> float:
-    """Return the probability that a token's successor of this rank in the table is the next token of the text.
+    """Return the probability that a token's successor of this rank is the next token of the text.
 
     Rounded from frequencies of two small chat bases: 0.51, 0.076, 0.037, 0.026, 0.017, ... (GSM8K) and 0.33, 0.099,
     0.040, 0.035, 0.030, ... (the embedded corpus).
@@ -91,14 +92,10 @@ def rank_probability(rank: int) -> float:
 
 @lru_cache(maxsize=64)
 def best_first(num_nodes: int, top_k: int) -> Template:
-    """Return the template of the ``num_nodes`` most probable paths of ranks.
+    """Return the template of the ``num_nodes`` most probable paths of ``top_k`` ranks.
 
     The probability of a path is the product of the `rank_probability` of its ranks. Under this model, no other template
     with as many nodes has a larger expected acceptance length.
-
-    Args:
-        num_nodes: Number of nodes.
-        top_k: Number of ranks, the successors per token.
 
     >>> best_first(4, 8)  # ranks 0, 0-0, 0-0-0 and 1
     ((((),),), ())
@@ -120,10 +117,7 @@ def best_first(num_nodes: int, top_k: int) -> Template:
 
 @lru_cache(maxsize=64)
 def paper_template(num_nodes: int) -> Template:
-    """Return the first nodes of the tree of 80 nodes that the authors published (in Spec-Bench, version 2.2.2).
-
-    Args:
-        num_nodes: Number of nodes, counted level by level; 80 for the whole tree.
+    """Return the first nodes, level by level, of the 80 that the authors published (in Spec-Bench, version 2.2.2).
 
     >>> paper_template(10)  # ranks 0 to 7, 0-0 and 0-1
     (((), ()), (), (), (), (), (), (), ())

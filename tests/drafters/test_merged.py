@@ -9,6 +9,7 @@ import drafters
 from drafters import DraftTree
 from drafters.merged import combine
 from drafters.protocol import Limits, StepResult
+from drafters.training_free.joint import extended
 from inference.budget import BudgetController
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
@@ -77,7 +78,7 @@ def enumerate_paths(merged, seq, tree, eos=()):
             continue
         keys = merged.ngrams.contexts_after(seq)
         for token in path:
-            keys = merged.ngrams.extended(keys, token)
+            keys = extended(keys, token, merged.ngrams.order)
         learned = {
             token: by_path[(*path, token)] / by_path[path] for token in range(VOCAB) if (*path, token) in by_path
         }

@@ -57,11 +57,7 @@ class HydraDraftOptions:
 
 
 class PrefixAttention(nn.Module):
-    """One causal decoder layer over the base's last hidden states (Hydra++), the identity before training.
-
-    Args:
-        shape: Dimensions of the base.
-    """
+    """One causal decoder layer over the base's last hidden states (Hydra++), the identity before training."""
 
     def __init__(self, shape: BaseShape) -> None:
         super().__init__()

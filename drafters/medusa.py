@@ -96,11 +96,6 @@ class ResidualBlock(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return next(self.parameters()).dtype
-
     def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return states (..., D) computed from states (..., D) and embeddings (..., n * D)."""
         first, *others = self.layers
@@ -116,21 +111,12 @@ class HeadDrafter(LearnedDrafter):
     At an anchor a the heads read the base's last hidden state at position a - 1, which decided the root. The modules
     have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
 
-    Args:
-        base: Dimensions of the base.
-        blocks: One per head.
-        heads: Options of the heads.
-        loss: Options of the loss.
     """
 
     rows_per_anchor = 1  # rows of one draft that go through an output layer together
 
     def __init__(
-        self,
-        base: BaseShape,
-        blocks: Sequence[ResidualBlock],
-        heads: HeadOptions,
-        loss: HeadLossOptions,
+        self, base: BaseShape, blocks: Sequence[ResidualBlock], heads: HeadOptions, loss: HeadLossOptions
     ) -> None:
         super().__init__()
         self.required_outputs = RequiredOutputs((-1,))
@@ -139,15 +125,15 @@ class HeadDrafter(LearnedDrafter):
         self.num_anchors, self.chunk_anchors = loss.num_anchors, loss.chunk_anchors
         self.blocks = nn.ModuleList(blocks)
         num_outputs = heads.num_heads if heads.own_heads else 0
-        lm_heads = [nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(num_outputs)]
-        for head in lm_heads:
-            nn.init.normal_(head.weight, std=0.02)
-        self.lm_heads = nn.ModuleList(lm_heads)
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(num_outputs)
+        )
+        for weight in self.lm_heads.parameters():
+            nn.init.normal_(weight, std=0.02)
         self._states: list[Tensor] = []  # the base's last hidden state at every committed position
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
         return next(self.blocks.parameters()).dtype
 
     @torch.no_grad()
@@ -185,10 +171,8 @@ class HeadDrafter(LearnedDrafter):
         """The sum over heads of decay^k times the mean loss of head k.
 
         That is the cross-entropy (Medusa, equation 1) or, with distillation, the divergence from the base's
-        distribution.
-
-        A head that reads draft tokens reads those of the text, and its label is the base's own token after them,
-        whether or not the base would have written the text itself.
+        distribution. A head that reads draft tokens reads those of the text, and its label is the base's own token
+        after them, whether or not the base would have written the text itself.
         """
         anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors or batch.loss_mask.shape[1])
         targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_heads)
@@ -322,15 +306,9 @@ class Medusa(HeadDrafter):
         return [block(states) for block in self.blocks]
 
     def forward(self, states: Tensor, base_weights: BaseWeights, top_k: int) -> tuple[Tensor, Tensor]:
-        """The most probable tokens of every head.
+        """The ``top_k`` most probable tokens of every head, and before them their probabilities, both (A, K, k).
 
-        Args:
-            states: (A, D) the base's last hidden states before the roots.
-            base_weights: The base's embedding and LM head.
-            top_k: k, tokens per head.
-
-        Returns:
-            Probabilities and tokens, both (A, K, k), most probable first.
+        ``states`` (A, D) are the base's last hidden states before the roots.
         """
         distributions = (
             self.logits(head, block(states), base_weights).softmax(-1) for head, block in enumerate(self.blocks)
@@ -385,22 +363,16 @@ def static_tree(accuracies: np.ndarray, num_nodes: int) -> list[RankPath]:
     """The static tree of ``num_nodes`` rank paths with the largest expected number of accepted tokens.
 
     As in Medusa, section 2.3.3, the heads are taken to be right independently of each other. A node is then accepted
-    with the product of the accuracies along its path, and the sum over the nodes is the expected number of accepted
-    tokens.
+    with the product of the accuracies along its path.
 
     Args:
         accuracies: (K, k) how often the token of each rank is right, for each head.
-        num_nodes: Node budget M.
+        num_nodes: M, largest number of nodes.
 
     Returns:
         The paths, most probable first and thus parents before children. Paths that are never right are left out.
-
-    Raises:
-        ValueError: The accuracies are not a table of probabilities by head and rank.
     """
     table = np.asarray(accuracies, dtype=float)
-    if table.ndim != 2 or not ((table >= 0) & (table <= 1)).all():
-        raise ValueError("accuracies must be probabilities between 0 and 1, one row per head, one column per rank")
     first = table[0] if len(table) else ()
     queue: list[tuple[float, RankPath]] = [(-accuracy, (rank,)) for rank, accuracy in enumerate(first) if accuracy > 0]
     heapify(queue)

@@ -59,8 +59,8 @@ class BaseWeights:
     Args:
         embedding: (V, D) the token embedding.
         head: (V, D) the LM head.
-        packed_head: The product of a few states (..., D) with the LM head, (..., V), by a packed copy of it; None for
-            the plain product. Training does not use it: it has no gradient.
+        packed_head: Multiplies a few states (..., D) with a packed copy of the LM head, without a gradient; None for
+            the plain product.
     """
 
     embedding: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,19 +138,19 @@ class CTC(ParallelDrafter):
         if not self.draws:
             return super().tree(frames, root, base_weights, limits)
         weights, markov, vocabulary = self.output(base_weights)
+        logits = self.logits(frames, weights)[0]  # (T, V' + 1)
         bias: Bias | None = markov
-        eos: Collection[int] = limits.eos
-        if vocabulary is not None:  # then columns are drawn, and the root gets one behind them
-            bias = None if bias is None else vocabulary.bias_after_columns(bias, root)
-            root, eos = len(vocabulary), vocabulary.columns_of(eos)
-        tree = draw(
-            self.logits(frames, weights)[0],
+        if vocabulary is not None:
+            logits = vocabulary.spread(logits, -torch.inf)  # (T, V + 1)
+            bias = None if markov is None else lambda tokens: vocabulary.spread(markov(tokens), 0.0)
+        num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
+        return draw(
+            logits,
             root,
             self.draws,
-            SearchLimits(min(self.draft_options.num_nodes, limits.max_nodes), limits.max_depth, eos),
+            SearchLimits(num_nodes, limits.max_depth, limits.eos),
             np.random.default_rng((limits.draft_seed, self.draw_seed)),
             bias,
             self.draw_temperature,
             self.merge_repeats,
         )
-        return tree if vocabulary is None else vocabulary.tree_of_tokens(tree)

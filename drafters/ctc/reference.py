@@ -128,7 +128,7 @@ def spell(frames: FrameDistributions, tokens: Tensor, parents: Tensor, merge_rep
 
     Args:
         frames: Distributions of the frames; with biases, the biases of these texts.
-        tokens: (G,) last tokens. Text 0 is the empty one, and its token is the root, or V if that cannot be drafted.
+        tokens: (G,) last tokens. Text 0 is the empty one, and its token is the root.
         parents: (G,) index of each text without its last token; that of text 0 is ignored.
         merge_repeats: As in `collapse`.
     """

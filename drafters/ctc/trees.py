@@ -90,7 +90,7 @@ def draw(
 
     Args:
         logits: (T, V + 1) logits of the frames, the blank last.
-        root: Token of the root. The number of the blank stands for a root that cannot be drafted.
+        root: Token of the root.
         num_texts: Number of texts N.
         limits: Number of nodes, their depth, and the end-of-sequence tokens.
         generator: Random generator, independent of the one that acceptance uses. T * N numbers are taken from it.

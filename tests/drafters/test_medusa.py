@@ -153,9 +153,3 @@ def test_the_sum_of_accuracies_is_the_mean_depth_that_independent_heads_accept()
 def test_ranks_that_are_never_right_are_left_out():
     assert static_tree(np.array([[0.5, 0.0], [0.0, 0.0]]), 9) == [(0,)]
     assert static_tree(np.ones((2, 2)), 0) == static_tree(np.ones((0, 0)), 4) == []
-
-
-@pytest.mark.parametrize("wrong", [[0.5], [[1.2, 0.1]], [[-0.1]], [[float("nan")]]])
-def test_an_invalid_accuracy_is_refused(wrong):
-    with pytest.raises(ValueError, match="accuracies must be probabilities"):
-        static_tree(np.array(wrong), 3)

@@ -80,7 +80,8 @@ def test_labels_end_before_the_first_that_cannot_be_drafted():
     columns, valid = vocabulary.cut(labels, torch.tensor([[True, True, False], [True] * 3, [True] * 3]))
     assert valid.tolist() == [[True, True, False], [True, False, False], [False] * 3]
     assert columns[valid].tolist() == [1, 2, 0]
-    assert vocabulary.columns_of({9, 4, 6}) == {0, 2}
+    spread = vocabulary.spread(torch.tensor([1.0, 2.0, 3.0, 4.0]), fill=0.0)
+    assert spread.tolist() == [0, 0, 2, 0, 0, 0, 1, 0, 0, 3, 4]
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor(5), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])], ids=["one", "floats"])

@@ -16,6 +16,7 @@ from drafters.protocol import BaseShape, BaseWeights, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
 from drafters.trees import dynamic
+from drafters.trees.search import SearchLimits
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class Hydra(HeadDrafter):
             return head_logits()
 
         depth, num_nodes = min(limits.max_depth, self.num_heads), min(options.num_nodes, limits.max_nodes)
-        return dynamic.grow(head_logits()[:, 0], step, depth, options.width, options.top_k, num_nodes, limits.eos)
+        within = SearchLimits(num_nodes, depth, limits.eos)
+        return dynamic.grow(head_logits()[:, 0], step, options.width, options.top_k, within)
 
     # ---- decoding with prefix attention, whose keys and values are cached
 

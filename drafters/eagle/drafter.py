@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ from drafters.nn.draft_cache import DraftCache
 from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
 from drafters.trees import dynamic
+from drafters.trees.search import SearchLimits
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream (..., D) and the attention input (..., D or 2 * D) of pairs.
 
-        Args:
-            states: (..., D) states.
-            embedded: (..., D) embeddings of the tokens that follow them.
+        A pair is a state (..., D) and the embedding (..., D) of the token that follows it.
         """
 
     @abstractmethod
@@ -121,7 +120,6 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
         return self.layer.self_attn.o_proj.weight.dtype
 
     def embed(self, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
@@ -129,20 +127,11 @@ class AutoregressiveDrafter(LearnedDrafter):
         return base_weights.embedding[tokens].to(self.dtype)
 
     def forward(self, states: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
-        """One pass over texts whose states are all known.
-
-        Args:
-            states: (B, S, D) states.
-            tokens: (B, S) the token after each state.
-            base_weights: The base's embedding and LM head.
-
-        Returns:
-            (B, S, D) the predicted state of the next position.
-        """
+        """The predicted state (B, S, D) of each next position, from all states (B, S, D) and the tokens after them."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         residual, x = self.pair(states, self.embed(tokens, base_weights))
         inputs = self.layer.queries_keys_values(x, positions)
-        mask = window_mask(tokens.shape[1], self.window, tokens.device) if self.window else None
+        mask = unroll_mask(tokens.shape[1], 0, self.window, tokens.device) if self.window else None
         attended = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None)
         return self.layer(residual, attended)
 
@@ -167,7 +156,8 @@ class AutoregressiveDrafter(LearnedDrafter):
         logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
         for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
             logits = paths.step(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
-        tree = self._trees(logits, paths, limits, _draft_generator(limits, logits.device))[0]
+        generator = torch.Generator(logits.device).manual_seed(limits.draft_seed)
+        tree = self._trees(logits, paths, limits, generator)[0]
         self.draft_forwards += paths.num_passes
         return tree
 
@@ -195,34 +185,17 @@ class AutoregressiveDrafter(LearnedDrafter):
         if self._cache is not None:
             self._cache.rewind(length)
 
-    def _trees(
-        self,
-        logits: Tensor,
-        paths: Paths,
-        limits: Limits,
-        generator: torch.Generator,
-        with_distributions: bool = True,
-    ) -> list[DraftTree]:
-        options = self.draft_options
+    def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
+        options, step = self.draft_options, paths.step
         depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
-        if options.draws:
-            # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
-            depth = min(depth, num_nodes // options.draws)
-            if depth < 1:
-                return [DraftTree()] * len(logits)
-            return dynamic.draw(
-                logits,
-                paths.step,
-                depth,
-                options.draws,
-                options.temperature,
-                generator,
-                limits.eos,
-                with_distributions,
-            )
-        return dynamic.grow(
-            logits, paths.step, depth, self.width, self.top_k, num_nodes, limits.eos, options.min_probability
-        )
+        if not options.draws:
+            within = SearchLimits(num_nodes, depth, limits.eos, options.min_probability)
+            return dynamic.grow(logits, step, self.width, self.top_k, within)
+        # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
+        depth = min(depth, num_nodes // options.draws)
+        if depth < 1:
+            return [DraftTree()] * len(logits)
+        return dynamic.draw(logits, step, depth, options.draws, options.temperature, generator, limits.eos)
 
     @torch.inference_mode()
     def draft_at(
@@ -236,22 +209,31 @@ class AutoregressiveDrafter(LearnedDrafter):
         residual, x = self.pair(states, self.embed(input_ids[None, 1:], base_weights))
         context = self.layer.self_attn.keys_values(x, self.layer.rotary(positions[None]))
         trees: list[DraftTree] = []
-        generator = _draft_generator(limits, hidden.device)
+        generator = torch.Generator(hidden.device).manual_seed(limits.draft_seed)
         for part in after_first.split(self.chunk_anchors):
             paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
             logits = paths.start(residual[0, part - 1][:, None], x[0, part - 1][:, None])
-            trees += self._trees(logits, paths, limits, generator, with_distributions=False)
+            # Without their distributions, each of which is as large as the vocabulary.
+            trees += [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
         drafted = iter(trees)
         return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
 
 
-def window_mask(num_positions: int, window: int, device: torch.device | None = None) -> Tensor:
-    """Which pairs each pair may attend to: itself and those before it in the window; (S, S) bool."""
+def unroll_mask(num_positions: int, depth: int, window: int = 0, device: torch.device | None = None) -> Tensor:
+    """Which pairs of a depth, and of those before it, each pair of that depth may attend to.
+
+    At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path.
+
+    Args:
+        num_positions: S.
+        depth: The depth; 0 are the base's pairs themselves.
+        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
+        device: Device of the mask.
+
+    Returns:
+        (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
+    """
     at = torch.arange(num_positions, device=device)
-    distance = at[:, None] - at[None]
-    return (distance >= 0) & (distance < window)
-
-
-def _draft_generator(limits: Limits, device: torch.device) -> torch.Generator:
-    """The random numbers of a proposal."""
-    return torch.Generator(device).manual_seed(limits.draft_seed)
+    offset = at[None] - at[:, None]  # key position - query position
+    base = (offset <= -depth) & (offset > -window) if window else offset <= -depth
+    return torch.cat([base, *(offset == i - depth for i in range(1, depth + 1))], dim=-1)

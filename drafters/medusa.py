@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Literal
 
 import numpy as np
@@ -31,6 +30,7 @@ from drafters.protocol import (
 )
 from drafters.registry import register
 from drafters.tree import DraftTree
+from drafters.trees import static
 from drafters.trees.candidates import on_host
 from drafters.trees.search import Candidates, SearchLimits, search
 
@@ -298,7 +298,7 @@ class Medusa(HeadDrafter):
         blocks = [ResidualBlock(base.hidden_size, heads.num_layers) for _ in range(heads.num_heads)]
         super().__init__(base, blocks, heads, loss)
         self.draft_options, self.top_k = draft, min(draft.top_k, base.vocab_size)
-        self.static = _checked(draft.static, heads.num_heads, base.vocab_size)
+        self.static = static.checked(draft.static, heads.num_heads, base.vocab_size)
         if self.static:
             self.top_k = 1 + max(path[-1] for path in self.static)
 
@@ -321,67 +321,8 @@ class Medusa(HeadDrafter):
         own, shown = on_host(tokens, probs)
         own = own.astype(np.int64)
         if self.static:
-            return [fill(self.static, each).pruned(limits.max_depth, limits.max_nodes, limits.eos) for each in own]
+            trees = (static.fill(self.static, each) for each in own)
+            return [tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) for tree in trees]
         num_nodes, is_chain = min(self.draft_options.num_nodes, limits.max_nodes), self.draft_options.tree == "chain"
         search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos, is_chain=is_chain)
         return search(Candidates(own, shown), search_limits)
-
-
-# ---- the static tree
-
-RankPath = tuple[int, ...]
-"""A path in a static tree: the rank of each node's token among its head's most probable ones, from the root down."""
-
-
-def _checked(static: Sequence[Sequence[int]], num_heads: int, vocab_size: int) -> list[RankPath]:
-    """The rank paths as tuples.
-
-    Raises:
-        ValueError: They are not a tree of these heads.
-    """
-    try:
-        paths = [tuple(int(rank) for rank in path) for path in static]
-    except (TypeError, ValueError):
-        raise ValueError("static must be a list of rank paths such as [[0], [0, 0], [1]]") from None
-    known: set[RankPath] = {()}
-    for path in paths:
-        has_place = path not in known and path[:-1] in known and len(path) <= num_heads
-        if not has_place or not 0 <= path[-1] < vocab_size:
-            reason = f"it repeats a path, comes before its parent, or leaves the {num_heads} heads' ranks"
-            raise ValueError(f"rank path {path} does not fit: {reason}")
-        known.add(path)
-    return paths
-
-
-def fill(paths: Sequence[RankPath], tokens: np.ndarray) -> DraftTree:
-    """Fill a static tree with each head's most probable tokens (K, k), distinct within a head."""
-    rows = tokens.tolist()
-    return DraftTree.from_paths([[row[rank] for row, rank in zip(rows, path, strict=False)] for path in paths])
-
-
-def static_tree(accuracies: np.ndarray, num_nodes: int) -> list[RankPath]:
-    """The static tree of ``num_nodes`` rank paths with the largest expected number of accepted tokens.
-
-    As in Medusa, section 2.3.3, the heads are taken to be right independently of each other. A node is then accepted
-    with the product of the accuracies along its path.
-
-    Args:
-        accuracies: (K, k) how often the token of each rank is right, for each head.
-        num_nodes: M, largest number of nodes.
-
-    Returns:
-        The paths, most probable first and thus parents before children. Paths that are never right are left out.
-    """
-    table = np.asarray(accuracies, dtype=float)
-    first = table[0] if len(table) else ()
-    queue: list[tuple[float, RankPath]] = [(-accuracy, (rank,)) for rank, accuracy in enumerate(first) if accuracy > 0]
-    heapify(queue)
-    paths: list[RankPath] = []
-    while queue and len(paths) < num_nodes:
-        weight, path = heappop(queue)
-        paths.append(path)
-        if len(path) < len(table):
-            for rank, accuracy in enumerate(table[len(path)]):
-                if weight * accuracy < 0:
-                    heappush(queue, (weight * accuracy, (*path, rank)))
-    return paths

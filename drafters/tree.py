@@ -12,21 +12,38 @@ from torch import Tensor
 ROOT = -1
 
 
+class Growth:
+    """A tree of candidates that grows node by node, merged by common prefix."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.index: dict[tuple[int, int], int] = {}  # the node of a parent and a token
+
+    def child(self, parent: int, token: int) -> int:
+        """The node with this token below the parent, added if it is new."""
+        node = self.index.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def path(self, tokens: Iterable[int]) -> int:
+        """The last node of a path from the root, of which new nodes are added."""
+        node = ROOT
+        for token in tokens:
+            node = self.child(node, token)
+        return node
+
+
 @dataclass(frozen=True)
 class ChildDistribution:
-    """The distribution that the drafted children of one node were sampled from, which exact rejection sampling needs.
+    """What the drafted children of one node were sampled from, which exact rejection sampling needs."""
 
-    Args:
-        parent: Parent of the children, or `ROOT`.
-        probs: (V,) probabilities of the sampled tokens, after every logits warper.
-        draws: The children in the order they were sampled. A node may be repeated if sampling was with replacement.
-        replacement: Whether the tokens were sampled with replacement.
-    """
-
-    parent: int
-    probs: Tensor
-    draws: tuple[int, ...]
-    replacement: bool = True
+    parent: int  # of the children, or `ROOT`
+    probs: Tensor  # (V,) probabilities of the sampled tokens, after every logits warper
+    draws: tuple[int, ...]  # the children in the order they were sampled; with replacement one may be repeated
+    replacement: bool = True  # whether the tokens were sampled with replacement
 
 
 @dataclass(frozen=True)
@@ -39,20 +56,16 @@ class DraftTree:
         the ─┬─ cat ── sat        tokens  = [cat, sat, dog]
              └─ dog               parents = [ -1,   0,  -1]
 
-    Args:
-        tokens: Token of each node.
-        parents: Index of each node's parent, or `ROOT`.
-        num_scratch: Number of scratch nodes, which come last. The base reads them for their logits, but they are never
-            accepted. Their parent may be any earlier node; a candidate's parent is never a scratch node.
-        distributions: The distributions that children were sampled from; empty if none were sampled.
-        probabilities: The drafter's estimate of the probability of each candidate's path; empty if the drafter gives
-            none. With them, a budget may feed only the first nodes. Ignored when trees are compared.
+    Scratch nodes come last. The base reads them for their logits, but they are never accepted. Their parent may be any
+    earlier node; a candidate's parent is never a scratch node.
     """
 
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    num_scratch: int = 0
-    distributions: tuple[ChildDistribution, ...] = ()
+    tokens: Sequence[int] = ()  # token of each node
+    parents: Sequence[int] = ()  # index of each node's parent, or `ROOT`
+    num_scratch: int = 0  # number of scratch nodes
+    distributions: tuple[ChildDistribution, ...] = ()  # what children were sampled from; empty if none were
+    # The drafter's estimate of the probability of each candidate's path, or empty; a budget may then feed only the
+    # first nodes. Ignored when trees are compared.
     probabilities: Sequence[float] = field(default=(), compare=False, repr=False)
 
     @classmethod
@@ -63,18 +76,10 @@ class DraftTree:
     @classmethod
     def from_paths(cls, paths: Collection[Sequence[int]]) -> DraftTree:
         """Merge token paths that all start below the root into one tree."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        index: dict[tuple[int, int], int] = {}
+        grown = Growth()
         for path in paths:
-            node = ROOT
-            for token in path:
-                if (node, token) not in index:
-                    index[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                node = index[node, token]
-        return cls(tokens, parents)
+            grown.path(path)
+        return cls(grown.tokens, grown.parents)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -166,14 +171,7 @@ class DraftTree:
     def pruned(
         self, max_depth: int, max_nodes: int, eos: Collection[int], max_scratch_depth: int | None = None
     ) -> DraftTree:
-        """Return the tree without the nodes that exceed the limits; the tree itself if none does.
-
-        Args:
-            max_depth: Largest depth of a candidate.
-            max_nodes: Largest number of nodes; the first ones are kept.
-            eos: End-of-sequence tokens. Candidates below one are removed.
-            max_scratch_depth: Largest depth of a scratch node. By default the same as `max_depth`.
-        """
+        """Return the tree without the nodes that exceed the limits (`Limits`); the tree itself if none does."""
         scratch_depth = max_depth if max_scratch_depth is None else max_scratch_depth
         candidates, depths = self.num_candidates, self.depths
         goes_on_after_eos = not frozenset(eos).isdisjoint(self.tokens) and any(

@@ -24,8 +24,10 @@ LAYERS = {
         tree
         protocol
         checks recipe registry
-        checkpoint losses nn training_free
-        merged trees
+        checkpoint losses nn
+        trees
+        training_free
+        merged
         eagle medusa parallel
         block ctc hydra
     """,

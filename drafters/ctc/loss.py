@@ -52,24 +52,18 @@ class CTCLossOptions(LabelLossOptions):
 
 
 class CTCOutput(NamedTuple):
-    """The trained weights of the output layer, in addition to the base's frozen LM head.
+    """The trained weights of the output layer, in addition to the base's frozen LM head."""
 
-    Args:
-        blank_row: (D,) weights of the blank.
-        blank_bias: () bias of the blank.
-        right: (V + 1, R) right factor of the Markov bias, the blank last; None without a bias.
-    """
-
-    blank_row: Tensor
-    blank_bias: Tensor
-    right: Tensor | None = None
+    blank_row: Tensor  # (D,) weights of the blank
+    blank_bias: Tensor  # () bias of the blank
+    right: Tensor | None = None  # (V + 1, R) right factor of the Markov bias, the blank last; None without a bias
 
 
 def ctc_loss(
     anchored: AnchoredFrames,
     head: Tensor,
     output: CTCOutput,
-    options: CTCLossOptions | None = None,
+    options: CTCLossOptions = CTCLossOptions(),
     warm_up: float = 0.0,
     merge_repeats: bool = True,
     divisor: Callable[[Tensor], Tensor] = at_least_one,
@@ -89,7 +83,7 @@ def ctc_loss(
         anchored: Frames and labels.
         head: (V, D) the base's frozen LM head.
         output: The trained weights of the output layer.
-        options: The objective and its weights; the defaults of `CTCLossOptions` if not given.
+        options: The objective and its weights.
         warm_up: Share, from 0 to 1, of the plain cross-entropy of frame u on label u, weighted by ``decay``. Frames
             beyond U are not trained by it.
         merge_repeats: As in `reference.collapse`.
@@ -100,7 +94,6 @@ def ctc_loss(
         The loss, ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
         sum_u P(text begins with y_1..y_u) over valid labels. Scalars, zero without labels.
     """
-    options = options or CTCLossOptions()
 
     def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
         emissions = emit(x, head, output)
@@ -125,7 +118,8 @@ def ctc_loss(
             plain = -(label_weights.by_depth(x.valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
             loss = (1 - warm_up) * loss + warm_up * plain
         blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
-        return loss, torch.stack([blank_share, expected_acceptance(prefix, counts).sum()])
+        acceptance = torch.where(counts, prefix.exp(), 0.0).sum(-1).sum()  # sum_u P(begins with y_1..y_u)
+        return loss, torch.stack([blank_share, acceptance])
 
     # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token; with
     # distillation those of p, q and what compares them.
@@ -149,37 +143,18 @@ def sequence_loss(exact: Tensor, valid: Tensor) -> Tensor:
     return -(torch.where(is_reached, log_prob, 0.0) / lengths.clamp(min=1)).sum()
 
 
-def expected_acceptance(prefix: Tensor, valid: Tensor) -> Tensor:
-    """Average number (A,) of labels accepted when a sampled draft is verified: sum_u P(text begins with y_1..y_u).
-
-    Args:
-        prefix: (A, U) log-probabilities of the prefixes.
-        valid: (A, U) bool, a leading run.
-    """
-    return torch.where(valid, prefix.exp(), 0.0).sum(-1)
-
-
 # ---- the frames' distributions
 
 
 class Emissions(NamedTuple):
-    """The distributions of A anchors' frames, as far as the labels need them.
+    """The distributions of A anchors' frames, as far as the labels need them."""
 
-    Args:
-        enter: (A, T, U) log p_t(y_u | y_{u-1}), where y_0 is the root.
-        stay: (A, T, U) log p_t(y_u | y_u).
-        blank: (A, T, C) log p_t(blank | y_u), u = 0..U.
-        exponentials: (A, T, V) exp(z - largest z of the frame), where z are the logits without the bias.
-        factors: (A, C, V) exp(B - largest B of a token after that label), or None.
-        log_scale: (A, T, C) log of what the product of exponentials and factors lacks to be a probability.
-    """
-
-    enter: Tensor
-    stay: Tensor
-    blank: Tensor
-    exponentials: Tensor
-    factors: Tensor | None
-    log_scale: Tensor
+    enter: Tensor  # (A, T, U) log p_t(y_u | y_{u-1}), where y_0 is the root
+    stay: Tensor  # (A, T, U) log p_t(y_u | y_u)
+    blank: Tensor  # (A, T, C) log p_t(blank | y_u), u = 0..U
+    exponentials: Tensor  # (A, T, V) exp(z - largest z of the frame), where z are the logits without the bias
+    factors: Tensor | None  # (A, C, V) exp(B - largest B of a token after that label), or None
+    log_scale: Tensor  # (A, T, C) log of what exponentials * factors lacks to be a probability
 
 
 def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
@@ -234,19 +209,11 @@ def next_token_probs(emissions: Emissions, states: States, labels: Tensor, merge
 
 
 class States(NamedTuple):
-    """Log-probabilities of the states of an alignment after each frame, time first.
+    """Log-probabilities of the states of an alignment, time first; at most `IMPOSSIBLE` / 2 where none is reached."""
 
-    States that no alignment reaches are at most `IMPOSSIBLE` / 2.
-
-    Args:
-        entered: (T, A, U) log enter_t of y_1..y_u, t = 1..T.
-        blank_end: (T + 1, A, U + 1) log b_t of y_1..y_u, u = 0..U, t = 0..T.
-        label_end: (T + 1, A, U + 1) log n_t.
-    """
-
-    entered: Tensor
-    blank_end: Tensor
-    label_end: Tensor
+    entered: Tensor  # (T, A, U) log enter_t of y_1..y_u, t = 1..T
+    blank_end: Tensor  # (T + 1, A, U + 1) log b_t of y_1..y_u, u = 0..U, t = 0..T
+    label_end: Tensor  # (T + 1, A, U + 1) log n_t
 
     @property
     def exact(self) -> Tensor:
@@ -260,15 +227,7 @@ class States(NamedTuple):
 
 
 def run_recursion(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor, merge_repeats: bool = True) -> States:
-    """The recursion of `drafters.ctc.reference` in log space, for the labels of many anchors.
-
-    Args:
-        enter: As in `Emissions`.
-        stay: As in `Emissions`.
-        blank: As in `Emissions`.
-        labels: (A, U) token ids; only their equality with the previous label matters.
-        merge_repeats: As in `reference.collapse`.
-    """
+    """The recursion of `drafters.ctc.reference` in log space, from the `Emissions` for labels (A, U)."""
     barred = enter.new_zeros(labels.shape)  # from entering behind the same label: log (c != l)
     if merge_repeats:
         barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)

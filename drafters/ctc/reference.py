@@ -45,8 +45,7 @@ class FrameDistributions:
 
     Args:
         logits: (T, V + 1) z_t, the blank last.
-        biases: (G, V + 1) B[l_g, :] for the last token of each of G texts; without them, frames are independent of the
-            emitted tokens.
+        biases: (G, V + 1) B[l_g, :] for the last token of each of G texts; None if B is 0.
     """
 
     def __init__(self, logits: Tensor, biases: Tensor | None = None) -> None:
@@ -85,22 +84,13 @@ class FrameDistributions:
 
 @dataclass(frozen=True)
 class Texts:
-    """How the frames spell each of G texts.
-
-    Args:
-        frames: Distributions of the frames.
-        tokens: (G,) last token of each text; that of the empty text is the root.
-        blank_end: (G, T + 1) b_t for t = 0..T.
-        label_end: (G, T + 1) n_t.
-        prefix: (G,) P(the text begins with g).
-        merge_repeats: As in `collapse`.
-    """
+    """How the frames spell each of G texts."""
 
     frames: FrameDistributions
-    tokens: Tensor
-    blank_end: Tensor
-    label_end: Tensor
-    prefix: Tensor
+    tokens: Tensor  # (G,) last token of each text; that of the empty text is the root
+    blank_end: Tensor  # (G, T + 1) b_t for t = 0..T
+    label_end: Tensor  # (G, T + 1) n_t
+    prefix: Tensor  # (G,) P(the text begins with g)
     merge_repeats: bool
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.ctc.reference import FrameDistributions, collapse, spell
-from drafters.tree import ROOT, ChildDistribution, DraftTree
+from drafters.tree import ROOT, ChildDistribution, DraftTree, Growth
 from drafters.trees.search import Candidates, SearchLimits, search
 
 # ---- the paper's tree
@@ -42,21 +42,13 @@ def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
         the ─┬─ the ── cat        becomes        the ─┬─ cat
              └─ ε ──── the                            └─ the
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    index: dict[tuple[int, int], int] = {}
+    texts = Growth()
     end_of_text = {ROOT: ROOT}  # for each node, the new node at which the text of its path ends
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         end_of_text[node] = end_of_text[parent]
-        if token == blank or (parent != ROOT and token == tree.tokens[parent]):
-            continue
-        place = end_of_text[parent], token
-        if place not in index:
-            index[place] = len(tokens)
-            tokens.append(token)
-            parents.append(end_of_text[parent])
-        end_of_text[node] = index[place]
-    return DraftTree(tokens, parents)
+        if token != blank and (parent == ROOT or token != tree.tokens[parent]):
+            end_of_text[node] = texts.child(end_of_text[parent], token)
+    return DraftTree(texts.tokens, texts.parents)
 
 
 # ---- drawn trees
@@ -99,20 +91,18 @@ def draw(
         merge_repeats: As in `reference.collapse`.
     """
     logits = logits.double() / temperature
-
     tempered: Bias | None = None
     if bias is not None:
         tempered = lambda tokens: bias(tokens).double() / temperature  # noqa: E731
-
     uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
     symbols = sample_alignments(logits, tempered, root, uniforms).cpu()
     texts = [collapse(frames, logits.shape[1] - 1, merge_repeats) for frames in symbols]
-    tokens, parents, draws = merge(texts, limits)
+    tree, draws = merge(texts, limits)
     if not draws:
         return DraftTree()
     index = {node: prefix for prefix, node in enumerate(draws)}  # nodes with children, the root first
-    last = [root if node == ROOT else tokens[node] for node in draws]
-    above = [ROOT if node == ROOT else index[parents[node]] for node in draws]
+    last = [root if node == ROOT else tree.tokens[node] for node in draws]
+    above = [ROOT if node == ROOT else index[tree.parents[node]] for node in draws]
     last, above = torch.tensor([last, above]).to(logits.device)
     frames = FrameDistributions(logits, tempered(last) if tempered else None)
     distribution = spell(frames, last, above, merge_repeats).next_token_probs()
@@ -121,20 +111,13 @@ def draw(
         ChildDistribution(node, probs, tuple(children))
         for (node, children), probs in zip(draws.items(), distribution, strict=True)
     )
-    return DraftTree(tokens, parents, distributions=tuple(distributions))
+    return DraftTree(tree.tokens, tree.parents, distributions=tuple(distributions))
 
 
 def sample_alignments(logits: Tensor, bias: Bias | None, root: int, uniforms: Tensor) -> Tensor:
     """Sample the frames of N texts by inverse CDF, each frame given the last emitted token.
 
-    Args:
-        logits: (T, V + 1) logits of the frames, the blank last.
-        bias: As in `draw`.
-        root: Last token while nothing is emitted.
-        uniforms: (T, N) random numbers in [0, 1).
-
-    Returns:
-        (N, T) symbols; V is the blank.
+    Takes logits (T, V + 1), the token of the root, and random numbers (T, N) in [0, 1). Returns symbols (N, T).
     """
     blank = logits.shape[1] - 1
     if bias is None:
@@ -154,31 +137,23 @@ def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     return symbols.clamp(max=probs.shape[-1] - 1)
 
 
-def merge(texts: Sequence[Sequence[int]], limits: SearchLimits) -> tuple[list[int], list[int], dict[int, list[int]]]:
+def merge(texts: Sequence[Sequence[int]], limits: SearchLimits) -> tuple[Growth, dict[int, list[int]]]:
     """Merge sampled texts into a tree, text by text.
 
     A sample is left out only for reasons known before it was drawn: its depth, an end-of-sequence token above it, or a
     full tree. In a full tree even a sample that is in the tree already no longer counts, because another token could
-    not have counted.
-
-    Returns:
-        Tokens and parents of the nodes, and the sampled children of each node that has any, the root first.
+    not have counted. Beside the tree, returns the sampled children of each node that has any, the root first.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
+    merged = Growth()
     draws: dict[int, list[int]] = {}
-    index: dict[tuple[int, int], int] = {}
     for text in texts:
         node = ROOT
         for token in text[: max(limits.max_depth, 0)]:
-            if len(tokens) >= limits.num_nodes:
-                return tokens, parents, draws
-            child = index.setdefault((node, token), len(tokens))
-            if child == len(tokens):
-                tokens.append(token)
-                parents.append(node)
+            if len(merged.tokens) >= limits.num_nodes:
+                return merged, draws
+            child = merged.child(node, token)
             draws.setdefault(node, []).append(child)
             if token in limits.eos:
                 break
             node = child
-    return tokens, parents, draws
+    return merged, draws

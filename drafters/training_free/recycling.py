@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
 from typing import Literal
+
+import numpy as np
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
+from drafters.trees.static import RankPath, static_tree
 
 Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
 
@@ -92,23 +94,13 @@ def rank_probability(rank: int) -> float:
 
 @lru_cache(maxsize=64)
 def best_first(num_nodes: int, top_k: int) -> Template:
-    """Return the template of the ``num_nodes`` most probable paths of ``top_k`` ranks.
-
-    The probability of a path is the product of the `rank_probability` of its ranks. Under this model, no other template
-    with as many nodes has a larger expected acceptance length.
+    """Return the template of the ``num_nodes`` most probable paths of ``top_k`` ranks, by their `rank_probability`.
 
     >>> best_first(4, 8)  # ranks 0, 0-0, 0-0-0 and 1
     ((((),),), ())
     """
-    queue: list[tuple[float, tuple[int, ...]]] = [(-rank_probability(rank), (rank,)) for rank in range(top_k)]
-    heapify(queue)
-    paths: list[tuple[int, ...]] = []
-    while len(paths) < num_nodes:
-        weight, path = heappop(queue)
-        paths.append(path)
-        for rank in range(top_k):
-            heappush(queue, (weight * rank_probability(rank), (*path, rank)))
-    below: dict[tuple[int, ...], Template] = {}
+    paths = static_tree(np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes), num_nodes)
+    below: dict[RankPath, Template] = {}
     # In `paths`, children come after their parents, and siblings after those of smaller rank.
     for path in reversed(paths):
         below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))

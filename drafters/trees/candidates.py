@@ -25,7 +25,7 @@ def choose(
     markov: Markov | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> Candidates:
-    """The candidates of each draft with their probabilities.
+    """The C candidates of each draft with their probabilities.
 
     Without a bias they are the tokens that are most probable in any frame. With one they are those that the draft is
     expected to show most often (`expected_frames`): a token may be improbable in every frame and yet be certain after
@@ -36,8 +36,8 @@ def choose(
         roots: (A,) root tokens.
         vocab_size: V, or the size V' of the draft vocabulary.
         num_candidates: C.
-        markov: Bias on the W logits given the previous token; none by default.
-        vocabulary: The tokens that the columns of the logits stand for; all by default.
+        markov: Bias on the W logits given the previous token.
+        vocabulary: The tokens that the columns of the logits stand for; None for all.
     """
     probs, num_frames = logits.softmax(-1), logits.shape[1]
     num_candidates = min(num_candidates, vocab_size)
@@ -69,15 +69,8 @@ def expected_frames(
 
     Frame by frame, the distributions after the ``num_contexts`` most probable last tokens are added up, weighted by the
     probability that the token is the last one. A prefix is at most as probable as its last token is expected, so with
-    all V contexts no token is missed whose node is more probable than the least expected candidate.
-
-    Args:
-        logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.
-        roots: (A,) root tokens.
-        vocab_size: V, or the size V' of the draft vocabulary.
-        markov: Bias on the W logits given the previous token.
-        num_contexts: K, last tokens that each frame is conditioned on.
-        vocabulary: The tokens that the columns of the logits stand for; all by default.
+    all V contexts no token is missed whose node is more probable than the least expected candidate. The arguments are
+    those of `choose`.
     """
     num_frames, num_symbols = logits.shape[1:]
     contexts, weights = roots[:, None], logits.new_ones(len(roots), 1)  # (A, K)

@@ -29,9 +29,6 @@ def grow(logits: Tensor, step: Step, width: int, top_k: int, limits: SearchLimit
         width: Nodes expanded at each level.
         top_k: Children of an expanded node.
         limits: What each tree may take; ``max_depth`` is the number of levels.
-
-    Returns:
-        A trees, most probable nodes first.
     """
     beam = torch.full((len(logits), 1), ROOT, device=logits.device)  # the nodes that are expanded
     scores = torch.zeros(beam.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)

@@ -17,51 +17,33 @@ from drafters.tree import DraftTree
 class Bias(NamedTuple):
     """Distributions after each of C candidates, in factors: p_t(v | l) = p_t(v) * factors[l, v] * scales[l, t].
 
-    Together they are far smaller than a table (C + 1, T, C).
-
-    Args:
-        factors: (A, C + 1, C), or (A, C + 1, C + 1) with the blank last: exp B[l, v] up to a constant of its row. Row l
-            holds after candidate l, row C after the root.
-        scales: (A, C + 1, T) what makes the distributions sum to one over the vocabulary.
+    Together they are far smaller than a table (C + 1, T, C). Row l holds after candidate l, row C after the root.
     """
 
-    factors: np.ndarray
-    scales: np.ndarray
+    factors: np.ndarray  # (A, C + 1, C), or (A, C + 1, C + 1) with the blank last: exp B[l, v] up to a constant of l
+    scales: np.ndarray  # (A, C + 1, T) what makes the distributions sum to one over the vocabulary
 
 
 class Candidates(NamedTuple):
     """The tokens that may enter each of A draft trees, with their probabilities, on the host.
 
-    Args:
-        tokens: (A, C) token ids, or (A, T, C) if each frame has its own. If a token occurs more than once in a row, its
-            first occurrence counts.
-        probs: (A, T, C) probability of each candidate in each frame, without the bias; float32 or float64.
-        blank: (A, T) probability of the blank; None if frames have none.
-        bias: What the token before makes of the probabilities; None without a bias.
+    If a token occurs more than once in a row, its first occurrence counts.
     """
 
-    tokens: np.ndarray
-    probs: np.ndarray
-    blank: np.ndarray | None = None
-    bias: Bias | None = None
+    tokens: np.ndarray  # (A, C) token ids, or (A, T, C) if each frame has its own
+    probs: np.ndarray  # (A, T, C) probability of each candidate in each frame, without the bias; float32 or float64
+    blank: np.ndarray | None = None  # (A, T) probability of the blank; None if frames have none
+    bias: Bias | None = None  # what the token before makes of the probabilities
 
 
 class SearchLimits(NamedTuple):
-    """What a search may take.
+    """What a search may take."""
 
-    Args:
-        num_nodes: M, largest number of nodes.
-        max_depth: Largest depth of a node.
-        eos: End-of-sequence tokens; nothing is drafted below them.
-        min_probability: Nodes whose path is less probable than this are left out.
-        is_chain: Whether to take a single path: below each node only its most probable child.
-    """
-
-    num_nodes: int
-    max_depth: int
-    eos: Collection[int] = ()
-    min_probability: float = 0.0
-    is_chain: bool = False
+    num_nodes: int  # M, largest number of nodes
+    max_depth: int  # largest depth of a node
+    eos: Collection[int] = ()  # end-of-sequence tokens; nothing is drafted below them
+    min_probability: float = 0.0  # nodes whose path is less probable are left out
+    is_chain: bool = False  # take a single path: below each node only its most probable child
 
 
 def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = True) -> list[DraftTree]:
@@ -70,16 +52,10 @@ def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = T
     The probability of a node is that of all drafts that begin with its path: without a blank the product over its
     tokens, with one the sum over all alignments (`drafters.ctc.reference`). A node is at most as probable as its
     parent, so the most probable nodes form a tree, and repeatedly taking the most probable child of any node taken
-    before finds exactly them (EAGLE-2, section 4; DDTree).
+    before finds exactly them (EAGLE-2, section 4; DDTree). With ``merge_repeats``, CTC frames merge equal neighbours.
 
-    Args:
-        candidates: The tokens and their probabilities.
-        limits: What each of the searches may take.
-        merge_repeats: Whether CTC frames merge equal neighbours, as in `reference.collapse`.
-
-    Returns:
-        A trees with their nodes' probabilities, most probable node first and thus parents before children. Among
-        equally probable nodes the one whose parent came first is first, then that of the earlier candidate.
+    The nodes come with their probabilities, most probable first and thus parents before children. Among equally
+    probable nodes the one whose parent came first is first, then that of the earlier candidate.
     """
     tokens, probs, blank, bias = candidates
     num_drafts, num_frames, num_candidates = probs.shape

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
-from drafters.medusa import HeadOptions, static_tree
+from drafters.medusa import HeadOptions
+from drafters.trees.static import static_tree
 
 SMALL = BaseShape(hidden_size=8, vocab_size=6, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8)
 FREE = Limits(max_depth=9)

@@ -19,7 +19,7 @@ from data.batch import collate
 from data.files import SafeConsole, write_text
 from drafters import Medusa
 from drafters.losses import anchors as anchor_positions
-from drafters.medusa import RankPath, static_tree
+from drafters.trees.static import RankPath, static_tree
 from inference import drafter_specs
 from inference.outputs import new_file
 from inference.progress import progress_bars

@@ -217,4 +217,5 @@ def test_texts_without_tokens_and_limits_below_one_give_an_empty_tree():
     ],
 )
 def test_a_sample_is_left_out_only_for_what_was_known_before_it_was_drawn(texts, limits, expected):
-    assert merge(texts, SearchLimits(*limits)) == expected
+    tree, draws = merge(texts, SearchLimits(*limits))
+    assert (tree.tokens, tree.parents, draws) == expected

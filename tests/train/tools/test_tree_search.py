@@ -9,7 +9,7 @@ import torch
 from data import embedded
 from drafters import Medusa, TrainingBatch, checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.medusa import static_tree
+from drafters.trees.static import static_tree
 from inference import drafter_specs
 from inference.prompts import encode_messages
 from inference.verifier.base import tokenizer_hash

@@ -1,4 +1,4 @@
-"""The drafters and the types around them; a new drafter of this package gets its line here."""
+"""The drafters. A new one of this package gets its line here, and those of others by `registry.MODULES`."""
 
 # ruff: noqa: F401
 

@@ -22,34 +22,21 @@ FILES = "config.json", "model.safetensors", CHECKSUMS, "README.md"
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The contents of config.json.
+    """The contents of config.json."""
 
-    Args:
-        class_path: Class of the drafter, as in the YAML.
-        init_args: Arguments of its constructor, without the base's shape.
-        base: Dimensions of the base.
-        base_name: Folder or hub id of the base that it was trained for.
-        tokenizer_hash: Hash of the base's vocabulary.
-        training: Record of the training: data, steps, measured acceptance length, command.
-    """
-
-    class_path: str
-    init_args: dict[str, Any]
+    class_path: str  # class of the drafter, as in the YAML
+    init_args: dict[str, Any]  # arguments of its constructor, without the base's shape
     base: BaseShape
-    base_name: str
-    tokenizer_hash: str
-    training: dict[str, Any] = field(default_factory=dict)
+    base_name: str  # folder or hub id of the base that it was trained for
+    tokenizer_hash: str  # hash of the base's vocabulary
+    training: dict[str, Any] = field(default_factory=dict)  # data, steps, measured acceptance length, command
 
     def nested_init_args(self) -> dict[str, Any]:
         """``init_args`` with each option in its group, also of a recipe that was written in one line."""
         return recipe.nested(self.init_args, recipe.groups(registry.find_class(self.class_path)))
 
     def build(self) -> LearnedDrafter:
-        """A drafter with fresh weights.
-
-        Raises:
-            ValueError: The class is not a registered drafter, or the arguments do not fit it.
-        """
+        """A drafter with fresh weights; ValueError if it is not registered or the arguments do not fit it."""
         drafter_class = registry.find_class(self.class_path)
         try:
             return recipe.build(drafter_class, self.base, self.init_args)
@@ -76,11 +63,7 @@ def save(folder: Path, drafter: LearnedDrafter, config: DrafterConfig) -> None:
 
 
 def read_config(folder: Path) -> DrafterConfig:
-    """Read config.json.
-
-    Raises:
-        ValueError: The file is missing, is not a drafter's configuration, or does not have its checksum.
-    """
+    """Read config.json; ValueError if it is missing, is another file, or does not have its checksum."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"no drafter at {folder}: config.json is missing; make one with `drafters export CKPT OUT`")
@@ -101,13 +84,8 @@ def load(
 ) -> tuple[LearnedDrafter, DrafterConfig]:
     """Load a drafter for decoding. Needs neither Lightning nor the training checkpoint.
 
-    Args:
-        folder: Folder that the drafter was exported to.
-        dtype: Dtype of its weights.
-        config: Its configuration, if the caller has changed an option; config.json by default.
-
-    Raises:
-        ValueError: The folder is missing, its weights are damaged, or they do not fit the recipe.
+    ``config`` is its configuration if the caller has changed an option. Raises ValueError if the folder is missing, its
+    weights are damaged, or they do not fit the recipe.
     """
     folder = Path(folder)
     config = config or read_config(folder)

@@ -79,11 +79,8 @@ def log_odds(probability: float) -> float:
 def combine(first: dict[int, float], second: dict[int, float]) -> list[tuple[int, Evidence]]:
     """What two predictors say about each token that either of them names.
 
-    Where a predictor names other tokens only, it gives the token what they leave.
-
-    Args:
-        first: Probabilities of the next token, which add up to at most one; empty if nothing is known.
-        second: The same of the other predictor.
+    Each gives the probabilities of the next tokens it names, which add up to at most one; what they leave is its
+    probability for any other token. It names none if it knows nothing.
     """
     pairs = []
     first_left, second_left = (log_odds(1 - sum(each.values())) if each else 0.0 for each in (first, second))
@@ -106,23 +103,14 @@ def combine(first: dict[int, float], second: dict[int, float]) -> list[tuple[int
 
 @dataclass
 class Node:
-    """The root or a node of a merged tree.
+    """The root or a node of a merged tree."""
 
-    Args:
-        contexts: The n-gram contexts that end with its token.
-        learned: The node of the learned drafter's tree with the same path, or `ROOT`; None if there is none.
-        depth: 0 for the root.
-        probability: Estimated probability of its path.
-        candidates: The tokens that may follow it, each with what both drafters say about it.
-        children: The places of its children among all nodes, by token.
-    """
-
-    contexts: Sequence[int]
-    learned: int | None = ROOT
-    depth: int = 0
-    probability: float = 1.0
-    candidates: list[tuple[int, Evidence]] = field(default_factory=list)
-    children: dict[int, int] = field(default_factory=dict)
+    contexts: Sequence[int]  # the n-gram contexts that end with its token
+    learned: int | None = ROOT  # the node of the learned drafter's tree with the same path, if there is one
+    depth: int = 0  # 0 for the root
+    probability: float = 1.0  # estimated probability of its path
+    candidates: list[tuple[int, Evidence]] = field(default_factory=list)  # the tokens that may follow it
+    children: dict[int, int] = field(default_factory=dict)  # the places of its children among all nodes, by token
 
 
 class Merged(Drafter):
@@ -251,11 +239,7 @@ class Merged(Drafter):
 
 
 def _conditional_probabilities(tree: DraftTree) -> dict[int, dict[int, float]]:
-    """For the root and each node with children, the probability of each child's token given the path above.
-
-    Raises:
-        ValueError: The drafter gives no probabilities.
-    """
+    """Of the root and each node with children, by child token: its probability given the path above, or ValueError."""
     if len(tree) != len(tree.probabilities):
         raise ValueError(
             "this drafter gives no probabilities for the nodes of its tree, so n-grams cannot be merged into it: train "

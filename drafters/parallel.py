@@ -100,17 +100,11 @@ class ParallelDraftOptions:
 
 
 class Output(NamedTuple):
-    """What turns frame states into distributions over the tokens that can be drafted.
+    """What turns frame states into distributions over the tokens that can be drafted."""
 
-    Args:
-        base_weights: The base's embedding, and the rows of its LM head for these tokens, (V', D).
-        bias: The Markov bias as two tables, or None.
-        vocabulary: The draft vocabulary, or None for the whole one.
-    """
-
-    base_weights: BaseWeights
-    bias: Markov | None
-    vocabulary: DraftVocabulary | None
+    base_weights: BaseWeights  # the base's embedding, and the rows of its LM head for these tokens, (V', D)
+    bias: Markov | None  # the Markov bias as two tables
+    vocabulary: DraftVocabulary | None  # the draft vocabulary, or None for the whole one
 
 
 class ParallelDrafter(LearnedDrafter):
@@ -211,7 +205,7 @@ class ParallelDrafter(LearnedDrafter):
     def forward(
         self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor, tokens: Tensor | None = None
     ) -> Tensor:
-        """Frames of many anchors at once, as in training; the context is projected once per sequence.
+        """States (B, A, T, D) of the predicting frames of many anchors; the context is projected once per sequence.
 
         Args:
             hidden: (B, S, F * D) hidden states of the base.
@@ -219,19 +213,13 @@ class ParallelDrafter(LearnedDrafter):
             roots: (B, A) tokens at the anchors.
             embedding: (V, D) the base's embedding.
             tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
-
-        Returns:
-            (B, A, T, D) states of the frames that predict a token, which the LM head reads.
         """
         positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
         context = self.context(hidden, positions, tokens, embedding)
         return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best())
 
     def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
-        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S).
-
-        The tokens are needed only with ``tokens_in_context``.
-        """
+        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S)."""
         dtype = self.frame_embedding.dtype
         embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
         return self.trunk.context(hidden.to(dtype), positions, embedded)

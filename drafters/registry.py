@@ -19,12 +19,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Registration:
-    """A drafter and how a command line builds it; `register` has the arguments.
-
-    Args:
-        name: Its name in ``--drafter NAME``.
-        build: Its class, or a function that builds it.
-    """
+    """A drafter and how a command line builds it, as `register` was told."""
 
     name: str
     build: Callable[..., Any]
@@ -108,13 +103,7 @@ def class_path(drafter_class: type[LearnedDrafter]) -> str:
 
 
 def find_class(path: str) -> type[LearnedDrafter]:
-    """The learned drafter that a recipe names.
-
-    Nothing is imported by the name, so a recipe from elsewhere runs no code.
-
-    Raises:
-        ValueError: No such drafter is registered.
-    """
+    """The learned drafter that a recipe names; nothing is imported by the name, so a recipe runs no code."""
     for kind in learned().values():
         if path in (class_path(kind), full_path(kind)):
             return kind

@@ -223,15 +223,13 @@ def unroll_mask(num_positions: int, depth: int, window: int = 0, device: torch.d
     """Which pairs of a depth, and of those before it, each pair of that depth may attend to.
 
     At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path.
+    Returns (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
 
     Args:
         num_positions: S.
-        depth: The depth; 0 are the base's pairs themselves.
+        depth: The depth j; 0 are the base's pairs themselves.
         window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
         device: Device of the mask.
-
-    Returns:
-        (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
     """
     at = torch.arange(num_positions, device=device)
     offset = at[None] - at[:, None]  # key position - query position

@@ -134,13 +134,8 @@ class EAGLE3(AutoregressiveDrafter):
         """Yield the predicted states (B, S, D) of the next positions at depths 0, 1, ..., each from the one before.
 
         At depth j pair p uses the state that depth j - 1 predicted for its position, and attends as `unroll_mask` says.
-        The states are meaningful from position j on.
-
-        Args:
-            hidden: (B, S, F * D) hidden states of the base.
-            tokens: (B, S) the token after each position.
-            base_weights: The base's embedding and LM head.
-            num_steps: Number of depths.
+        The states are meaningful from position j on. Takes the base's hidden states (B, S, F * D) and the token after
+        each position (B, S).
         """
         states, embedded = self.enter(hidden.to(self.dtype)), self.embed(tokens, base_weights)
         num_positions = tokens.shape[1]

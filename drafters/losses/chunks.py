@@ -19,12 +19,9 @@ Shared = TypeVar("Shared", bound=NamedTuple)
 
 
 def anchors_per_chunk(num_vectors: int, vocab_size: int, max_bytes: int = MAX_BYTES) -> int:
-    """The number of anchors whose vectors over the vocabulary fit into a memory budget, at least one.
+    """The number of anchors, at least one, whose vectors over the vocabulary fit into ``max_bytes``.
 
-    Args:
-        num_vectors: Vectors of each anchor, held in float32 with their gradients.
-        vocab_size: Length of a vector.
-        max_bytes: The memory.
+    Each of an anchor's ``num_vectors`` is held in float32, with its gradient.
     """
     return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
@@ -62,14 +59,11 @@ def chunked(
     the loss is a plain sum over chunks. Tensors that ``sums`` closes over get no gradient.
 
     Args:
-        sums: Takes a chunk of ``per_anchor``, and ``shared``. Returns the chunk's loss, a scalar, and numbers to be
-            summed over chunks without a gradient. Runs with autocast disabled.
-        per_anchor: Tensors (A, ...), split along the anchors; None where there is none.
-        shared: Tensors that every chunk uses completely, such as weights; None where there is none.
+        sums: Takes a chunk of ``per_anchor``, and ``shared``. Returns the chunk's loss, a scalar, and numbers without a
+            gradient; both are summed over chunks. Runs with autocast disabled.
+        per_anchor: Tensors (A, ...), split along the anchors, or None.
+        shared: Tensors that every chunk uses completely, such as weights, or None.
         size: Anchors per chunk.
-
-    Returns:
-        The loss, and the summed numbers, which have no gradient.
     """
     kinds = type(per_anchor), type(shared)
     return _Chunked.apply(sums, kinds, size, torch.is_grad_enabled(), *per_anchor, *shared)

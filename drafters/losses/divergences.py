@@ -41,17 +41,11 @@ class DivergenceOptions:
 
 
 def acceptance(base: Tensor, draft: Tensor) -> Tensor:
-    """sum_v min(p(v), q(v)), the probability that rejection sampling accepts a token drawn from the draft.
+    """sum_v min(p(v), q(v)) (...), the probability that rejection sampling accepts a token drawn from the draft.
 
-    It is 1 - TV(p, q), where the probability that the draft stops counts as one more token. If p is certain of one
-    token, as in greedy decoding, it is q of that token.
-
-    Args:
-        base: (..., V) probabilities p.
-        draft: (..., V) probabilities q, with a sum of at most one.
-
-    Returns:
-        (...), between 0 and 1 up to rounding.
+    It is 1 - TV(p, q) of the base's probabilities p and the draft's q, both (..., V), where the probability that the
+    draft stops, 1 - sum_v q(v), counts as one more token. If p is certain of one token, as in greedy decoding, it is q
+    of that token.
     """
     return torch.minimum(base, draft).sum(-1)
 
@@ -82,19 +76,11 @@ def divergence(kind: Divergence, base: Tensor, draft: Tensor) -> Tensor:
 
 
 def distilled(kind: Divergence, logits: Tensor, last_hidden: Tensor, head: Tensor) -> Tensor:
-    """The divergence of softmax(logits) from the base's next-token distribution at each position.
+    """The divergence (N,) of softmax(logits) from the base's next-token distribution at each of N positions.
 
     ``kl`` is the cross-entropy -sum_v p(v) log q(v), which is larger than the KL divergence by the entropy of p and has
-    the same gradient.
-
-    Args:
-        kind: As for `divergence`.
-        logits: (N, V) the drafter's logits, in float32 at least.
-        last_hidden: (N, D) the base's normed last hidden states.
-        head: (V, D) the base's frozen LM head.
-
-    Returns:
-        (N,)
+    the same gradient. Takes the drafter's logits (N, V), in float32 at least, the base's normed last hidden states
+    (N, D), and its frozen LM head (V, D).
     """
     base = gathered_logits.teacher_probs(last_hidden, head).to(logits.dtype)
     if kind == "kl":
@@ -110,20 +96,9 @@ def distillation_loss(
     head: Tensor,
     chunk_positions: int,
 ) -> Tensor:
-    """`distilled` at each position, from the drafter's states.
+    """`distilled` at each position (N,), where ``read`` maps the drafter's states (n, D) to its logits (n, V).
 
     Logits are computed for a chunk of positions at a time and again in the backward pass, so (N, V) is never stored.
-
-    Args:
-        kind: As for `divergence`.
-        states: (N, D) the drafter's states.
-        read: Maps states (n, D) to the drafter's logits (n, V).
-        last_hidden: (N, D) the base's normed last hidden states.
-        head: (V, D) the base's frozen LM head.
-        chunk_positions: Positions per chunk.
-
-    Returns:
-        (N,), in float32 at least.
     """
 
     def losses(states: Tensor, last_hidden: Tensor) -> Tensor:

@@ -13,21 +13,13 @@ SLACK = 64  # positions kept beyond a window, so that it is still full after the
 class DraftCache:
     """Keys and values per draft layer, in buffers that double when full, so that appending copies only what is new.
 
-    With a window, only the last positions are kept, in buffers of at most twice ``window + SLACK`` positions. After a
-    rewind behind the first position that is kept, the window fills up again.
-
-    Args:
-        num_layers: Layers of the draft module.
-        window: Number of last positions that are read; 0 for all of them.
-
-    Attributes:
-        length: Number of committed positions of the text.
-        num_held: Number of them that are kept, the last ones.
+    With a window, only that many last positions are read and few more kept, in buffers of at most twice
+    ``window + SLACK`` positions. After a rewind behind the first position that is kept, the window fills up again.
     """
 
     def __init__(self, num_layers: int, window: int = 0) -> None:
-        self.window = window
-        self.length = self.num_held = 0
+        self.window = window  # 0 reads all positions
+        self.length = self.num_held = 0  # committed positions of the text, and how many of them are kept, the last ones
         self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._observed: list[Tensor] = []
 

@@ -16,15 +16,10 @@ from drafters.protocol import BaseWeights
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """V' of the base's V tokens. A drafter's logits have a column for each of them; token ids are always the base's.
+    """V' of the base's V tokens. A drafter's logits have a column for each of them; token ids are always the base's."""
 
-    Args:
-        tokens: (V',) the token that each column stands for, distinct.
-        vocab_size: V.
-    """
-
-    tokens: Tensor
-    vocab_size: int
+    tokens: Tensor  # (V',) the token that each column stands for, distinct
+    vocab_size: int  # V
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,14 +57,10 @@ class DraftVocabulary:
 
 
 def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_size: int) -> None:
-    """Register the buffer ``draft_tokens`` of a drafter: (V') token ids, or None if it can draft every token.
+    """Register the buffer ``draft_tokens`` of a drafter: (V',) token ids, or None if it can draft every token.
 
-    A new drafter can draft the tokens with the smallest ids, until training chooses or loading reads others.
-
-    Args:
-        drafter: The drafter, whose attribute ``vocab_size`` is V.
-        draft_vocab_size: V'; None or 0 is the whole vocabulary.
-        vocab_size: V.
+    A new drafter can draft the tokens with the smallest ids, until training chooses or loading reads others. A
+    ``draft_vocab_size`` V' of None or 0 is the whole vocabulary.
     """
     draft_vocab_size = draft_vocab_size or 0
     check_at_least(0, draft_vocab_size=draft_vocab_size)
@@ -102,21 +93,13 @@ def restricted(base_weights: BaseWeights, draft_tokens: Tensor | None) -> tuple[
 
 
 def most_frequent(counts: Tensor, num_tokens: int, kept: Collection[int] = ()) -> Tensor:
-    """The tokens of a draft vocabulary: those that must be kept and the most frequent others.
+    """The V' tokens of a draft vocabulary, ascending: those that must be kept and the most frequent others.
 
     >>> most_frequent(torch.tensor([5, 0, 9, 9, 1]), num_tokens=3, kept=[4])
     tensor([2, 3, 4])
 
-    Args:
-        counts: (V,) how often each token occurs; of equally frequent ones the smaller id comes first.
-        num_tokens: V'.
-        kept: Tokens to keep whatever their count.
-
-    Returns:
-        (V',) token ids in ascending order.
-
-    Raises:
-        ValueError: More tokens must be kept than there is room for.
+    ``counts`` (V,) says how often each token occurs; of equally frequent ones the smaller id comes first. Raises
+    ValueError if more tokens must be kept than there is room for.
     """
     if len(kept := set(kept)) > num_tokens:
         raise ValueError(

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafters.nn.anchor_attention import Mask, attend
+from drafters.nn.draft_cache import Context
 from drafters.protocol import BaseShape
 
 Rotation = tuple[Tensor, Tensor]
@@ -20,11 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Rotary position embedding in the layout of LLaMA, with Llama 3's scaling for a drafter that was trained with it.
-
-    Args:
-        shape: Its width of a head, base of the frequencies, and scaling are used.
-    """
+    """Rotary position embedding in the layout of LLaMA, with Llama 3's scaling for a drafter trained with it."""
 
     shape: BaseShape
 
@@ -55,11 +52,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm that computes in the dtype of its weight.
-
-    The weight is float32 in training, while under autocast the states arrive in bfloat16; the fused kernel needs both
-    in one dtype.
-    """
+    """RMS norm that computes in the dtype of its weight, which under autocast is not that of the states."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -171,7 +164,7 @@ class Trunk(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> Context:
         """Keys and values of base hidden states (B, S, F * D) at positions (B, S), for each layer.
 
         A trunk that reads tokens needs their embeddings (B, S, D), too.
@@ -183,13 +176,7 @@ class Trunk(nn.Module):
         layers = cast("list[TrunkLayer]", list(self.layers))
         return [layer.self_attn.keys_values(context, rotation) for layer in layers]
 
-    def forward(
-        self,
-        frames: Tensor,
-        positions: Tensor,
-        context: list[tuple[Tensor, Tensor]],
-        mask: Mask = None,
-    ) -> Tensor:
+    def forward(self, frames: Tensor, positions: Tensor, context: Context, mask: Mask = None) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may attend."""
         rotation = self.rotary(positions)
         for layer, (keys, values) in zip(self.layers, context, strict=True):

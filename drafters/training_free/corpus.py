@@ -28,24 +28,15 @@ class CorpusTable:
     a context is a context too, so in ascending order of the codes a parent comes before its children.
 
         text ... the cat sat      "sat" = node a, "cat sat" = a << 32 | cat = node b, "the cat sat" = b << 32 | the
-
-    Args:
-        keys: (K,) int64 codes of the contexts, ascending.
-        offsets: (K + 1,) int64 start of the n-grams of each context.
-        grams: (G, n) int32 n-grams, the most frequent first within a context.
-        tokenizer_hash: Hash of the vocabulary (`data.tokenizer.tokenizer_hash`).
-        min_count: N-grams that occur less often were left out.
-        num_tokens: Number of tokens of the text.
-        sources: Names of the files that the table was built from.
     """
 
-    keys: np.ndarray
-    offsets: np.ndarray
-    grams: np.ndarray
-    tokenizer_hash: str = ""
-    min_count: int = 1
-    num_tokens: int = 0
-    sources: tuple[str, ...] = ()
+    keys: np.ndarray  # (K,) int64 codes of the contexts, ascending
+    offsets: np.ndarray  # (K + 1,) int64 start of the n-grams of each context
+    grams: np.ndarray  # (G, n) int32 n-grams, the most frequent first within a context
+    tokenizer_hash: str = ""  # of the vocabulary (`data.tokenizer.tokenizer_hash`)
+    min_count: int = 1  # n-grams that occur less often were left out
+    num_tokens: int = 0  # of the text
+    sources: tuple[str, ...] = ()  # names of the files that the table was built from
 
     def _nodes(self, seq: Sequence[int]) -> list[int]:
         """The nodes of the suffixes of ``seq`` that are contexts, the shortest first, each less 1."""
@@ -71,15 +62,10 @@ class CorpusTable:
     def retrieve(
         self, seq: Sequence[int], max_grams: int, known: Collection[tuple[int, ...]] = ()
     ) -> list[tuple[int, ...]]:
-        """Return n-grams that may follow a text: those of longer contexts first, then the more frequent ones.
+        """Up to ``max_grams`` n-grams that may follow a text and are not ``known``, those of longer contexts first.
 
-        As in the code of Self-Draft, each context gives as many n-grams as are still missing, and duplicates among them
-        are left out without replacement.
-
-        Args:
-            seq: Tokens of the text.
-            max_grams: Largest number of n-grams to return.
-            known: N-grams to leave out.
+        Those of one context come the more frequent ones first. As in the code of Self-Draft, each context gives as many
+        n-grams as are still missing, and duplicates among them are left out without replacement.
         """
         grams: list[tuple[int, ...]] = []
         for node in reversed(self._nodes(seq)):
@@ -99,11 +85,7 @@ class CorpusTable:
 
     @classmethod
     def load(cls, path: str | Path) -> CorpusTable:
-        """Read a table that `save` wrote.
-
-        Raises:
-            ValueError: The file is missing, damaged, or not a corpus cache.
-        """
+        """Read a table that `save` wrote, or raise ValueError."""
         if not Path(path).is_file():
             raise ValueError(f"no corpus cache at {path}: make one with `drafters corpus OUT`")
         with reading(path, "this is not a corpus cache: build it again with `drafters corpus OUT`"):

@@ -16,31 +16,21 @@ from drafters.tree import ChildDistribution, DraftTree
 
 @dataclass(frozen=True)
 class DraftedTokens:
-    """Tokens that a draft session wrote ahead of the base.
+    """Tokens that a draft session wrote ahead of the base."""
 
-    Args:
-        tokens: The tokens; the last may be an end-of-sequence token.
-        distributions: (V,) the probabilities that each token was drawn with; empty if they are argmaxes.
-    """
-
-    tokens: list[int]
-    distributions: list[Tensor]
+    tokens: list[int]  # the last may be an end-of-sequence token
+    distributions: list[Tensor]  # (V,) the probabilities that each token was drawn with; empty if they are argmaxes
 
 
 class DraftSession(Protocol):
     """A model that writes ahead of the base, with its own KV cache and its own drafter.
 
     `inference.verifier.draft_session` implements it.
-
-    Args:
-        forwards: Number of forward passes so far.
-        remembers: Whether what it writes may depend on earlier texts.
-        samples_drafts: Whether its tokens are drawn at random.
     """
 
-    forwards: int
-    remembers: bool
-    samples_drafts: bool
+    forwards: int  # forward passes so far
+    remembers: bool  # whether what it writes may depend on earlier texts
+    samples_drafts: bool  # whether its tokens are drawn at random
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new text."""

@@ -23,13 +23,7 @@ NEXT_SOURCE = 1
 
 
 def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
-    """Append a token to a text and return its new contexts.
-
-    Args:
-        keys: The contexts of 1 to ``order`` tokens at the end of the text, the shortest first.
-        token: The next token.
-        order: Number of tokens of the longest context.
-    """
+    """The contexts of 1 to ``order`` tokens at the end of a text, the shortest first, from those before a token."""
     longer = [token]
     for key in keys[: order - 1]:  # runs for every node, and a comprehension would take twice as long
         longer.append(key << BITS | token)
@@ -41,9 +35,6 @@ class Followers:
 
     Its ``experience``, a number below `EXPERIENCES`, classifies it by how many different tokens it holds and how often
     the context has occurred.
-
-    Args:
-        token: The first token that followed the context.
     """
 
     __slots__ = ("count", "experience", "step", "total", "weights")
@@ -55,14 +46,9 @@ class Followers:
         self.experience = _experience(1, 1)
 
     def add(self, token: int, growth: float, max_tokens: int) -> None:
-        """Count one more token that followed the context.
+        """Count one more token, which weighs ``growth`` times the one before: cheaper than fading all earlier ones.
 
-        The weight of each new token grows, which is cheaper than fading all earlier ones.
-
-        Args:
-            token: The token.
-            growth: Factor by which it weighs more than the previous one.
-            max_tokens: Number of different tokens to keep; beyond it the one of the smallest weight is dropped.
+        Beyond ``max_tokens`` different ones, that of the smallest weight is dropped.
         """
         weights = self.weights
         self.step *= growth
@@ -83,13 +69,9 @@ def _experience(num_tokens: int, count: int) -> int:
 
 
 class FollowerTable:
-    """The `Followers` of every context of 1 to ``order`` tokens.
+    """The `Followers` of every context of 1 to ``order`` tokens, up to ``max_followers`` each.
 
-    Args:
-        order: Number of tokens of the longest context.
-        growth: Factor by which each follower weighs more than the one before it.
-        max_followers: Number of different followers kept per context.
-        max_contexts: Number of contexts kept of each length; beyond it the oldest quarter is dropped.
+    Beyond ``max_contexts`` of one length the oldest quarter is dropped.
     """
 
     def __init__(self, order: int, growth: float = 1.1, max_followers: int = 8, max_contexts: int = 1_000_000) -> None:

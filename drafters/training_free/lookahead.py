@@ -131,14 +131,10 @@ class Lookahead(Drafter):
 
 
 def comb(trunk: int, levels: int) -> list[int]:
-    """Return the parents of the window's nodes: the trunk, then level by level the nodes of ``trunk + 1`` teeth.
+    """The parents of the window's nodes: the trunk, then the filled levels of ``trunk + 1`` teeth, one by one.
 
     With these parents, the ancestor mask and the depths of the tree are the attention mask and the relative positions
     of the paper.
-
-    Args:
-        trunk: Number of nodes of the trunk.
-        levels: Number of filled levels.
 
     >>> comb(2, 2)
     [-1, 0, -1, 0, 1, 2, 3, 4]

@@ -73,17 +73,12 @@ class REST(Drafter):
 
 
 def most_frequent(columns: np.ndarray, max_nodes: int, border: int, eos: Iterable[int]) -> DraftTree:
-    """Return the tree of the most frequent prefixes of the columns of an array.
+    """The tree of the ``max_nodes`` most frequent prefixes of the columns (depth, hits) of an array of tokens.
 
     Among equally frequent prefixes the shorter come first, then those of smaller token ids. A prefix is a run of equal
     values in a row of the array. It is never more frequent than a shorter one that it extends, so the chosen prefixes
-    form a tree.
-
-    Args:
-        columns: (depth, hits) tokens; up to their borders, the columns are in ascending order.
-        max_nodes: Largest number of prefixes.
-        border: The value that ends a column; the tokens below it belong to another document.
-        eos: End-of-sequence tokens, each of which ends a column after itself.
+    form a tree. A column ends before a border, below which is another document, and after an end-of-sequence token; up
+    to there the columns are in ascending order.
     """
     over = columns == border
     for token in eos:
@@ -107,12 +102,7 @@ def most_frequent(columns: np.ndarray, max_nodes: int, border: int, eos: Iterabl
 
 
 def officially_cut(tree: DraftTree, max_tokens: int) -> DraftTree:
-    """Keep the prefixes with the fewest distinct tokens, then the shortest, within a budget.
-
-    Args:
-        tree: The tree of prefixes.
-        max_tokens: Largest sum of the numbers of distinct tokens of all prefixes kept.
-    """
+    """Keep the prefixes with the fewest distinct tokens, then the shortest, up to ``max_tokens`` in sum."""
     paths = [tree.path_tokens(node) for node in range(len(tree))]
     paths.sort(key=lambda path: (-len(set(path)), -len(path), path))
     total, kept = 0, []

@@ -84,18 +84,9 @@ def draw(
 ) -> list[DraftTree]:
     """Sample chains from the drafter's own distribution, with sampled siblings at each link, for exact rejection.
 
-    At each level ``num_draws`` tokens are sampled with replacement, and the chain continues below the first. That
-    choice does not depend on anything the verifier reads, so multi-round rejection at each node stays exact
-    (`ChildDistribution`).
-
-    Args:
-        logits: (A, V) logits at A roots.
-        step: Runs the draft module on the next level.
-        depth: Number of levels.
-        num_draws: Tokens sampled per level.
-        temperature: Temperature of the sampling.
-        generator: Random generator on the logits' device.
-        eos: End-of-sequence tokens; a chain ends after one.
+    At each of ``depth`` levels ``num_draws`` tokens are sampled with replacement, and the chain continues below the
+    first until that ends the text. That choice does not depend on anything the verifier reads, so multi-round rejection
+    at each node stays exact (`ChildDistribution`). The generator is on the device of the logits (A, V).
     """
     distributions: list[Tensor] = []
     draws: list[Tensor] = []

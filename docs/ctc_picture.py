@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from drafters.ctc import prefix_search
-from drafters.ctc.alignment import collapse
+from drafters.ctc.reference import collapse
+from drafters.trees.search import Candidates, SearchLimits, search
 
 WORDS, BLANK = ["very", "good"], 2
 FRAMES = np.array([[0.4, 0.1, 0.5], [0.2, 0.5, 0.3], [0.1, 0.5, 0.4]])
@@ -79,7 +79,9 @@ def draw_alignments(axes: Axes) -> None:
 def draw_tree(axes: Axes) -> None:
     """The most probable prefixes, a node each."""
     panel(axes, "3  Draft tree", "the four most probable prefixes, node by node", 5.6, 6.4)
-    tree, reached = prefix_search.search(FRAMES[:, :2], FRAMES[:, 2], np.arange(2), NUM_NODES, len(FRAMES))
+    candidates = Candidates(np.arange(2)[None], FRAMES[None, :, :2], FRAMES[None, :, 2])
+    (tree,) = search(candidates, SearchLimits(NUM_NODES, len(FRAMES)))
+    reached = tree.probabilities
     root, places = (0.5, 3.2), []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         x = 0.5 + 2.2 * tree.depths[node]

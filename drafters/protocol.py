@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import torch
@@ -15,64 +16,43 @@ from drafters.tree import DraftTree
 
 @dataclass(frozen=True)
 class BaseShape:
-    """Dimensions of a base, from which a learned drafter is built.
+    """Dimensions of a base, from which a learned drafter is built."""
 
-    Args:
-        hidden_size: Width D of the base's hidden states.
-        vocab_size: Vocabulary V.
-        num_layers: Decoder layers of the base.
-        num_heads: Attention heads.
-        head_dim: Width of one head.
-        intermediate_size: Width of the feed-forward layer.
-        rope_theta: Base of the rotary position embedding.
-        norm_eps: Epsilon of the RMS norms.
-        rope_factor: Factor of Llama 3's scaling of low frequencies, which only imported drafters have; 1 for none.
-        rope_low_frequency: Turns within the original length up to which a frequency is scaled in full.
-        rope_high_frequency: Turns from which on a frequency is not scaled.
-        rope_original_length: Context length before the scaling.
-    """
+    hidden_size: int  # width D of the hidden states
+    vocab_size: int  # V
+    num_layers: int  # decoder layers
+    num_heads: int  # attention heads
+    head_dim: int  # width of one head
+    intermediate_size: int  # width of the feed-forward layer
+    rope_theta: float = 10000.0  # base of the rotary position embedding
+    norm_eps: float = 1e-6  # epsilon of the RMS norms
+    rope_factor: float = 1.0  # of Llama 3's scaling of low frequencies, which only imported drafters have; 1 for none
+    rope_low_frequency: float = 1.0  # turns within the original length up to which a frequency is scaled in full
+    rope_high_frequency: float = 4.0  # turns from which on a frequency is not scaled
+    rope_original_length: int = 8192  # context length before the scaling
 
-    hidden_size: int
-    vocab_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-    rope_factor: float = 1.0
-    rope_low_frequency: float = 1.0
-    rope_high_frequency: float = 4.0
-    rope_original_length: int = 8192
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (isinstance(value, int | float) and 0 < value < inf):
+                raise ValueError(f"{name} of the base is {value!r}, not a positive number")
 
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Frozen weights of the base that a learned drafter uses but does not own.
+    """Frozen weights of the base that a learned drafter uses but does not own."""
 
-    Args:
-        embedding: (V, D) the token embedding.
-        head: (V, D) the LM head.
-        packed_head: The product of a few states (..., D) with the LM head, (..., V), by a packed copy of it; None for
-            the plain product. Training does not use it: it has no gradient.
-    """
-
-    embedding: Tensor
-    head: Tensor
+    embedding: Tensor  # (V, D) the token embedding
+    head: Tensor  # (V, D) the LM head
+    # Multiplies a few states (..., D) with a packed copy of the LM head, without a gradient; None: the plain product.
     packed_head: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class RequiredOutputs:
-    """What a drafter needs from the base's forward pass, at every position that is fed.
+    """What a drafter needs from the base's forward pass, at every position that is fed."""
 
-    Args:
-        hidden_layers: Base layers whose hidden states are needed; 0 is the embedding, -1 the normed last hidden state.
-        top_k: Number of the base's most probable tokens needed at the root and at every node; 1 is the argmax.
-    """
-
-    hidden_layers: tuple[int, ...] = ()
-    top_k: int = 0
+    hidden_layers: tuple[int, ...] = ()  # whose hidden states; 0 is the embedding, -1 the normed last hidden state
+    top_k: int = 0  # how many of the base's most probable tokens, at the root and every node; 1 is the argmax
 
 
 @dataclass(frozen=True)
@@ -80,21 +60,15 @@ class Limits:
     """Limits of one proposal. Nodes beyond them are pruned.
 
     A drafter that reads the base's outputs at its nodes has to stay within them itself: ``step.tree`` is then its tree.
-
-    Args:
-        max_depth: Largest depth of a candidate; deeper ones could never be emitted.
-        max_nodes: Largest number of nodes that will be fed; with 0, `propose` should take no time.
-        eos: End-of-sequence tokens; no candidate may follow one.
-        max_scratch_depth: Largest depth of a scratch node; deeper ones lie beyond the base's context.
-        draft_seed: Seed of the random numbers of this proposal. It is another one at every step of a text and is
-            derived from the seed of the request, but independent of the numbers that accept drafts. A drafter that
-            samples its drafts takes its random numbers from this seed alone: exact rejection relies on it.
+    A drafter that samples its drafts takes its random numbers from ``draft_seed`` alone: exact rejection relies on it.
+    The seed differs at every step of a text and comes from the seed of the request, independently of the numbers that
+    accept drafts.
     """
 
-    max_depth: int
-    max_nodes: int = 1024
-    eos: frozenset[int] = frozenset()
-    max_scratch_depth: int = 1024
+    max_depth: int  # of a candidate; deeper ones could never be emitted
+    max_nodes: int = 1024  # number of nodes that will be fed; with 0, `propose` should take no time
+    eos: frozenset[int] = frozenset()  # end-of-sequence tokens; no candidate may follow one
+    max_scratch_depth: int = 1024  # of a scratch node; deeper ones lie beyond the base's context
     draft_seed: int = 0
 
 
@@ -110,33 +84,21 @@ def at_least_one(count: Tensor) -> Tensor:
 class TrainingBatch:
     """A batch of texts with the base's hidden states and its own next tokens.
 
-    Args:
-        hidden: (B, S, F * D) hidden states of the drafter's layers, concatenated.
-        last_hidden: (B, S, D) normed last hidden states, from which the LM head reads the base's next-token
-            distribution; None if a feature store does not hold them. Losses read it by `required_last_hidden`.
-        input_ids: (B, S) the texts.
-        labels: (B, S) the base's own next token at each position.
-        loss_mask: (B, S) bool, true on assistant tokens.
-        step: Optimizer steps taken before this batch. Schedules inside a loss depend on it alone, so a resumed run and
-            one that accumulates gradients compute the same.
-        divisor: Maps a count of loss terms to the number that their sum is divided by: the mean count of all processes,
-            so that the mean of their losses is the mean over all terms. All processes must call it equally often.
+    Schedules inside a loss depend on ``step`` alone, so a resumed run and one that accumulates gradients compute the
+    same. ``divisor`` gives the mean count of all processes, so that the mean of their losses is the mean over all
+    terms; all processes must call it equally often.
     """
 
-    hidden: Tensor
-    last_hidden: Tensor | None
-    input_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    step: int = 0
-    divisor: Callable[[Tensor], Tensor] = at_least_one
+    hidden: Tensor  # (B, S, F * D) hidden states of the drafter's layers, concatenated
+    last_hidden: Tensor | None  # (B, S, D) normed last hidden states; None if the feature store does not hold them
+    input_ids: Tensor  # (B, S) the texts
+    labels: Tensor  # (B, S) the base's own next token at each position
+    loss_mask: Tensor  # (B, S) bool, true on assistant tokens
+    step: int = 0  # optimizer steps taken before this batch
+    divisor: Callable[[Tensor], Tensor] = at_least_one  # maps a count of loss terms to what their sum is divided by
 
     def required_last_hidden(self) -> Tensor:
-        """The last hidden states (B, S, D).
-
-        Raises:
-            ValueError: The batch comes from a feature store that does not hold them.
-        """
+        """The last hidden states (B, S, D), which give the base's distributions; ValueError if there are none."""
         if self.last_hidden is None:
             raise ValueError(
                 "this drafter's loss reads the base's last hidden states, which the feature store does not hold: "
@@ -147,23 +109,15 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one decoding step, as a drafter observes it.
+    """The outcome of one decoding step, as a drafter observes it."""
 
-    Args:
-        num_pending: P, decided tokens that were fed; the last of them is the root.
-        tree: The draft tree that was fed, M nodes.
-        hidden: (P + M, F * D) hidden states of the drafter's layers, or None if it needs none.
-        path: Accepted nodes, from the root down.
-        emitted: Tokens added to the text: the accepted path and the bonus token, unless the text was cut.
-        top_tokens: 1 + M lists of the base's most probable tokens, best first: the root's, then each node's. Their
-            length is the drafter's ``required_outputs.top_k``. They do not depend on how tokens are sampled.
-    """
-
-    num_pending: int
-    tree: DraftTree
-    hidden: Tensor | None
-    path: list[int]
-    emitted: list[int]
+    num_pending: int  # P, decided tokens that were fed; the last of them is the root
+    tree: DraftTree  # the draft tree that was fed, M nodes
+    hidden: Tensor | None  # (P + M, F * D) hidden states of the drafter's layers, or None if it needs none
+    path: list[int]  # accepted nodes, from the root down
+    emitted: list[int]  # tokens added to the text: the accepted path and the bonus token, unless the text was cut
+    # 1 + M lists of the base's `RequiredOutputs.top_k` most probable tokens, best first: the root's, then each node's.
+    # They do not depend on how tokens are sampled.
     top_tokens: Sequence[Sequence[int]] = ()
 
     def committed_hidden(self) -> Tensor:
@@ -179,23 +133,21 @@ class Drafter(Protocol):
     """Proposes draft trees for one text at a time: `begin`, then `propose` and `observe` alternately.
 
     Only `propose` must be defined; the other methods do nothing unless a drafter overrides them.
-
-    Args:
-        required_outputs: What it needs from the base's forward pass; nothing if it reads only tokens.
-        remembers: Whether proposals may depend on texts decoded earlier, since the last `reset`.
-        samples_drafts: Whether drafts are drawn at random.
-        draft_forwards: Number of forward passes of a draft module or draft model so far.
     """
 
-    required_outputs: RequiredOutputs = RequiredOutputs()
-    remembers: bool = True
-    samples_drafts: bool = False
-    draft_forwards: int = 0
+    required_outputs: RequiredOutputs = RequiredOutputs()  # what it needs from the base's forward pass
+    history_only: bool = False  # whether proposals depend on the texts so far alone, so that answers can be replayed
+    remembers: bool = True  # whether proposals may depend on texts decoded earlier, since the last `reset`
+    is_divisible: bool = True  # whether a part of a draft is of use; otherwise a budget feeds all of it or none
+    samples_drafts: bool = False  # whether drafts are drawn at random
+    may_skip_module: bool = False  # whether it can draft without its draft module, as n-grams can beside one
+    draft_forwards: int = 0  # forward passes of a draft module or draft model so far
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new text. What the drafter keeps across texts stays."""
         return None
 
+    @abstractmethod
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         """Propose continuations of ``seq``, whose last token is the root. Must not run the base."""
 
@@ -224,7 +176,7 @@ class NoDrafter(Drafter):
         return DraftTree()
 
 
-class LearnedDrafter(nn.Module, ABC):
+class LearnedDrafter(nn.Module, Drafter):
     """A drafter with weights, trained on a frozen base by `train.module.DrafterTraining`.
 
     A subclass is registered by `drafters.registry.register`. Its constructor takes a `BaseShape` first; the other
@@ -232,15 +184,14 @@ class LearnedDrafter(nn.Module, ABC):
     in frozen dataclasses. The group named ``draft`` holds what decoding may change; training fixes all others.
 
     Training calls `initialise` once and then `loss` for each batch; validation calls `draft_at`. Decoding calls
-    `attach_base_weights` once, and for each text, as of every `Drafter`, `begin`, then `propose` and `observe` in turn.
+    `attach_base_weights` once, and then what it calls of every `Drafter`. `propose` drafts from the hidden states that
+    `observe` took over so far (`StepResult.committed_hidden`), which are those before the root.
     """
 
     required_outputs: RequiredOutputs
     remembers = samples_drafts = False
     draft_forwards = 0
     base_weights: BaseWeights | None = None
-
-    # ---- training
 
     def initialise(self, base_weights: BaseWeights) -> None:
         """Copy weights of the base into those that start as copies, once and before a checkpoint is loaded."""
@@ -263,27 +214,6 @@ class LearnedDrafter(nn.Module, ABC):
             limits: Limits of every proposal.
         """
 
-    # ---- decoding
-
     def attach_base_weights(self, base_weights: BaseWeights) -> None:
         """Give the drafter the base's embedding and LM head for decoding; they stay out of ``state_dict``."""
         self.__dict__["base_weights"] = base_weights  # nn.Module would register them
-
-    @abstractmethod
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new text: empty the draft module's cache."""
-
-    @abstractmethod
-    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
-        """Propose continuations of ``seq`` from the hidden states observed so far, which are those before the root."""
-
-    @abstractmethod
-    def observe(self, step: StepResult) -> None:
-        """Take over the hidden states of the positions that a step committed (`StepResult.committed_hidden`)."""
-
-    @abstractmethod
-    def rewind(self, length: int) -> None:
-        """Forget observed positions from ``length - 1`` on, as `Drafter.rewind` says."""
-
-    def reset(self) -> None:
-        """Forget what is kept across texts. Nothing by default."""

@@ -1,4 +1,4 @@
-"""Recipes of learned drafters: options grouped in frozen dataclasses, from nested or flat keys."""
+"""Recipes of learned drafters: options grouped in frozen dataclasses, given nested or, in one line, flat."""
 
 from __future__ import annotations
 
@@ -22,16 +22,10 @@ def groups(drafter_class: type[LearnedDrafter]) -> dict[str, type]:
 
 
 def nested(init_args: Mapping[str, Any], options: Mapping[str, type]) -> dict[str, Any]:
-    """Move flat keys, as recipes had before their options were grouped, into their groups.
-
-    A flat key overrides the same option of a group, so an override can be written flat.
+    """Move flat keys into their groups, given by `groups`; a flat key overrides the same option of a group.
 
     >>> nested({"num_nodes": 64, "draft": {"top_k": 4}}, groups(CTC))
     {'draft': {'top_k': 4, 'num_nodes': 64}}
-
-    Args:
-        init_args: Arguments of a drafter's constructor, nested, flat or mixed.
-        options: The dataclass of each group, as `groups` gives them.
     """
     group_of = {field.name: name for name, group in options.items() for field in fields(group)}
     result = {name: value for name, value in init_args.items() if name in options or name not in group_of}
@@ -55,15 +49,15 @@ def flattened(init_args: Mapping[str, Any]) -> dict[str, Any]:
 def build(drafter_class: type[LearnedDrafter], base: BaseShape, init_args: Mapping[str, Any]) -> LearnedDrafter:
     """Build a drafter with fresh weights from nested or flat arguments.
 
-    Raises:
-        TypeError: An argument is unknown.
-        ValueError: A value is out of range.
+    Options of decoding that are no longer there are left out, as they are no part of what was trained. Any other
+    unknown argument is a TypeError, and a value out of range a ValueError.
     """
     options = groups(drafter_class)
     arguments = nested(init_args, options)
     for name, group in options.items():
-        if isinstance(arguments.get(name), Mapping):
-            arguments[name] = group(**arguments[name])
+        if isinstance(given := arguments.get(name), Mapping):
+            known = {key: value for key, value in given.items() if name != DRAFT or key in defaults(group)}
+            arguments[name] = group(**known)
     return drafter_class(base, **arguments)
 
 

@@ -1,14 +1,12 @@
-"""The drafters by name: `register` is all that a new drafter, learned or training-free, needs to be found."""
+"""The drafters by name: `register`, and a line in ``drafters/__init__.py``, is all that a new drafter needs."""
 
 from __future__ import annotations
 
 import os
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 from drafters.protocol import LearnedDrafter, NoDrafter
@@ -21,17 +19,7 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Registration:
-    """A drafter and how a command line builds it.
-
-    Args:
-        name: Its name in ``--drafter NAME``.
-        build: Its class, or a function that builds it.
-        file: What ``NAME=...`` names, such as CORPUS; empty if nothing.
-        is_optional: Whether ``=...`` may be left out.
-        load: Reads that file. Without it, ``build`` gets the base's runner and the name of the file as first arguments.
-        argument: Argument of ``build`` that takes what was read.
-        command: The `drafters` command that writes the file.
-    """
+    """A drafter and how a command line builds it, as `register` was told."""
 
     name: str
     build: Callable[..., Any]
@@ -61,9 +49,8 @@ def register(
 ) -> Callable[[T], T]:
     """Register a drafter's class, or a function that builds one, under its command-line name.
 
-    A subclass of `LearnedDrafter` can then be trained, exported and loaded; ``NAME=FOLDER`` names its folder. Every
-    module of the package is searched. A module of your own is known once it is imported; commands import those named
-    by the environment variable DRAFTERS_MODULES.
+    A subclass of `LearnedDrafter` can then be trained, exported and loaded; ``NAME=FOLDER`` names its folder. A module
+    of your own is known once it is imported; commands import those named by the environment variable DRAFTERS_MODULES.
 
     Args:
         name: Name in ``--drafter NAME``.
@@ -85,10 +72,7 @@ def register(
 
 
 @cache
-def _discover() -> None:
-    """Import every module of the package, and those that the environment names, so that their drafters register."""
-    for module in pkgutil.walk_packages([str(Path(__file__).parent)], "drafters."):
-        import_module(module.name)
+def _import_named_modules() -> None:
     for name in os.environ.get(MODULES, "").replace(",", " ").split():
         try:
             import_module(name)
@@ -98,7 +82,7 @@ def _discover() -> None:
 
 def registered() -> dict[str, Registration]:
     """All registered drafters by name, those without weights first, each kind in alphabetical order."""
-    _discover()
+    _import_named_modules()
     return dict(sorted(_REGISTRATIONS.items(), key=lambda item: (item[1].learned_class is not None, item[0])))
 
 
@@ -119,13 +103,7 @@ def class_path(drafter_class: type[LearnedDrafter]) -> str:
 
 
 def find_class(path: str) -> type[LearnedDrafter]:
-    """The learned drafter that a recipe names.
-
-    Nothing is imported by the name, so a recipe from elsewhere runs no code.
-
-    Raises:
-        ValueError: No such drafter is registered.
-    """
+    """The learned drafter that a recipe names; nothing is imported by the name, so a recipe runs no code."""
     for kind in learned().values():
         if path in (class_path(kind), full_path(kind)):
             return kind

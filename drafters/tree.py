@@ -12,64 +12,74 @@ from torch import Tensor
 ROOT = -1
 
 
+class Growth:
+    """A tree of candidates that grows node by node, merged by common prefix."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.index: dict[tuple[int, int], int] = {}  # the node of a parent and a token
+
+    def child(self, parent: int, token: int) -> int:
+        """The node with this token below the parent, added if it is new."""
+        node = self.index.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def path(self, tokens: Iterable[int]) -> int:
+        """The last node of a path from the root, of which new nodes are added."""
+        node = ROOT
+        for token in tokens:
+            node = self.child(node, token)
+        return node
+
+
 @dataclass(frozen=True)
 class ChildDistribution:
-    """The distribution that the drafted children of one node were sampled from, which exact rejection sampling needs.
+    """What the drafted children of one node were sampled from, which exact rejection sampling needs."""
 
-    Args:
-        parent: Parent of the children, or `ROOT`.
-        probs: (V,) probabilities of the sampled tokens, after every logits warper.
-        draws: The children in the order they were sampled. A node may be repeated if sampling was with replacement.
-        replacement: Whether the tokens were sampled with replacement.
-    """
-
-    parent: int
-    probs: Tensor
-    draws: tuple[int, ...]
-    replacement: bool = True
+    parent: int  # of the children, or `ROOT`
+    probs: Tensor  # (V,) probabilities of the sampled tokens, after every logits warper
+    draws: tuple[int, ...]  # the children in the order they were sampled; with replacement one may be repeated
+    replacement: bool = True  # whether the tokens were sampled with replacement
 
 
 @dataclass(frozen=True)
 class DraftTree:
     """Candidate continuations of one sequence, merged by common prefix.
 
-    The root (parent -1) is the last token of the text so far; it is not a node. Parents come before their children, and
-    candidate siblings have distinct tokens.
+    The root (parent -1) is the last token of the text so far; it is not a node. Parents come before their children,
+    siblings have distinct tokens, and the more probable sibling comes first.
 
         the ─┬─ cat ── sat        tokens  = [cat, sat, dog]
              └─ dog               parents = [ -1,   0,  -1]
 
-    Args:
-        tokens: Token of each node.
-        parents: Index of each node's parent, or `ROOT`.
-        num_scratch: Number of scratch nodes, which come last. The base reads them for their logits, but they are never
-            accepted. Their parent may be any earlier node; a candidate's parent is never a scratch node.
-        distributions: The distributions that children were sampled from; empty if none were sampled.
-        probabilities: The drafter's estimate of the probability of each candidate's path; empty if the drafter gives
-            none. With them, a budget may feed only the first nodes. Ignored when trees are compared.
+    Scratch nodes come last. The base reads them for their logits, but they are never accepted. Their parent may be any
+    earlier node; a candidate's parent is never a scratch node.
     """
 
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    num_scratch: int = 0
-    distributions: tuple[ChildDistribution, ...] = ()
+    tokens: Sequence[int] = ()  # token of each node
+    parents: Sequence[int] = ()  # index of each node's parent, or `ROOT`
+    num_scratch: int = 0  # number of scratch nodes
+    distributions: tuple[ChildDistribution, ...] = ()  # what children were sampled from; empty if none were
+    # The drafter's estimate of the probability of each candidate's path, or empty; a budget may then feed only the
+    # first nodes. Ignored when trees are compared.
     probabilities: Sequence[float] = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> DraftTree:
+        """The tree of a single path."""
+        return cls(tokens, range(-1, len(tokens) - 1))
 
     @classmethod
     def from_paths(cls, paths: Collection[Sequence[int]]) -> DraftTree:
         """Merge token paths that all start below the root into one tree."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        index: dict[tuple[int, int], int] = {}
+        grown = Growth()
         for path in paths:
-            node = ROOT
-            for token in path:
-                if (node, token) not in index:
-                    index[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                node = index[node, token]
-        return cls(tokens, parents)
+            grown.path(path)
+        return cls(grown.tokens, grown.parents)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -104,22 +114,15 @@ class DraftTree:
         [0, 1]
         """
         path: list[int] = []
-        node = ROOT
         for token in tokens:
-            child = self.child(node, token)
+            child = self.child(path[-1] if path else ROOT, token)
             if child is None:
                 break
             path.append(child)
-            node = child
         return path
 
     def first_path(self, max_depth: int) -> list[int]:
         """Return the tokens of the path that takes the first child at every node, for engines that verify chains only.
-
-        Drafters list the more probable child first.
-
-        Args:
-            max_depth: Largest number of tokens.
 
         >>> DraftTree(tokens=[7, 8, 9], parents=[-1, -1, 0]).first_path(4)
         [7, 9]
@@ -141,11 +144,7 @@ class DraftTree:
         return depths
 
     def ancestor_mask(self) -> np.ndarray:
-        """Return the attention mask of the tree, where each node attends to itself and its ancestors.
-
-        Returns:
-            (M, M) bool; rows are queries and columns are keys.
-        """
+        """Return the attention mask (M, M) of the tree, bool, where each row attends to itself and its ancestors."""
         ancestor_mask = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent != ROOT:
@@ -172,57 +171,39 @@ class DraftTree:
     def pruned(
         self, max_depth: int, max_nodes: int, eos: Collection[int], max_scratch_depth: int | None = None
     ) -> DraftTree:
-        """Return the tree without the nodes that exceed the limits; the tree itself if none does.
-
-        Args:
-            max_depth: Largest depth of a candidate.
-            max_nodes: Largest number of nodes; the first ones are kept.
-            eos: End-of-sequence tokens. Candidates below one are removed.
-            max_scratch_depth: Largest depth of a scratch node. By default the same as `max_depth`.
-        """
+        """Return the tree without the nodes that exceed the limits (`Limits`); the tree itself if none does."""
         scratch_depth = max_depth if max_scratch_depth is None else max_scratch_depth
         candidates, depths = self.num_candidates, self.depths
+        goes_on_after_eos = not frozenset(eos).isdisjoint(self.tokens) and any(
+            parent != ROOT and self.tokens[parent] in eos for parent in self.parents[:candidates]
+        )
         if (
             len(self) <= max_nodes
             and max(depths[:candidates], default=0) <= max_depth
             and max(depths[candidates:], default=0) <= scratch_depth
-            and not self._goes_on_after(eos)
+            and not goes_on_after_eos
         ):
             return self
-        kept: dict[int, int] = {ROOT: ROOT}
-        tokens: list[int] = []
-        parents: list[int] = []
-        kept_probabilities: list[float] = []
-        num_scratch = 0
-        for node, (token, parent, depth) in enumerate(zip(self.tokens, self.parents, depths, strict=True)):
-            scratch = node >= candidates
-            below_eos = not scratch and parent != ROOT and self.tokens[parent] in eos
-            deep = depth > (scratch_depth if scratch else max_depth)
-            if parent in kept and not deep and not below_eos and len(tokens) < max_nodes:
-                kept[node] = len(tokens)
-                tokens.append(token)
-                parents.append(kept[parent])
-                num_scratch += scratch
-                if node < len(self.probabilities):
-                    kept_probabilities.append(self.probabilities[node])
-        distributions = tuple(
-            replace(
-                distribution,
-                parent=kept[distribution.parent],
-                draws=tuple(kept[node] for node in distribution.draws if node in kept),
-            )
-            for distribution in self.distributions
-            if distribution.parent in kept
+        place = {ROOT: ROOT}  # of each node that is kept
+        for node, (parent, depth) in enumerate(zip(self.parents, depths, strict=True)):
+            is_scratch = node >= candidates
+            below_eos = not is_scratch and parent != ROOT and self.tokens[parent] in eos
+            is_deep = depth > (scratch_depth if is_scratch else max_depth)
+            if parent in place and not is_deep and not below_eos and len(place) <= max_nodes:
+                place[node] = len(place) - 1
+        nodes = list(place)[1:]
+        distributions = (
+            replace(each, parent=place[each.parent], draws=tuple(place[node] for node in each.draws if node in place))
+            for each in self.distributions
+            if each.parent in place
         )
-        distributions = tuple(distribution for distribution in distributions if distribution.draws)
-        return DraftTree(tokens, parents, num_scratch, distributions, kept_probabilities)
-
-    def _goes_on_after(self, eos: Collection[int]) -> bool:
-        """Whether a candidate's parent is an end-of-sequence token."""
-        if not eos or frozenset(eos).isdisjoint(self.tokens):
-            return False
-        parents = self.parents[: self.num_candidates]
-        return any(parent != ROOT and self.tokens[parent] in eos for parent in parents)
+        return DraftTree(
+            [self.tokens[node] for node in nodes],
+            [place[self.parents[node]] for node in nodes],
+            sum(node >= candidates for node in nodes),
+            tuple(distribution for distribution in distributions if distribution.draws),
+            [self.probabilities[node] for node in nodes if node < len(self.probabilities)],
+        )
 
     def validate(self, vocab_size: int) -> None:
         """Raise AssertionError if the drafter built a malformed tree."""
@@ -230,14 +211,10 @@ class DraftTree:
         assert len(self.tokens) == len(self.parents), "a node has one token and one parent"
         assert 0 <= self.num_scratch <= len(self.tokens), "num_scratch is out of range"
         assert all(ROOT <= parent < node for node, parent in enumerate(self.parents)), "parents come before children"
-        assert all(parent < candidates for parent in self.parents[:candidates]), (
-            "no candidate has a scratch node as its parent"
-        )
+        assert all(parent < candidates for parent in self.parents[:candidates]), "candidates hang on candidates"
         assert len(self._children) == candidates, "candidate siblings have distinct tokens"
         assert all(0 <= token < vocab_size for token in self.tokens), "a token is outside the vocabulary"
         assert len(self.probabilities) in (0, candidates), "either every candidate has a probability or none has"
-        for distribution in self.distributions:
-            assert all(self.parents[node] == distribution.parent for node in distribution.draws), (
-                "draws are children of their distribution's parent"
-            )
-            assert all(node < candidates for node in distribution.draws), "a sampled node is a candidate"
+        for each in self.distributions:
+            assert all(self.parents[node] == each.parent for node in each.draws), "draws are children of their parent"
+            assert all(node < candidates for node in each.draws), "a sampled node is a candidate"

@@ -19,7 +19,7 @@ from drafters.checkpoint import DrafterConfig
 from drafters.protocol import Drafter, LearnedDrafter, NoDrafter, RequiredOutputs
 from drafters.registry import Registration, class_path, full_path, register, registered
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from inference.budget import Budgeted
 from inference.verifier.base import Base, BaseConfig, Dtype, check_fit, load_base, tokenizer_hash
 from inference.verifier.draft_model import DraftModelSession
@@ -391,7 +391,7 @@ def merged(
         order: Number of tokens of the longest n-gram context.
         history: Whether texts decoded earlier are remembered.
         runner_up: Number of the base's most probable tokens remembered after each fed token.
-        corpus: File that ``drafters corpus`` wrote, for n-grams of a fixed text.
+        corpus: File that ``drafters index corpus`` wrote, for n-grams of a fixed text.
     """
     found = drafter_folder(folder)
     name = name_of(checkpoint.read_config(found))

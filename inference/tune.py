@@ -24,7 +24,7 @@ from rich.table import Table
 from data.files import SafeConsole, atomic_write, short_hash, write_text
 from drafters import Medusa
 from drafters.protocol import NoDrafter
-from drafters.trees import best_first
+from drafters.trees.static import static_tree
 from inference import drafter_specs
 from inference.questions import QuestionOptions
 from inference.runs import fingerprint, folder_above, progress_bars
@@ -274,7 +274,7 @@ class Tuner:
 
     def _write_static(self, num_nodes: int) -> str:
         shares, num_positions = self.head_accuracies
-        paths = best_first.static(shares, num_nodes)
+        paths = static_tree(shares, num_nodes)
         if not paths:
             raise ValueError(f"no token of the first head was ever right at {num_positions} positions: train it longer")
         length = 1 + sum(math.prod(float(shares[head, rank]) for head, rank in enumerate(path)) for path in paths)

@@ -25,15 +25,17 @@ LAYERS = {
         tree
         protocol
         checks recipe registry
-        checkpoint losses nn training_free
-        combined trees
-        eagle heads parallel
-        ctc
+        checkpoint losses nn
+        trees
+        training_free
+        merged
+        eagle medusa parallel
+        block ctc hydra
     """,
     "inference": """
         budget journal runs sandbox timing
         verifier
-        compiled drafter_builders generate_call indexes prompts regenerate
+        indexes prompts regenerate
         drafter_specs questions
         verify vllm
         evaluate

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from drafters import CTC, Block, Medusa
-from drafters.ctc import paper_tree, prefix_search
+from drafters.ctc.trees import collapsed, paper_trees
 from drafters.protocol import BaseWeights
-from drafters.tree import ROOT, DraftTree
-from drafters.trees import best_first
+from drafters.tree import DraftTree
 from drafters.trees.candidates import choose
+from drafters.trees.search import Candidates, SearchLimits, search
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ def frames_at(
         states = drafter(*given)[0]  # (A, T, D)
         weights, _, vocabulary = drafter.output(base_weights)
         logits, num_drafted = drafter.logits(states, weights), len(weights.head)
-        for candidates in choose(logits, roots, num_drafted, drafter.num_candidates, vocabulary=vocabulary):
-            probs, tokens = candidates.probs, candidates.tokens
-            if isinstance(drafter, CTC):
-                frames.append(Frames(probs[:, :-1], tokens, probs[:, -1], drafter.vocab_size))
+        candidates = choose(logits, roots, num_drafted, drafter.num_candidates, vocabulary=vocabulary)
+        for draft, (tokens, probs) in enumerate(zip(candidates.tokens, candidates.probs, strict=True)):
+            if candidates.blank is not None:
+                frames.append(Frames(probs, tokens, candidates.blank[draft], drafter.vocab_size))
             else:
                 frames.append(Frames(probs, tokens))
     return frames
@@ -67,34 +67,14 @@ def frames_at(
 # ---- ways to make a draft tree from frames, a node budget, a maximum depth and the EOS tokens
 
 
-def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
-    """Return the CTC transform of a tree over frames: on every path, repeats are merged, then blanks dropped.
-
-    Paths with the same text become one path. The root is no frame, so the first token may repeat it.
-
-        the ─┬─ the ── cat        becomes        the ─┬─ cat
-             └─ ε ──── the                            └─ the
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    index: dict[tuple[int, int], int] = {}
-    end_of_text = {ROOT: ROOT}  # for each node, the new node at which the text of its path ends
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        end_of_text[node] = end_of_text[parent]
-        if token == blank or (parent != ROOT and token == tree.tokens[parent]):
-            continue
-        place = end_of_text[parent], token
-        if place not in index:
-            index[place] = len(tokens)
-            tokens.append(token)
-            parents.append(end_of_text[parent])
-        end_of_text[node] = index[place]
-    return DraftTree(tokens, parents)
+def searched(probs: np.ndarray, tokens: np.ndarray, limits: SearchLimits, blank: np.ndarray | None = None) -> DraftTree:
+    """The tree of one draft; with a blank, of CTC frames."""
+    return search(Candidates(tokens[None], probs[None], None if blank is None else blank[None]), limits)[0]
 
 
 def plain(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
     """Read frame u as the u-th token; the most probable paths form the tree."""
-    return best_first.search(frames.probs, frames.tokens, num_nodes, max_depth, eos)[0]
+    return searched(frames.probs, frames.tokens, SearchLimits(num_nodes, max_depth, eos))
 
 
 def transformed(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
@@ -109,7 +89,7 @@ def blanks_kept(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[
     be accepted.
     """
     symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, frames.blank_id)
-    tree = best_first.search(symbols, ids, num_nodes, max_depth, eos)[0]
+    tree = searched(symbols, ids, SearchLimits(num_nodes, max_depth, eos))
     paths = map(tree.path_tokens, range(len(tree)))
     return DraftTree.from_paths([path for path in paths if frames.blank_id not in path])
 
@@ -117,7 +97,7 @@ def blanks_kept(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[
 def blanks_dropped(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
     """Read frame u as the u-th token, given that it is not the blank."""
     written = np.maximum(1 - frames.blank, np.finfo(frames.blank.dtype).tiny)
-    return best_first.search(frames.probs / written[:, None], frames.tokens, num_nodes, max_depth, eos)[0]
+    return searched(frames.probs / written[:, None], frames.tokens, SearchLimits(num_nodes, max_depth, eos))
 
 
 def paper(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
@@ -126,13 +106,13 @@ def paper(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] =
     It transforms the same tree as `blanks_kept`, and equals the drafter's ``tree: paper`` without its limit ``top_k``
     on the candidates of each frame.
     """
-    tokens = np.broadcast_to(frames.tokens, frames.probs.shape)
-    return paper_tree.search(frames.probs, frames.blank, tokens, num_nodes, max_depth, eos)[0]
+    candidates = Candidates(frames.tokens[None], frames.probs[None], frames.blank[None])
+    return paper_trees(candidates, SearchLimits(num_nodes, max_depth, eos))[0]
 
 
 def exact(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
     """Return the most probable texts, each summed over its frame sequences: the drafter's ``tree: prefix``."""
-    return prefix_search.search(frames.probs, frames.blank, frames.tokens, num_nodes, max_depth, eos)[0]
+    return searched(frames.probs, frames.tokens, SearchLimits(num_nodes, max_depth, eos), frames.blank)
 
 
 Build = Callable[[Frames, int, int, Collection[int]], DraftTree]

@@ -21,7 +21,7 @@ import torch
 from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, run_command, show
 from data import benchmarks
 from drafters import checkpoint
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.protocol import Drafter
 from drafters.registry import registered
 from inference import drafter_specs

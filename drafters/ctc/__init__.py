@@ -1,4 +1,1 @@
-"""The CTC drafter: alignments, losses, exact prefix probabilities, and the trees built from them.
-
-May import `parallel`, `layers`, `losses` and `trees`.
-"""
+"""The CTC drafter: its loss, the plain mathematics beside it, and its own trees."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from drafters.checks import check_above_zero, check_at_least
-from drafters.ctc import biased_chain, paper_tree, prefix_search
-from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
-from drafters.ctc.sampled_tree import Bias, draw
+from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss
+from drafters.ctc.trees import Bias, draw, paper_trees
 from drafters.losses import gathered_logits
-from drafters.nn.markov import Markov, markov_bias
-from drafters.parallel.drafter import ParallelDrafter
-from drafters.parallel.options import ParallelDraftOptions, TrunkOptions
+from drafters.nn.markov import markov_bias
+from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
 from drafters.protocol import BaseShape, BaseWeights, Limits, TrainingBatch
 from drafters.registry import register
 from drafters.tree import DraftTree
-from drafters.trees.candidates import CandidateBatch, Candidates
-from drafters.trees.chains import Chains
+from drafters.trees.search import Candidates, SearchLimits, search
 
 
 @dataclass(frozen=True)
@@ -95,10 +91,10 @@ class CTC(ParallelDrafter):
             raise ValueError(
                 "the paper's tree merges repeats, which this drafter does not: set tree to prefix or chain"
             )
-        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability or draft.step_costs):
+        if draft.tree == "paper" and (trunk.markov_rank or draft.min_probability):
             raise ValueError(
-                "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank, "
-                "min_probability and step_costs, or set tree to prefix"
+                "the paper's tree has no bias between tokens and no node probabilities: leave out markov_rank and "
+                "min_probability, or set tree to prefix"
             )
         super().__init__(base, trunk, loss.num_labels, loss, draft, frames_differ=True)
         self.loss_options, self.merge_repeats = loss, trunk.merge_repeats
@@ -106,7 +102,6 @@ class CTC(ParallelDrafter):
         self.samples_drafts = draft.draws > 0
         self.blank_row = nn.Parameter(torch.zeros(base.hidden_size))
         self.blank_bias = nn.Parameter(torch.tensor([float(trunk.blank_bias)]))  # FSDP2 cannot shard scalars
-        self.register_load_state_dict_pre_hook(_read_scalar_blank_bias)
         rank, factors = trunk.markov_rank, trunk.markov_factors
         self.markov = markov_bias(base, rank, factors, has_blank=True, num_drafted=trunk.draft_vocab_size)
 
@@ -114,17 +109,10 @@ class CTC(ParallelDrafter):
 
     def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
         options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
-        anchored, head, bias_factors = self.loss_inputs(batch, base_weights, bool(options.distillation))
-        return ctc_loss(
-            anchored,
-            head,
-            BlankOutput(self.blank_row, self.blank_bias[0]),
-            bias_factors,
-            options,
-            warm_up=self._warm_up(batch.step),
-            divisor=batch.divisor,
-            merge_repeats=self.merge_repeats,
-        )
+        anchored, head, right = self.loss_inputs(batch, base_weights, bool(options.distillation))
+        output = CTCOutput(self.blank_row, self.blank_bias[0], right)
+        warm_up = self._warm_up(batch.step)
+        return ctc_loss(anchored, head, output, options, warm_up, self.merge_repeats, batch.divisor)
 
     def _warm_up(self, step: int) -> float:
         """The share of plain cross-entropy in the loss at an optimizer step."""
@@ -141,55 +129,28 @@ class CTC(ParallelDrafter):
         blank = (wide(frames) * wide(self.blank_row)).sum(-1) + wide(self.blank_bias)  # as precise as in the loss
         return torch.cat([super().logits(frames, base_weights), blank[..., None]], dim=-1)
 
-    def grow(self, drafts: CandidateBatch, limits: Limits) -> list[DraftTree]:
+    def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
         if self.draft_options.tree == "paper":
-            return [self._paper_tree(candidates, limits) for candidates in drafts]
-        found = prefix_search.search_batch(
-            drafts.probs[..., :-1],
-            drafts.probs[..., -1],
-            drafts.tokens,
-            self.search_limits(limits),
-            drafts.bias,
-            self.merge_repeats,
-        )
-        return [self.cut_to_budget(*tree) for tree in found]
+            return paper_trees(candidates, limits)
+        return search(candidates, limits, self.merge_repeats)
 
-    def biased_chains(
-        self, logits: Tensor, roots: Tensor, candidates: Tensor, markov: Markov, num_tokens: int
-    ) -> Chains:
-        return biased_chain.chains(logits, roots, candidates, markov, num_tokens, self.merge_repeats)
-
-    def _paper_tree(self, candidates: Candidates, limits: Limits) -> DraftTree:
-        probs, blank = candidates.probs[:, :-1], candidates.probs[:, -1]
-        tokens = np.broadcast_to(candidates.tokens, probs.shape)  # all frames have the same ones, as in our own tree
-        num_nodes, depth, eos, *_ = self.search_limits(limits)
-        return paper_tree.search(probs, blank, tokens, num_nodes, depth, eos)[0]
-
-    def draft(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+    def tree(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
         if not self.draws:
-            return super().draft(frames, root, base_weights, limits)
+            return super().tree(frames, root, base_weights, limits)
         weights, markov, vocabulary = self.output(base_weights)
+        logits = self.logits(frames, weights)[0]  # (T, V' + 1)
         bias: Bias | None = markov
-        eos: Collection[int] = limits.eos
-        if vocabulary is not None:  # then columns are drawn, and the root gets one behind them
-            bias = None if bias is None else vocabulary.bias_after_columns(bias, root)
-            root, eos = len(vocabulary), vocabulary.columns_of(eos)
-        tree = draw(
-            self.logits(frames, weights)[0],
-            bias,
+        if vocabulary is not None:
+            logits = vocabulary.spread(logits, -torch.inf)  # (T, V + 1)
+            bias = None if markov is None else lambda tokens: vocabulary.spread(markov(tokens), 0.0)
+        num_nodes = min(self.draft_options.num_nodes, limits.max_nodes)
+        return draw(
+            logits,
             root,
             self.draws,
-            min(self.draft_options.num_nodes, limits.max_nodes),
-            limits.max_depth,
-            eos,
+            SearchLimits(num_nodes, limits.max_depth, limits.eos),
             np.random.default_rng((limits.draft_seed, self.draw_seed)),
+            bias,
             self.draw_temperature,
             self.merge_repeats,
         )
-        return tree if vocabulary is None else vocabulary.tree_of_tokens(tree)
-
-
-def _read_scalar_blank_bias(drafter: CTC, weights: dict[str, Tensor], prefix: str, *_) -> None:
-    """Read older checkpoints, in which the blank's bias is a scalar."""
-    if (name := f"{prefix}blank_bias") in weights:
-        weights[name] = torch.atleast_1d(weights[name])  # under DeepSpeed's stage 3 it is empty here

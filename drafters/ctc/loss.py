@@ -1,25 +1,31 @@
-"""The CTC losses over anchors, in chunks: the logits over the vocabulary are never stored completely."""
+"""The CTC losses over many anchors, in chunks: the logits over the vocabulary are never stored completely.
+
+`drafters.ctc.reference` has the mathematics and its plain form. Here it is in log space, over the few columns of the
+vocabulary that the labels name, with a gradient of its own. Shapes: A anchors, T frames, U labels, V tokens, D hidden
+size, R rank of the Markov bias, and C = U + 1 tokens that may come last (the root and y_1..y_U), or 1 without a bias.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from drafters.checks import check_at_least
-from drafters.ctc import alignment
-from drafters.ctc.alignment import is_possible
-from drafters.ctc.emissions import emit, next_token_probs
 from drafters.losses import gathered_logits, label_weights
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
 from drafters.losses.divergences import divergence
 from drafters.losses.label_weights import LabelLossOptions
 from drafters.protocol import at_least_one
+
+IMPOSSIBLE = -1e30
+"""Log-probability of the impossible; finite, so that the difference of two of them is finite too."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +51,23 @@ class CTCLossOptions(LabelLossOptions):
         check_at_least(0, warm_up_steps=self.warm_up_steps)
 
 
-@dataclass(frozen=True)
-class BlankOutput:
-    """The output layer of the blank, in addition to the base's LM head.
+class CTCOutput(NamedTuple):
+    """The trained weights of the output layer, in addition to the base's frozen LM head."""
 
-    Args:
-        row: (D,) weights.
-        bias: () bias.
-    """
-
-    row: Tensor
-    bias: Tensor
+    blank_row: Tensor  # (D,) weights of the blank
+    blank_bias: Tensor  # () bias of the blank
+    right: Tensor | None = None  # (V + 1, R) right factor of the Markov bias, the blank last; None without a bias
 
 
 def ctc_loss(
     anchored: AnchoredFrames,
     head: Tensor,
-    blank: BlankOutput,
-    bias: tuple[Tensor, Tensor] | None = None,
-    options: CTCLossOptions | None = None,
+    output: CTCOutput,
+    options: CTCLossOptions = CTCLossOptions(),
     warm_up: float = 0.0,
-    max_bytes: int = MAX_BYTES,
-    divisor: Callable[[Tensor], Tensor] = at_least_one,
     merge_repeats: bool = True,
+    divisor: Callable[[Tensor], Tensor] = at_least_one,
+    max_bytes: int = MAX_BYTES,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mean loss over the anchors that have a label, and metrics.
 
@@ -82,78 +82,214 @@ def ctc_loss(
     Args:
         anchored: Frames and labels.
         head: (V, D) the base's frozen LM head.
-        blank: The blank's output layer.
-        bias: Factors of the Markov bias on the V + 1 logits given the last emitted token: (A, U + 1, R) for the root
-            and y_1..y_U, and (V + 1, R); none by default.
-        options: The objective and its weights; the defaults of `CTCLossOptions` if not given.
+        output: The trained weights of the output layer.
+        options: The objective and its weights.
         warm_up: Share, from 0 to 1, of the plain cross-entropy of frame u on label u, weighted by ``decay``. Frames
             beyond U are not trained by it.
-        max_bytes: Memory for the tensors of one chunk.
+        merge_repeats: As in `reference.collapse`.
         divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
-        merge_repeats: As in `alignment.collapse`.
+        max_bytes: Memory for the tensors of one chunk.
 
     Returns:
         The loss, ``blank_share``, the mean of p_t(blank | root), and ``expected_acceptance``, the mean of
         sum_u P(text begins with y_1..y_u) over valid labels. Scalars, zero without labels.
-
-    Raises:
-        ValueError: ``warm_up`` is not a share, the Markov bias has no column for the blank, or distillation has no
-            teacher.
     """
-    options = options or CTCLossOptions()
-    frames, labels, valid = anchored.frames, anchored.labels, anchored.valid
-    if not 0 <= warm_up <= 1:
-        raise ValueError(f"warm_up is a share between 0 and 1, not {warm_up}")
-    if bias is not None and len(bias[1]) != len(head) + 1:
-        raise ValueError(f"the Markov bias of a CTC drafter has {len(head) + 1} columns, not {len(bias[1])}")
-    per_anchor = {"frames": frames, "labels": labels, "valid": valid}
-    shared = {"blank_row": blank.row, "blank_bias": blank.bias}
-    if bias is not None:
-        per_anchor["left"], shared["right"] = bias
-    per_anchor |= anchored.distillation_inputs(options.distillation)
 
-    def sums(frames, labels, valid, teacher=None, teacher_counts=None, **output_weights) -> tuple[Tensor, Tensor]:
-        emissions = emit(frames, labels, head, **output_weights)
-        states = alignment.states(emissions.enter, emissions.stay, emissions.blank, labels, merge_repeats)
-        exact, prefix = alignment.exact_and_prefix(*states)
-        counts = valid & is_possible(prefix)
-        prefix = torch.where(counts, prefix, 0.0)
+    def sums(x: AnchoredFrames, output: CTCOutput) -> tuple[Tensor, Tensor]:
+        emissions = emit(x, head, output)
+        states = run_recursion(emissions.enter, emissions.stay, emissions.blank, x.labels, merge_repeats)
+        counts = x.valid & is_possible(states.prefix)  # (A, U)
+        prefix = torch.where(counts, states.prefix, 0.0)
         if options.weights == "decay":
             weight = label_weights.by_depth(counts, options.decay, prefix.dtype)
         else:
             weight = label_weights.by_survival(prefix, counts)
-        if options.objective == "prefix":
-            loss = -(weight * prefix).sum()
-        else:
-            lengths = valid.sum(-1)
-            log_prob = exact.gather(1, lengths[:, None])[:, 0]
-            is_reached = is_possible(log_prob) & (lengths > 0)
-            loss = -(torch.where(is_reached, log_prob, 0.0) / lengths.clamp(min=1)).sum()
-        loss = options.label_weight * loss
+        objective = -(weight * prefix).sum() if options.objective == "prefix" else sequence_loss(states.exact, x.valid)
+        loss = options.label_weight * objective
         if options.distillation:
-            is_reached = teacher_counts & F.pad(counts[:, :-1], (1, 0), value=True)
-            base = gathered_logits.teacher_probs(teacher, head, options.teacher_temperature)
-            draft = next_token_probs(emissions, states, labels, merge_repeats)
-            divergences = divergence(options.divergence, base, draft)
-            loss = loss + options.distillation * torch.where(is_reached, weight * divergences, 0.0).sum()
+            assert x.teacher is not None, "distillation needs the base's last hidden states"
+            is_reached = x.taught() & F.pad(counts[:, :-1], (1, 0), value=True)
+            base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
+            draft = next_token_probs(emissions, states, x.labels, merge_repeats)
+            distances = torch.where(is_reached, weight * divergence(options.divergence, base, draft), 0.0)
+            loss = loss + options.distillation * distances.sum()
         if warm_up:
             own = emissions.enter.diagonal(dim1=1, dim2=2)  # (A, U): frame u on label u
-            plain = -(label_weights.by_depth(valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
+            plain = -(label_weights.by_depth(x.valid, options.decay, own.dtype)[:, : own.shape[1]] * own).sum()
             loss = (1 - warm_up) * loss + warm_up * plain
-        blank_share = (emissions.blank[..., 0].exp().mean(1) * valid[:, 0]).sum()
-        return loss, torch.stack([blank_share, alignment.expected_acceptance(prefix, counts).sum()])
+        blank_share = (emissions.blank[..., 0].exp().mean(1) * x.valid[:, 0]).sum()
+        acceptance = torch.where(counts, prefix.exp(), 0.0).sum(-1).sum()  # sum_u P(begins with y_1..y_u)
+        return loss, torch.stack([blank_share, acceptance])
 
-    planes = _planes(frames.shape[1], labels.shape[1], bias is not None, bool(options.distillation))
-    size = anchors_per_chunk(round(planes * len(head)), max_bytes)
-    loss, (blank_share, acceptance) = chunked(sums, per_anchor, shared, size)
-    num_anchors = divisor(valid[:, 0].sum())
+    # Vectors over the vocabulary that a chunk holds of each anchor: its frames', and the bias's after each token; with
+    # distillation those of p, q and what compares them.
+    num_frames, num_labels = anchored.frames.shape[1], anchored.labels.shape[1]
+    num_vectors = num_frames + (0 if output.right is None else num_labels + 1)
+    num_vectors += 3 * num_labels if options.distillation else 0
+    size = anchors_per_chunk(num_vectors, len(head), max_bytes)
+    loss, (blank_share, acceptance) = chunked(sums, anchored, output, size)
+    num_anchors = divisor(anchored.valid[:, 0].sum())
     return loss / num_anchors, {
         "blank_share": blank_share / num_anchors,
         "expected_acceptance": acceptance / num_anchors,
     }
 
 
-def _planes(num_frames: int, num_labels: int, has_bias: bool, is_distilled: bool) -> float:
-    """Vectors over the vocabulary that are alive per anchor at the peak, counted in float32."""
-    frames = 2 * num_frames if has_bias or is_distilled else 1.5 * num_frames  # the half is the head's bfloat16
-    return frames + has_bias * 2 * (num_labels + 1) + is_distilled * 5 * num_labels
+def sequence_loss(exact: Tensor, valid: Tensor) -> Tensor:
+    """The paper's equation 6, summed: -log P(the text is y_1..y_n) / n from log P(the text is y_1..y_u) (A, U + 1)."""
+    lengths = valid.sum(-1)  # (A,)
+    log_prob = exact.gather(1, lengths[:, None])[:, 0]
+    is_reached = is_possible(log_prob) & (lengths > 0)
+    return -(torch.where(is_reached, log_prob, 0.0) / lengths.clamp(min=1)).sum()
+
+
+# ---- the frames' distributions
+
+
+class Emissions(NamedTuple):
+    """The distributions of A anchors' frames, as far as the labels need them."""
+
+    enter: Tensor  # (A, T, U) log p_t(y_u | y_{u-1}), where y_0 is the root
+    stay: Tensor  # (A, T, U) log p_t(y_u | y_u)
+    blank: Tensor  # (A, T, C) log p_t(blank | y_u), u = 0..U
+    exponentials: Tensor  # (A, T, V) exp(z - largest z of the frame), where z are the logits without the bias
+    factors: Tensor | None  # (A, C, V) exp(B - largest B of a token after that label), or None
+    log_scale: Tensor  # (A, T, C) log of what exponentials * factors lacks to be a probability
+
+
+def emit(x: AnchoredFrames, head: Tensor, output: CTCOutput) -> Emissions:
+    """p_t(v | l) = softmax_v(z_t(v) + B[l, v]) over V tokens and the blank, where l is the last emitted label.
+
+    The normalisers of T frames after U + 1 labels are one matrix product, sum_v exp z_t(v) exp B[l, v].
+    """
+    index = x.labels[:, None].expand(-1, x.frames.shape[1], -1)
+    exponentials, largest, picked = gathered_logits.exponentials(gathered_logits.logits(x.frames, head), index)
+    dtype = largest.dtype
+    blank = (x.frames.to(dtype) @ output.blank_row.to(dtype) + output.blank_bias.to(dtype))[..., None]  # (A, T, 1)
+    if x.left is None or output.right is None:
+        log_sum = torch.logaddexp(gathered_logits.log_sum(exponentials, largest), blank)
+        enter = picked - log_sum  # (A, T, U)
+        return Emissions(enter, enter, blank - log_sum, exponentials, None, largest - log_sum)
+    left, right = x.left.to(dtype), output.right.to(dtype)
+    biases = left @ right[:-1].T  # (A, C, V)
+    factors, largest_bias, _ = gathered_logits.exponentials(biases, x.labels.new_empty(*biases.shape[:2], 0))
+    largest_bias = largest_bias.mT  # (A, 1, C)
+    blank = blank + (left @ right[-1])[:, None]  # (A, T, C)
+    sums = gathered_logits.products(exponentials, factors).clamp(min=torch.finfo(dtype).tiny)
+    log_sum = torch.logaddexp(sums.log() + largest + largest_bias, blank)
+    label_columns = F.embedding(x.labels, right)  # (A, U, R)
+    enter_bias, stay_bias = ((part * label_columns).sum(-1)[:, None] for part in (left[:, :-1], left[:, 1:]))
+    enter, stay = picked + enter_bias - log_sum[..., :-1], picked + stay_bias - log_sum[..., 1:]  # (A, T, U)
+    return Emissions(enter, stay, blank - log_sum, exponentials, factors, largest + largest_bias - log_sum)
+
+
+def next_token_probs(emissions: Emissions, states: States, labels: Tensor, merge_repeats: bool = True) -> Tensor:
+    """q(v | y_<u) for u = 1..U, (A, U, V), the draft's exact distribution of the token after the labels before:
+
+        q(v | g) = sum_t p_t(v | last g) * [b_{t-1}(g) + (v != last g) * n_{t-1}(g)] / P(text begins with g)
+
+    Where no alignment reaches y_<u the result is finite but meaningless.
+    """
+    num_labels = labels.shape[1]
+    entered, blank_end, label_end = (state.transpose(0, 1) for state in states)
+    prefix = F.pad(entered.logsumexp(1)[:, :-1], (1, 0))[:, None]  # (A, 1, U): log P(text begins with y_<u)
+    prefix = torch.where(is_possible(prefix), prefix, 0.0)
+    at_blank = blank_end[:, :-1, :num_labels] - prefix  # (A, T, U)
+    anywhere = torch.logaddexp(at_blank, label_end[:, :-1, :num_labels] - prefix)
+    q = (anywhere + emissions.log_scale[..., :num_labels]).exp().mT @ emissions.exponentials  # (A, U, V)
+    if emissions.factors is not None:
+        q = q * emissions.factors[:, :num_labels]
+    if merge_repeats:  # then a repetition of the last label needs a blank before it
+        repeated = (at_blank[..., 1:] + emissions.stay[..., :-1]).logsumexp(1).exp()  # (A, U - 1)
+        q[:, 1:].scatter_(-1, labels[:, :-1, None], repeated[..., None])
+    return q
+
+
+# ---- the recursion over frames
+
+
+class States(NamedTuple):
+    """Log-probabilities of the states of an alignment, time first; at most `IMPOSSIBLE` / 2 where none is reached."""
+
+    entered: Tensor  # (T, A, U) log enter_t of y_1..y_u, t = 1..T
+    blank_end: Tensor  # (T + 1, A, U + 1) log b_t of y_1..y_u, u = 0..U, t = 0..T
+    label_end: Tensor  # (T + 1, A, U + 1) log n_t
+
+    @property
+    def exact(self) -> Tensor:
+        """(A, U + 1): log P(the text is y_1..y_u) for u = 0..U."""
+        return torch.logaddexp(self.blank_end[-1], self.label_end[-1])
+
+    @property
+    def prefix(self) -> Tensor:
+        """(A, U): log P(the text begins with y_1..y_u) for u = 1..U."""
+        return self.entered.logsumexp(0)
+
+
+def run_recursion(enter: Tensor, stay: Tensor, blank: Tensor, labels: Tensor, merge_repeats: bool = True) -> States:
+    """The recursion of `drafters.ctc.reference` in log space, from the `Emissions` for labels (A, U)."""
+    barred = enter.new_zeros(labels.shape)  # from entering behind the same label: log (c != l)
+    if merge_repeats:
+        barred[:, 1:].masked_fill_(labels[:, 1:] == labels[:, :-1], IMPOSSIBLE)
+    else:
+        stay = torch.full_like(stay, IMPOSSIBLE)
+    blank = blank.expand(-1, -1, labels.shape[1] + 1)
+    return States(*_Recursion.apply(*(x.transpose(0, 1).contiguous() for x in (enter, stay, blank)), barred))
+
+
+def is_possible(log_probs: Tensor) -> Tensor:
+    """True where at least one alignment contributes to the log-probability."""
+    return log_probs > IMPOSSIBLE / 2
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """The share of a log-probability in a log-sum; zero where the sum is impossible."""
+    return torch.where(is_possible(whole), (part - whole).exp(), 0.0)
+
+
+class _Recursion(torch.autograd.Function):
+    """The recursion, with a gradient computed from the saved states.
+
+    Each log-add distributes its gradient to its two terms by their shares in the sum. The shares of all frames are
+    computed at once, so that the loop over frames only multiplies. Upstream gradients may have any sign.
+    """
+
+    @staticmethod
+    def forward(ctx, enter: Tensor, stay: Tensor, blank: Tensor, barred: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        num_frames, num_anchors, num_labels = enter.shape
+        blank_end = enter.new_full((num_frames + 1, num_anchors, num_labels + 1), IMPOSSIBLE)
+        label_end = torch.full_like(blank_end, IMPOSSIBLE)  # column 0 is the empty text, which ends in no label
+        entered = torch.empty_like(enter)
+        blank_end[0, :, 0] = 0.0
+        for t in range(num_frames):
+            before, after = (blank_end[t], label_end[t]), (blank_end[t + 1], label_end[t + 1])
+            source = torch.logaddexp(before[0][:, :-1], before[1][:, :-1] + barred)
+            torch.add(enter[t], source, out=entered[t])
+            torch.add(torch.logaddexp(*before), blank[t], out=after[0])
+            after[1][:, 1:] = torch.logaddexp(stay[t] + before[1][:, 1:], entered[t])
+        ctx.save_for_backward(stay, barred, blank_end, label_end, entered)
+        return entered, blank_end, label_end
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_entered: Tensor, d_blank_end: Tensor, d_label_end: Tensor) -> tuple[Tensor | None, ...]:
+        stay, barred, blank_end, label_end, entered = ctx.saved_tensors
+        before, after = label_end[:-1], label_end[1:, :, 1:]
+        either = torch.logaddexp(blank_end[:-1], before)
+        passing = before[..., :-1] + barred
+        source = torch.logaddexp(blank_end[:-1, :, :-1], passing)
+        enter_share, stay_share = _ratio(entered, after), _ratio(stay + before[..., 1:], after)
+        from_label, from_blank = _ratio(passing, source), _ratio(blank_end[:-1, :, :-1], source)
+        label_share, blank_share = _ratio(before, either), _ratio(blank_end[:-1], either)
+        d_stay, d_blank = torch.empty_like(stay), torch.empty_like(either)
+        d_entered, d_labels, d_blanks = d_entered.clone(), d_label_end[-1].clone(), d_blank_end[-1]
+        for t in reversed(range(len(stay))):
+            d_blank[t] = d_blanks
+            d_entered[t].addcmul_(d_labels[:, 1:], enter_share[t])
+            torch.mul(d_labels[:, 1:], stay_share[t], out=d_stay[t])
+            d_labels = torch.addcmul(d_label_end[t], d_blanks, label_share[t])
+            d_labels[:, 1:] += d_stay[t]
+            d_labels[:, :-1].addcmul_(d_entered[t], from_label[t])
+            d_blanks = torch.addcmul(d_blank_end[t], d_blanks, blank_share[t])
+            d_blanks[:, :-1].addcmul_(d_entered[t], from_blank[t])
+        return d_entered, d_stay, d_blank, None

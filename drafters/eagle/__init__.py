@@ -1,4 +1,1 @@
-"""Drafters that run one decoder layer once per draft depth: EAGLE and EAGLE-3.
-
-May import `layers`, `losses` and `trees`.
-"""
+"""Drafters that run one decoder layer once per draft depth: EAGLE and EAGLE-3."""

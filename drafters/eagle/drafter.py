@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from drafters.checks import check_above_zero, check_at_least, check_choices, check_hidden_layers
-from drafters.eagle.layer import DraftLayer
-from drafters.eagle.paths import Paths
+from drafters.checks import (
+    MAX_LAYERS,
+    check_above_zero,
+    check_at_least,
+    check_at_most,
+    check_choices,
+    check_hidden_layers,
+)
+from drafters.eagle.paths import DraftLayer, Paths
 from drafters.nn.draft_cache import DraftCache
 from drafters.protocol import UNLIMITED, BaseShape, BaseWeights, LearnedDrafter, Limits, RequiredOutputs, StepResult
 from drafters.tree import DraftTree
 from drafters.trees import dynamic
+from drafters.trees.search import SearchLimits
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class AutoregressiveDraftOptions:
         if self.draws and self.tree != "chain":
             raise ValueError(f"draws ({self.draws}) needs tree: chain; a dynamic tree takes the most probable tokens")
         check_at_least(1, depth=self.depth, width=self.width, top_k=self.top_k)
+        check_at_most(MAX_LAYERS, depth=self.depth)
         check_at_least(0, num_nodes=self.num_nodes, draws=self.draws, window=self.window)
         if 0 < self.window <= self.depth:
             raise ValueError(f"window ({self.window}) must exceed depth ({self.depth}), or be 0 for the whole text")
@@ -90,7 +98,6 @@ class AutoregressiveDrafter(LearnedDrafter):
         self.width, self.top_k = (1, 1) if draft.tree == "chain" else (draft.width, draft.top_k)
         self.layer = layer
         self._cache: DraftCache | None = None
-        self._waiting: list[Tensor] = []  # observed hidden states whose next token is not known yet
 
     # ---- defined by a subclass
 
@@ -102,9 +109,7 @@ class AutoregressiveDrafter(LearnedDrafter):
     def pair(self, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream (..., D) and the attention input (..., D or 2 * D) of pairs.
 
-        Args:
-            states: (..., D) states.
-            embedded: (..., D) embeddings of the tokens that follow them.
+        A pair is a state (..., D) and the embedding (..., D) of the token that follows it.
         """
 
     @abstractmethod
@@ -115,7 +120,6 @@ class AutoregressiveDrafter(LearnedDrafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
         return self.layer.self_attn.o_proj.weight.dtype
 
     def embed(self, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
@@ -123,27 +127,18 @@ class AutoregressiveDrafter(LearnedDrafter):
         return base_weights.embedding[tokens].to(self.dtype)
 
     def forward(self, states: Tensor, tokens: Tensor, base_weights: BaseWeights) -> Tensor:
-        """One pass over texts whose states are all known.
-
-        Args:
-            states: (B, S, D) states.
-            tokens: (B, S) the token after each state.
-            base_weights: The base's embedding and LM head.
-
-        Returns:
-            (B, S, D) the predicted state of the next position.
-        """
+        """The predicted state (B, S, D) of each next position, from all states (B, S, D) and the tokens after them."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         residual, x = self.pair(states, self.embed(tokens, base_weights))
         inputs = self.layer.queries_keys_values(x, positions)
-        mask = window_mask(tokens.shape[1], self.window, tokens.device) if self.window else None
+        mask = unroll_mask(tokens.shape[1], 0, self.window, tokens.device) if self.window else None
         attended = F.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=mask is None)
         return self.layer(residual, attended)
 
     # ---- drafting
 
     def begin(self, prompt: Sequence[int]) -> None:
-        self._cache, self._waiting = DraftCache(2, self.window), []
+        self._cache = DraftCache(2, self.window)
 
     @torch.inference_mode()
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
@@ -161,67 +156,46 @@ class AutoregressiveDrafter(LearnedDrafter):
         logits = paths.start(residuals[:, 0, -1:], inputs[:, 0, -1:])
         for token in seq[num_pairs + 1 :]:  # after a rewind: decided tokens whose states the base has not returned yet
             logits = paths.step(torch.full((1, 1), token, device=keys.device), paths.only_slot)[:, 0]
-        tree = self._trees(logits, paths, limits, _draft_generator(limits, logits.device))[0]
+        generator = torch.Generator(logits.device).manual_seed(limits.draft_seed)
+        tree = self._trees(logits, paths, limits, generator)[0]
         self.draft_forwards += paths.num_passes
         return tree
 
     def _cache_pairs(self, seq: Sequence[int], cache: DraftCache, base_weights: BaseWeights) -> None:
         """Cache the pairs of observed states, now that their next tokens are known.
 
-        The layer's inputs are cached too, because after a rewind the last remaining pair is the
-        one before a root again.
+        The layer's inputs are cached too, because after a rewind the last remaining pair is the one before a root
+        again.
         """
-        if not self._waiting:
+        if (hidden := cache.take_observed()) is None:
             return
-        hidden, self._waiting = torch.cat(self._waiting)[None].to(self.dtype), []
-        if hidden.shape[1] == 0:
-            return
-        states = self.enter(hidden[:, cache.skip(hidden.shape[1]) :])
-        start, device = cache.length, states.device
-        tokens = torch.tensor([seq[start + 1 : start + 1 + states.shape[1]]], device=device)
-        positions = torch.arange(start, start + states.shape[1], device=device)[None]
+        states = self.enter(hidden[None].to(self.dtype))  # (1, n, D)
+        start, end, device = cache.length, cache.length + states.shape[1], states.device
+        tokens = torch.tensor([seq[start + 1 : end + 1]], device=device)
         residual, x = self.pair(states, self.embed(tokens, base_weights))
-        keys_values = self.layer.self_attn.keys_values(x, self.layer.rotary(positions))
-        cache.append([keys_values, (residual[:, None], x[:, None])])
+        rotation = self.layer.rotary(torch.arange(start, end, device=device)[None])
+        cache.append([self.layer.self_attn.keys_values(x, rotation), (residual[:, None], x[:, None])])
 
     @torch.inference_mode()
     def observe(self, step: StepResult) -> None:
-        self._waiting.append(step.committed_hidden())
+        assert self._cache is not None, "begin() comes before observe()"
+        self._cache.observe(step.committed_hidden())
 
     def rewind(self, length: int) -> None:
         if self._cache is not None:
-            self._cache.truncate(length - 1)
-            if self._waiting:
-                self._waiting = [torch.cat(self._waiting)[: max(0, length - 1 - self._cache.length)]]
+            self._cache.rewind(length)
 
-    def _trees(
-        self,
-        logits: Tensor,
-        paths: Paths,
-        limits: Limits,
-        generator: torch.Generator,
-        with_distributions: bool = True,
-    ) -> list[DraftTree]:
-        options = self.draft_options
+    def _trees(self, logits: Tensor, paths: Paths, limits: Limits, generator: torch.Generator) -> list[DraftTree]:
+        options, step = self.draft_options, paths.step
         depth, num_nodes = min(options.depth, limits.max_depth), min(options.num_nodes, limits.max_nodes)
-        if options.draws:
-            # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
-            depth = min(depth, num_nodes // options.draws)
-            if depth < 1:
-                return [DraftTree()] * len(logits)
-            return dynamic.draw(
-                logits,
-                paths.step,
-                depth,
-                options.draws,
-                options.temperature,
-                generator,
-                limits.eos,
-                with_distributions,
-            )
-        return dynamic.grow(
-            logits, paths.step, depth, self.width, self.top_k, num_nodes, limits.eos, options.min_probability
-        )
+        if not options.draws:
+            within = SearchLimits(num_nodes, depth, limits.eos, options.min_probability)
+            return dynamic.grow(logits, step, self.width, self.top_k, within)
+        # The depth must not depend on what is sampled, as it would if distinct nodes were counted: that is a bias.
+        depth = min(depth, num_nodes // options.draws)
+        if depth < 1:
+            return [DraftTree()] * len(logits)
+        return dynamic.draw(logits, step, depth, options.draws, options.temperature, generator, limits.eos)
 
     @torch.inference_mode()
     def draft_at(
@@ -235,22 +209,29 @@ class AutoregressiveDrafter(LearnedDrafter):
         residual, x = self.pair(states, self.embed(input_ids[None, 1:], base_weights))
         context = self.layer.self_attn.keys_values(x, self.layer.rotary(positions[None]))
         trees: list[DraftTree] = []
-        generator = _draft_generator(limits, hidden.device)
+        generator = torch.Generator(hidden.device).manual_seed(limits.draft_seed)
         for part in after_first.split(self.chunk_anchors):
             paths = Paths(self, base_weights, context, part, positions < part[:, None], self.window)
             logits = paths.start(residual[0, part - 1][:, None], x[0, part - 1][:, None])
-            trees += self._trees(logits, paths, limits, generator, with_distributions=False)
+            # Without their distributions, each of which is as large as the vocabulary.
+            trees += [replace(tree, distributions=()) for tree in self._trees(logits, paths, limits, generator)]
         drafted = iter(trees)
         return [next(drafted) if anchor > 0 else DraftTree() for anchor in anchors.tolist()]
 
 
-def window_mask(num_positions: int, window: int, device: torch.device | None = None) -> Tensor:
-    """Which pairs each pair may attend to: itself and those before it in the window; (S, S) bool."""
+def unroll_mask(num_positions: int, depth: int, window: int = 0, device: torch.device | None = None) -> Tensor:
+    """Which pairs of a depth, and of those before it, each pair of that depth may attend to.
+
+    At depth j pair p attends to the base's pairs up to p - j, and at each depth in between to the one on its own path.
+    Returns (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
+
+    Args:
+        num_positions: S.
+        depth: The depth j; 0 are the base's pairs themselves.
+        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
+        device: Device of the mask.
+    """
     at = torch.arange(num_positions, device=device)
-    distance = at[:, None] - at[None]
-    return (distance >= 0) & (distance < window)
-
-
-def _draft_generator(limits: Limits, device: torch.device) -> torch.Generator:
-    """The random numbers of a proposal."""
-    return torch.Generator(device).manual_seed(limits.draft_seed)
+    offset = at[None] - at[:, None]  # key position - query position
+    base = (offset <= -depth) & (offset > -window) if window else offset <= -depth
+    return torch.cat([base, *(offset == i - depth for i in range(1, depth + 1))], dim=-1)

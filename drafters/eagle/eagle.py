@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from drafters.checks import check_at_least
 from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
-from drafters.eagle.layer import DraftLayer
+from drafters.eagle.paths import DraftLayer
 from drafters.losses import gathered_logits
-from drafters.losses.distillation import distillation_loss
-from drafters.losses.divergences import DivergenceOptions
+from drafters.losses.divergences import DivergenceOptions, distillation_loss
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
 from drafters.registry import register
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drafters.checks import check_at_least
-from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions
-from drafters.eagle.layer import DraftLayer
+from drafters.eagle.drafter import AutoregressiveDrafter, AutoregressiveDraftOptions, unroll_mask
+from drafters.eagle.paths import DraftLayer
 from drafters.losses import gathered_logits
-from drafters.losses.distillation import distillation_loss
-from drafters.losses.divergences import DivergenceOptions
+from drafters.losses.divergences import DivergenceOptions, distillation_loss
 from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
 from drafters.nn.transformer import RMSNorm
 from drafters.protocol import BaseShape, BaseWeights, TrainingBatch
@@ -132,20 +131,11 @@ class EAGLE3(AutoregressiveDrafter):
         return self.lm_head(normed) if self.lm_head is not None else gathered_logits.base_logits(normed, base_weights)
 
     def unroll(self, hidden: Tensor, tokens: Tensor, base_weights: BaseWeights, num_steps: int) -> Iterator[Tensor]:
-        """The states of each depth at all positions, each depth continuing from the one before.
+        """Yield the predicted states (B, S, D) of the next positions at depths 0, 1, ..., each from the one before.
 
-        At depth j pair p uses the state that depth j - 1 predicted for its position. It attends to the base's pairs up
-        to p - j, and at each depth in between to the one pair on its own path.
-
-        Args:
-            hidden: (B, S, F * D) hidden states of the base.
-            tokens: (B, S) the token after each position.
-            base_weights: The base's embedding and LM head.
-            num_steps: Number of depths.
-
-        Yields:
-            (B, S, D) predicted states of the next positions, at depths 0, 1, ...; at depth j they are meaningful from
-            position j on.
+        At depth j pair p uses the state that depth j - 1 predicted for its position, and attends as `unroll_mask` says.
+        The states are meaningful from position j on. Takes the base's hidden states (B, S, F * D) and the token after
+        each position (B, S).
         """
         states, embedded = self.enter(hidden.to(self.dtype)), self.embed(tokens, base_weights)
         num_positions = tokens.shape[1]
@@ -157,7 +147,7 @@ class EAGLE3(AutoregressiveDrafter):
             queries, keys, values = self.layer.queries_keys_values(x, positions)
             all_keys.append(keys)
             all_values.append(values)
-            mask = unroll_mask(num_positions, depth, tokens.device, self.window)
+            mask = unroll_mask(num_positions, depth, self.window, tokens.device)
             attended = F.scaled_dot_product_attention(
                 queries, torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2), attn_mask=mask
             )
@@ -204,21 +194,3 @@ def low_middle_high(num_layers: int) -> tuple[int, ...]:
     if num_layers < 8:
         return (num_layers // 4, num_layers // 2, -1)
     return (2, num_layers // 2, num_layers - 3)
-
-
-def unroll_mask(num_positions: int, depth: int, device: torch.device | None = None, window: int = 0) -> Tensor:
-    """Which pairs of this depth and of those before it each pair may attend to.
-
-    Args:
-        num_positions: S.
-        depth: The depth.
-        device: Device of the mask.
-        window: Number of pairs that a pair attends to, its own included; 0 for all. Must exceed ``depth``.
-
-    Returns:
-        (S, (depth + 1) * S) bool: block 0 are the base's pairs, block i those of depth i.
-    """
-    at = torch.arange(num_positions, device=device)
-    offset = at[None] - at[:, None]  # key position - query position
-    base = (offset <= -depth) & (offset > -window) if window else offset <= -depth
-    return torch.cat([base, *(offset == i - depth for i in range(1, depth + 1))], dim=-1)

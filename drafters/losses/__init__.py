@@ -1,4 +1,1 @@
-"""What training optimises: anchors and their labels, label weights, and losses computed in chunks.
-
-May import `layers`.
-"""
+"""What training optimises: anchors and their labels, label weights, and losses computed in chunks."""

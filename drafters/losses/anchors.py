@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class AnchoredFrames:
-    """Frames drafted at A anchors, and what they should predict.
+class AnchoredFrames(NamedTuple):
+    """Frames drafted at A anchors, and what they should predict."""
 
-    Args:
-        frames: (A, T, D) frame states.
-        labels: (A, U) the base's next tokens y_1..y_U.
-        valid: (A, U) bool, a leading run: the labels inside the assistant's turn.
-        roots: (A,) tokens at the anchors.
-        teacher: (A, U, D) the base's last hidden states that decide y_1..y_U; only distillation needs them.
-        teacher_valid: (A, U) bool, where the base has read y_1..y_{u-1} itself; everywhere by default.
-    """
+    frames: Tensor  # (A, T, D) frame states
+    labels: Tensor  # (A, U) the base's next tokens y_1..y_U
+    valid: Tensor  # (A, U) bool, a leading run: the labels inside the assistant's turn
+    left: Tensor | None = None  # (A, U + 1, R) left factor of the Markov bias after the root and y_1..y_U
+    teacher: Tensor | None = None  # (A, U, D) the base's last hidden states that decide y_1..y_U, for distillation
+    teacher_valid: Tensor | None = None  # (A, U) bool, where the base has read y_1..y_{u-1} itself; None: everywhere
 
-    frames: Tensor
-    labels: Tensor
-    valid: Tensor
-    roots: Tensor
-    teacher: Tensor | None = None
-    teacher_valid: Tensor | None = None
-
-    @property
-    def previous(self) -> Tensor:
-        """(A, U + 1) the tokens that a draft may have emitted last: the root and y_1..y_U."""
-        return torch.cat([self.roots[:, None], self.labels], 1)
-
-    def distillation_inputs(self, distillation: float) -> dict[str, Tensor]:
-        """The teacher's states, and (A, U) bool at which labels they count, by name; empty without distillation.
-
-        Raises:
-            ValueError: There is distillation, but no teacher.
-        """
-        if not distillation:
-            return {}
-        if self.teacher is None:
-            raise ValueError(f"distillation ({distillation}) needs the base's last hidden states, but teacher is None")
-        valid = self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
-        return {"teacher": self.teacher, "teacher_counts": valid}
+    def taught(self) -> Tensor:
+        """(A, U) bool: the valid labels whose distribution the teacher gives."""
+        return self.valid if self.teacher_valid is None else self.valid & self.teacher_valid
 
 
 def valid_positions(loss_mask: Tensor) -> Tensor:
@@ -56,15 +32,10 @@ def valid_positions(loss_mask: Tensor) -> Tensor:
 
 
 def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
-    """Sample anchors without replacement among the valid positions of each sequence.
+    """Sample up to ``num_anchors`` positions without replacement among the valid ones of each sequence.
 
-    Args:
-        loss_mask: (B, S) bool, true on assistant tokens.
-        num_anchors: Largest number of anchors per sequence.
-
-    Returns:
-        ``anchors`` (B, A), sorted, and ``is_valid`` (B, A) bool, false where a sequence has fewer valid positions than
-        A. A is at least 1.
+    Returns ``anchors`` (B, A), sorted, and ``is_valid`` (B, A) bool, false where a sequence has fewer valid positions
+    than A, which is at least 1. ``loss_mask`` (B, S) bool is true on assistant tokens.
     """
     valid = valid_positions(loss_mask)
     num_sampled = int(valid.sum(1).max().clamp(1, num_anchors))
@@ -74,16 +45,10 @@ def sample(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
 
 
 def following(labels: Tensor, loss_mask: Tensor, anchors: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
-    """The base's next tokens y_1..y_U after each anchor, up to the end of the assistant's turn.
+    """The base's next tokens y_1..y_U after each anchor (B, A), up to the end of the assistant's turn.
 
-    Args:
-        labels: (B, S) the base's next token at each position.
-        loss_mask: (B, S) bool, true on assistant tokens.
-        anchors: (B, A) positions.
-        num_labels: U.
-
-    Returns:
-        ``targets`` (B, A, U) and ``valid`` (B, A, U) bool, true on a leading run.
+    Takes its next token at each position (B, S), and a mask of the assistant's tokens (B, S) bool. Returns ``targets``
+    (B, A, U), and ``valid`` (B, A, U) bool, true on a leading run.
     """
     num_positions = labels.shape[1]
     at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): y_u stands at a + u - 1
@@ -97,18 +62,10 @@ def following(labels: Tensor, loss_mask: Tensor, anchors: Tensor, num_labels: in
 def deciding(
     last_hidden: Tensor, input_ids: Tensor, labels: Tensor, anchors: Tensor, num_labels: int
 ) -> tuple[Tensor, Tensor]:
-    """The base's last hidden states that decide the labels of each anchor: y_u given the text up to y_{u-1}.
+    """The base's last hidden states that decide the labels of each anchor (B, A): y_u given the text up to y_{u-1}.
 
-    Args:
-        last_hidden: (B, S, D) normed last hidden states.
-        input_ids: (B, S) the texts.
-        labels: (B, S) the base's next token at each position.
-        anchors: (B, A) positions.
-        num_labels: U.
-
-    Returns:
-        ``states`` (B, A, U, D), and ``valid`` (B, A, U) bool, true where the text continues with y_1..y_{u-1}. Where it
-        does not, the state belongs to another prefix.
+    Takes its last hidden states (B, S, D), the texts and its next tokens (B, S). Returns states (B, A, U, D), and
+    (B, A, U) bool, where the text continues with y_1..y_{u-1}: elsewhere the state belongs to another prefix.
     """
     at = anchors[..., None] + torch.arange(num_labels, device=anchors.device)  # (B, A, U): y_u is decided at a + u - 1
     inside = at < input_ids.shape[1]

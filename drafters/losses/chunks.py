@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 MAX_BYTES = 2**26
-"""Default memory for the tensors of one chunk: 64 MiB."""
+"""Memory for the tensors of one chunk: 64 MiB."""
+
+PerAnchor = TypeVar("PerAnchor", bound=NamedTuple)
+Shared = TypeVar("Shared", bound=NamedTuple)
 
 
-def anchors_per_chunk(floats_per_anchor: int, max_bytes: int, bytes_per_float: int = 4) -> int:
-    """The number of anchors whose tensors fit into a memory budget, at least one.
+def anchors_per_chunk(num_vectors: int, vocab_size: int, max_bytes: int = MAX_BYTES) -> int:
+    """The number of anchors, at least one, whose vectors over the vocabulary fit into ``max_bytes``.
 
-    Raises:
-        ValueError: The budget is not positive.
+    Each of an anchor's ``num_vectors`` is held in float32, with its gradient.
     """
-    if max_bytes < 1:
-        raise ValueError(f"max_bytes, the memory of one chunk of the loss, must be positive, not {max_bytes}")
-    return max(1, max_bytes // (bytes_per_float * floats_per_anchor))
+    return max(1, max_bytes // (8 * num_vectors * vocab_size))
 
 
 _is_shortened = ContextVar("is_shortened", default=False)
@@ -49,10 +50,7 @@ def chunks(length: int, size: int) -> list[slice]:
 
 
 def chunked(
-    sums: Callable[..., tuple[Tensor, Tensor]],
-    per_anchor: Mapping[str, Tensor],
-    shared: Mapping[str, Tensor],
-    size: int,
+    sums: Callable[[PerAnchor, Shared], tuple[Tensor, Tensor]], per_anchor: PerAnchor, shared: Shared, size: int
 ) -> tuple[Tensor, Tensor]:
     """Sum a loss over anchors while holding the intermediate tensors of only one chunk.
 
@@ -61,46 +59,36 @@ def chunked(
     the loss is a plain sum over chunks. Tensors that ``sums`` closes over get no gradient.
 
     Args:
-        sums: Takes, by name, a chunk of each tensor of ``per_anchor`` and all of ``shared``. Returns the chunk's loss,
-            a scalar, and numbers to be summed over chunks without a gradient. Runs with autocast disabled.
-        per_anchor: Tensors (A, ...), split along the anchors.
-        shared: Tensors that every chunk uses completely, such as weights.
+        sums: Takes a chunk of ``per_anchor``, and ``shared``. Returns the chunk's loss, a scalar, and numbers without a
+            gradient; both are summed over chunks. Runs with autocast disabled.
+        per_anchor: Tensors (A, ...), split along the anchors, or None.
+        shared: Tensors that every chunk uses completely, such as weights, or None.
         size: Anchors per chunk.
-
-    Returns:
-        The loss, and the summed numbers, which have no gradient.
     """
-    tensors = {**per_anchor, **shared}
-    return _Chunked.apply(sums, size, len(per_anchor), torch.is_grad_enabled(), tuple(tensors), *tensors.values())
+    kinds = type(per_anchor), type(shared)
+    return _Chunked.apply(sums, kinds, size, torch.is_grad_enabled(), *per_anchor, *shared)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sums: Callable, size: int, num_split: int, needs_gradient: bool, names: tuple, *tensors: Tensor):
-        whole = dict(zip(names, tensors, strict=True))
-        split = set(names[:num_split])
-        gradients = {}
-        for name, tensor in whole.items():
-            if needs_gradient and tensor.requires_grad:  # gradients of shared tensors add up: in float32 at least
-                dtype = tensor.dtype if name in split else torch.promote_types(tensor.dtype, torch.float32)
-                gradients[name] = torch.zeros_like(tensor, dtype=dtype)
-        loss, numbers = 0.0, 0.0
-        with torch.autocast(tensors[0].device.type, enabled=False), torch.set_grad_enabled(bool(gradients)):
-            for here in chunks(len(tensors[0]), size):
-                parts = {name: (x[here] if name in split else x).detach() for name, x in whole.items()}
-                for name in gradients:
-                    parts[name].requires_grad_()
-                part_loss, part_numbers = sums(**parts)
-                if part_loss.requires_grad:
-                    leaves = [parts[name] for name in gradients]
-                    part_gradients = torch.autograd.grad(part_loss, leaves, allow_unused=True)
-                    for (name, into), gradient in zip(gradients.items(), part_gradients, strict=True):
-                        if gradient is not None:
-                            (into[here] if name in split else into).add_(gradient)
-                    del leaves, part_gradients, gradient, into
-                loss, numbers = loss + part_loss.detach(), numbers + part_numbers.detach()
-                del parts, part_loss, part_numbers  # freed before the next chunk is computed
-        ctx.has_gradient, ctx.dtypes = [name in gradients for name in names], [x.dtype for x in tensors]
+    def forward(ctx, sums: Callable, kinds: tuple, size: int, needs_gradient: bool, *tensors: Tensor | None):
+        num_split = len(kinds[0]._fields)
+        gradients: dict[int, Tensor] = {}
+        for place, tensor in enumerate(tensors):
+            if needs_gradient and tensor is not None and tensor.requires_grad:
+                is_split = place < num_split  # gradients of shared tensors add up: in float32 at least
+                dtype = tensor.dtype if is_split else torch.promote_types(tensor.dtype, torch.float32)
+                gradients[place] = torch.zeros_like(tensor, dtype=dtype)
+        first: Any = tensors[0]
+        loss: Any = 0.0
+        numbers: Any = 0.0
+        with torch.autocast(first.device.type, enabled=False), torch.set_grad_enabled(bool(gradients)):
+            for here in chunks(len(first), size):
+                part = [x if x is None or place >= num_split else x[here] for place, x in enumerate(tensors)]
+                into = {place: x[here] if place < num_split else x for place, x in gradients.items()}
+                part_loss, part_numbers = _one_chunk(sums, kinds, part, into)
+                loss, numbers = loss + part_loss, numbers + part_numbers
+        ctx.places, ctx.dtypes = list(gradients), [None if x is None else x.dtype for x in tensors]
         ctx.save_for_backward(*gradients.values())
         ctx.mark_non_differentiable(numbers)
         return loss, numbers
@@ -108,9 +96,23 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss: Tensor, _):
-        saved = iter(ctx.saved_tensors)
-        scaled = [
-            (next(saved) * d_loss).to(dtype) if has else None
-            for has, dtype in zip(ctx.has_gradient, ctx.dtypes, strict=True)
-        ]
-        return None, None, None, None, None, *scaled
+        scaled: list[Tensor | None] = [None] * len(ctx.dtypes)
+        for place, gradient in zip(ctx.places, ctx.saved_tensors, strict=True):
+            scaled[place] = (gradient * d_loss).to(ctx.dtypes[place])
+        return None, None, None, None, *scaled
+
+
+def _one_chunk(
+    sums: Callable, kinds: tuple, tensors: list[Tensor | None], into: dict[int, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The loss and the numbers of one chunk; its gradients are added to ``into``. All else is freed on return."""
+    parts = [None if x is None else x.detach() for x in tensors]
+    leaves = [parts[place].requires_grad_() for place in into]  # type: ignore[union-attr]
+    num_split = len(kinds[0]._fields)
+    loss, numbers = sums(kinds[0](*parts[:num_split]), kinds[1](*parts[num_split:]))
+    if loss.requires_grad:
+        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for whole, gradient in zip(into.values(), found, strict=True):
+            if gradient is not None:
+                whole.add_(gradient)
+    return loss.detach(), numbers.detach()

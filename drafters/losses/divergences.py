@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from drafters.checks import check_choices
+from drafters.losses import gathered_logits
+from drafters.losses.chunks import chunks
 
 Divergence = Literal["kl", "tv", "lk", "lk_hybrid"]
 
@@ -36,17 +41,11 @@ class DivergenceOptions:
 
 
 def acceptance(base: Tensor, draft: Tensor) -> Tensor:
-    """sum_v min(p(v), q(v)), the probability that rejection sampling accepts a token drawn from the draft.
+    """sum_v min(p(v), q(v)) (...), the probability that rejection sampling accepts a token drawn from the draft.
 
-    It is 1 - TV(p, q), where the probability that the draft stops counts as one more token. If p is certain of one
-    token, as in greedy decoding, it is q of that token.
-
-    Args:
-        base: (..., V) probabilities p.
-        draft: (..., V) probabilities q, with a sum of at most one.
-
-    Returns:
-        (...), between 0 and 1 up to rounding.
+    It is 1 - TV(p, q) of the base's probabilities p and the draft's q, both (..., V), where the probability that the
+    draft stops, 1 - sum_v q(v), counts as one more token. If p is certain of one token, as in greedy decoding, it is q
+    of that token.
     """
     return torch.minimum(base, draft).sum(-1)
 
@@ -74,3 +73,36 @@ def divergence(kind: Divergence, base: Tensor, draft: Tensor) -> Tensor:
         return -accepted.clamp(min=torch.finfo(accepted.dtype).tiny).log()
     share = (-HYBRID_RATE * accepted.detach()).exp()
     return share * kl(base, draft) + (1 - share) * (1 - accepted)
+
+
+def distilled(kind: Divergence, logits: Tensor, last_hidden: Tensor, head: Tensor) -> Tensor:
+    """The divergence (N,) of softmax(logits) from the base's next-token distribution at each of N positions.
+
+    ``kl`` is the cross-entropy -sum_v p(v) log q(v), which is larger than the KL divergence by the entropy of p and has
+    the same gradient. Takes the drafter's logits (N, V), in float32 at least, the base's normed last hidden states
+    (N, D), and its frozen LM head (V, D).
+    """
+    base = gathered_logits.teacher_probs(last_hidden, head).to(logits.dtype)
+    if kind == "kl":
+        return F.cross_entropy(logits, base, reduction="none")
+    return divergence(kind, base, logits.softmax(-1))
+
+
+def distillation_loss(
+    kind: Divergence,
+    states: Tensor,
+    read: Callable[[Tensor], Tensor],
+    last_hidden: Tensor,
+    head: Tensor,
+    chunk_positions: int,
+) -> Tensor:
+    """`distilled` at each position (N,), where ``read`` maps the drafter's states (n, D) to its logits (n, V).
+
+    Logits are computed for a chunk of positions at a time and again in the backward pass, so (N, V) is never stored.
+    """
+
+    def losses(states: Tensor, last_hidden: Tensor) -> Tensor:
+        return distilled(kind, gathered_logits.at_least_float32(read(states)), last_hidden, head)
+
+    parts = ((states[here], last_hidden[here]) for here in chunks(len(states), chunk_positions))
+    return torch.cat([checkpoint(losses, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -72,17 +72,10 @@ def base_logits(states: Tensor, base_weights: BaseWeights) -> Tensor:
 
 
 def exponentials(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn logits into exponentials in place.
+    """Turn logits z (A, T, V) into exponentials in place; the backward pass overwrites those and can run only once.
 
-    The logits are overwritten. The backward pass overwrites the exponentials and can run only once.
-
-    Args:
-        logits: (A, T, V) logits z.
-        columns: (A, T, K) indices into V.
-
-    Returns:
-        ``exponentials`` (A, T, V), exp(z - max z); ``largest`` (A, T, 1), max z, without a gradient because no result
-        should depend on it; and ``picked`` (A, T, K), z at the columns.
+    Returns ``exponentials`` (A, T, V), exp(z - max z); ``largest`` (A, T, 1), max z, without a gradient because no
+    result should depend on it; and ``picked`` (A, T, K), z at the columns (A, T, K).
     """
     return _Exponentials.apply(logits, columns)
 

@@ -68,21 +68,15 @@ def by_depth(counts: Tensor, decay: float, dtype: torch.dtype = torch.float32) -
 
 
 def by_survival(prefix: Tensor, counts: Tensor) -> Tensor:
-    """Weights that make a mean of -log P(prefix) increase the expected acceptance: w_u = P_u / sum_i P_i, detached.
+    """Weights (A, U) that make a mean of -log P_u increase the expected acceptance: w_u = P_u / sum_i P_i, detached.
 
     P_u is the probability that the draft's first u tokens are y_1..y_u, so a = sum_u P_u is the number of tokens that a
     verifier accepts on average from a sampled draft. As grad P_u = P_u grad log P_u,
 
         grad sum_u w_u * -log P_u = -grad a / a = grad -log a.
 
-    Dividing by a keeps the gradient large while the draft is still poor.
-
-    Args:
-        prefix: (A, U) log P_u, finite.
-        counts: (A, U) bool, the labels that count.
-
-    Returns:
-        (A, U), with sum one where some label counts, else zero.
+    Dividing by a keeps the gradient large while the draft is still poor. Takes log P_u (A, U), finite, and the labels
+    that count (A, U) bool; the sum of the weights is one where some label counts, else zero.
     """
     largest = prefix.detach().masked_fill(~counts, -torch.inf).amax(-1, keepdim=True).clamp(min=-1e30)
     weights = torch.where(counts, (prefix.detach() - largest).exp(), 0.0)
@@ -92,14 +86,8 @@ def by_survival(prefix: Tensor, counts: Tensor) -> Tensor:
 def by_token_survival(log_probs: Tensor, counts: Tensor) -> Tensor:
     """As `by_survival`, for a mean of -log p_u of single tokens, where P_u = p_1 * ... * p_u (as in D-PACE).
 
-    Token u is part of every prefix that passes through it: w_u = sum_{i >= u} P_i / sum_i P_i, detached.
-
-    Args:
-        log_probs: (A, U) log p_u.
-        counts: (A, U) bool, a leading run.
-
-    Returns:
-        (A, U), decreasing from w_1 = 1; zero where no label counts.
+    Token u is part of every prefix that passes through it: w_u = sum_{i >= u} P_i / sum_i P_i, detached. It decreases
+    from w_1 = 1. Takes log p_u (A, U), and the labels that count (A, U) bool, a leading run.
     """
     weights = by_survival(torch.where(counts, log_probs.detach(), 0.0).cumsum(-1), counts)
     return weights.flip(-1).cumsum(-1).flip(-1) * counts

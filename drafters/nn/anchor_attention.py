@@ -34,20 +34,13 @@ class AnchorMask:
 
     The anchor itself is excluded because during decoding the base has not processed it yet. With a window, all frames
     of a block attend to the same context positions, the last ones before the anchor.
-
-    Args:
-        anchors: (B, A) positions.
-        num_frames: T, frames of each anchor.
-        num_context: S, context positions; they come before the frames among the keys.
-        causal: Whether a frame attends only to itself and to earlier frames of its block.
-        window: Number of context positions that a frame attends to; 0 for all of them.
     """
 
-    anchors: Tensor
-    num_frames: int
-    num_context: int
-    causal: bool = False
-    window: int = 0
+    anchors: Tensor  # (B, A) positions
+    num_frames: int  # T, frames of each anchor
+    num_context: int  # S, context positions; they come before the frames among the keys
+    causal: bool = False  # whether a frame attends only to itself and to earlier frames of its block
+    window: int = 0  # number of context positions that a frame attends to; 0 for all of them
 
     def allows(self, batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether frame ``query`` (of A * T) may attend to key ``key`` (of S + A * T); the three broadcast."""
@@ -68,11 +61,7 @@ class AnchorMask:
         return self.allows(batch, query, key)
 
     def pieces(self, num_anchors: int = 16) -> Pieces:
-        """The mask cut along the anchors: most of it is false, and those keys need not be multiplied.
-
-        Args:
-            num_anchors: Anchors per piece.
-        """
+        """The mask cut into pieces of a few anchors: most of it is false, and those keys need not be multiplied."""
         parts = []
         for anchors in self.anchors.split(num_anchors, dim=1):
             end = min(int(anchors.max()), self.num_context)
@@ -102,16 +91,12 @@ class AnchorMask:
 
 @dataclass(frozen=True)
 class Pieces:
-    """An `AnchorMask` in pieces: the frames of a few neighbouring anchors with only the keys they may attend to.
+    """An `AnchorMask` in pieces: the frames of a few neighbouring anchors with only the keys they may attend to."""
 
-    Args:
-        parts: For each piece the s context positions from the first window, or the start, to its last anchor, and its
-            mask (B, 1, Q, s + Q) over those positions and its own frames.
-        num_context: S.
-    """
-
+    # For each piece the s context positions from the first window, or the start, to its last anchor, and its mask
+    # (B, 1, Q, s + Q) over those positions and its own frames.
     parts: tuple[tuple[slice, Tensor], ...]
-    num_context: int
+    num_context: int  # S
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of (B, h, Q, d) over (B, h, S + Q, d), piece by piece."""

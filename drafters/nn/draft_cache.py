@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+Context = list[tuple[Tensor, Tensor]]
+"""For each layer the keys and values (B, h, S, d) of S positions."""
 SLACK = 64  # positions kept beyond a window, so that it is still full after the rewinds of a few rejected drafts
 
 
 class DraftCache:
     """Keys and values per draft layer, in buffers that double when full, so that appending copies only what is new.
 
-    With a window, only the last positions are kept, in buffers of at most twice ``window + SLACK`` positions. After a
-    rewind behind the first position that is kept, the window fills up again.
-
-    Args:
-        num_layers: Layers of the draft module.
-        window: Number of last positions that are read; 0 for all of them.
-
-    Attributes:
-        length: Number of committed positions of the text.
-        num_held: Number of them that are kept, the last ones.
+    With a window, only that many last positions are read and few more kept, in buffers of at most twice
+    ``window + SLACK`` positions. After a rewind behind the first position that is kept, the window fills up again.
     """
 
     def __init__(self, num_layers: int, window: int = 0) -> None:
-        self.window = window
-        self.length = self.num_held = 0
+        self.window = window  # 0 reads all positions
+        self.length = self.num_held = 0  # committed positions of the text, and how many of them are kept, the last ones
         self._buffers: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self._observed: list[Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffers in self._buffers for buffer in buffers)
 
-    def skip(self, num_new: int) -> int:
-        """Advance over those of the next positions that no window will contain; return how many there were."""
-        num_skipped = max(0, num_new - self.window - SLACK) if self.window else 0
+    def observe(self, hidden: Tensor) -> None:
+        """Keep the base's hidden states (n, F * D) of new positions until a draft needs their keys and values."""
+        self._observed.append(hidden)
+
+    def take_observed(self) -> Tensor | None:
+        """The states (n, F * D) of the positions from ``length`` on that were observed since the last call, or None.
+
+        Those that no window will contain are left out, and ``length`` advances over them.
+        """
+        if not self._observed:
+            return None
+        hidden, self._observed = torch.cat(self._observed), []
+        num_skipped = max(0, len(hidden) - self.window - SLACK) if self.window else 0
         if num_skipped:
             self.length += num_skipped
             self.num_held = 0
-        return num_skipped
+        return hidden[num_skipped:] if len(hidden) else None
 
-    def append(self, context: list[tuple[Tensor, Tensor]]) -> None:
+    def rewind(self, length: int) -> None:
+        """Forget what was observed from position ``length - 1`` on, where a root is again."""
+        self.truncate(length - 1)
+        if self._observed:
+            self._observed = [torch.cat(self._observed)[: max(0, length - 1 - self.length)]]
+
+    def append(self, context: Context) -> None:
         """Add the keys and values of new positions: for each layer two tensors of (1, h, S, d)."""
         num_new = context[0][0].shape[-2]
         if self.window and self.num_held + num_new > 2 * (self.window + SLACK):
@@ -77,7 +89,7 @@ class DraftCache:
         self.length -= num_dropped
         self.num_held = max(0, self.num_held - num_dropped)
 
-    def read(self) -> list[tuple[Tensor, Tensor]]:
+    def read(self) -> Context:
         """Views of the keys and values in the window, for each layer two tensors of (1, h, n, d)."""
         shown = slice(max(0, self.num_held - self.window) if self.window else 0, self.num_held)
         return [(keys[..., shown, :], values[..., shown, :]) for keys, values in self._buffers]

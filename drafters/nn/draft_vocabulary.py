@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from drafters.checks import check_at_least, check_at_most
 from drafters.protocol import BaseWeights
-from drafters.tree import DraftTree
 
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """V' of the base's V tokens. A drafter's logits have a column for each of them; token ids are always the base's.
+    """V' of the base's V tokens. A drafter's logits have a column for each of them; token ids are always the base's."""
 
-    Args:
-        tokens: (V',) the token that each column stands for, distinct.
-        vocab_size: V.
-    """
-
-    tokens: Tensor
-    vocab_size: int
+    tokens: Tensor  # (V',) the token that each column stands for, distinct
+    vocab_size: int  # V
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -37,69 +30,42 @@ class DraftVocabulary:
         columns = torch.full((self.vocab_size,), len(self), device=self.tokens.device)
         return columns.index_copy_(0, self.tokens, torch.arange(len(self), device=self.tokens.device))
 
-    @cached_property
-    def on_host(self) -> np.ndarray:
-        """The tokens, copied to the host once."""
-        return self.tokens.cpu().numpy()
-
     def can_draft(self, tokens: Tensor) -> Tensor:
         """Whether each of the tokens (...) can be drafted."""
         return self.columns[tokens] < len(self)
 
     def cut(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of labels, up to the first one that cannot be drafted: no draft gets past it.
+        """The columns of labels (..., U), and which of the valid ones (..., U) come before any that cannot be drafted.
 
-        Args:
-            labels: (..., U) token ids.
-            valid: (..., U) bool, a leading run.
-
-        Returns:
-            (..., U) columns, any where a label cannot be drafted, and (..., U) bool, a leading run of those that can.
+        No draft gets past that one.
         """
         can_draft = self.can_draft(labels)
         return torch.where(can_draft, self.columns[labels], 0), valid & can_draft.int().cumprod(-1).bool()
-
-    def spread(self, values: Tensor, fill: float) -> Tensor:
-        """Values (..., V') of the columns as values (..., V) of the base's tokens; the others get ``fill``."""
-        whole = values.new_full((*values.shape[:-1], self.vocab_size), fill)
-        return whole.index_copy_(-1, self.tokens, values)
-
-    def columns_of(self, tokens: Collection[int]) -> set[int]:
-        """The columns, on the host, of those of a few tokens that can be drafted."""
-        return {int(column) for column in np.flatnonzero(np.isin(self.on_host, list(tokens)))}
 
     def tokens_at(self, columns: Tensor, root: Tensor) -> Tensor:
         """The tokens of columns (...); column V' stands for the root, which may have none."""
         return torch.where(columns < len(self), self.tokens[columns.clamp(max=len(self) - 1)], root)
 
-    def bias_after_columns(self, bias: Callable[[Tensor], Tensor], root: int) -> Callable[[Tensor], Tensor]:
-        """A Markov bias that takes the last token by its column, as `tokens_at` reads it."""
-        return lambda columns: bias(self.tokens_at(columns, columns.new_full((), root)))
+    def spread(self, values: Tensor, fill: float) -> Tensor:
+        """Values (..., V' + e) of the columns as values (..., V + e) of the base's tokens; the others get ``fill``.
 
-    def tree_of_tokens(self, tree: DraftTree) -> DraftTree:
-        """A tree whose nodes name columns as one of token ids, with its distributions over the base's vocabulary."""
-        distributions = tuple(replace(each, probs=self.spread(each.probs, 0.0)) for each in tree.distributions)
-        return replace(tree, tokens=self.on_host[list(tree.tokens)].tolist(), distributions=distributions)
+        The last e columns, such as the blank's, are kept.
+        """
+        whole = values.new_full((*values.shape[:-1], self.vocab_size), fill)
+        whole = whole.index_copy_(-1, self.tokens, values[..., : len(self)])
+        return torch.cat([whole, values[..., len(self) :]], -1)
 
 
 def add_draft_tokens(drafter: nn.Module, draft_vocab_size: int | None, vocab_size: int) -> None:
-    """Register the buffer ``draft_tokens`` of a drafter: (V') token ids, or None if it can draft every token.
+    """Register the buffer ``draft_tokens`` of a drafter: (V',) token ids, or None if it can draft every token.
 
-    A new drafter can draft the tokens with the smallest ids, until training chooses or loading reads others.
-
-    Args:
-        drafter: The drafter, whose attribute ``vocab_size`` is V.
-        draft_vocab_size: V'; None or 0 is the whole vocabulary.
-        vocab_size: V.
-
-    Raises:
-        ValueError: V' is negative or above V.
+    A new drafter can draft the tokens with the smallest ids, until training chooses or loading reads others. A
+    ``draft_vocab_size`` V' of None or 0 is the whole vocabulary.
     """
     draft_vocab_size = draft_vocab_size or 0
     check_at_least(0, draft_vocab_size=draft_vocab_size)
     check_at_most(vocab_size, draft_vocab_size=draft_vocab_size)
     drafter.register_buffer("draft_tokens", torch.arange(draft_vocab_size) if draft_vocab_size else None)
-
     drafter.register_load_state_dict_pre_hook(_check_draft_tokens)
 
 
@@ -116,9 +82,9 @@ def _check_draft_tokens(drafter: Any, weights: dict[str, Tensor], prefix: str, *
 
 
 def restricted(base_weights: BaseWeights, draft_tokens: Tensor | None) -> tuple[BaseWeights, DraftVocabulary | None]:
-    """The base's embedding with the rows of its LM head for the draft vocabulary, and this vocabulary.
+    """The base's embedding with a copy of the LM head's rows (V', D) for the draft vocabulary, and this vocabulary.
 
-    The rows are a copy, (V', D). Without a draft vocabulary the weights are returned as they are, and None.
+    Without a draft vocabulary the weights are returned as they are, and None.
     """
     if draft_tokens is None:
         return base_weights, None
@@ -127,21 +93,13 @@ def restricted(base_weights: BaseWeights, draft_tokens: Tensor | None) -> tuple[
 
 
 def most_frequent(counts: Tensor, num_tokens: int, kept: Collection[int] = ()) -> Tensor:
-    """The tokens of a draft vocabulary: those that must be kept and the most frequent others.
+    """The V' tokens of a draft vocabulary, ascending: those that must be kept and the most frequent others.
 
     >>> most_frequent(torch.tensor([5, 0, 9, 9, 1]), num_tokens=3, kept=[4])
     tensor([2, 3, 4])
 
-    Args:
-        counts: (V,) how often each token occurs; of equally frequent ones the smaller id comes first.
-        num_tokens: V'.
-        kept: Tokens to keep whatever their count.
-
-    Returns:
-        (V',) token ids in ascending order.
-
-    Raises:
-        ValueError: More tokens must be kept than there is room for.
+    ``counts`` (V,) says how often each token occurs; of equally frequent ones the smaller id comes first. Raises
+    ValueError if more tokens must be kept than there is room for.
     """
     if len(kept := set(kept)) > num_tokens:
         raise ValueError(

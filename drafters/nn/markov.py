@@ -16,18 +16,12 @@ FOLDED_ROWS = 4096  # of the embedding, widened at once while the left factor is
 class Markov(nn.Module):
     """Low-rank bias B[l, v] = left[l] . right[v] on the logits, given the previous token l.
 
-    ``right`` starts at zero, so training starts without a bias.
-
-    Args:
-        num_tokens: V, number of tokens that may come before.
-        rank: Rank of B.
-        num_columns: Number of symbols that are biased: V for cross-entropy, V + 1 for CTC, where the last column is the
-            blank's. With a draft vocabulary, its V' takes the place of V.
+    ``right`` starts at zero, so training starts without a bias. Any of ``num_tokens`` may come before. The symbols that
+    are biased are all V tokens or the V' of a draft vocabulary, and for CTC the blank, which is the last column.
     """
 
     def __init__(self, num_tokens: int, rank: int, num_columns: int) -> None:
         super().__init__()
-        _check_rank(rank)
         self.rank = rank
         self.left = nn.Parameter(torch.randn(num_tokens, rank) * 0.02)
         self.right = nn.Parameter(torch.zeros(num_columns, rank))
@@ -69,7 +63,6 @@ class BaseMarkov(nn.Module):
 
     def __init__(self, base: BaseShape, rank: int, has_blank: bool) -> None:
         super().__init__()
-        _check_rank(rank)
         self.rank, self.norm_eps = rank, base.norm_eps
         self.left = nn.Parameter(torch.randn(rank, base.hidden_size) * base.hidden_size**-0.5)
         self.right = nn.Parameter(torch.zeros(rank, base.hidden_size))
@@ -124,8 +117,3 @@ def _tables(left: Tensor, right: Tensor) -> Markov:
         tables = Markov(len(left), left.shape[1], len(right))
     tables.left, tables.right = (nn.Parameter(table.detach(), requires_grad=False) for table in (left, right))
     return tables
-
-
-def _check_rank(rank: int) -> None:
-    if rank < 1:
-        raise ValueError(f"the rank of a Markov bias must be at least 1, not {rank}: leave the bias out for none")

@@ -1,7 +1,9 @@
-"""Transformer layers of the learned drafters: attention over a context and a block, and the trunk made of them."""
+"""Transformer layers of the learned drafters: rotary positions, attention over a context and a block, and the trunk."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import pi
 from typing import cast
 
 import torch
@@ -10,16 +12,47 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drafters.nn.anchor_attention import Mask, attend
-from drafters.nn.rotary import RotaryEmbedding, Rotation, rotate
+from drafters.nn.draft_cache import Context
 from drafters.protocol import BaseShape
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of the rotary angles, each (B, 1, S, d), so that they broadcast over heads."""
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """Rotary position embedding in the layout of LLaMA, with Llama 3's scaling for a drafter trained with it."""
+
+    shape: BaseShape
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position (d / 2,)."""
+        shape = self.shape
+        exponents = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32) / shape.head_dim
+        frequencies = shape.rope_theta**-exponents
+        if shape.rope_factor == 1:
+            return frequencies
+        turns = frequencies * shape.rope_original_length / (2 * pi)
+        low, high = shape.rope_low_frequency, shape.rope_high_frequency
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / shape.rope_factor)
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """Cosine and sine for integer positions (B, S)."""
+        angles = positions[..., None].float() * self.frequencies(positions.device)
+        angles = torch.cat([angles, angles], -1)[:, None]  # (B, 1, S, d)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate queries or keys (B, h, S, d) to their positions."""
+    cos, sin = rotation
+    left, right = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat([-right, left], -1) * sin.to(x.dtype)
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm that computes in the dtype of its weight.
-
-    The weight is float32 in training, while under autocast the states arrive in bfloat16; the fused kernel needs both
-    in one dtype.
-    """
+    """RMS norm that computes in the dtype of its weight, which under autocast is not that of the states."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -131,7 +164,7 @@ class Trunk(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    def context(self, hidden: Tensor, positions: Tensor, embedded: Tensor | None = None) -> Context:
         """Keys and values of base hidden states (B, S, F * D) at positions (B, S), for each layer.
 
         A trunk that reads tokens needs their embeddings (B, S, D), too.
@@ -143,13 +176,7 @@ class Trunk(nn.Module):
         layers = cast("list[TrunkLayer]", list(self.layers))
         return [layer.self_attn.keys_values(context, rotation) for layer in layers]
 
-    def forward(
-        self,
-        frames: Tensor,
-        positions: Tensor,
-        context: list[tuple[Tensor, Tensor]],
-        mask: Mask = None,
-    ) -> Tensor:
+    def forward(self, frames: Tensor, positions: Tensor, context: Context, mask: Mask = None) -> Tensor:
         """Run frames (B, Q, D) at positions (B, Q); the mask (B, 1, Q, S + Q) is true where a frame may attend."""
         rotation = self.rotary(positions)
         for layer, (keys, values) in zip(self.layers, context, strict=True):

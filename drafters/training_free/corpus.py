@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from data.files import atomic_write
+from data.files import atomic_write, reading
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
 from drafters.tree import DraftTree
@@ -28,49 +28,18 @@ class CorpusTable:
     a context is a context too, so in ascending order of the codes a parent comes before its children.
 
         text ... the cat sat      "sat" = node a, "cat sat" = a << 32 | cat = node b, "the cat sat" = b << 32 | the
-
-    Args:
-        keys: (K,) int64 codes of the contexts, ascending.
-        offsets: (K + 1,) int64 start of the n-grams of each context.
-        grams: (G, n) int32 n-grams, the most frequent first within a context.
-        tokenizer_hash: Hash of the vocabulary (`data.tokenizer.tokenizer_hash`).
-        min_count: N-grams that occur less often were left out.
-        num_tokens: Number of tokens of the text.
-        sources: Names of the files that the table was built from.
     """
 
-    keys: np.ndarray
-    offsets: np.ndarray
-    grams: np.ndarray
-    tokenizer_hash: str = ""
-    min_count: int = 1
-    num_tokens: int = 0
-    sources: tuple[str, ...] = ()
+    keys: np.ndarray  # (K,) int64 codes of the contexts, ascending
+    offsets: np.ndarray  # (K + 1,) int64 start of the n-grams of each context
+    grams: np.ndarray  # (G, n) int32 n-grams, the most frequent first within a context
+    tokenizer_hash: str = ""  # of the vocabulary (`data.tokenizer.tokenizer_hash`)
+    min_count: int = 1  # n-grams that occur less often were left out
+    num_tokens: int = 0  # of the text
+    sources: tuple[str, ...] = ()  # names of the files that the table was built from
 
-    def after(self, context: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the n-grams that follow exactly this context, the most frequent first."""
-        node = 0
-        for token in reversed(context):
-            code = node << 32 | token
-            node = 1 + int(self.keys.searchsorted(code))
-            if node > len(self.keys) or self.keys[node - 1] != code:
-                return []
-        start, end = self.offsets[node - 1 : node + 1].tolist() if node else (0, 0)
-        return list(map(tuple, self.grams[start:end].tolist()))
-
-    def retrieve(
-        self, seq: Sequence[int], max_grams: int, known: Collection[tuple[int, ...]] = ()
-    ) -> list[tuple[int, ...]]:
-        """Return n-grams that may follow a text: those of longer contexts first, then the more frequent ones.
-
-        As in the code of Self-Draft, each context gives as many n-grams as are still missing, and duplicates among them
-        are left out without replacement.
-
-        Args:
-            seq: Tokens of the text.
-            max_grams: Largest number of n-grams to return.
-            known: N-grams to leave out.
-        """
+    def _nodes(self, seq: Sequence[int]) -> list[int]:
+        """The nodes of the suffixes of ``seq`` that are contexts, the shortest first, each less 1."""
         nodes, node = [], 0
         for token in reversed(seq):
             code = node << 32 | token
@@ -79,10 +48,28 @@ class CorpusTable:
                 break
             nodes.append(index)
             node = index + 1
+        return nodes
+
+    def _grams(self, node: int, count: int | None = None) -> list[tuple[int, ...]]:
+        start, end = self.offsets[node : node + 2].tolist()
+        return list(map(tuple, self.grams[start : end if count is None else min(end, start + count)].tolist()))
+
+    def after(self, context: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the n-grams that follow exactly this context, the most frequent first."""
+        nodes = self._nodes(context)
+        return self._grams(nodes[-1]) if nodes and len(nodes) == len(context) else []
+
+    def retrieve(
+        self, seq: Sequence[int], max_grams: int, known: Collection[tuple[int, ...]] = ()
+    ) -> list[tuple[int, ...]]:
+        """Up to ``max_grams`` n-grams that may follow a text and are not ``known``, those of longer contexts first.
+
+        Those of one context come the more frequent ones first. As in the code of Self-Draft, each context gives as many
+        n-grams as are still missing, and duplicates among them are left out without replacement.
+        """
         grams: list[tuple[int, ...]] = []
-        for index in reversed(nodes):
-            start, end = self.offsets[index : index + 2].tolist()
-            for gram in map(tuple, self.grams[start : min(end, start + max_grams - len(grams))].tolist()):
+        for node in reversed(self._nodes(seq)):
+            for gram in self._grams(node, max_grams - len(grams)):
                 if gram not in grams and gram not in known:
                     grams.append(gram)
         return grams
@@ -98,14 +85,10 @@ class CorpusTable:
 
     @classmethod
     def load(cls, path: str | Path) -> CorpusTable:
-        """Read a table that `save` wrote.
-
-        Raises:
-            ValueError: The file is missing, damaged, or not a corpus cache.
-        """
+        """Read a table that `save` wrote, or raise ValueError."""
         if not Path(path).is_file():
             raise ValueError(f"no corpus cache at {path}: make one with `drafters index corpus OUT`")
-        try:
+        with reading(path, "this is not a corpus cache: build it again with `drafters index corpus OUT`"):
             with safe_open(path, framework="np") as file:
                 metadata = json.loads((file.metadata() or {}).get("corpus", "{}"))
                 if metadata.pop("format", None) != FORMAT:
@@ -116,14 +99,8 @@ class CorpusTable:
             expected = (len(table.keys) + 1,), (table.offsets[-1], gram)
             if (table.offsets.shape, table.grams.shape) != expected or table.keys.ndim != 1:
                 raise ValueError("its arrays do not fit each other")
-            if any(array.dtype.kind != "i" for array in arrays.values()):
-                raise ValueError("its arrays are not whole numbers")
             if table.offsets[0] != 0 or (np.diff(table.offsets) < 0).any() or (np.diff(table.keys) <= 0).any():
                 raise ValueError("its contexts are not in order")
-        except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is not a corpus cache ({error}): build it again with `drafters index corpus OUT`"
-            ) from error
         return table
 
 

@@ -1,12 +1,63 @@
-"""Speculative decoding with a smaller draft model, which may have a drafter of its own (cascade)."""
+"""Drafts of a smaller model, or of the base with sublayers skipped, alone and in a cascade with cheaper drafters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from drafters.protocol import Drafter, Limits
-from drafters.training_free.draft_session import DraftSession
+from torch import Tensor
+
+from drafters.protocol import Drafter, Limits, StepResult
+from drafters.training_free.corpus import CorpusTable
+from drafters.training_free.ngram import PromptLookup
 from drafters.tree import ChildDistribution, DraftTree
+
+
+@dataclass(frozen=True)
+class DraftedTokens:
+    """Tokens that a draft session wrote ahead of the base."""
+
+    tokens: list[int]  # the last may be an end-of-sequence token
+    distributions: list[Tensor]  # (V,) the probabilities that each token was drawn with; empty if they are argmaxes
+
+
+class DraftSession(Protocol):
+    """A model that writes ahead of the base, with its own KV cache and its own drafter.
+
+    `inference.verifier.draft_session` implements it.
+    """
+
+    forwards: int  # forward passes so far
+    remembers: bool  # whether what it writes may depend on earlier texts
+    samples_drafts: bool  # whether its tokens are drawn at random
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a new text."""
+
+    def rewind(self, length: int) -> None:
+        """Forget what lies beyond the first ``length`` tokens of the text, because they were rejected drafts."""
+
+    def reset(self) -> None:
+        """Forget what its drafter keeps across texts."""
+
+    def write(
+        self,
+        seq: Sequence[int],
+        num_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        threshold: float = 0.0,
+        draft_seed: int = 0,
+    ) -> DraftedTokens:
+        """Continue ``seq``. Tokens written earlier that are not part of it are dropped.
+
+        Args:
+            seq: The text so far; it extends the ``seq`` of the previous call.
+            num_tokens: Largest number of tokens to write.
+            eos: End-of-sequence tokens; writing stops after one.
+            threshold: Writing stops after a token whose probability is below this.
+            draft_seed: Seed of the random numbers, if tokens are sampled; see `Limits`.
+        """
 
 
 class DraftModel(Drafter):
@@ -41,10 +92,143 @@ class DraftModel(Drafter):
         distributions = (
             ChildDistribution(node - 1, probs, (node,)) for node, probs in enumerate(drafted.distributions)
         )
-        return DraftTree(drafted.tokens, range(-1, len(drafted.tokens) - 1), distributions=tuple(distributions))
+        return replace(DraftTree.chain(drafted.tokens), distributions=tuple(distributions))
 
     def rewind(self, length: int) -> None:
         self.inner.rewind(length)
 
     def reset(self) -> None:
         self.inner.reset()
+
+
+# How the threshold follows the acceptance rate (Draft & Verify, adaptive draft-exiting mechanism; values of its code).
+RATE_DECAY = 0.5
+TARGET_RATE = 0.9
+STEP = 0.01
+THRESHOLD_DECAY = 0.9
+
+
+class SelfSpeculative(DraftModel):
+    """The base with some sublayers skipped drafts one chain of tokens (Draft & Verify, arXiv 2309.08168).
+
+    A draft ends after a token whose probability is below a threshold. The threshold adapts to the running acceptance
+    rate: below the target rate drafts end earlier, above it later. Nothing is drafted for the prefill, because there is
+    no KV cache yet.
+
+    Args:
+        inner: Session of the base with sublayers skipped.
+        num_draft: Largest number of drafted tokens per step.
+        threshold: A draft ends after a token whose probability is below this; 0 never ends a draft.
+        adaptive: Whether the threshold follows the acceptance rate.
+        carry: Whether the threshold and the rate are kept from one text to the next, as in the authors' notebooks.
+    """
+
+    def __init__(
+        self,
+        inner: DraftSession,
+        num_draft: int = 8,
+        threshold: float = 0.8,
+        adaptive: bool = True,
+        carry: bool = False,
+    ) -> None:
+        super().__init__(inner, num_draft, threshold)
+        self.adaptive, self.carry, self.remembers = adaptive, carry, carry or inner.remembers
+        self._initial_threshold, self._rate = threshold, 0.0
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
+        if not self.carry:
+            self._restart()
+
+    def observe(self, step: StepResult) -> None:
+        drafted = step.tree.num_candidates
+        if not self.adaptive or not drafted:
+            return
+        accepted = len(step.path)
+        if accepted < drafted and step.emitted[-1] == step.tree.tokens[accepted]:  # an accepted end-of-sequence token
+            accepted += 1
+        self._rate = RATE_DECAY * self._rate + (1 - RATE_DECAY) * accepted / drafted
+        if self._rate < TARGET_RATE:
+            target = self.threshold + STEP
+        else:
+            target = self.threshold - (STEP if drafted < self.num_draft else 0.0)
+        self.threshold = THRESHOLD_DECAY * self.threshold + (1 - THRESHOLD_DECAY) * target
+
+    def reset(self) -> None:
+        super().reset()
+        self._restart()
+
+    def _restart(self) -> None:
+        self.threshold, self._rate = self._initial_threshold, 0.0
+
+
+# ---- cascades
+
+
+class MaxGram(PromptLookup):
+    """Max-Gram (CS Drafting, arXiv 2312.11462): prompt lookup, and bigrams of a large text where nothing matches.
+
+    Args:
+        table: N-grams of a text, of which the most frequent token after each token is used; None for no bigrams.
+        max_ngram: Number of tokens of the longest suffix to match; shorter ones are tried next.
+        num_draft: Largest number of tokens to draft.
+    """
+
+    def __init__(self, table: CorpusTable | None = None, max_ngram: int = 3, num_draft: int = 10) -> None:
+        super().__init__(max_ngram, num_draft)
+        self.table = table
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        tree = super().propose(seq, limits)
+        if len(tree) or self.table is None:
+            return tree
+        tokens = [seq[-1]]
+        for _ in range(min(self.num_draft, limits.max_depth, limits.max_nodes)):
+            grams = self.table.after(tokens[-1:])
+            if not grams:
+                break
+            tokens.append(grams[0][0])
+            if tokens[-1] in limits.eos:
+                break
+        return DraftTree.chain(tokens[1:])
+
+
+class HorizontalCascade(DraftModel):
+    """The draft model writes the first tokens of a chain, and a cheaper drafter the last ones (CS Drafting).
+
+        root ── d1 ── d2 ── d3 ── m1 ── m2 ── m3        three tokens of the draft model, then those of Max-Gram
+
+    The first tokens of a draft are accepted most often, so the better drafter writes them.
+
+    Args:
+        inner: Session of the draft model.
+        extension: Continues the draft model's chain by a chain of its own.
+        num_draft: Largest number of tokens of the draft model per step.
+        threshold: The draft model stops after a token whose probability is below this; 0 never stops it.
+    """
+
+    def __init__(self, inner: DraftSession, extension: Drafter, num_draft: int = 5, threshold: float = 0.0) -> None:
+        super().__init__(inner, num_draft, threshold)
+        self.extension, self.remembers = extension, inner.remembers or extension.remembers
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
+        self.extension.begin(prompt)
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        tree = super().propose(seq, limits)
+        depth = len(tree)
+        if not depth or tree.tokens[-1] in limits.eos:
+            return tree
+        left = replace(limits, max_depth=limits.max_depth - depth, max_nodes=limits.max_nodes - depth)
+        chain = self.extension.propose([*seq, *tree.tokens], left)
+        self.extension.rewind(len(seq))
+        return replace(DraftTree.chain([*tree.tokens, *chain.tokens]), distributions=tree.distributions)
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self.extension.rewind(length)
+
+    def reset(self) -> None:
+        super().reset()
+        self.extension.reset()

@@ -5,19 +5,96 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from heapq import heappop, heappush
+from itertools import islice
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.followers import BITS, EXPERIENCES, FollowerTable, extended
 from drafters.tree import DraftTree
 
-TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)
+BITS = 20  # enough for a token id, so that a context of w tokens is one integer of w * BITS bits
 TOKEN_MASK = (1 << BITS) - 1
+EXPERIENCES = 36  # number of classes that `Followers.experience` distinguishes
+TEXT, HISTORY, RUNNERS_UP, CORPUS = range(4)  # kinds of sources
 MAX_PAIRS = 1_000_000  # number of contexts of two tokens whose runners-up are remembered
 MAX_CORPUS_FOLLOWERS = 8  # number of followers of one context that are read from the corpus
 # In a heap entry, in place of the negated token: the remaining sources of the context are still to be read.
 NEXT_SOURCE = 1
+
+
+def extended(keys: Sequence[int], token: int, order: int) -> list[int]:
+    """The contexts of 1 to ``order`` tokens at the end of a text, the shortest first, from those before a token."""
+    longer = [token]
+    for key in keys[: order - 1]:  # runs for every node, and a comprehension would take twice as long
+        longer.append(key << BITS | token)
+    return longer
+
+
+class Followers:
+    """Tokens that followed one context, each weighted more than the one before it by a constant factor.
+
+    Its ``experience``, a number below `EXPERIENCES`, classifies it by how many different tokens it holds and how often
+    the context has occurred.
+    """
+
+    __slots__ = ("count", "experience", "step", "total", "weights")
+
+    def __init__(self, token: int) -> None:
+        self.weights = {token: 1.0}
+        self.total = self.step = 1.0
+        self.count = 1
+        self.experience = _experience(1, 1)
+
+    def add(self, token: int, growth: float, max_tokens: int) -> None:
+        """Count one more token, which weighs ``growth`` times the one before: cheaper than fading all earlier ones.
+
+        Beyond ``max_tokens`` different ones, that of the smallest weight is dropped.
+        """
+        weights = self.weights
+        self.step *= growth
+        self.count += 1
+        weights[token] = weights.get(token, 0.0) + self.step
+        self.total += self.step
+        if len(weights) > max_tokens:
+            self.total -= weights.pop(min(weights, key=weights.__getitem__))
+        if self.step > 1e100:  # rescale before the weights overflow
+            for other in weights:
+                weights[other] /= self.step
+            self.total, self.step = self.total / self.step, 1.0
+        self.experience = _experience(len(weights), self.count)
+
+
+def _experience(num_tokens: int, count: int) -> int:
+    return 6 * (num_tokens if num_tokens < 5 else 5) + (count if count < 5 else 5)
+
+
+class FollowerTable:
+    """The `Followers` of every context of 1 to ``order`` tokens, up to ``max_followers`` each.
+
+    Beyond ``max_contexts`` of one length the oldest quarter is dropped.
+    """
+
+    def __init__(self, order: int, growth: float = 1.1, max_followers: int = 8, max_contexts: int = 1_000_000) -> None:
+        self.growth, self.max_followers, self.max_contexts = growth, max_followers, max_contexts
+        self.widths: list[dict[int, Followers]] = [{} for _ in range(order)]
+
+    def learn(self, keys: Sequence[int], token: int) -> None:
+        """Count a token that follows the contexts ``keys``, which are ordered from the shortest."""
+        for contexts, key in zip(self.widths, keys, strict=False):
+            if (followers := contexts.get(key)) is not None:
+                followers.add(token, self.growth, self.max_followers)
+                continue
+            contexts[key] = Followers(token)
+            if len(contexts) > self.max_contexts:
+                for old in list(islice(contexts, self.max_contexts // 4)):
+                    del contexts[old]
+
+    def learn_text(self, tokens: Sequence[int]) -> None:
+        """Count every token of a text behind its contexts."""
+        keys: list[int] = []
+        for token in tokens:
+            self.learn(keys, token)
+            keys = extended(keys, token, len(self.widths))
 
 
 @register("joint", "CORPUS", is_optional=True, load=CorpusTable.load, argument="corpus", command="corpus")
@@ -180,43 +257,6 @@ class Joint(Drafter):
             yield share / total, weights, remaining
             earlier |= weights
 
-    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
-        """Return the tokens that may follow, the most probable first.
-
-        Args:
-            keys: The contexts, from the shortest, as `extended` returns them.
-            min_probability: Sources that hold no token of this probability need not be read.
-
-        Returns:
-            (probability, token) pairs. The probabilities add up to at most one.
-        """
-        pairs = []
-        for unit, weights, remaining in self._shares(keys):
-            pairs += [(unit * weight, token) for token, weight in weights.items()]
-            if remaining < min_probability:
-                break
-        return sorted(pairs, reverse=True)
-
-    # ---- for a drafter that builds the tree itself
-
-    def contexts_after(self, seq: Sequence[int]) -> list[int]:
-        """Learn the tokens of a text that were not observed, and return the contexts at its end, for `following`."""
-        self._learn(seq[len(self._text) :])
-        return self._keys
-
-    def extended(self, keys: Sequence[int], token: int) -> list[int]:
-        """The contexts after one more token."""
-        return extended(keys, token, self.order)
-
-    def expect(self, tree: DraftTree, contexts: Sequence[Sequence[int]]) -> None:
-        """Tell which tree will be fed, so that `observe` learns what the base says after its nodes.
-
-        Args:
-            tree: The tree.
-            contexts: Those of the root and of each node.
-        """
-        self._fed = tree, contexts
-
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         min_probability, room = self.min_probability, min(self.num_nodes, limits.max_nodes)
         tokens: list[int] = []
@@ -252,3 +292,26 @@ class Joint(Drafter):
         tree = DraftTree(tokens, parents, probabilities=probabilities[1:])
         self.expect(tree, contexts)
         return tree
+
+    # ---- for a drafter that builds the tree itself
+
+    def contexts_after(self, seq: Sequence[int]) -> list[int]:
+        """Learn the tokens of a text that were not observed, and return the contexts at its end."""
+        self._learn(seq[len(self._text) :])
+        return self._keys
+
+    def following(self, keys: Sequence[int], min_probability: float = 0.0) -> list[tuple[float, int]]:
+        """Return (probability, token) pairs of the tokens that may follow contexts, the most probable first.
+
+        The probabilities add up to at most one. Sources that hold no token of ``min_probability`` need not be read.
+        """
+        pairs = []
+        for unit, weights, remaining in self._shares(keys):
+            pairs += [(unit * weight, token) for token, weight in weights.items()]
+            if remaining < min_probability:
+                break
+        return sorted(pairs, reverse=True)
+
+    def expect(self, tree: DraftTree, contexts: Sequence[Sequence[int]]) -> None:
+        """Tell which tree will be fed, with the contexts of its root and nodes, so that `observe` can learn from it."""
+        self._fed = tree, contexts

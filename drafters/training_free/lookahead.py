@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from drafters.tree import ROOT, DraftTree
 
 
@@ -84,9 +84,7 @@ class Lookahead(Drafter):
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         self._read(seq)
         self._root = seq[-1]
-        tree = DraftTree.from_paths(list(self._guesses(limits)))
-        if len(tree) > limits.max_nodes:
-            tree = DraftTree(tree.tokens[: limits.max_nodes], tree.parents[: limits.max_nodes])
+        tree = DraftTree.from_paths(list(self._guesses(limits))).first(max(limits.max_nodes, 0))
         parents = self._combs[len(self._levels) - 1]
         fits = len(tree) + len(parents) <= limits.max_nodes and self._depth <= limits.max_scratch_depth
         if fits:
@@ -132,14 +130,10 @@ class Lookahead(Drafter):
 
 
 def comb(trunk: int, levels: int) -> list[int]:
-    """Return the parents of the window's nodes: the trunk, then level by level the nodes of ``trunk + 1`` teeth.
+    """The parents of the window's nodes: the trunk, then the filled levels of ``trunk + 1`` teeth, one by one.
 
     With these parents, the ancestor mask and the depths of the tree are the attention mask and the relative positions
     of the paper.
-
-    Args:
-        trunk: Number of nodes of the trunk.
-        levels: Number of filled levels.
 
     >>> comb(2, 2)
     [-1, 0, -1, 0, 1, 2, 3, 4]

@@ -1,9 +1,9 @@
-"""N-gram drafters: draft what followed the last tokens earlier in the same text."""
+"""N-gram drafters, which draft what followed the last tokens earlier in the same text, and the pool of n-grams."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from drafters.protocol import Drafter, Limits
 from drafters.registry import register
@@ -12,11 +12,59 @@ from drafters.tree import DraftTree
 Gram = tuple[int, ...]
 
 
+class NgramPool:
+    """The n-grams that followed each key token, in the order of their last insertion.
+
+    Lookahead decoding, Self-Draft and Ouroboros keep theirs in one.
+
+    Args:
+        max_per_key: Number of n-grams kept per key; beyond it the oldest is dropped. 0 keeps all.
+    """
+
+    def __init__(self, max_per_key: int = 0) -> None:
+        self.max_per_key = max_per_key
+        self._grams: dict[int, dict[Gram, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._grams.values()))
+
+    def insert(self, key: int, gram: Sequence[int]) -> None:
+        """Add an n-gram as the newest of its key; one that is there already is moved."""
+        grams = self._grams.setdefault(key, {})
+        new = tuple(gram)
+        grams.pop(new, None)
+        grams[new] = None
+        if self.max_per_key and len(grams) > self.max_per_key:
+            del grams[next(iter(grams))]
+
+    def newest(self, key: int, count: int | None = None) -> list[Gram]:
+        """Return the newest ``count`` n-grams of a key, or all, from the oldest to the newest."""
+        grams = list(self._grams.get(key, ()))
+        return grams if count is None else grams[max(0, len(grams) - count) :]
+
+    def replace_newest(self, key: int, grams: Iterable[Sequence[int]]) -> None:
+        """Replace the newest n-grams of a key by as many others."""
+        grams = list(grams)
+        for old in self.newest(key, len(grams)):
+            del self._grams[key][old]
+        for gram in grams:
+            self.insert(key, gram)
+
+    def keep_newest(self, count: int) -> None:
+        """Drop all but the newest ``count`` n-grams of every key."""
+        for key in self._grams:
+            self._grams[key] = dict.fromkeys(self.newest(key, count))
+
+    def clear(self) -> None:
+        """Drop all n-grams."""
+        self._grams.clear()
+
+
 class _NgramIndex(Drafter):
     """An index of the n-grams of a text that can be extended and rewound token by token.
 
-    It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. The
-    cost of a step is proportional to the tokens it adds, not to the length of the text.
+    It is updated from the text in `propose`, because inside a draft session parts of the text are never observed. A
+    step costs in proportion to the tokens it adds, not to the length of the text.
 
     Args:
         shortest: Number of tokens of the shortest n-gram.
@@ -98,15 +146,13 @@ class ANPD(_NgramIndex):
             self._best[context] = follower
 
     def _remove(self, gram: Gram) -> None:
-        context = gram[:-1]
         count, first = self._counts.pop(gram)
         if count > 1:
             self._counts[gram] = count - 1, first
-        best = self._replaced.pop()
-        if best is None:
-            del self._best[context]
+        if best := self._replaced.pop():
+            self._best[gram[:-1]] = best
         else:
-            self._best[context] = best
+            del self._best[gram[:-1]]
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         if self.update:
@@ -119,7 +165,7 @@ class ANPD(_NgramIndex):
             if token in limits.eos:
                 break
             context = (*context, token)[1 - self.order :]
-        return _chain(draft)
+        return DraftTree.chain(draft)
 
     def _next(self, context: Gram) -> int | None:
         for start in range(len(context)):
@@ -167,22 +213,16 @@ class PromptLookup(_NgramIndex):
         draft = list(seq[start : start + room])
         for index, token in enumerate(draft):
             if token in limits.eos:
-                return _chain(draft[: index + (not self.partial)])
-        return _chain(draft)
+                return DraftTree.chain(draft[: index + (not self.partial)])
+        return DraftTree.chain(draft)
 
     def _match(self, seq: Sequence[int]) -> int | None:
         """Return the position to copy from. The leftmost match decides, because it has the most text after it."""
-        length = len(seq)
-        tail = tuple(seq[-self.max_ngram :])
-        for at in range(len(tail)):
-            start = self._first[tail[at:]]
-            width = len(tail) - at
+        length, tail = len(seq), tuple(seq[-self.max_ngram :])
+        for width in range(len(tail), 0, -1):
+            start = self._first[tail[-width:]]
             # The original code needs a full copy whose first token lies before the suffix itself.
             is_full = start + self.num_draft <= length and start < length - width
             if start < length if self.partial else is_full:
                 return start
         return None
-
-
-def _chain(tokens: Sequence[int]) -> DraftTree:
-    return DraftTree(tokens, range(-1, len(tokens) - 1))

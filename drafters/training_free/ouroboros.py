@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
-from drafters.training_free.draft_session import DraftSession
-from drafters.training_free.pool import NgramPool
-from drafters.tree import DraftTree
+from drafters.training_free.draft_model import DraftSession
+from drafters.training_free.ngram import Gram, NgramPool
+from drafters.tree import DraftTree, Growth
 
 
 class Ouroboros(Drafter):
@@ -66,8 +66,7 @@ class Ouroboros(Drafter):
             )
         self.inner, self.pool = inner, pool
         self.num_draft, self.num_phrases, self.level = num_draft, num_phrases, level
-        self.lengthen, self.verify_phrases, self.history = lengthen, verify_phrases, history
-        self.drop_last = drop_last
+        self.lengthen, self.verify_phrases, self.history, self.drop_last = lengthen, verify_phrases, history, drop_last
         self.draft_forwards = inner.forwards
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -79,32 +78,25 @@ class Ouroboros(Drafter):
         room = min(self.num_draft, limits.max_depth, limits.max_nodes)
         draft = self.inner.write(seq, room, limits.eos).tokens if room > 0 else []
         self.draft_forwards = self.inner.forwards
-        self._draft, self._tokens, self._parents = draft, list(draft), list(range(-1, len(draft) - 1))
-        self._candidates: list[tuple[tuple[int, ...], list[int]]] = []  # phrases and their nodes, the newest first
+        tree = Growth()
+        tree.path(draft)
+        self._draft, self._tokens = draft, tree.tokens
+        self._candidates: list[tuple[Gram, list[int]]] = []  # phrases and their nodes, the newest first
         if self.lengthen and draft and draft[-1] not in limits.eos:
-            children: dict[tuple[int, int], int] = {}
             for phrase in reversed(self.pool.newest(draft[-1], self.num_phrases)):
-                self._candidates.append((phrase, self._append(phrase, children, limits)))
-        return DraftTree(self._tokens, self._parents)
+                self._candidates.append((phrase, self._append(tree, phrase, limits)))
+        return DraftTree(tree.tokens, tree.parents)
 
-    def _append(self, phrase: tuple[int, ...], children: dict[tuple[int, int], int], limits: Limits) -> list[int]:
-        """Append a phrase to the last drafted token, as far as the limits allow, and return its nodes.
-
-        Nodes of phrases appended earlier, given in ``children``, are shared.
-        """
+    def _append(self, tree: Growth, phrase: Gram, limits: Limits) -> list[int]:
+        """Append a phrase to the last drafted token, as far as the limits allow, and return its nodes."""
         node = len(self._draft) - 1
         nodes: list[int] = []
         room = min(limits.max_depth - len(self._draft), len(phrase) - self.drop_last)
         for token in phrase[:room]:
-            child = children.get((node, token))
-            if child is None:
-                if len(self._tokens) >= limits.max_nodes:
-                    break
-                child = children[node, token] = len(self._tokens)
-                self._tokens.append(token)
-                self._parents.append(node)
-            nodes.append(child)
-            node = child
+            if len(tree.tokens) >= limits.max_nodes and (node, token) not in tree.index:
+                break
+            node = tree.child(node, token)
+            nodes.append(node)
             if token in limits.eos:
                 break
         return nodes
@@ -149,7 +141,4 @@ class Ouroboros(Drafter):
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the length of the common prefix."""
-    count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
-        count += 1
-    return count
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))

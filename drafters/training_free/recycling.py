@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
 from typing import Literal
+
+import numpy as np
 
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.tree import ROOT, DraftTree
+from drafters.trees.static import RankPath, static_tree
 
 Template = tuple["Template", ...]  # the templates of a node's children, the most probable first
 
@@ -45,10 +47,11 @@ class TokenRecycling(Drafter):
     def __init__(
         self, num_nodes: int = 80, top_k: int = 8, template: Literal["best_first", "paper"] = "best_first"
     ) -> None:
-        if num_nodes < 1 or top_k < 1:
-            raise ValueError(f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}")
-        if template not in ("best_first", "paper"):
-            raise ValueError(f"template must be best_first or paper, not {template!r}")
+        if num_nodes < 1 or top_k < 1 or template not in ("best_first", "paper"):
+            raise ValueError(
+                f"num_nodes and top_k must be at least 1, got {num_nodes} and {top_k}, and template must be best_first "
+                f"or paper, not {template!r}"
+            )
         self.num_nodes, self.top_k, self.template = num_nodes, top_k, template
         self.required_outputs = RequiredOutputs(top_k=top_k)
         self._successors: dict[int, Sequence[int]] = {}
@@ -81,7 +84,7 @@ class TokenRecycling(Drafter):
 
 
 def rank_probability(rank: int) -> float:
-    """Return the probability that a token's successor of this rank in the table is the next token of the text.
+    """Return the probability that a token's successor of this rank is the next token of the text.
 
     Rounded from frequencies of two small chat bases: 0.51, 0.076, 0.037, 0.026, 0.017, ... (GSM8K) and 0.33, 0.099,
     0.040, 0.035, 0.030, ... (the embedded corpus).
@@ -91,27 +94,13 @@ def rank_probability(rank: int) -> float:
 
 @lru_cache(maxsize=64)
 def best_first(num_nodes: int, top_k: int) -> Template:
-    """Return the template of the ``num_nodes`` most probable paths of ranks.
-
-    The probability of a path is the product of the `rank_probability` of its ranks. Under this model, no other template
-    with as many nodes has a larger expected acceptance length.
-
-    Args:
-        num_nodes: Number of nodes.
-        top_k: Number of ranks, the successors per token.
+    """Return the template of the ``num_nodes`` most probable paths of ``top_k`` ranks, by their `rank_probability`.
 
     >>> best_first(4, 8)  # ranks 0, 0-0, 0-0-0 and 1
     ((((),),), ())
     """
-    queue: list[tuple[float, tuple[int, ...]]] = [(-rank_probability(rank), (rank,)) for rank in range(top_k)]
-    heapify(queue)
-    paths: list[tuple[int, ...]] = []
-    while len(paths) < num_nodes:
-        weight, path = heappop(queue)
-        paths.append(path)
-        for rank in range(top_k):
-            heappush(queue, (weight * rank_probability(rank), (*path, rank)))
-    below: dict[tuple[int, ...], Template] = {}
+    paths = static_tree(np.array([[rank_probability(rank) for rank in range(top_k)]] * num_nodes), num_nodes)
+    below: dict[RankPath, Template] = {}
     # In `paths`, children come after their parents, and siblings after those of smaller rank.
     for path in reversed(paths):
         below[path[:-1]] = (below.pop(path, ()), *below.get(path[:-1], ()))
@@ -120,10 +109,7 @@ def best_first(num_nodes: int, top_k: int) -> Template:
 
 @lru_cache(maxsize=64)
 def paper_template(num_nodes: int) -> Template:
-    """Return the first nodes of the tree of 80 nodes that the authors published (in Spec-Bench, version 2.2.2).
-
-    Args:
-        num_nodes: Number of nodes, counted level by level; 80 for the whole tree.
+    """Return the first nodes, level by level, of the 80 that the authors published (in Spec-Bench, version 2.2.2).
 
     >>> paper_template(10)  # ranks 0 to 7, 0-0 and 0-1
     (((), ()), (), (), (), (), (), (), ())

@@ -11,8 +11,6 @@ from drafters.registry import register
 from drafters.training_free.suffix_array import SuffixArray
 from drafters.tree import ROOT, DraftTree
 
-FEW_HITS = 32  # up to this many hits, counting in Python is faster than numpy
-
 
 @register("rest", "STORE", load=SuffixArray.open, argument="store", command="datastore")
 class REST(Drafter):
@@ -65,70 +63,21 @@ class REST(Drafter):
         first, last, matched = self.store.longest_match(seq, self.longest, self.shortest)
         if not matched or room < 1 or deepest < 1:
             return DraftTree()
-        last = min(last, first + self.num_hits)
-        if last - first <= FEW_HITS:
-            paths = self.store.continuations(first, last, matched, deepest)
-            tree = most_frequent([_until_eos(path, limits.eos) for path in paths], room)
-        else:
-            places = self.store.suffixes[first:last] + self._offsets[matched : matched + deepest]
-            columns = self.store.tokens.take(places, mode="clip")  # the last token of the text is a border
-            tree = most_frequent_of_many(columns, room, self.store.border, limits.eos)
+        places = (
+            self.store.suffixes[first : min(last, first + self.num_hits)] + self._offsets[matched : matched + deepest]
+        )
+        columns = self.store.tokens.take(places, mode="clip")  # (depth, hits); the last token of the text is a border
+        tree = most_frequent(columns, room, self.store.border, limits.eos)
         return officially_cut(tree, room) if self.official_cut else tree
 
 
-def _until_eos(path: list[int], eos: frozenset[int]) -> list[int]:
-    if eos and not eos.isdisjoint(path):
-        return path[: 1 + next(index for index, token in enumerate(path) if token in eos)]
-    return path
+def most_frequent(columns: np.ndarray, max_nodes: int, border: int, eos: Iterable[int]) -> DraftTree:
+    """The tree of the ``max_nodes`` most frequent prefixes of the columns (depth, hits) of an array of tokens.
 
-
-def most_frequent(paths: Sequence[Sequence[int]], max_nodes: int) -> DraftTree:
-    """Return the tree of the most frequent prefixes of some paths.
-
-    Among equally frequent prefixes the shorter come first, then those of smaller token ids.
-
-    Args:
-        paths: Paths of tokens in ascending order.
-        max_nodes: Largest number of prefixes.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    ranks: list[int] = []  # sort keys: the depth, minus 2^32 for each further path through the node
-    trail: list[int] = []  # the nodes of the previous path
-    before: Sequence[int] = ()
-    for path in paths:
-        shared = 0
-        for old, new in zip(before, path, strict=False):
-            if old != new:
-                break
-            ranks[trail[shared]] -= 1 << 32
-            shared += 1
-        del trail[shared:]
-        for depth in range(shared, len(path)):
-            parents.append(trail[-1] if trail else ROOT)
-            trail.append(len(tokens))
-            tokens.append(path[depth])
-            ranks.append(depth)
-        before = path
-    if len(tokens) <= max_nodes:
-        return DraftTree(tokens, parents)
-    chosen = sorted(range(len(tokens)), key=ranks.__getitem__)[:max_nodes]
-    nodes = {old: new for new, old in enumerate(chosen)} | {ROOT: ROOT}
-    return DraftTree([tokens[node] for node in chosen], [nodes[parents[node]] for node in chosen])
-
-
-def most_frequent_of_many(columns: np.ndarray, max_nodes: int, border: int, eos: Iterable[int]) -> DraftTree:
-    """Compute `most_frequent` for the columns of an array with numpy, which is faster for many paths.
-
-    A prefix is a run of equal values in a row of the array. In the order of the flattened array, runs of shorter
-    prefixes come first, then those of smaller tokens. A prefix is never more frequent than a shorter one that it
-    extends, so the chosen prefixes form a tree.
-
-    Args:
-        columns: (depth, hits) tokens; up to their borders, the columns are in ascending order.
-        max_nodes: Largest number of prefixes.
-        border: The value that ends a column; the tokens below it belong to another document.
-        eos: End-of-sequence tokens, each of which ends a column after itself.
+    Among equally frequent prefixes the shorter come first, then those of smaller token ids. A prefix is a run of equal
+    values in a row of the array. It is never more frequent than a shorter one that it extends, so the chosen prefixes
+    form a tree. A column ends before a border, below which is another document, and after an end-of-sequence token; up
+    to there the columns are in ascending order.
     """
     over = columns == border
     for token in eos:
@@ -152,12 +101,7 @@ def most_frequent_of_many(columns: np.ndarray, max_nodes: int, border: int, eos:
 
 
 def officially_cut(tree: DraftTree, max_tokens: int) -> DraftTree:
-    """Keep the prefixes with the fewest distinct tokens, then the shortest, within a budget.
-
-    Args:
-        tree: The tree of prefixes.
-        max_tokens: Largest sum of the numbers of distinct tokens of all prefixes kept.
-    """
+    """Keep the prefixes with the fewest distinct tokens, then the shortest, up to ``max_tokens`` in sum."""
     paths = [tree.path_tokens(node) for node in range(len(tree))]
     paths.sort(key=lambda path: (-len(set(path)), -len(path), path))
     total, kept = 0, []

@@ -9,7 +9,7 @@ from itertools import islice
 from drafters.protocol import Drafter, Limits, RequiredOutputs, StepResult
 from drafters.registry import register
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from drafters.tree import ROOT, DraftTree
 
 # Before every second text, all but the newest two n-grams of each key are dropped.

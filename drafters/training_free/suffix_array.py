@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from data.files import atomic_write
+from data.files import atomic_write, reading
 from drafters.checks import check_at_least, check_at_most
 
 FORMAT = "drafters-suffix-array-1"
@@ -29,22 +29,14 @@ class SuffixArray:
 
     After every document there is a border, the largest number of the tokens' dtype. Among the occurrences of a phrase,
     those at the end of a document therefore come last.
-
-    Args:
-        tokens: (N,) uint16 or int32 tokens of the documents, with a border after each.
-        suffixes: (S,) uint32 positions of the S tokens, sorted by the ``depth`` tokens from there, then by position.
-        heads: (S,) uint64 the first four tokens (two if tokens are int32) from each of these positions as one number.
-        depth: Number of tokens that the positions are sorted by.
-        tokenizer_hash: Hash of the vocabulary (`data.tokenizer.tokenizer_hash`).
-        sources: Names of the files that the text was read from.
     """
 
-    tokens: np.ndarray
-    suffixes: np.ndarray
-    heads: np.ndarray
-    depth: int
-    tokenizer_hash: str = ""
-    sources: tuple[str, ...] = ()
+    tokens: np.ndarray  # (N,) uint16 or int32 tokens of the documents, with a border after each
+    suffixes: np.ndarray  # (S,) uint32 positions of the S tokens, sorted by the tokens from there, then by position
+    heads: np.ndarray  # (S,) uint64 the first four tokens (two of int32) from each of these positions as one number
+    depth: int  # number of tokens that the positions are sorted by
+    tokenizer_hash: str = ""  # of the vocabulary (`data.tokenizer.tokenizer_hash`)
+    sources: tuple[str, ...] = ()  # names of the files that the text was read from
 
     @classmethod
     def build(
@@ -55,18 +47,11 @@ class SuffixArray:
         sources: tuple[str, ...] = (),
         sorted_by: Callable[[int], object] = lambda width: None,
     ) -> SuffixArray:
-        """Build the suffix array of a text, which takes about 45 bytes of memory per token.
+        """Build the suffix array of documents of token ids, which takes about 45 bytes of memory per token.
 
-        Args:
-            documents: Token ids of the documents; empty ones are left out.
-            depth: Number of tokens to sort by, 2 to `MAX_DEPTH`: the longest look-up and the tokens read after it,
-                together.
-            tokenizer_hash: Hash of the vocabulary.
-            sources: Names of the files.
-            sorted_by: Called after each round of sorting with the number of tokens that the positions are sorted by.
-
-        Raises:
-            ValueError: The text is empty or too long, or the depth too small.
+        ``depth`` tokens, 2 to `MAX_DEPTH`, are the longest look-up and the tokens read after it, together.
+        ``sorted_by`` is called after each round of sorting with the number of tokens that the positions are sorted by.
+        Raises ValueError if the text is empty or too long.
         """
         check_depth(depth)
         text, borders = array("i"), array("q")
@@ -122,16 +107,9 @@ class SuffixArray:
     def longest_match(self, seq: Sequence[int], longest: int, shortest: int) -> tuple[int, int, int]:
         """Find the longest suffix of ``seq`` that occurs with a token of the same document after it.
 
-        If a phrase occurs, its suffixes occur too. So the length is found by galloping from the shortest, then by
-        bisection.
-
-        Args:
-            seq: Tokens, at least one.
-            longest: Number of tokens of the longest suffix to look up.
-            shortest: Number of tokens of the shortest suffix to look up.
-
-        Returns:
-            Rows [first, last) of the occurrences and the length of the suffix; all 0 if there is none.
+        If a phrase occurs, its suffixes occur too. So the length, from ``shortest`` to ``longest``, is found by
+        galloping, then by bisection. Returns rows [first, last) of the occurrences and the length of the suffix; all 0
+        if there is none.
         """
         text, places, _ = self._views
         tail, border = seq[-longest:], self.border
@@ -150,15 +128,6 @@ class SuffixArray:
                 high = width
         return (first, self.row([*tail[-length:], border], first), length) if length else (0, 0, 0)
 
-    def continuations(self, first: int, last: int, offset: int, length: int) -> list[list[int]]:
-        """Return ``length`` tokens from ``offset`` on at each of rows [first, last), up to the document's end."""
-        text, places, _ = self._views
-        result = []
-        for place in places[first:last]:
-            tokens = text[place + offset : place + offset + length].tolist()
-            result.append(tokens[: tokens.index(self.border)] if self.border in tokens else tokens)
-        return result
-
     def save(self, path: str | Path) -> None:
         """Write the suffix array to one safetensors file, atomically."""
         arrays = {name: getattr(self, name) for name in ("tokens", "suffixes", "heads")}
@@ -168,19 +137,13 @@ class SuffixArray:
 
     @classmethod
     def open(cls, path: str | Path) -> SuffixArray:
-        """Map a file that `save` wrote into memory, so that only the parts that are used are read.
-
-        Raises:
-            ValueError: The file is missing, damaged, or not a datastore.
-        """
+        """Map a file that `save` wrote into memory, of which only what is used is read, or raise ValueError."""
         if not Path(path).is_file():
             raise ValueError(f"no datastore at {path}: make one with `drafters index datastore OUT`")
-        try:
+        with reading(path, "this is not a datastore: build it again with `drafters index datastore OUT`"):
             with Path(path).open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            start = 8 + int.from_bytes(
-                mapped[:8], "little"
-            )  # layout of safetensors: length of the header, header, arrays
+            start = 8 + int.from_bytes(mapped[:8], "little")  # safetensors: length of the header, header, arrays
             header = json.loads(mapped[8:start])
             metadata = json.loads(header["__metadata__"]["suffix_array"])
             if metadata.pop("format") != FORMAT:
@@ -191,18 +154,12 @@ class SuffixArray:
                 arrays[name] = np.frombuffer(mapped, dtype, size, start + header[name]["data_offsets"][0])
             store = cls(**arrays, **metadata | {"sources": tuple(metadata["sources"])})
             dtypes = store.tokens.dtype in (np.uint16, np.int32), store.suffixes.dtype, store.heads.dtype
-            if dtypes != (True, np.uint32, np.uint64) or not isinstance(store.depth, int):
-                raise ValueError("its arrays have other types")
-            if not all(array.flags.aligned for array in arrays.values()):
-                raise ValueError("its arrays do not start where numbers of their types can")
+            if dtypes != (True, np.uint32, np.uint64) or not all(array.flags.aligned for array in arrays.values()):
+                raise ValueError("its arrays have other types or places")
             if not 0 < len(store.suffixes) == len(store.heads) < len(store.tokens):
                 raise ValueError("its arrays do not fit each other")
             if store.tokens[-1] != store.border:
                 raise ValueError("its text does not end with a border")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(
-                f"{path} is not a datastore ({error}): build it again with `drafters index datastore OUT`"
-            ) from error
         return store
 
 

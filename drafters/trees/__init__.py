@@ -1,4 +1,1 @@
-"""Draft trees from token probabilities: best-first, dynamic (EAGLE-2) and static trees, and their node budget.
-
-May import `layers`.
-"""
+"""Draft trees from token probabilities: best-first, dynamic (EAGLE-2) and static trees."""

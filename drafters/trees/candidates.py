@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,40 +9,12 @@ from torch.nn.functional import pad
 
 from drafters.nn.draft_vocabulary import DraftVocabulary
 from drafters.nn.markov import Markov
-from drafters.trees.best_first import Bias
+from drafters.trees.search import Bias, Candidates
 
 NUM_CONTEXTS = 4
 """Tokens after which each frame's distribution counts in the choice of candidates; 8 choose no better."""
 NUM_FACTORS = 1 << 23
 """Numbers of the bias that are computed at once, of as many drafts as that allows; 32 MB in float32."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The tokens that may enter one draft's tree, on the host.
-
-    Args:
-        tokens: (C,) token ids, distinct, the best first.
-        probs: (T, C), or (T, C + 1) with the blank last: their probabilities in each frame, without the bias.
-        bias: What the previous token makes of them; None without a bias.
-    """
-
-    tokens: np.ndarray
-    probs: np.ndarray
-    bias: Bias | None = None
-
-
-@dataclass(frozen=True)
-class CandidateBatch:
-    """The `Candidates` of A drafts, which iterating over it yields one by one; all arrays have A rows."""
-
-    tokens: np.ndarray
-    probs: np.ndarray
-    bias: Bias | None = None
-
-    def __iter__(self) -> Iterator[Candidates]:
-        for draft, (tokens, probs) in enumerate(zip(self.tokens, self.probs, strict=True)):
-            yield Candidates(tokens, probs, self.bias and Bias(*(part[draft] for part in self.bias)))
 
 
 def choose(
@@ -55,8 +24,8 @@ def choose(
     num_candidates: int,
     markov: Markov | None = None,
     vocabulary: DraftVocabulary | None = None,
-) -> CandidateBatch:
-    """The candidates of each draft with their probabilities.
+) -> Candidates:
+    """The C candidates of each draft with their probabilities.
 
     Without a bias they are the tokens that are most probable in any frame. With one they are those that the draft is
     expected to show most often (`expected_frames`): a token may be improbable in every frame and yet be certain after
@@ -67,33 +36,25 @@ def choose(
         roots: (A,) root tokens.
         vocab_size: V, or the size V' of the draft vocabulary.
         num_candidates: C.
-        markov: Bias on the W logits given the previous token; none by default.
-        vocabulary: The tokens that the columns of the logits stand for; all by default.
+        markov: Bias on the W logits given the previous token.
+        vocabulary: The tokens that the columns of the logits stand for; None for all.
     """
     probs, num_frames = logits.softmax(-1), logits.shape[1]
+    num_candidates = min(num_candidates, vocab_size)
     if markov is None:
-        best = probs[..., :vocab_size].amax(1).topk(min(num_candidates, vocab_size)).indices  # (A, C), distinct
+        best = probs[..., :vocab_size].amax(1).topk(num_candidates).indices  # (A, C), distinct
     else:
-        best = most_expected(logits, roots, vocab_size, num_candidates, markov, vocabulary)
+        best = expected_frames(logits, roots, vocab_size, markov, vocabulary=vocabulary).topk(num_candidates).indices
     tokens = best if vocabulary is None else vocabulary.tokens[best]
     symbols = pad(best, (0, logits.shape[-1] - vocab_size), value=vocab_size)  # and the blank, if there is one
     parts = [tokens, probs.gather(-1, symbols[:, None].expand(-1, num_frames, -1))]
     if markov is not None:
         parts += _biases(probs, torch.cat([tokens, roots[:, None]], 1), symbols, markov)
-    return _on_host(parts)
-
-
-def most_expected(
-    logits: Tensor,
-    roots: Tensor,
-    vocab_size: int,
-    num_candidates: int,
-    markov: Markov,
-    vocabulary: DraftVocabulary | None = None,
-) -> Tensor:
-    """The candidates (A, C) of `choose` with a bias, distinct and the best first; they stay on the device."""
-    expected = expected_frames(logits, roots, vocab_size, markov, vocabulary=vocabulary)
-    return expected.topk(min(num_candidates, vocab_size)).indices
+    tokens_on_host, shown, *bias = on_host(*parts)
+    blank = shown[..., -1] if logits.shape[-1] > vocab_size else None
+    return Candidates(
+        tokens_on_host.astype(np.int64), shown[..., :num_candidates], blank, Bias(*bias) if bias else None
+    )
 
 
 def expected_frames(
@@ -108,15 +69,8 @@ def expected_frames(
 
     Frame by frame, the distributions after the ``num_contexts`` most probable last tokens are added up, weighted by the
     probability that the token is the last one. A prefix is at most as probable as its last token is expected, so with
-    all V contexts no token is missed whose node is more probable than the least expected candidate.
-
-    Args:
-        logits: (A, T, W) logits of the frames; W is V, or V + 1 with the blank last.
-        roots: (A,) root tokens.
-        vocab_size: V, or the size V' of the draft vocabulary.
-        markov: Bias on the W logits given the previous token.
-        num_contexts: K, last tokens that each frame is conditioned on.
-        vocabulary: The tokens that the columns of the logits stand for; all by default.
+    all V contexts no token is missed whose node is more probable than the least expected candidate. The arguments are
+    those of `choose`.
     """
     num_frames, num_symbols = logits.shape[1:]
     contexts, weights = roots[:, None], logits.new_ones(len(roots), 1)  # (A, K)
@@ -153,12 +107,8 @@ def _biases(probs: Tensor, previous: Tensor, symbols: Tensor, markov: Markov) ->
     return [torch.cat(factors), torch.cat(scales)]
 
 
-def _on_host(parts: list[Tensor]) -> CandidateBatch:
-    """Copy tokens, probabilities, and factors and scales of a bias to the host at once."""
-    dtype = parts[1].dtype  # float32 holds token ids exactly
-    flat = torch.cat([part.flatten().to(dtype) for part in parts]).cpu().numpy()
+def on_host(*parts: Tensor) -> list[np.ndarray]:
+    """Copy tensors to the host at once, in the dtype of the second; float32 holds token ids exactly."""
+    flat = torch.cat([part.flatten().to(parts[1].dtype) for part in parts]).cpu().numpy()
     ends = np.cumsum([part.numel() for part in parts])[:-1]
-    tokens, probs, *bias = (
-        numbers.reshape(part.shape) for numbers, part in zip(np.split(flat, ends), parts, strict=True)
-    )
-    return CandidateBatch(tokens.astype(np.int64), probs, Bias(*bias) if bias else None)
+    return [numbers.reshape(part.shape) for numbers, part in zip(np.split(flat, ends), parts, strict=True)]

@@ -10,21 +10,13 @@ import torch
 from torch import Tensor
 
 from drafters.tree import ROOT, ChildDistribution, DraftTree
+from drafters.trees.search import SearchLimits
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Feeds the tokens (A, W) of the next beam, each below a slot (A, W) of the previous one; returns logits (A, W, V)."""
 
 
-def grow(
-    logits: Tensor,
-    step: Step,
-    depth: int,
-    width: int,
-    top_k: int,
-    num_nodes: int,
-    eos: Collection[int] = (),
-    min_probability: float = 0.0,
-) -> list[DraftTree]:
+def grow(logits: Tensor, step: Step, width: int, top_k: int, limits: SearchLimits) -> list[DraftTree]:
     """The most probable nodes that are found by expanding the most probable ones at each level (EAGLE-2, section 4).
 
     The score of a node is the probability of its path. At each level the ``width`` best nodes get ``top_k`` children
@@ -34,15 +26,9 @@ def grow(
     Args:
         logits: (A, V) logits at A roots.
         step: Runs the draft module on the next level.
-        depth: Number of levels.
         width: Nodes expanded at each level.
         top_k: Children of an expanded node.
-        num_nodes: Node budget M.
-        eos: End-of-sequence tokens; nothing is drafted below them.
-        min_probability: Nodes less probable than this are left out.
-
-    Returns:
-        A trees, most probable nodes first.
+        limits: What each tree may take; ``max_depth`` is the number of levels.
     """
     beam = torch.full((len(logits), 1), ROOT, device=logits.device)  # the nodes that are expanded
     scores = torch.zeros(beam.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
@@ -54,18 +40,21 @@ def grow(
         tokens, parents = best.indices.flatten(1), beam[..., None].expand_as(best.indices).flatten(1)  # (A, W * k)
         path_scores = (scores[..., None] + best.values.clamp(max=0)).flatten(1)
         levels.append(torch.stack([parents, tokens, path_scores], dim=-1))
-        if len(levels) == depth:
+        if len(levels) == limits.max_depth:
             break
         expandable = path_scores
-        for end in eos:  # compared one by one, so that no tensor of them is copied to the device
+        for end in limits.eos:  # compared one by one, so that no tensor of them is copied to the device
             expandable = expandable.masked_fill(tokens == end, -inf)
         scores, index = expandable.topk(min(width, expandable.shape[1]), dim=-1)  # (A, W)
         beam = num_found + index
         num_found += tokens.shape[1]
         logits = step(tokens.gather(1, index), index // best.indices.shape[-1])
-    floor = log(min_probability) if min_probability > 0 else -inf
+    floor = log(limits.min_probability) if limits.min_probability > 0 else -inf
     found = torch.cat(levels, 1).double().cpu().numpy()  # (A, N, 3): parent, token, score
-    return [_best_nodes(parents, tokens, scores, num_nodes, floor) for parents, tokens, scores in found.swapaxes(1, 2)]
+    return [
+        _best_nodes(parents, tokens, scores, limits.num_nodes, floor)
+        for parents, tokens, scores in found.swapaxes(1, 2)
+    ]
 
 
 def _best_nodes(parents: np.ndarray, tokens: np.ndarray, scores: np.ndarray, num_nodes: int, floor: float) -> DraftTree:
@@ -92,23 +81,12 @@ def draw(
     temperature: float,
     generator: torch.Generator,
     eos: Collection[int] = (),
-    with_distributions: bool = True,
 ) -> list[DraftTree]:
     """Sample chains from the drafter's own distribution, with sampled siblings at each link, for exact rejection.
 
-    At each level ``num_draws`` tokens are sampled with replacement, and the chain continues below the first. That
-    choice does not depend on anything the verifier reads, so multi-round rejection at each node stays exact
-    (`ChildDistribution`).
-
-    Args:
-        logits: (A, V) logits at A roots.
-        step: Runs the draft module on the next level.
-        depth: Number of levels.
-        num_draws: Tokens sampled per level.
-        temperature: Temperature of the sampling.
-        generator: Random generator on the logits' device.
-        eos: End-of-sequence tokens; a chain ends after one.
-        with_distributions: Whether the trees carry the distributions they were sampled from.
+    At each of ``depth`` levels ``num_draws`` tokens are sampled with replacement, and the chain continues below the
+    first until that ends the text. That choice does not depend on anything the verifier reads, so multi-round rejection
+    at each node stays exact (`ChildDistribution`). The generator is on the device of the logits (A, V).
     """
     distributions: list[Tensor] = []
     draws: list[Tensor] = []
@@ -121,10 +99,7 @@ def draw(
             break
         logits = step(draws[-1][:, :1], first_slot)[:, 0]
     host = torch.stack(draws, 1).tolist()
-    return [
-        _chain(levels, [distribution[row] for distribution in distributions] if with_distributions else [], eos)
-        for row, levels in enumerate(host)
-    ]
+    return [_chain(levels, [each[row] for each in distributions], eos) for row, levels in enumerate(host)]
 
 
 def _chain(levels: list[list[int]], probs: list[Tensor], eos: Collection[int]) -> DraftTree:
@@ -132,12 +107,11 @@ def _chain(levels: list[list[int]], probs: list[Tensor], eos: Collection[int]) -
     parents: list[int] = []
     distributions: list[ChildDistribution] = []
     node = ROOT
-    for level, draws in enumerate(levels):
+    for draws, distribution in zip(levels, probs, strict=True):
         nodes = {token: len(tokens) + place for place, token in enumerate(dict.fromkeys(draws))}
         tokens += nodes
         parents += [node] * len(nodes)
-        if probs:
-            distributions.append(ChildDistribution(node, probs[level], tuple(nodes[token] for token in draws)))
+        distributions.append(ChildDistribution(node, distribution, tuple(nodes[token] for token in draws)))
         if draws[0] in eos:
             break
         node = nodes[draws[0]]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from drafters.protocol import Drafter, NoDrafter
-from drafters.training_free.draft_session import DraftedTokens
+from drafters.training_free.draft_model import DraftedTokens
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
 from inference.verifier.session import Session, common_prefix

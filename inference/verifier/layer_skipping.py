@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from data.files import read_json, reading, validated
-from drafters.training_free.draft_session import DraftedTokens
+from drafters.training_free.draft_model import DraftedTokens
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 

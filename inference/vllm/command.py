@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 from data.tokenizer import find_base, split_revision
 from drafters import checkpoint
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.vllm import served_drafter

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters import checkpoint
-from drafters.parallel.drafter import ParallelDrafter
+from drafters.parallel import ParallelDrafter
 from drafters.protocol import BaseWeights
 from inference.vllm.proposer import Proposer, logger
 from inference.vllm.served_drafter import read_parallel, spec_of
@@ -223,7 +223,7 @@ class ParallelProposer(Proposer):
             anchors = torch.tensor([lengths[text] for text in group])  # their maximum is read here
             roots = torch.tensor([int(texts[text][-1]) for text in group], device=device)
             context = self.cache.read(self.fed.slots([rows[text] for text in group], anchors))
-            trees = self.drafter.draft_batch(context, anchors.to(device), roots, self.weights, self.limits)
+            trees = self.drafter.propose_batch(context, anchors.to(device), roots, self.weights, self.limits)
             chains |= {text: tree.first_path(self.num_tokens) for text, tree in zip(group, trees, strict=True)}
         return [chains[text] for text in range(len(texts))]
 

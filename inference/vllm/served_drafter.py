@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from data.files import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
-from drafters.parallel.drafter import ParallelDrafter
-from drafters.protocol import Drafter
+from drafters.parallel import ParallelDrafter
+from drafters.protocol import Drafter, Limits, StepResult
 from drafters.registry import registered
+from drafters.tree import DraftTree
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig
-from inference.vllm.chains import ChainDrafter
 from inference.vllm.own_methods import spec_of_folder
 
 SUPPORTED = "0.32"
@@ -72,7 +72,7 @@ def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, D
     draft = config.init_args.get(recipe.DRAFT, {})
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
-    chain = {"tree": "chain", "num_nodes": num_tokens, "step_costs": ""}
+    chain = {"tree": "chain", "num_nodes": num_tokens}
     return drafter_specs.drafter_folder(folder or ""), replace(
         config, init_args=config.init_args | {recipe.DRAFT: draft | chain}
     )
@@ -94,3 +94,32 @@ def chain_builder(spec: str, base: BaseConfig, num_tokens: int) -> Callable[[], 
     except ValueError as error:
         raise ValueError(f"vLLM hands a drafter nothing but tokens: {error}") from error
     return lambda: ChainDrafter(build(), num_tokens)
+
+
+class ChainDrafter(Drafter):
+    """Proposes the first path of another drafter's tree, for engines that verify a single path.
+
+    Args:
+        drafter: The drafter.
+        num_tokens: Largest number of tokens of a chain.
+    """
+
+    def __init__(self, drafter: Drafter, num_tokens: int) -> None:
+        self.drafter, self.num_tokens = drafter, num_tokens
+        self.required_outputs, self.remembers = drafter.required_outputs, drafter.remembers
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.drafter.begin(prompt)
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        tokens = self.drafter.propose(seq, limits).first_path(min(self.num_tokens, limits.max_depth, limits.max_nodes))
+        return DraftTree(tokens, range(-1, len(tokens) - 1))
+
+    def observe(self, step: StepResult) -> None:
+        self.drafter.observe(step)
+
+    def rewind(self, length: int) -> None:
+        self.drafter.rewind(length)
+
+    def reset(self) -> None:
+        self.drafter.reset()

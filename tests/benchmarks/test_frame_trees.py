@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.ctc import frame_trees
 from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
-from drafters.ctc.alignment import collapse
-from drafters.trees import best_first
+from drafters.ctc.reference import collapse
+from drafters.trees.search import SearchLimits
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 BLANK = 23
@@ -56,7 +56,7 @@ def test_a_blank_between_two_equal_tokens_keeps_both():
 def test_the_papers_tree_is_the_transform_of_the_most_probable_frame_sequences(seed, num_nodes):
     frames = random_frames(seed)
     symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, BLANK)
-    raw, _ = best_first.search(symbols, ids, num_nodes, 9)
+    raw = frame_trees.searched(symbols, ids, SearchLimits(num_nodes, 9))
     assert texts(frame_trees.paper(frames, num_nodes, 9)) == texts(frame_trees.collapsed(raw, BLANK))
 
 

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from drafters.ctc import paper_tree, prefix_search, sampled_tree
-from drafters.ctc.alignment import collapse, expected_acceptance, prefix_log_probs, states
-from drafters.ctc.distributions import FrameDistributions, next_token_distribution, spell, stop_probability
-from drafters.ctc.loss import BlankOutput, CTCLossOptions, ctc_loss
+from drafters.ctc.loss import CTCLossOptions, CTCOutput, ctc_loss, run_recursion
+from drafters.ctc.reference import FrameDistributions, collapse, spell
+from drafters.ctc.trees import draw, paper_trees
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.divergences import divergence
 from drafters.nn.markov import Markov
 from drafters.tree import ROOT
+from drafters.trees import search as tree_search
+from drafters.trees.search import Bias, Candidates, SearchLimits
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "ctc.md").read_text(encoding="utf-8")
@@ -93,7 +94,7 @@ DISTRIBUTIONS = {"no bias": (NO_BIAS, BEGINS), "bias": (BIAS, BEGINS_BIASED)}
 
 
 def columns(labels, bias):
-    """`enter`, `stay` and `blank` of a text, as `alignment.states` takes them."""
+    """`enter`, `stay` and `blank` of a text, as `run_recursion` takes them."""
     last = [ROOT_TOKEN, *labels]
     at = np.array([[distribution(frame, token, bias) for token in last] for frame in range(T)])  # (T, U + 1, 3)
     index = np.arange(len(labels))
@@ -102,20 +103,21 @@ def columns(labels, bias):
 
 
 def distributions_of(texts, bias):
-    """Apply the functions of `distributions` to a prefix-closed set of texts, the empty one first."""
+    """`spell` of a prefix-closed set of texts, the empty one first."""
     tokens = torch.tensor([text[-1] if text else ROOT_TOKEN for text in texts])
     parents = torch.tensor([texts.index(text[:-1]) if text else ROOT for text in texts])
     biases = torch.from_numpy(np.insert(bias, ROOT_TOKEN, 0.0, axis=1))[tokens]
     frames = FrameDistributions(torch.from_numpy(WITH_ROOT), biases if bias.any() else None)
-    return frames, spell(frames, tokens, parents)
+    return spell(frames, tokens, parents)
 
 
 def search(num_nodes, bias):
     """The prefix tree, with one distribution for all or one after each token."""
-    last = [ROOT_TOKEN] if not bias.any() else [0, 1, ROOT_TOKEN]
-    probs = np.array([[distribution(frame, token, bias) for frame in range(T)] for token in last])
-    tree, reached = prefix_search.search(probs[..., :2], probs[..., BLANK], np.arange(2), num_nodes, T)
-    return [tuple(tree.path_tokens(node)) for node in range(len(tree))], tree.parents, reached
+    factors = np.exp(bias)
+    given = Bias(factors[None], 1 / (factors @ FRAMES.T)[None]) if bias.any() else None
+    candidates = Candidates(np.arange(2)[None], FRAMES[None, :, :2], FRAMES[None, :, BLANK], given)
+    (tree,) = tree_search.search(candidates, SearchLimits(num_nodes, T))
+    return [tuple(tree.path_tokens(node)) for node in range(len(tree))], tree.parents, np.array(tree.probabilities)
 
 
 # ---- why frames, and their texts
@@ -170,7 +172,7 @@ def test_the_recursion_table_is_the_sum_over_the_alignments_of_the_frames_so_far
     rows = TABLES[header]
     labels = [0, 1]
     enter, stay, blank, label_ids = columns(labels, NO_BIAS)
-    entered, blank_end, label_end = (part.exp()[:, 0] for part in states(enter, stay, blank, label_ids))
+    entered, blank_end, label_end = (part.exp()[:, 0] for part in run_recursion(enter, stay, blank, label_ids))
     for t, row in enumerate(rows):
         assert row[0] == str(t)
         for name, cell in zip(header[1:], row[1:], strict=True):
@@ -199,22 +201,22 @@ def test_the_table_of_prefixes_is_complete_and_has_their_next_token_distribution
     rows = TABLES["g", "P(begins g)", "P(is g)", "q(very)", "q(good)", "stop"]
     texts = [text_of(row[0]) for row in rows]
     assert sorted(texts) == sorted(BEGINS)
-    frames, prefixes = distributions_of(texts, NO_BIAS)
-    following, stops = next_token_distribution(frames, prefixes), stop_probability(prefixes)
+    prefixes = distributions_of(texts, NO_BIAS)
+    following, stops = prefixes.next_token_probs(), prefixes.stop
     for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
         begins, is_text, very, good, stop = row[1:]
         check(BEGINS[text], begins)
         check(IS.get(text, 0.0), is_text)
-        check(prefixes.probs[index].item(), begins)
+        check(prefixes.prefix[index].item(), begins)
         for token, cell in enumerate((very, good)):
             check(BEGINS.get((*text, token), 0.0) / BEGINS[text], cell)
             check(following[index, token].item(), cell)
         check(IS.get(text, 0.0) / BEGINS[text], stop)
         check(stops[index].item(), stop)
         if text:
-            exact, begin = prefix_log_probs(*columns(list(text), NO_BIAS))
-            check(exact[0, -1].exp().item(), is_text)
-            check(begin[0, -1].exp().item(), begins)
+            states = run_recursion(*columns(list(text), NO_BIAS))
+            check(states.exact[0, -1].exp().item(), is_text)
+            check(states.prefix[0, -1].exp().item(), begins)
 
 
 # ---- the trees
@@ -251,14 +253,15 @@ def test_the_papers_tree_is_the_collapse_of_the_most_probable_raw_sequences():
         if row[3] == "yes":
             fed.append(text)
         check(math.fsum(BEGINS[text] for text in fed), row[4])
-        tree, likeliest = paper_tree.search(FRAMES[:, :2], FRAMES[:, 2], np.tile([0, 1], (T, 1)), count, T)
+        candidates = Candidates(np.arange(2)[None], FRAMES[None, :, :2], FRAMES[None, :, BLANK])
+        (tree,) = paper_trees(candidates, SearchLimits(count, T))
         assert {tuple(tree.path_tokens(node)) for node in range(len(tree))} == set(fed)
     assert len(rows) == 4
 
     (said,) = re.findall(r"(\d+) raw sequences are more probable than any that spells \*good very\*", PAGE)
     spelling = max(p for symbols, p in raw.items() if tuple(collapse(torch.tensor(symbols), BLANK)) == (1, 0))
     assert sum(p > spelling + 1e-9 for p in raw.values()) == int(said)
-    good = likeliest[[tuple(tree.path_tokens(node)) for node in range(len(tree))].index((1,))]
+    good = max(p for symbols, p in raw.items() if tuple(collapse(torch.tensor(symbols), BLANK)) == (1,))
     sums = re.search(r"\*good\* counts with (\d+\.\d+) of its (\d+\.\d+)", PAGE)
     check(good, sums[1])
     check(BEGINS[(1,)], sums[2])
@@ -296,14 +299,14 @@ def test_the_biased_column_sums_over_all_alignments_and_all_functions_give_it():
     assert sorted(texts) == sorted(BEGINS) == sorted(BEGINS_BIASED)
     assert BEGINS_BIASED[()] == pytest.approx(1)
     for column, (bias, begins) in enumerate(DISTRIBUTIONS.values(), 1):
-        _, prefixes = distributions_of(texts, bias)
+        prefixes = distributions_of(texts, bias)
         paths, _, reached = search(99, bias)
         for index, row in enumerate(rows, 1):
             check(begins[texts[index]], row[column])
-            check(prefixes.probs[index].item(), row[column])
+            check(prefixes.prefix[index].item(), row[column])
             check(reached[paths.index(texts[index])], row[column])
-            _, begin = prefix_log_probs(*columns(list(texts[index]), bias))
-            check(begin[0, -1].exp().item(), row[column])
+            states = run_recursion(*columns(list(texts[index]), bias))
+            check(states.prefix[0, -1].exp().item(), row[column])
 
 
 def test_the_bias_changes_the_order_of_the_tree_as_the_page_describes():
@@ -331,19 +334,18 @@ def test_both_losses_are_those_of_the_example(row):
     head = torch.eye(2, 3, dtype=torch.float64)  # the frames' states are their log-probabilities
     blank_row, blank_bias = torch.eye(3, dtype=torch.float64)[BLANK], torch.zeros((), dtype=torch.float64)
     valid = torch.ones(1, len(labels), dtype=torch.bool)
-    anchored = AnchoredFrames(LOG_FRAMES[None], torch.tensor([labels]), valid, torch.tensor([0]))
-    blank = BlankOutput(blank_row, blank_bias)
+    anchored = AnchoredFrames(LOG_FRAMES[None], torch.tensor([labels]), valid)
     for cell, (objective, value) in zip(row[3:], expected.items(), strict=True):
         options = CTCLossOptions(objective=objective, weights="decay", decay=0.9)
-        ours, _ = ctc_loss(anchored, head, blank, options=options)
+        ours, _ = ctc_loss(anchored, head, CTCOutput(blank_row, blank_bias), options)
         check(value, cell)
         assert ours.item() == pytest.approx(value, abs=1e-5)
 
 
 def test_the_expected_number_of_accepted_labels_is_the_sum_of_the_prefixes():
-    _, begin = prefix_log_probs(*columns([0, 1], NO_BIAS))
+    begin = run_recursion(*columns([0, 1], NO_BIAS)).prefix
     assert "`0.515 + 0.35 = 0.865`" in PAGE
-    check(expected_acceptance(begin).item(), "0.865")
+    check(begin.exp().sum().item(), "0.865")
 
 
 def test_total_variation_from_the_base_of_the_example_is_the_probability_to_stop():
@@ -355,7 +357,8 @@ def test_total_variation_from_the_base_of_the_example_is_the_probability_to_stop
 
 
 def test_sampled_children_have_the_next_token_distribution_without_the_stop():
-    tree = sampled_tree.draw(torch.from_numpy(WITH_ROOT), None, ROOT_TOKEN, 64, 99, T, (), np.random.default_rng(0))
+    generator = np.random.default_rng(0)
+    tree = draw(torch.from_numpy(WITH_ROOT), ROOT_TOKEN, 64, SearchLimits(99, T), generator)
     (at_root,) = (distribution for distribution in tree.distributions if distribution.parent == ROOT)
     said = re.search(r"`[\d./]+ = ([\d.]+)` for \*very\* and\n?\s*`[\d./]+ = ([\d.]+)` for \*good\*", PAGE)
     for token in range(2):
@@ -403,10 +406,10 @@ def test_every_decimal_of_the_text_is_in_a_table_or_an_equation():
 
 
 def test_every_function_the_page_names_exists():
-    named = re.findall(r"`(alignment|distributions|prefix_search|paper_tree|sampled_tree)\.(\w+)`", PAGE)
+    named = re.findall(r"`((?:ctc|trees)\.\w+)\.(\w+)`", PAGE)
     assert len(named) >= 5
     for module, function in named:
-        assert callable(getattr(importlib.import_module(f"drafters.ctc.{module}"), function))
+        assert callable(getattr(importlib.import_module(f"drafters.{module}"), function))
 
 
 @pytest.mark.slow

@@ -1,4 +1,8 @@
-"""Dimensions and weights of a toy base, without loading a model."""
+"""Dimensions and weights of a toy base, without loading a model, and the literal probabilities of CTC texts."""
+
+from collections import defaultdict
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -35,3 +39,59 @@ def make_ctc():
         return drafter
 
     return make
+
+
+@cache
+def alignments(num_frames, vocab_size, root, merges):
+    """Every alignment, the last token before each of its frames, and the alignments of each text and of each prefix."""
+    blank, last, whole, begins = vocab_size, [], defaultdict(list), defaultdict(list)
+    every = list(product(range(vocab_size + 1), repeat=num_frames))
+    for number, symbols in enumerate(every):
+        text, before, emitted = [], blank, []
+        for symbol in symbols:
+            emitted.append(text[-1] if text else root)
+            if symbol != blank and not (merges and symbol == before):
+                text.append(symbol)
+            before = symbol
+        last.append(emitted)
+        whole[tuple(text)].append(number)
+        for length in range(len(text) + 1):
+            begins[tuple(text[:length])].append(number)
+    return torch.tensor(every), torch.tensor(last), whole, begins
+
+
+class LiteralTexts:
+    """The probability of each text of T frames over V tokens and a blank: the sum over the alignments that spell it.
+
+    Args:
+        probs: (T, L, V + 1) distribution of each frame after each last token, the blank last.
+        root: Row of ``probs`` that holds while nothing is emitted.
+        merges: Whether equal neighbours are merged.
+    """
+
+    def __init__(self, probs, root, merges=True):
+        every, last, self.whole_of, self.begins_of = alignments(len(probs), probs.shape[2] - 1, root, merges)
+        self.alignments = every
+        self.each = probs[torch.arange(len(probs)), last, every].prod(1)  # (N,)
+
+    def whole(self, text):
+        """P(the text is this one)."""
+        return self.each[self.whole_of.get(tuple(text), [])].sum()
+
+    def begins(self, text):
+        """P(the text begins with this one)."""
+        return self.each[self.begins_of.get(tuple(text), [])].sum()
+
+    def every(self):
+        """P(the text begins with it) of every text that some alignment spells, shorter ones first."""
+        return {text: float(self.begins(text)) for text in sorted(self.begins_of, key=len)}
+
+    def best(self, num_nodes, allowed=lambda text: True):
+        """The most probable texts, without the empty one, and their probabilities."""
+        every = [pair for pair in self.every().items() if pair[0] and pair[1] > 0 and allowed(pair[0])]
+        return dict(sorted(every, key=lambda pair: -pair[1])[:num_nodes])
+
+
+@pytest.fixture(scope="session")
+def literal_texts():
+    return LiteralTexts

@@ -1,6 +1,5 @@
-"""Recipes with grouped options, and older recipes with flat keys, which still load."""
+"""Recipes: grouped options, their flat form, and the drafters by name."""
 
-import json
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
@@ -50,19 +49,6 @@ def test_a_flat_recipe_builds_the_drafter_of_the_nested_one(shape, name):
     assert flat.draft_options == nested.draft_options and flat.draft_options.num_nodes == 9
     assert flat.state_dict().keys() == nested.state_dict().keys()
     assert all(torch.equal(weight, nested.state_dict()[key]) for key, weight in flat.state_dict().items())
-
-
-@each_kind
-def test_an_exported_folder_with_a_flat_recipe_loads(shape, tmp_path, name):
-    class_path = registry.class_path(registry.learned()[name])
-    config = DrafterConfig(class_path, FLAT[name], shape, "toy", "0123456789abcdef")
-    saved = config.build()
-    checkpoint.save(tmp_path, saved, config)
-    assert json.loads((tmp_path / "config.json").read_text())["init_args"] == FLAT[name]
-    loaded, read = checkpoint.load(tmp_path)
-    assert options_of(read.nested_init_args()) == FLAT[name]
-    assert loaded.draft_options == saved.draft_options
-    assert all(torch.equal(weight, loaded.state_dict()[key]) for key, weight in saved.state_dict().items())
 
 
 def test_a_flat_key_overrides_the_option_of_its_group():

@@ -145,7 +145,10 @@ def test_a_trained_drafter_comes_from_its_folder_ready_to_decode(base, config, s
         ("hidden_layers=1,-2", "hidden_layers is fixed by training"),
         ("num_frames=8", "num_frames is fixed by training: {folder} has 5; decoding reads tree, num_nodes, top_k, "),
         ("num_nodes=4,causal=true", "causal is fixed by training: {folder} has false; decoding reads tree, num_nodes"),
-        ("wings=2", "ctc takes tree, num_nodes, top_k, min_probability, step_costs, window, draws, draw_temperature, "),
+        (
+            "wings=2",
+            "ctc takes tree, num_nodes, top_k, min_probability, window, draws, draw_temperature, ",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_a_trained_drafter_are_refused(base, config, save, argument, said):
@@ -158,7 +161,7 @@ DECODING = [(name, key) for name, kind in LEARNED for key in sorted(recipe.draft
 FIXED = [(name, key) for name, kind in LEARNED for key in recipe.training_defaults(kind)]
 OTHER = {
     **{"tree": "chain", "num_nodes": 3, "top_k": 1, "width": 1, "depth": 1, "min_probability": 0.3, "draws": 4},
-    **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "step_costs": "costs.json", "static": "tree.json"},
+    **{"temperature": 9.0, "draw_temperature": 9.0, "draw_seed": 1, "static": "tree.json"},
     **{"window": 2, ("eagle3", "window"): 7},  # at least num_unroll
 }
 BESIDE = {"draws": ["tree=chain"], "temperature": ["tree=chain", "draws=4"]}
@@ -178,7 +181,6 @@ def save_any(base, tmp_path, monkeypatch):
         for weight in drafter.parameters():
             torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(weight.numel()))
         checkpoint.save(tmp_path / "drafter", drafter, config)
-        (tmp_path / "costs.json").write_text(json.dumps({"nodes": [0, 64], "seconds": [0.1, 9.0]}))
         (tmp_path / "tree.json").write_text(json.dumps({"static": [[0], [1], [0, 1]]}))
         monkeypatch.chdir(tmp_path)
         return "drafter"

@@ -13,7 +13,7 @@ import torch
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from drafters.trees import best_first
+from drafters.training_free.recycling import best_first
 from inference import drafter_specs, tune
 from inference.tune import SearchOptions, Tuner, first_trials, read_space, shown, speed
 from inference.verifier.base import load_base

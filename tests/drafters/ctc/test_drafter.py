@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from drafters import BaseWeights, DraftTree, Limits, StepResult, TrainingBatch
+from drafters.ctc.loss import CTCOutput, emit, run_recursion
+from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
-from drafters.nn.draft_cache import DraftCache
 
 S = 20
 
@@ -81,7 +82,7 @@ def test_with_a_window_frames_read_only_the_last_positions_from_a_bounded_cache(
         first = max(0, anchor - 5)
         root, read = at[:, index], torch.arange(first, anchor)
         given = whole.context(hidden[None, read], read[None], ids[None, read], base_weights.embedding)
-        (expected,) = whole._frames_after(given, root, ids[root], base_weights.embedding)
+        expected = whole._frames(given, root[None], ids[root][None], base_weights.embedding, None)[0, 0]
         torch.testing.assert_close(trained[index], expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(decoded[index], expected, rtol=1e-4, atol=1e-5)
     assert max(keys.shape[-2] for keys, _ in drafter._cache._buffers) <= 2 * (5 + 1)
@@ -106,15 +107,6 @@ def test_a_rewound_window_fills_up_again(make_ctc, base_weights, reads_tokens):
     assert drafter.propose(ids[:200].tolist(), Limits(9)) == expected[1]
     drafter.observe(committed(hidden[199:206]))
     assert drafter.propose(ids[:207].tolist(), Limits(9)) == expected[2]
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 5, 64])
-def test_trees_of_a_known_text_do_not_depend_on_the_chunk_size(make_ctc, base_weights, text, chunk):
-    drafter, (hidden, ids) = make_ctc(), text
-    anchors = torch.arange(1, S)
-    expected = drafter.draft_at(hidden, ids, anchors, base_weights)
-    drafter.chunk_anchors = chunk
-    assert drafter.draft_at(hidden, ids, anchors, base_weights) == expected
 
 
 @pytest.mark.parametrize("arguments", [{}, {"draws": 5}], ids=["search", "drawn"])
@@ -222,122 +214,6 @@ def test_sequences_of_a_batch_do_not_leak(make_ctc, base_weights):
     torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
 
 
-def test_the_draft_cache_grows_beyond_its_first_capacity():
-    cache, held = DraftCache(2), [[], []]
-    for length in (5, 1, 250, 1, 300, 3, 1500, 1):
-        new = [(torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)) for _ in range(2)]
-        cache.append(new)
-        for layer in range(2):
-            held[layer].append(new[layer])
-            for got, expected in zip(cache.read()[layer], zip(*held[layer], strict=True), strict=True):
-                assert torch.equal(got, torch.cat(expected, -2))
-    assert cache.length == 2061
-
-
-def test_accepted_nodes_enter_the_draft_cache_and_rejected_ones_do_not(make_ctc, base_weights, text):
-    """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
-    hidden, ids = text
-    tree = DraftTree([4, 5, 6], [-1, -1, 0])
-    through_tree, plainly = make_ctc(), make_ctc()
-    for drafter in (through_tree, plainly):
-        drafter.attach_base_weights(base_weights)
-        drafter.begin([])
-    fed = torch.stack([hidden[0], hidden[1], hidden[2], torch.full_like(hidden[0], 50.0), hidden[3]])
-    through_tree.observe(StepResult(num_pending=2, tree=tree, hidden=fed, path=[0, 2], emitted=[4, 6, 9]))
-    plainly.observe(committed(hidden[:4]))
-    seq = ids[:5].tolist()
-    assert through_tree.propose(seq, Limits(9)) == plainly.propose(seq, Limits(9))
-    for got, expected in zip(through_tree._cache.read()[0], plainly._cache.read()[0], strict=True):
-        torch.testing.assert_close(got, expected)
-
-
-def test_a_drafter_that_has_observed_no_step_drafts_nothing(make_ctc, base_weights):
-    drafter = make_ctc()
-    drafter.attach_base_weights(base_weights)
-    drafter.begin([1, 2])
-    assert len(drafter.propose([1, 2], Limits(9))) == 0
-
-
-def test_begin_forgets_the_previous_text(make_ctc, base_weights, text):
-    hidden, ids = text
-    fresh, used = make_ctc(), make_ctc()
-    used.attach_base_weights(base_weights)
-    fresh.attach_base_weights(base_weights)
-    used.begin([1])
-    used.observe(committed(hidden[9:17]))
-    for drafter in (fresh, used):
-        drafter.begin(ids[:4].tolist())
-        drafter.observe(committed(hidden[:4]))
-    assert used.propose(ids[:5].tolist(), Limits(9)) == fresh.propose(ids[:5].tolist(), Limits(9))
-
-
-@pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 7)])
-def test_drafts_stay_within_their_limits(make_ctc, base_weights, text, depth, nodes):
-    hidden, ids = text
-    drafter = make_ctc(num_nodes=30)
-    drafter.attach_base_weights(base_weights)
-    drafter.begin([])
-    drafter.observe(committed(hidden[:6]))
-    free = drafter.propose(ids[:7].tolist(), Limits(99))
-    eos = frozenset({free.tokens[0]})
-    tree = drafter.propose(ids[:7].tolist(), Limits(depth, nodes, eos))
-    tree.validate(vocab_size=23)
-    assert len(tree) <= nodes
-    assert max(tree.depths, default=0) <= depth
-    assert not any(parent != -1 and tree.tokens[parent] in eos for parent in tree.parents)
-
-
-def test_weights_of_the_base_are_not_in_the_state_dict(make_ctc, base_weights):
-    drafter = make_ctc()
-    before = set(drafter.state_dict())
-    drafter.attach_base_weights(base_weights)
-    assert set(drafter.state_dict()) == before
-    assert all(weight.data_ptr() != base_weights.head.data_ptr() for weight in drafter.parameters())
-
-
-def test_fewer_frames_than_labels_are_refused(make_ctc):
-    with pytest.raises(ValueError, match="num_frames"):
-        make_ctc(num_frames=3, num_labels=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", ["ctc", "prefix"])
-def test_it_learns_a_text_that_repeats(make_ctc, base_weights, objective):
-    """The text has period five and its hidden states encode the position in it; after training, drafts are right."""
-    torch.manual_seed(0)
-    period = torch.tensor([3, 8, 8, 14, 20])
-    ids = period.repeat(8)[None].expand(4, -1)
-    labels = ids.roll(-1, 1)
-    hidden = torch.randn(5, 16).repeat(8, 1).expand(4, -1, -1)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    drafter = make_ctc(objective=objective, num_anchors=12)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(120):
-        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, labels, mask), base_weights)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
-    trees = drafter.draft_at(hidden[0], ids[0], torch.arange(10, 30), base_weights)
-    expected = [ids[0, a + 1 : a + 5].tolist() for a in range(10, 30)]
-    drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
-    assert sum(path in paths for path, paths in zip(expected, drafted, strict=True)) >= 18
-
-
-def test_step_costs_limit_the_size_of_a_tree(make_ctc, base_weights, text, tmp_path):
-    """The first four nodes are free and every further one costs more than it gains."""
-    hidden, ids = text
-    costs = tmp_path / "costs.json"
-    costs.write_text('{"nodes": [0, 4, 5, 12], "seconds": [1.0, 1.0, 9.0, 99.0]}')
-    free, cut = make_ctc(), make_ctc(step_costs=str(costs))
-    anchors = torch.arange(1, S)
-    whole = free.draft_at(hidden, ids, anchors, base_weights)
-    for tree, expected in zip(cut.draft_at(hidden, ids, anchors, base_weights), whole, strict=True):
-        assert tree == DraftTree(expected.tokens[:4], expected.parents[:4])
-
-
 def test_the_papers_tree_has_fewer_nodes_and_a_chain_has_no_branches(make_ctc, base_weights, text):
     hidden, ids = text
     anchors = torch.arange(1, S)
@@ -346,22 +222,6 @@ def test_the_papers_tree_has_fewer_nodes_and_a_chain_has_no_branches(make_ctc, b
     }
     assert sum(map(len, trees["paper"])) < sum(map(len, trees["prefix"]))
     assert all(list(tree.parents) == list(range(-1, len(tree) - 1)) for tree in trees["chain"])
-
-
-def test_sampled_drafts_have_their_distributions_and_stay_within_their_limits(make_ctc, base_weights, text):
-    hidden, ids = text
-    drafter = make_ctc(draws=5, markov_rank=2)
-    drafter.attach_base_weights(base_weights)
-    drafter.begin([])
-    drafter.observe(committed(hidden[:6]))
-    trees = [drafter.propose(ids[:7].tolist(), Limits(3, 6, draft_seed=seed)) for seed in range(4)]
-    again = drafter.propose(ids[:7].tolist(), Limits(3, 6, draft_seed=0))
-    assert (again.tokens, again.parents) == (trees[0].tokens, trees[0].parents)
-    for tree in trees:
-        tree.validate(vocab_size=23)
-        assert len(tree) <= 6 and max(tree.depths, default=0) <= 3
-        assert {distribution.parent for distribution in tree.distributions} == set(tree.parents)
-    assert len({tuple(tree.tokens) for tree in trees}) > 1
 
 
 def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(make_ctc, base_weights, text):
@@ -390,52 +250,6 @@ def test_distillation_replaces_the_labels_over_its_optimizer_steps_and_at_once_i
     shares = [(loss - plain) / (distilled - plain) for loss in losses]
     torch.testing.assert_close(torch.stack(shares), torch.tensor([0.25, 0.5, 0.75, 1.0, 1.0]))
     torch.testing.assert_close(drafter.eval().loss(TrainingBatch(*texts), base_weights)[0], distilled)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("objective", "rnn"), ("weights", "none"), ("tree", "best_first"), ("markov_factors", "head")]
-)
-def test_unknown_choices_are_refused(make_ctc, name, value):
-    with pytest.raises(ValueError, match=f"{name} must be one of"):
-        make_ctc(**{name: value})
-
-
-def test_the_papers_tree_is_refused_with_frames_that_depend_on_the_previous_token(make_ctc):
-    with pytest.raises(ValueError, match="markov_rank"):
-        make_ctc(tree="paper", markov_rank=2)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_frames": 0, "num_labels": 0},
-        {"num_labels": 0},
-        {"num_layers": 0},
-        {"num_anchors": 0},
-        {"num_nodes": -1},
-        {"top_k": 0},
-        {"markov_rank": -1},
-        {"decay": -0.5},
-        {"decay": float("nan")},
-        {"warm_up_steps": -5},
-        {"distillation": -1.0},
-        {"min_probability": -0.1},
-        {"draws": -1},
-        {"draw_temperature": 0.0},
-        {"hidden_layers": []},
-        {"hidden_layers": [-2]},
-        {"hidden_layers": [4]},
-    ],
-)
-def test_invalid_arguments_are_refused_by_name(make_ctc, arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        make_ctc(**arguments)
-
-
-@pytest.mark.parametrize("arguments", [{"min_probability": 0.1}, {"step_costs": "costs.json"}])
-def test_the_papers_tree_is_refused_with_options_that_need_node_probabilities(make_ctc, arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        make_ctc(tree="paper", **arguments)
 
 
 @pytest.mark.parametrize("objective", ["ctc", "prefix"])
@@ -467,3 +281,33 @@ def test_the_blank_logit_of_a_bfloat16_drafter_is_as_precise_as_in_its_loss(make
     head = torch.zeros(23, 16).bfloat16()
     blank = drafter.logits(frames, BaseWeights(head, head))[..., -1]
     torch.testing.assert_close(blank, frames.float() @ drafter.blank_row.float() + drafter.blank_bias.float())
+
+
+@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize("arguments", [{"markov_rank": 3}, {}, {"tree": "chain", "markov_rank": 3}], ids=str)
+def test_the_nodes_of_a_drafter_have_the_probabilities_that_its_loss_raises(make_ctc, base_weights, arguments, merges):
+    drafter = make_ctc(merge_repeats=merges, **arguments)
+    hidden, ids = torch.randn(12, 16), torch.randint(0, 23, (12,))
+    anchors = torch.tensor([3, 7, 11])
+    trees = drafter.draft_at(hidden, ids, anchors, base_weights)
+    frames = drafter(hidden[None], anchors[None], ids[anchors][None], base_weights.embedding, ids[None])[0]
+    for tree, anchor, own in zip(trees, anchors.tolist(), frames, strict=True):
+        assert len(tree) > 1
+        for node, probability in enumerate(tree.probabilities):
+            labels, left, right = torch.tensor([tree.path_tokens(node)]), None, None
+            if drafter.markov is not None:
+                left, right = drafter.markov.factors(torch.cat([ids[anchor].reshape(1, 1), labels], 1), base_weights)
+            anchored = AnchoredFrames(own[None], labels, torch.ones_like(labels, dtype=torch.bool), left)
+            emissions = emit(anchored, base_weights.head, CTCOutput(drafter.blank_row, drafter.blank_bias[0], right))
+            states = run_recursion(emissions.enter, emissions.stay, emissions.blank, labels, merges)
+            assert probability == pytest.approx(states.prefix[0, -1].exp().item(), rel=1e-4)
+
+
+@torch.inference_mode()
+def test_without_blanks_every_drawn_text_has_a_token_for_each_frame(make_ctc, base_weights):
+    drafter = make_ctc(merge_repeats=False, blank_bias=-1e4, draws=30, num_nodes=999)
+    frames = torch.zeros(1, drafter.num_frames, 16)  # all tokens are equally probable: a few texts repeat one
+    tree = drafter.tree(frames, 1, base_weights, Limits(max_depth=99, max_nodes=999))
+    leaves = set(range(len(tree))) - set(tree.parents)
+    assert {len(tree.path_tokens(node)) for node in leaves} == {drafter.num_frames}
+    assert any(tree.tokens[node] == tree.tokens[parent] for node, parent in enumerate(tree.parents) if parent >= 0)

@@ -1,15 +1,12 @@
 """EAGLE and EAGLE-3: their training computes the same function as their drafting."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, checkpoint, recipe
-from drafters.checkpoint import DrafterConfig
-from drafters.eagle.drafter import window_mask
-from drafters.eagle.eagle3 import low_middle_high, unroll_mask
-from drafters.losses.distillation import distillation_loss
+from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, recipe
+from drafters.eagle.drafter import unroll_mask
+from drafters.eagle.eagle3 import low_middle_high
+from drafters.losses.divergences import distillation_loss
 from drafters.nn import draft_cache
 from drafters.protocol import UNLIMITED
 
@@ -113,66 +110,6 @@ def test_a_chain_is_the_greedy_text_of_uncached_forwards(make, base_weights, kin
 
 
 @both
-@pytest.mark.parametrize("arguments", [{}, {"tree": "chain"}, {"depth": 1}, {"depth": 6, "width": 8, "num_nodes": 50}])
-def test_trees_of_a_known_text_equal_those_of_decoding(make, base_weights, kind, arguments):
-    drafter = make(kind, **arguments)
-    hidden, ids = text_for(drafter)
-    anchors = [1, 2, 5, 6, 11, 19]
-    drafter.attach_base_weights(base_weights)
-    drafter.begin(ids[:1].tolist())
-    live, done = [], 0
-    for anchor in anchors:
-        drafter.observe(committed(hidden[done:anchor]))
-        done = anchor
-        live.append(drafter.propose(ids[: anchor + 1].tolist(), Limits(max_depth=100, eos=frozenset({4}))))
-    for tree in live:
-        tree.validate(V)
-    limits = Limits(max_depth=100, eos=frozenset({4}))
-    assert drafter.draft_at(hidden, ids, torch.tensor(anchors), base_weights, limits) == live
-    drafter.chunk_anchors = 2
-    assert drafter.draft_at(hidden, ids, torch.tensor([0, *anchors]), base_weights, limits) == [DraftTree(), *live]
-
-
-@both
-def test_accepted_nodes_are_cached_and_rejected_ones_are_not(make, base_weights, kind):
-    """Two pending tokens, then a tree of three whose nodes 0 and 2 are accepted."""
-    through_tree, plainly = make(kind), make(kind)
-    hidden, ids = text_for(plainly)
-    for drafter in (through_tree, plainly):
-        drafter.attach_base_weights(base_weights)
-        drafter.begin([])
-    fed = torch.stack([hidden[0], hidden[1], hidden[2], torch.full_like(hidden[0], 50.0), hidden[3]])
-    tree = DraftTree([4, 5, 6], [-1, -1, 0])
-    through_tree.observe(StepResult(num_pending=2, tree=tree, hidden=fed, path=[0, 2], emitted=[4, 6, 9]))
-    plainly.observe(committed(hidden[:4]))
-    assert through_tree.propose(ids[:5].tolist(), Limits(9)) == plainly.propose(ids[:5].tolist(), Limits(9))
-
-
-@both
-@pytest.mark.parametrize("proposed_between", [True, False])
-@pytest.mark.parametrize("length", [1, 2, 6, 9, 10])
-def test_rewound_tokens_are_forgotten(make, base_weights, kind, length, proposed_between):
-    """After a rewind the last remaining token is the root, and another text continues from it."""
-    drafter = make(kind)
-    hidden, ids = text_for(drafter)
-    other_hidden, other_ids = text_for(drafter, seed=8)
-    ready(drafter, base_weights, hidden, ids, 9)
-    if proposed_between:
-        drafter.propose(ids[:10].tolist(), Limits(9))
-    drafter.rewind(length)
-    mixed_hidden = torch.cat([hidden[: length - 1], other_hidden[length - 1 :]])
-    mixed_ids = torch.cat([ids[:length], other_ids[length:]])
-    limits = Limits(9)
-    assert [drafter.propose(mixed_ids[:length].tolist(), limits)] == drafter.draft_at(
-        mixed_hidden, mixed_ids, torch.tensor([length - 1]), base_weights
-    )
-    drafter.observe(committed(mixed_hidden[length - 1 : length + 3]))
-    assert [drafter.propose(mixed_ids[: length + 4].tolist(), limits)] == drafter.draft_at(
-        mixed_hidden, mixed_ids, torch.tensor([length + 3]), base_weights
-    )
-
-
-@both
 def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_states(make, base_weights, kind):
     drafter = make(kind, depth=3, tree="chain")
     hidden, ids = text_for(drafter)
@@ -183,44 +120,6 @@ def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_stat
     for _ in range(3):
         path.append(distribution_after(drafter, base_weights, hidden, ids, 4, [3, 14, *path]).argmax().item())
     assert list(tree.tokens) == path
-
-
-@both
-def test_a_drafter_that_has_observed_no_step_drafts_nothing(make, base_weights, kind):
-    drafter = make(kind)
-    drafter.attach_base_weights(base_weights)
-    drafter.begin([1, 2])
-    assert len(drafter.propose([1, 2], Limits(9))) == 0
-
-
-@both
-def test_begin_forgets_the_previous_text(make, base_weights, kind):
-    fresh, used = make(kind), make(kind)
-    hidden, ids = text_for(fresh)
-    used.attach_base_weights(base_weights)
-    used.begin([1])
-    used.observe(committed(hidden[9:17]))
-    trees = [
-        ready(drafter, base_weights, hidden, ids, 4).propose(ids[:5].tolist(), Limits(9)) for drafter in (fresh, used)
-    ]
-    assert trees[0] == trees[1]
-
-
-@both
-@pytest.mark.parametrize("arguments", [{}, {"tree": "chain"}, {"tree": "chain", "draws": 2}])
-@pytest.mark.parametrize(("depth", "nodes"), [(0, 99), (1, 99), (2, 5), (99, 0), (99, 1), (99, 7)])
-def test_drafts_stay_within_their_limits(make, base_weights, kind, arguments, depth, nodes):
-    drafter = make(kind, **arguments)
-    hidden, ids = text_for(drafter)
-    free = ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), Limits(99))
-    limits = Limits(depth, nodes, frozenset({free.tokens[0]}))
-    tree = drafter.propose(ids[:7].tolist(), limits)
-    tree.validate(V)
-    assert tree.pruned(depth, nodes, limits.eos) is tree
-    (known,) = drafter.draft_at(hidden, ids, torch.tensor([6]), base_weights, limits)
-    assert known.pruned(depth, nodes, limits.eos) is known
-    if not arguments:
-        assert tree == known
 
 
 @both
@@ -243,17 +142,6 @@ def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_
         path = [] if distribution.parent == -1 else tree.path_tokens(distribution.parent)
         expected = (distribution_after(drafter, base_weights, hidden, ids, 6, path) / 0.7).softmax(-1)
         torch.testing.assert_close(distribution.probs, expected)
-
-
-@both
-def test_sampled_drafts_depend_on_the_seed_of_the_proposal_alone(make, base_weights, kind):
-    drafter = make(kind, depth=3, tree="chain", draws=2)
-    hidden, ids = text_for(drafter)
-    ready(drafter, base_weights, hidden, ids, 6)
-    first, again = (
-        [drafter.propose(ids[:7].tolist(), Limits(99, draft_seed=seed)).tokens for seed in range(4)] for _ in range(2)
-    )
-    assert first == again and len({tuple(tokens) for tokens in first}) > 1
 
 
 # ---- training
@@ -299,7 +187,7 @@ def test_the_unrolled_mask_equals_one_drawn_by_hand():
     expected[3][0] = False
     assert unroll_mask(4, 2, window=3).tolist() == expected, "three back is too far"
     first = [[query - 3 < key <= query for key in range(5)] for query in range(5)]
-    assert window_mask(5, 3).tolist() == unroll_mask(5, 0, window=3).tolist() == first
+    assert unroll_mask(5, 0, window=3).tolist() == first
 
 
 @both
@@ -426,24 +314,6 @@ def test_soft_cross_entropy_and_its_gradient_equal_those_over_the_full_vocabular
     torch.testing.assert_close(chunked.grad, whole.grad)
 
 
-@both
-@pytest.mark.parametrize("length", [1, 2, 3, 12])
-def test_a_batch_without_an_answer_has_a_finite_loss_with_a_gradient_for_every_weight(make, base_weights, kind, length):
-    drafter = make(kind).train()
-    batch = batch_for(drafter, length=length, mask=torch.zeros(2, length, dtype=torch.bool))
-    loss, seen = drafter.loss(batch, base_weights)
-    loss.backward()
-    assert loss == 0 and all(value.isfinite() for value in seen.values())
-    assert all(weight.grad is not None and not weight.grad.any() for weight in drafter.parameters())
-
-
-@both
-def test_an_answer_gives_every_weight_a_nonzero_gradient(make, base_weights, kind):
-    drafter = make(kind).train()
-    drafter.loss(batch_for(drafter), base_weights)[0].backward()
-    assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in drafter.parameters())
-
-
 def test_noise_is_added_only_in_training_and_has_the_configured_width(make, base_weights, monkeypatch):
     drafter = make(EAGLE, noise=0.2)
     batch = batch_for(drafter)
@@ -468,45 +338,6 @@ def test_a_separate_lm_head_is_trained_and_used(make, base_weights):
     assert not any("head" in name for name in make(EAGLE3).state_dict())
 
 
-@both
-def test_weights_of_the_base_are_not_in_the_state_dict(make, base_weights, kind):
-    drafter = make(kind)
-    before = set(drafter.state_dict())
-    drafter.attach_base_weights(base_weights)
-    assert set(drafter.state_dict()) == before
-
-
-@both
-def test_a_drafter_loaded_from_its_folder_drafts_the_same(make, shape, base_weights, kind, tmp_path):
-    arguments = {"depth": 4, "width": 3, "top_k": 3, "num_nodes": 12}
-    saved, config = make(kind), DrafterConfig(f"drafters.{kind.__name__}", arguments, shape, "toy", "0123456789abcdef")
-    checkpoint.save(tmp_path, saved, config)
-    loaded, _ = checkpoint.load(tmp_path, torch.float64)
-    hidden, ids = text_for(saved)
-    anchors = torch.arange(1, S)
-    assert loaded.draft_at(hidden, ids, anchors, base_weights) == saved.draft_at(hidden, ids, anchors, base_weights)
-
-
-@both
-def test_it_trains_and_drafts_in_mixed_precision(make, base_weights, kind):
-    """Validation in bfloat16 training does this, with a bfloat16 base whose states stay in bfloat16."""
-    drafter = make(kind).float().train()
-    batch = batch_for(drafter)
-    batch = replace(batch, hidden=batch.hidden.bfloat16(), last_hidden=batch.last_hidden.bfloat16())
-    half = type(base_weights)(base_weights.embedding.bfloat16(), base_weights.head.bfloat16())
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = drafter.loss(batch, half)
-        trees = drafter.draft_at(batch.hidden[0], batch.input_ids[0], torch.arange(1, S), half)
-    loss.backward()
-    assert loss.isfinite() and all(weight.grad.isfinite().all() for weight in drafter.parameters())
-    assert all(len(tree) == 12 for tree in trees)
-    drafter.bfloat16().eval()
-    tree = ready(drafter, half, batch.hidden[0], batch.input_ids[0], 7).propose(
-        batch.input_ids[0, :8].tolist(), Limits(9)
-    )
-    assert len(tree) == 12
-
-
 def test_fused_layers_are_chosen_for_bases_of_several_depths():
     assert [low_middle_high(n) for n in (2, 6, 8, 32, 40)] == [
         (0, 1, -1),
@@ -515,38 +346,6 @@ def test_fused_layers_are_chosen_for_bases_of_several_depths():
         (2, 16, 29),
         (2, 20, 37),
     ]
-
-
-@both
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"tree": "star"}, "dynamic, chain"),
-        ({"draws": 2}, "needs tree: chain"),
-        ({"depth": 0}, "depth"),
-        ({"temperature": 0.0, "tree": "chain", "draws": 1}, "temperature"),
-        ({"depth": 4, "window": 4}, r"window \(4\) must exceed depth \(4\)"),
-    ],
-)
-def test_invalid_arguments_are_refused(make, kind, arguments, said):
-    with pytest.raises(ValueError, match=said):
-        make(kind, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"num_unroll": 0}, "num_unroll must be at least 1, not 0"),
-        ({"num_unroll": 7, "window": 6}, r"window \(6\) must be at least num_unroll \(7\)"),
-        ({"hidden_layers": [2, 16, 29]}, "but the base has 3 layers"),
-        ({"hidden_layers": [-2]}, "but the base has 3 layers"),
-        ({"draft_vocab_size": 9}, "needs a head of the drafter's own: own_head: true"),
-        ({"draft_vocab_size": V + 1, "own_head": True}, "draft_vocab_size must be at most 23, not 24"),
-    ],
-)
-def test_invalid_arguments_of_eagle3_are_refused(make, arguments, said):
-    with pytest.raises(ValueError, match=said):
-        make(EAGLE3, **arguments)
 
 
 def train_on_a_text_that_repeats(drafter, base_weights):
@@ -575,14 +374,6 @@ def train_on_a_text_that_repeats(drafter, base_weights):
         sum(ids[0, root + 1 : root + 1 + length].tolist() in paths for root, paths in enumerate(drafted, start=10))
         for length in range(1, 5)
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "arguments"), [(EAGLE, {}), (EAGLE3, {"num_unroll": 4})])
-def test_drafts_are_accepted_after_training(make, base_weights, kind, arguments):
-    losses, drafted = train_on_a_text_that_repeats(make(kind, num_nodes=8, **arguments), base_weights)
-    assert losses[-1] < 0.5 * losses[0]
-    assert min(drafted) >= 18
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,29 +12,42 @@ from drafters.losses.chunks import anchors_per_chunk, chunked
 A, D = 7, 3
 
 
+class Anchors(NamedTuple):
+    frames: torch.Tensor
+    bias: torch.Tensor
+    kept: torch.Tensor
+    absent: None = None
+
+
+class Weights(NamedTuple):
+    weight: torch.Tensor
+    idle: torch.Tensor | None = None
+
+
 @pytest.fixture
 def tensors():
     generator = torch.Generator().manual_seed(0)
     frames, bias, weight = (
         torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((A, D), (A,), (D,))
     )
-    return {"frames": frames, "bias": bias, "kept": torch.arange(A) % 3 > 0}, {"weight": weight}
+    return Anchors(frames, bias, torch.arange(A) % 3 > 0), Weights(weight)
 
 
-def sums(frames, bias, kept, weight):
-    scores = (frames @ weight + bias).sigmoid() * kept
-    return scores.square().sum(), torch.stack([scores.sum(), kept.sum().float()])
+def sums(x, weights):
+    assert x.absent is None
+    scores = (x.frames @ weights.weight + x.bias).sigmoid() * x.kept
+    return scores.square().sum(), torch.stack([scores.sum(), x.kept.sum().float()])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, A, 100])
 def test_value_metrics_and_gradients_equal_those_computed_at_once(tensors, size):
     per_anchor, shared = tensors
     loss, numbers = chunked(sums, per_anchor, shared, size)
-    expected, expected_numbers = sums(**per_anchor, **shared)
+    expected, expected_numbers = sums(per_anchor, shared)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(numbers, expected_numbers.detach())
     assert not numbers.requires_grad
-    leaves = [per_anchor["frames"], per_anchor["bias"], shared["weight"]]
+    leaves = [per_anchor.frames, per_anchor.bias, shared.weight]
     gradients = [torch.autograd.grad(-2.5 * x, leaves, retain_graph=True) for x in (loss, loss, expected)]
     torch.testing.assert_close(gradients[0], gradients[2])
     torch.testing.assert_close(gradients[1], gradients[2])  # the backward pass may run twice
@@ -44,8 +58,8 @@ def test_each_chunk_is_computed_once_and_then_freed(tensors):
     """Only one chunk's intermediate tensor is alive at a time, and the forward function runs once per chunk."""
     seen, alive = [], []
 
-    def watched(frames, bias, kept, weight):
-        scores = (frames @ weight + bias).sigmoid() * kept
+    def watched(x, weights):
+        scores = (x.frames @ weights.weight + x.bias).sigmoid() * x.kept
         gc.collect()
         alive.append(sum(reference() is not None for reference in seen))
         seen.append(weakref.ref(scores))
@@ -61,25 +75,25 @@ def test_each_chunk_is_computed_once_and_then_freed(tensors):
 def test_without_gradients_the_value_is_the_same_and_no_gradient_is_computed(tensors, mode):
     per_anchor, shared = tensors
     with mode():
-        ours, expected = chunked(sums, per_anchor, shared, 2)[0], sums(**per_anchor, **shared)[0]
+        ours, expected = chunked(sums, per_anchor, shared, 2)[0], sums(per_anchor, shared)[0]
     assert not ours.requires_grad
     torch.testing.assert_close(ours.clone(), expected.clone())
 
 
 def test_tensors_that_need_no_gradient_get_none(tensors):
     per_anchor, shared = tensors
-    shared["weight"].requires_grad_(False)
+    shared.weight.requires_grad_(False)
     loss, _ = chunked(sums, per_anchor, shared, 2)
     loss.backward()
-    assert shared["weight"].grad is None
-    assert per_anchor["frames"].grad is not None
+    assert shared.weight.grad is None
+    assert per_anchor.frames.grad is not None
 
 
 def test_unused_weights_get_a_gradient_of_zero(tensors):
     """Data-parallel training waits for every weight."""
     per_anchor, shared = tensors
     idle = torch.ones(2, requires_grad=True)
-    loss, _ = chunked(lambda idle, **rest: sums(**rest), per_anchor, shared | {"idle": idle}, 2)
+    loss, _ = chunked(sums, per_anchor, shared._replace(idle=idle), 2)
     loss.backward()
     assert idle.grad.tolist() == [0, 0]
 
@@ -88,28 +102,27 @@ def test_autocast_is_off_inside_a_chunk(tensors):
     per_anchor, shared = tensors
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, _ = chunked(sums, per_anchor, shared, 2)
-    torch.testing.assert_close(ours, sums(**per_anchor, **shared)[0])
+    torch.testing.assert_close(ours, sums(per_anchor, shared)[0])
 
 
 @pytest.mark.slow
 def test_gradients_of_half_precision_weights_are_summed_in_float32():
     """A thousand chunks each have a gradient of one; a sum in bfloat16 would stop growing at 256."""
     weight = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
-    loss, _ = chunked(lambda x, weight: ((x * weight).sum(),) * 2, {"x": torch.ones(1000)}, {"weight": weight}, 1)
+    none = Anchors(torch.ones(1000), torch.zeros(1000), torch.ones(1000))
+    loss, _ = chunked(lambda x, weights: ((x.frames * weights.weight).sum(),) * 2, none, Weights(weight), 1)
     loss.backward()
     assert weight.grad.item() == 1000
 
 
 def test_the_loss_without_anchors_is_zero(tensors):
     per_anchor, shared = tensors
-    loss, _ = chunked(sums, {name: x[:0] for name, x in per_anchor.items()}, shared, 2)
+    loss, _ = chunked(sums, Anchors(*(x if x is None else x[:0] for x in per_anchor)), shared, 2)
     loss.backward()
     assert loss.item() == 0
-    assert shared["weight"].grad.eq(0).all()
+    assert shared.weight.grad.eq(0).all()
 
 
 def test_a_chunk_is_as_large_as_its_memory_allows_and_never_empty():
-    assert anchors_per_chunk(1000, 12_000) == 3
-    assert anchors_per_chunk(1000, 1) == 1
-    with pytest.raises(ValueError, match="max_bytes"):
-        anchors_per_chunk(1000, 0)
+    assert anchors_per_chunk(5, 100, max_bytes=12_000) == 3
+    assert anchors_per_chunk(5, 100, max_bytes=1) == 1

@@ -76,3 +76,9 @@ def test_autocast_to_bfloat16_leaves_a_small_divergence_as_exact_as_it_is(kind):
     expected = divergence(kind, base.double(), draft.double()).float()
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(divergence(kind, base, draft), expected, rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("unused", [{"divergence": "tv"}, {"teacher_temperature": 0.0}])
+def test_options_of_distillation_are_refused_without_it(unused):
+    with pytest.raises(ValueError, match="belong to distillation, which is 0: raise it"):
+        LabelLossOptions(**unused)

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from drafters import CTC, EAGLE3, BaseShape, BaseWeights, Block, Limits, StepResult, TrainingBatch, recipe
-from drafters.ctc import fixed_search
-from drafters.ctc.alignment import collapse
+from drafters.ctc.reference import collapse
 from drafters.nn.draft_vocabulary import DraftVocabulary, most_frequent
 from drafters.protocol import UNLIMITED
 from drafters.tree import DraftTree
-from drafters.trees.candidates import choose
 
 V, D, S = 12, 8, 18
 SIZES = {"hidden_size": D, "num_layers": 2, "num_heads": 2, "head_dim": 4, "intermediate_size": 12}
@@ -82,7 +80,8 @@ def test_labels_end_before_the_first_that_cannot_be_drafted():
     columns, valid = vocabulary.cut(labels, torch.tensor([[True, True, False], [True] * 3, [True] * 3]))
     assert valid.tolist() == [[True, True, False], [True, False, False], [False] * 3]
     assert columns[valid].tolist() == [1, 2, 0]
-    assert vocabulary.columns_of({9, 4, 6}) == {0, 2}
+    spread = vocabulary.spread(torch.tensor([1.0, 2.0, 3.0, 4.0]), fill=0.0)
+    assert spread.tolist() == [0, 0, 2, 0, 0, 0, 1, 0, 0, 3, 4]
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor(5), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])], ids=["one", "floats"])
@@ -146,23 +145,6 @@ def test_the_ctc_tree_has_the_most_probable_prefixes_of_an_enumeration(weights, 
     np.testing.assert_allclose(tree.probabilities, [begins[path] for path in best])
     ends = drafter.propose([0] * 6 + [root], Limits(9, eos=frozenset({best[0][0], OUTSIDE})))
     assert not any(parent >= 0 and ends.tokens[parent] == best[0][0] for parent in ends.parents)
-
-
-@pytest.mark.parametrize("root", [INSIDE, OUTSIDE])
-def test_the_search_of_fixed_shape_finds_the_same_tree(weights, root):
-    drafter, hidden = make(CTC), texts(DRAFTED).hidden[0, :6]
-    expected = ready(drafter, weights, hidden).propose([0] * 6 + [root], UNLIMITED)
-    with torch.no_grad():
-        frames = drafter(hidden[None], torch.tensor([[6]]), torch.tensor([[root]]), weights.embedding)[0]
-        restricted, markov, vocabulary = drafter.output(weights)
-        logits = drafter.logits(frames, restricted)
-        (found,) = choose(logits, torch.tensor([root]), 5, 5, markov, vocabulary)
-    probs, factors, scales = (torch.tensor(part) for part in (found.probs, *found.bias))
-    tokens, no_end = torch.tensor(found.tokens), torch.zeros(0, dtype=torch.long)
-    tree = fixed_search.search(
-        probs[:, :-1], probs[:, -1], tokens, 20, torch.tensor(9), no_end, factors=factors, scales=scales
-    )
-    assert tree.on_host() == expected
 
 
 @pytest.mark.parametrize("root", [INSIDE, OUTSIDE])

@@ -22,11 +22,6 @@ def test_the_bias_is_the_product_of_its_factors():
     torch.testing.assert_close(markov(torch.arange(5)), markov.left @ markov.right.T)
 
 
-def test_a_bias_without_rank_is_refused():
-    with pytest.raises(ValueError, match="rank"):
-        Markov(5, 0, 5)
-
-
 @pytest.fixture
 def base_markov(shape):
     def make(has_blank):

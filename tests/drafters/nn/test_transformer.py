@@ -1,10 +1,39 @@
-"""The layers of learned drafters in mixed precision."""
+"""The layers of learned drafters: rotary positions as transformers has them, norms in mixed precision, the cache."""
 
 import warnings
 
+import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drafters.nn.transformer import RMSNorm
+from drafters.nn.draft_cache import DraftCache
+from drafters.nn.transformer import RMSNorm, RotaryEmbedding
+from drafters.protocol import BaseShape
+
+SIZES = {"hidden_size": 64, "vocab_size": 9, "num_layers": 1, "num_heads": 1, "head_dim": 64, "intermediate_size": 8}
+# Each places the borders between scaled and other frequencies elsewhere; the second is that of Llama 3.1.
+SCALINGS = [None, (8.0, 1.0, 4.0, 8192), (32.0, 0.5, 2.0, 64), (2.0, 1.0, 1.5, 1000)]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+def test_the_angles_are_those_of_transformers(scaling, theta):
+    own, its = {}, {"rope_type": "default", "rope_theta": theta}
+    if scaling:
+        factor, low, high, length = scaling
+        own = {"rope_factor": factor, "rope_low_frequency": low, "rope_high_frequency": high}
+        own["rope_original_length"] = length
+        its = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low}
+        its |= {"high_freq_factor": high, "original_max_position_embeddings": length}
+    rotary = RotaryEmbedding(BaseShape(**SIZES, rope_theta=theta, **own))
+    expected = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, max_position_embeddings=1 << 17, rope_parameters=its))
+    torch.testing.assert_close(rotary.frequencies(torch.device("cpu")), expected.inv_freq, rtol=1e-6, atol=0)
+    positions = torch.tensor([[0, 1, 7, 500]])
+    cos, sin = expected(torch.zeros(1), positions)
+    torch.testing.assert_close(rotary(positions), (cos[:, None], sin[:, None]), rtol=0, atol=2e-4)
+    kept = rotary.frequencies(torch.device("cpu")) / theta ** (-torch.arange(32) / 32)
+    assert kept.max() == pytest.approx(1) and kept.min() == pytest.approx(1 / own.get("rope_factor", 1))
 
 
 def test_a_norm_takes_states_of_another_dtype_than_its_weights_without_a_warning():
@@ -21,3 +50,15 @@ def test_a_norm_takes_states_of_another_dtype_than_its_weights_without_a_warning
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found.sum(), states)
     assert gradient.dtype == torch.bfloat16 and gradient.isfinite().all()
+
+
+def test_the_draft_cache_grows_beyond_its_first_capacity():
+    cache, held = DraftCache(2), [[], []]
+    for length in (5, 1, 250, 1, 300, 3, 1500, 1):
+        new = [(torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)) for _ in range(2)]
+        cache.append(new)
+        for layer in range(2):
+            held[layer].append(new[layer])
+            for got, expected in zip(cache.read()[layer], zip(*held[layer], strict=True), strict=True):
+                assert torch.equal(got, torch.cat(expected, -2))
+    assert cache.length == 2061

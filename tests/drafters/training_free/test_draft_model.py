@@ -7,7 +7,7 @@ import torch
 
 from drafters import ANPD, DraftModel, PromptLookup
 from drafters.protocol import Limits
-from drafters.training_free.draft_session import DraftedTokens, DraftSession
+from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session

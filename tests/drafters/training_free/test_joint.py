@@ -8,8 +8,7 @@ import pytest
 from drafters import DraftTree
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
-from drafters.training_free.followers import Followers, FollowerTable, extended
-from drafters.training_free.joint import RUNNERS_UP, Joint
+from drafters.training_free.joint import RUNNERS_UP, Followers, FollowerTable, Joint, extended
 from inference.indexes import count
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Greedy, KeyedSampler

@@ -7,8 +7,8 @@ import pytest
 
 from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
 from drafters.protocol import Limits, StepResult
-from drafters.training_free.draft_session import DraftedTokens, DraftSession
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.draft_model import DraftedTokens, DraftSession
+from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session

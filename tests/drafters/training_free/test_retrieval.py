@@ -9,7 +9,6 @@ import pytest
 
 from drafters import REST, DraftTree, SuffixArray
 from drafters.protocol import Limits
-from drafters.training_free import retrieval
 from drafters.training_free.retrieval import officially_cut
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
@@ -125,6 +124,11 @@ def damages(data):
         "array missing": with_header({name: header[name] for name in header if name != "heads"}),
         "fewer heads": with_header({**header, "heads": {**header["heads"], "shape": [3]}}),
         "a list": with_header([1, 2]),
+        "types": with_header({**header, "tokens": {**header["tokens"], "dtype": "I32"}}),
+        "border": data.replace(b"\xff\xff", b"\x01\x00"),
+        "alignment": with_header(
+            {k: v if k == "__metadata__" else {**v, "data_offsets": [1, 2]} for k, v in header.items()}
+        ),
     }
 
 
@@ -135,7 +139,7 @@ def test_a_file_that_is_no_datastore_is_refused_in_one_line(tmp_path):
     SuffixArray.build(documents_of(2)).save(path)
     for data in damages(path.read_bytes()).values():
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"is not a datastore .* build it again") as caught:
+        with pytest.raises(ValueError, match=r"is not a datastore: build it again") as caught:
             SuffixArray.open(path)
         assert "\n" not in str(caught.value)
 
@@ -150,11 +154,9 @@ def test_a_text_without_tokens_and_a_depth_of_one_are_refused():
 # ---- the draft
 
 
-@pytest.mark.parametrize("few", [0, 32, 10**9])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("vocab", "shift"), [(2, 0), (4, 0), (9, 0), (4, WIDE)])
-def test_the_draft_equals_a_count_of_every_prefix(monkeypatch, few, seed, vocab, shift):
-    monkeypatch.setattr(retrieval, "FEW_HITS", few)
+def test_the_draft_equals_a_count_of_every_prefix(seed, vocab, shift):
     rng = random.Random(seed)
     documents = documents_of(seed, vocab=vocab, shift=shift)
     store = SuffixArray.build(documents)
@@ -171,7 +173,7 @@ def test_the_draft_equals_a_count_of_every_prefix(monkeypatch, few, seed, vocab,
         expected = slow_prefixes(continuations, min(num_draft, nodes), eos)
         limits = Limits(depth, nodes, frozenset(eos))
         tree = drafter.propose(seq, limits)
-        assert sorted(paths(tree)) == sorted(expected)
+        assert paths(tree) == expected
         tree.validate(shift + vocab)
         assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
 
@@ -301,27 +303,3 @@ def test_sampled_text_equals_that_without_a_drafter(base):
         result = Session(Runner(base), REST(store, num_draft=9), sampler).run(prompt, 40)
         assert result.tokens == alone
         assert sum(step.accepted for step in result.steps) > 10
-
-
-@pytest.mark.parametrize("damage", ["types", "border", "alignment", "offsets"])
-def test_a_datastore_with_a_damaged_header_is_refused(tmp_path, damage):
-    path = tmp_path / "store"
-    SuffixArray.build([[1, 2, 3]], 4).save(path)
-    content = path.read_bytes()
-    size = 8 + int.from_bytes(content[:8], "little")
-    header, arrays = content[8:size], content[size:]
-    if damage == "types":
-        header = header.replace(b'"U16"', b'"I32"')
-    elif damage == "border":
-        arrays = arrays.replace(b"\xff\xff", b"\x01\x00")
-    elif damage == "offsets":
-        header = header.replace(b'"data_offsets":[0,', b'"data_offsets":[],"old":[0,')
-    else:
-        arrays = b"\x00" + arrays
-        values = json.loads(header)
-        for name in ("tokens", "suffixes", "heads"):
-            values[name]["data_offsets"] = [place + 1 for place in values[name]["data_offsets"]]
-        header = json.dumps(values).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + arrays)
-    with pytest.raises(ValueError, match=r"is not a datastore .*build it again"):
-        SuffixArray.open(path)

@@ -6,7 +6,7 @@ import pytest
 
 import drafters
 from drafters import Limits, SelfDraft
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from drafters import DraftTree, Limits, SelfSpeculative, StepResult
-from drafters.training_free.draft_session import DraftedTokens
+from drafters.training_free.draft_model import DraftedTokens
 
 LIMITS = Limits(max_depth=100)
 

@@ -7,6 +7,7 @@ import torch
 
 from drafters.tree import ROOT
 from drafters.trees import dynamic
+from drafters.trees.search import SearchLimits
 
 V = 4
 
@@ -55,7 +56,7 @@ def paths_of(tree):
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(depth, count, eos):
     walk = Walk(num_roots=3)
-    trees = dynamic.grow(walk.first(), walk.step, depth, V**depth, V, count, eos)
+    trees = dynamic.grow(walk.first(), walk.step, V**depth, V, SearchLimits(count, depth, eos))
     assert walk.num_steps == depth - 1
     for root, tree in enumerate(trees):
         tree.validate(V)
@@ -65,7 +66,7 @@ def test_without_limits_the_tree_has_the_most_probable_of_all_paths_in_order(dep
 @pytest.mark.parametrize(("width", "top_k"), [(1, 1), (1, 3), (2, 2), (3, 4), (5, 2)])
 def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
     depth, count = 4, 9
-    trees = dynamic.grow((walk := Walk(2)).first(), walk.step, depth, width, top_k, count, {1})
+    trees = dynamic.grow((walk := Walk(2)).first(), walk.step, width, top_k, SearchLimits(count, depth, {1}))
     for root, tree in enumerate(trees):
         beam, found = [()], []
         for _ in range(depth):
@@ -83,20 +84,21 @@ def test_with_limits_the_tree_equals_a_literal_beam_search(width, top_k):
 
 def test_a_parent_comes_before_a_child_of_probability_one():
     certain = torch.tensor([[0.0, 200.0, -200.0, -200.0]])
-    tree = dynamic.grow(certain, lambda tokens, slots: certain[:, None].expand(-1, tokens.shape[1], -1), 5, 3, 2, 5)[0]
+    step = lambda tokens, slots: certain[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
+    tree = dynamic.grow(certain, step, 3, 2, SearchLimits(5, 5))[0]
     tree.validate(V)
     assert paths_of(tree) == [(1,) * length for length in range(1, 6)]
 
 
 def test_the_search_stops_when_every_beam_has_ended():
     walk = Walk(1)
-    tree = dynamic.grow(walk.first(), walk.step, 4, 3, V, 99, range(V))[0]
+    tree = dynamic.grow(walk.first(), walk.step, 3, V, SearchLimits(99, 4, range(V)))[0]
     assert sorted(paths_of(tree)) == [(token,) for token in range(V)]
 
 
 def test_improbable_nodes_are_left_out():
     whole, cut = (
-        dynamic.grow((walk := Walk(1)).first(), walk.step, 3, 9, V, 99, min_probability=floor)[0]
+        dynamic.grow((walk := Walk(1)).first(), walk.step, 9, V, SearchLimits(99, 3, (), floor))[0]
         for floor in (0.0, 0.05)
     )
     assert paths_of(cut) == [path for path in paths_of(whole) if walk.probability(0, path) >= 0.05]
@@ -132,9 +134,9 @@ def test_sampled_tokens_follow_the_distribution():
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # the 0.999 quantile with three degrees of freedom
 
 
-def test_a_sampled_chain_stops_at_an_end_token_and_may_omit_its_distributions():
+def test_a_sampled_chain_stops_at_an_end_token():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         walk = Walk(1)
-        tree = dynamic.draw(walk.first(), walk.step, 5, 2, 1.0, generator, {0, 1}, with_distributions=False)[0]
-        assert tree.distributions == () and tree.pruned(9, 99, {0, 1}) is tree
+        tree = dynamic.draw(walk.first(), walk.step, 5, 2, 1.0, generator, {0, 1})[0]
+        assert tree.pruned(9, 99, {0, 1}) is tree

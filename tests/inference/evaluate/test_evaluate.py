@@ -13,7 +13,7 @@ import torch
 import drafters
 from data import benchmarks
 from data.benchmarks import Question
-from drafters.training_free.pool import NgramPool
+from drafters.training_free.ngram import NgramPool
 from inference import drafter_specs
 from inference.evaluate import answers as answer_files
 from inference.evaluate import report, worker

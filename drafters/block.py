@@ -1,0 +1,148 @@
+"""The block drafter: the CTC drafter's trunk trained with cross-entropy, one token per frame (DFlash)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.checks import check_at_least
+from drafters.losses import gathered_logits, label_weights
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.chunks import MAX_BYTES, anchors_per_chunk, chunked
+from drafters.losses.divergences import divergence
+from drafters.losses.label_weights import LabelLossOptions
+from drafters.nn.markov import markov_bias
+from drafters.parallel import ParallelDrafter, ParallelDraftOptions, TrunkOptions
+from drafters.protocol import BaseShape, BaseWeights, TrainingBatch, at_least_one
+from drafters.registry import register
+
+
+@dataclass(frozen=True)
+class BlockTrunkOptions(TrunkOptions):
+    """The network of the block drafter.
+
+    Args:
+        frames_differ: Give each frame an input embedding of its own. Otherwise they share one and differ only by their
+            position.
+        sample_from_anchor: Whether frame 0, which carries the root, predicts the next token, as in DSpark. Otherwise it
+            predicts nothing, as in DFlash, and a draft has ``num_frames - 1`` tokens.
+    """
+
+    frames_differ: bool = False
+    sample_from_anchor: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1 if self.sample_from_anchor else 2, num_frames=self.num_frames)
+
+
+@dataclass(frozen=True)
+class BlockDraftOptions(ParallelDraftOptions):
+    """How the block drafter's frames become a draft tree; decoding may change these options.
+
+    Args:
+        tree: ``best_first``, the most probable paths, or ``chain``, the most probable token of each frame.
+    """
+
+    tree: Literal["best_first", "chain"] = "best_first"
+
+
+@register("block")
+class Block(ParallelDrafter):
+    """A block of masked frames filled in one pass (DFlash, arXiv 2602.06036); frame u predicts the u-th next token.
+
+    Frame 0 carries the root's embedding, all others one mask embedding. Unlike in DFlash, frame 0 predicts too, as in
+    DSpark (arXiv 2607.05147), whose Markov bias is an option. ``sample_from_anchor: false`` is DFlash.
+
+    Args:
+        base: Dimensions of the base; filled in by the trainer.
+        trunk: The network.
+        loss: The loss.
+        draft: The draft tree.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        trunk: BlockTrunkOptions = BlockTrunkOptions(),
+        loss: LabelLossOptions = LabelLossOptions(),
+        draft: BlockDraftOptions = BlockDraftOptions(),
+    ) -> None:
+        first_frame = 0 if trunk.sample_from_anchor else 1
+        super().__init__(base, trunk, trunk.num_frames - first_frame, loss, draft, trunk.frames_differ)
+        self.first_frame = first_frame
+        self.loss_options = loss
+        rank, factors = trunk.markov_rank, trunk.markov_factors
+        self.markov = markov_bias(base, rank, factors, has_blank=False, num_drafted=trunk.draft_vocab_size)
+
+    def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
+        options = self.loss_options.at_step(batch.step) if self.training else self.loss_options
+        anchored, head, right = self.loss_inputs(batch, base_weights, with_teacher=bool(options.distillation))
+        return cross_entropy(anchored, head, right, options, batch.divisor)
+
+
+class _Output(NamedTuple):
+    right: Tensor | None  # (V, R) right factor of the Markov bias
+
+
+def cross_entropy(
+    anchored: AnchoredFrames,
+    head: Tensor,
+    right: Tensor | None = None,
+    options: LabelLossOptions = LabelLossOptions(),
+    divisor: Callable[[Tensor], Tensor] = at_least_one,
+    max_bytes: int = MAX_BYTES,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean of sum_u w_u * -log p_u(y_u | y_{u-1}) over the anchors that have a label, and metrics.
+
+    p_u(v | l) = softmax_v(z_u(v) + B[l, v]) over the V tokens. With the weights ``decay``, w_u is proportional to
+    decay^(u-1) and sums to one; with ``survival`` the gradient is that of -log of the expected acceptance
+    (`label_weights.by_token_survival`). ``label_weight`` multiplies these terms. Distillation adds sum_u w_u
+    d(p, p_u(. | y_{u-1})) with the chosen `divergence` d from the base's distribution p.
+
+    Args:
+        anchored: Frames and labels. Frames beyond the number of labels are not trained.
+        head: (V, D) the base's frozen LM head.
+        right: (V, R) right factor of the Markov bias on the V logits; none by default.
+        options: Weights of the labels and of distillation.
+        divisor: As in `TrainingBatch`; it gets the number of anchors that have a label.
+        max_bytes: Memory for the tensors of one chunk.
+
+    Returns:
+        The loss, and ``expected_acceptance``, the mean of sum_u p_1(y_1) ... p_u(y_u). Scalars, zero without labels.
+    """
+    num_labels = anchored.labels.shape[1]
+    assert anchored.frames.shape[1] >= num_labels, "each label needs a frame"
+
+    def sums(x: AnchoredFrames, output: _Output) -> tuple[Tensor, Tensor]:
+        logits = gathered_logits.logits(x.frames, head)  # (A, U, V)
+        if x.left is not None and output.right is not None:
+            logits += x.left.to(logits.dtype) @ output.right.to(logits.dtype).T
+        exponentials, largest, picked = gathered_logits.exponentials(logits, x.labels[..., None])
+        log_sum = gathered_logits.log_sum(exponentials, largest)
+        log_probs = (picked - log_sum)[..., 0]  # (A, U)
+        if options.weights == "decay":
+            weight = label_weights.by_depth(x.valid, options.decay, log_probs.dtype)
+        else:
+            weight = label_weights.by_token_survival(log_probs, x.valid)
+        loss = -options.label_weight * (weight * log_probs).sum()
+        if options.distillation:
+            assert x.teacher is not None, "distillation needs the base's last hidden states"
+            base = gathered_logits.teacher_probs(x.teacher, head, options.teacher_temperature)  # (A, U, V)
+            distances = divergence(options.divergence, base, exponentials * (largest - log_sum).exp())
+            loss = loss + options.distillation * (weight * x.taught() * distances).sum()
+        prefix_probs = torch.where(x.valid, log_probs, -torch.inf).cumsum(-1).exp()
+        return loss, prefix_probs.sum()
+
+    left = None if anchored.left is None else anchored.left[:, :num_labels]
+    anchored = anchored._replace(frames=anchored.frames[:, :num_labels], left=left)
+    # Vectors over the vocabulary that a chunk holds of each label: the logits, the bias, and what is compared.
+    num_vectors = num_labels * (1 + (right is not None) + (3 if options.distillation else 0))
+    size = anchors_per_chunk(num_vectors, len(head), max_bytes)
+    loss, acceptance = chunked(sums, anchored, _Output(right), size)
+    num_anchors = divisor(anchored.valid[:, 0].sum())
+    return loss / num_anchors, {"expected_acceptance": acceptance / num_anchors}

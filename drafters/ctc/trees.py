@@ -1,0 +1,159 @@
+"""The CTC drafter's other trees: the paper's own, and trees drawn from the frames for exact rejection sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafters.ctc.reference import FrameDistributions, collapse, spell
+from drafters.tree import ROOT, ChildDistribution, DraftTree, Growth
+from drafters.trees.search import Candidates, SearchLimits, search
+
+# ---- the paper's tree
+
+
+def paper_trees(candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
+    """The texts of the ``num_nodes`` most probable frame sequences (CTC-drafter, section 3.3).
+
+    A frame sequence of length t chooses a token or the blank in each of the frames 1..t; its probability is the product
+    of its choices. The most probable sequences, of any length, form a tree over frames, which is then collapsed. Unlike
+    in the original code the result is a tree of texts: neither blanks nor duplicates are fed, and a node's depth is its
+    position in the text. Merged paths waste node budget, so usually fewer than ``num_nodes`` nodes are fed.
+    """
+    tokens, probs, blank, _ = candidates
+    assert blank is not None, "the paper's tree has blanks"
+    symbols = np.append(tokens, np.full((len(tokens), 1), BLANK), axis=1)  # (A, C + 1)
+    frames = Candidates(symbols, np.concatenate([probs, blank[..., None]], axis=2))
+    sequences = search(frames, SearchLimits(limits.num_nodes, probs.shape[1]))
+    return [collapsed(tree, BLANK).pruned(limits.max_depth, limits.num_nodes, limits.eos) for tree in sequences]
+
+
+BLANK = -1  # in a tree over frames
+
+
+def collapsed(tree: DraftTree, blank: int | None = None) -> DraftTree:
+    """The CTC transform of a tree over frames: on every path, repeats are merged, then blanks dropped.
+
+    Paths with the same text become one path. The root is no frame, so the first token may repeat it.
+
+        the ─┬─ the ── cat        becomes        the ─┬─ cat
+             └─ ε ──── the                            └─ the
+    """
+    texts = Growth()
+    end_of_text = {ROOT: ROOT}  # for each node, the new node at which the text of its path ends
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        end_of_text[node] = end_of_text[parent]
+        if token != blank and (parent == ROOT or token != tree.tokens[parent]):
+            end_of_text[node] = texts.child(end_of_text[parent], token)
+    return DraftTree(texts.tokens, texts.parents)
+
+
+# ---- drawn trees
+
+Bias = Callable[[Tensor], Tensor]
+"""Maps tokens (N,) to B[l, :] (N, V + 1), which is added to a frame's logits if l is the last emitted token.
+
+It is called while sampling and again for the distributions, in batches of other sizes: compute it in float32 at least.
+"""
+
+
+def draw(
+    logits: Tensor,
+    root: int,
+    num_texts: int,
+    limits: SearchLimits,
+    generator: np.random.Generator,
+    bias: Bias | None = None,
+    temperature: float = 1.0,
+    merge_repeats: bool = True,
+) -> DraftTree:
+    """Sample texts independently and merge them into one tree.
+
+    A text whose frames are sampled one by one and then collapsed is an exact sample from the distribution q of
+    `drafters.ctc.reference`. The texts that pass through a node and continue are independent samples from
+    q(. | node) / (1 - stop(node)). That is the distribution of the node's children, drawn with replacement, for
+    multi-round rejection. The texts are copied to the host once.
+
+    The tree stays within its limits itself. Pruning it later (`DraftTree.pruned`) would keep or drop a sample by its
+    value, which is not lossless.
+
+    Args:
+        logits: (T, V + 1) logits of the frames, the blank last.
+        root: Token of the root.
+        num_texts: Number of texts N.
+        limits: Number of nodes, their depth, and the end-of-sequence tokens.
+        generator: Random generator, independent of the one that acceptance uses. T * N numbers are taken from it.
+        bias: Bias on each frame's logits given the last emitted token, which is the root at first; None for none.
+        temperature: Divides logits and biases.
+        merge_repeats: As in `reference.collapse`.
+    """
+    logits = logits.double() / temperature
+    tempered: Bias | None = None
+    if bias is not None:
+        tempered = lambda tokens: bias(tokens).double() / temperature  # noqa: E731
+    uniforms = torch.from_numpy(generator.random((len(logits), num_texts))).to(logits.device)
+    symbols = sample_alignments(logits, tempered, root, uniforms).cpu()
+    texts = [collapse(frames, logits.shape[1] - 1, merge_repeats) for frames in symbols]
+    tree, draws = merge(texts, limits)
+    if not draws:
+        return DraftTree()
+    index = {node: prefix for prefix, node in enumerate(draws)}  # nodes with children, the root first
+    last = [root if node == ROOT else tree.tokens[node] for node in draws]
+    above = [ROOT if node == ROOT else index[tree.parents[node]] for node in draws]
+    last, above = torch.tensor([last, above]).to(logits.device)
+    frames = FrameDistributions(logits, tempered(last) if tempered else None)
+    distribution = spell(frames, last, above, merge_repeats).next_token_probs()
+    distribution = distribution / distribution.sum(-1, keepdim=True)  # given that the text continues
+    distributions = (
+        ChildDistribution(node, probs, tuple(children))
+        for (node, children), probs in zip(draws.items(), distribution, strict=True)
+    )
+    return DraftTree(tree.tokens, tree.parents, distributions=tuple(distributions))
+
+
+def sample_alignments(logits: Tensor, bias: Bias | None, root: int, uniforms: Tensor) -> Tensor:
+    """Sample the frames of N texts by inverse CDF, each frame given the last emitted token.
+
+    Takes logits (T, V + 1), the token of the root, and random numbers (T, N) in [0, 1). Returns symbols (N, T).
+    """
+    blank = logits.shape[1] - 1
+    if bias is None:
+        return _inverse_cdf(logits.softmax(-1), uniforms).T
+    last = torch.full_like(uniforms[0], root, dtype=torch.long)  # (N,)
+    symbols = []
+    for frame, uniform in zip(logits, uniforms, strict=True):
+        symbols.append(_inverse_cdf((frame + bias(last)).softmax(-1), uniform[:, None])[:, 0])
+        last = torch.where(symbols[-1] == blank, last, symbols[-1])
+    return torch.stack(symbols, dim=1)
+
+
+def _inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The symbols (R, N) at which the cumulative distributions (R, V + 1) exceed random numbers (R, N)."""
+    cumulative = probs.cumsum(-1)
+    symbols = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return symbols.clamp(max=probs.shape[-1] - 1)
+
+
+def merge(texts: Sequence[Sequence[int]], limits: SearchLimits) -> tuple[Growth, dict[int, list[int]]]:
+    """Merge sampled texts into a tree, text by text.
+
+    A sample is left out only for reasons known before it was drawn: its depth, an end-of-sequence token above it, or a
+    full tree. In a full tree even a sample that is in the tree already no longer counts, because another token could
+    not have counted. Beside the tree, returns the sampled children of each node that has any, the root first.
+    """
+    merged = Growth()
+    draws: dict[int, list[int]] = {}
+    for text in texts:
+        node = ROOT
+        for token in text[: max(limits.max_depth, 0)]:
+            if len(merged.tokens) >= limits.num_nodes:
+                return merged, draws
+            child = merged.child(node, token)
+            draws.setdefault(node, []).append(child)
+            if token in limits.eos:
+                break
+            node = child
+    return merged, draws

@@ -1,0 +1,168 @@
+"""Hydra: heads that also read the draft tokens before theirs, and trees grown level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drafters.checks import check_at_least
+from drafters.medusa import HeadDrafter, HeadLossOptions, HeadOptions, ResidualBlock
+from drafters.nn.draft_cache import DraftCache
+from drafters.nn.transformer import RotaryEmbedding, Rotation, TrunkLayer
+from drafters.protocol import BaseShape, BaseWeights, Limits
+from drafters.registry import register
+from drafters.tree import DraftTree
+from drafters.trees import dynamic
+from drafters.trees.search import SearchLimits
+
+
+@dataclass(frozen=True)
+class HydraHeadOptions(HeadOptions):
+    """Hydra's heads.
+
+    Args:
+        prefix_attention: Let the heads read the output of a decoder layer over the base's last hidden states (Hydra++)
+            instead of those states.
+    """
+
+    prefix_attention: bool = False
+
+
+@dataclass(frozen=True)
+class HydraLossOptions(HeadLossOptions):
+    """Hydra's loss."""
+
+    decay: float = 1.0
+
+
+@dataclass(frozen=True)
+class HydraDraftOptions:
+    """How Hydra's heads become a draft tree; decoding may change these options.
+
+    Args:
+        num_nodes: M, largest number of nodes in a draft tree.
+        top_k: Children of an expanded node.
+        width: Nodes expanded at each level, the most probable ones. With top_k it bounds the cost of a draft.
+    """
+
+    num_nodes: int = 32
+    top_k: int = 10
+    width: int = 16
+
+    def __post_init__(self) -> None:
+        check_at_least(1, top_k=self.top_k, width=self.width)
+        check_at_least(0, num_nodes=self.num_nodes)
+
+
+class PrefixAttention(nn.Module):
+    """One causal decoder layer over the base's last hidden states (Hydra++), the identity before training."""
+
+    def __init__(self, shape: BaseShape) -> None:
+        super().__init__()
+        self.layer, self.rotary = TrunkLayer(shape), RotaryEmbedding(shape)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(self.layer.self_attn.o_proj.weight)
+        nn.init.zeros_(self.layer.mlp.down_proj.weight)
+
+    def _rotation(self, start: int, length: int, device: torch.device) -> Rotation:
+        return self.rotary(torch.arange(start, start + length, device=device)[None])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return output states (B, S, D) for states (B, S, D) of complete texts."""
+        length, attention = hidden.shape[1], self.layer.self_attn
+        nothing = hidden.new_empty(len(hidden), attention.num_heads, 0, attention.head_dim)
+        causal = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
+        return self.layer(hidden, self._rotation(0, length, hidden.device), nothing, nothing, causal)
+
+    def keys_values(self, hidden: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of states (1, n, D) at the positions from ``start`` on, for a `DraftCache`."""
+        normed, rotation = self.layer.input_layernorm(hidden), self._rotation(start, hidden.shape[1], hidden.device)
+        return [self.layer.self_attn.keys_values(normed, rotation)]
+
+    def last_output(self, hidden: Tensor, keys_values: tuple[Tensor, Tensor]) -> Tensor:
+        """Output (1, 1, D) of the last state (1, 1, D), given keys and values (1, h, S, d) of all earlier positions."""
+        start = keys_values[0].shape[-2]
+        return self.layer(hidden, self._rotation(start, 1, hidden.device), *keys_values, None)
+
+
+@register("hydra")
+class Hydra(HeadDrafter):
+    """Hydra (arXiv 2402.05109): Medusa's heads made sequentially dependent.
+
+    Head k reads the base's last hidden state before the root, and the base's embeddings of the root and of the k - 1
+    draft tokens on its path. Its first layer adds to the state alone, so that it starts like Medusa's. Hydra++ is the
+    same with ``prefix_attention``, ``distillation`` and ``num_layers: 4``. A draft is K small steps, counted as one
+    draft forward because no step reads the context.
+
+    Args:
+        base: Dimensions of the base; filled in by the trainer.
+        heads: The heads.
+        loss: The loss.
+        draft: The draft tree.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        heads: HydraHeadOptions = HydraHeadOptions(),
+        loss: HydraLossOptions = HydraLossOptions(),
+        draft: HydraDraftOptions = HydraDraftOptions(),
+    ) -> None:
+        blocks = [ResidualBlock(base.hidden_size, heads.num_layers, 1 + head) for head in range(heads.num_heads)]
+        super().__init__(base, blocks, heads, loss)
+        self.draft_options, self.rows_per_anchor = draft, draft.width
+        self.prefix = PrefixAttention(base) if heads.prefix_attention else None
+        self._cache = DraftCache(1)
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        hidden = super().encode(hidden)
+        return hidden if self.prefix is None else self.prefix(hidden)
+
+    def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:
+        embeddings = embedding[path].flatten(1)  # (N, K * D)
+        width = embedding.shape[1]
+        return [block(states, embeddings[:, : (1 + head) * width]) for head, block in enumerate(self.blocks)]
+
+    def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        options = self.draft_options
+        embeddings = base_weights.embedding[roots][:, None]  # (A, W, n * D) along the path of each expanded node
+        head = 0
+
+        def head_logits() -> Tensor:
+            x = states[:, None].expand(-1, embeddings.shape[1], -1)
+            return self.logits(head, self.blocks[head](x, embeddings), base_weights)
+
+        def step(tokens: Tensor, slots: Tensor) -> Tensor:
+            nonlocal head, embeddings
+            above = embeddings.gather(1, slots[..., None].expand(-1, -1, embeddings.shape[-1]))
+            head, embeddings = head + 1, torch.cat([above, base_weights.embedding[tokens]], dim=-1)
+            return head_logits()
+
+        depth, num_nodes = min(limits.max_depth, self.num_heads), min(options.num_nodes, limits.max_nodes)
+        within = SearchLimits(num_nodes, depth, limits.eos)
+        return dynamic.grow(head_logits()[:, 0], step, options.width, options.top_k, within)
+
+    # ---- decoding with prefix attention, whose keys and values are cached
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        super().begin(prompt)
+        self._cache = DraftCache(1)
+
+    def state(self) -> Tensor:
+        last_hidden = super().state()
+        if self.prefix is None:
+            return last_hidden
+        start = self._cache.length
+        if start < len(self._states):
+            self._cache.append(self.prefix.keys_values(torch.stack(self._states[start:])[None], start))
+        keys, values = self._cache.read()[0]
+        return self.prefix.last_output(last_hidden[None], (keys[..., :-1, :], values[..., :-1, :]))[0]
+
+    def rewind(self, length: int) -> None:
+        super().rewind(length)
+        self._cache.truncate(len(self._states))

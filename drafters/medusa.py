@@ -1,0 +1,328 @@
+"""Medusa and its base class, which Hydra shares: one head per draft token, reading the state that decided the root."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices
+from drafters.losses import anchors as anchor_positions
+from drafters.losses import gathered_logits
+from drafters.losses.chunks import chunks
+from drafters.losses.divergences import DivergenceOptions, distilled
+from drafters.protocol import (
+    UNLIMITED,
+    BaseShape,
+    BaseWeights,
+    LearnedDrafter,
+    Limits,
+    RequiredOutputs,
+    StepResult,
+    TrainingBatch,
+)
+from drafters.registry import register
+from drafters.tree import DraftTree
+from drafters.trees import static
+from drafters.trees.candidates import on_host
+from drafters.trees.search import Candidates, SearchLimits, search
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """The heads.
+
+    Args:
+        num_heads: K, number of heads, one per draft token after the root.
+        num_layers: Residual layers of each head; 1 is Medusa's and Hydra's, 4 that of Hydra++.
+        own_heads: Give each head an output layer of its own, as in the papers. Otherwise all use the base's frozen LM
+            head.
+    """
+
+    num_heads: int = 5
+    num_layers: int = 1
+    own_heads: bool = True
+
+    def __post_init__(self) -> None:
+        check_at_least(1, num_heads=self.num_heads, num_layers=self.num_layers)
+        check_at_most(MAX_LAYERS, num_heads=self.num_heads, num_layers=self.num_layers)
+
+
+@dataclass(frozen=True)
+class HeadLossOptions(DivergenceOptions):
+    """The loss of the heads.
+
+    Args:
+        decay: Head k is weighted by decay^k; 0.8 is Medusa's, 1 that of Hydra's code.
+        distillation: Train the heads on the base's full distribution instead of its argmax (Hydra++).
+        num_anchors: Anchors sampled from each training sequence; 0 takes every assistant position.
+        chunk_anchors: Rows whose logits are computed at once; lower it to save memory.
+    """
+
+    decay: float = 0.8
+    distillation: bool = False
+    num_anchors: int = 64
+    chunk_anchors: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(1, chunk_anchors=self.chunk_anchors)
+        check_at_least(0, decay=self.decay, num_anchors=self.num_anchors)
+        if self.divergence != "kl" and not self.distillation:
+            raise ValueError(f"divergence {self.divergence} belongs to distillation, which is off: set it to true")
+
+
+class ResidualBlock(nn.Module):
+    """Residual layers x + SiLU(W x + b), the identity before training (Medusa, section 2.1.1).
+
+    Args:
+        hidden_size: D.
+        num_layers: Number of layers.
+        num_embeddings: Number n of embeddings that the first layer reads with x (Hydra, section 3); its W is then
+            (D, (1 + n) * D).
+    """
+
+    def __init__(self, hidden_size: int, num_layers: int, num_embeddings: int = 0) -> None:
+        super().__init__()
+        widths = [(1 + num_embeddings) * hidden_size, *[hidden_size] * (num_layers - 1)]
+        self.layers = nn.ModuleList(nn.Linear(width, hidden_size) for width in widths)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Return states (..., D) computed from states (..., D) and embeddings (..., n * D)."""
+        first, *others = self.layers
+        x = x + F.silu(first(x if embeddings is None else torch.cat([x, embeddings.to(x.dtype)], dim=-1)))
+        for layer in others:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class HeadDrafter(LearnedDrafter):
+    """K heads, each a `ResidualBlock` and an output layer; head k predicts the k-th token after the root.
+
+    At an anchor a the heads read the base's last hidden state at position a - 1, which decided the root. The modules
+    have the names of vLLM's Medusa: ``blocks.{i}.layers.{j}``, ``lm_heads.{i}``.
+
+    """
+
+    rows_per_anchor = 1  # rows of one draft that go through an output layer together
+
+    def __init__(
+        self, base: BaseShape, blocks: Sequence[ResidualBlock], heads: HeadOptions, loss: HeadLossOptions
+    ) -> None:
+        super().__init__()
+        self.required_outputs = RequiredOutputs((-1,))
+        self.vocab_size, self.num_heads, self.own_heads = base.vocab_size, heads.num_heads, heads.own_heads
+        self.decay, self.distillation, self.divergence = loss.decay, loss.distillation, loss.divergence
+        self.num_anchors, self.chunk_anchors = loss.num_anchors, loss.chunk_anchors
+        self.blocks = nn.ModuleList(blocks)
+        num_outputs = heads.num_heads if heads.own_heads else 0
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(base.hidden_size, base.vocab_size, bias=False) for _ in range(num_outputs)
+        )
+        for weight in self.lm_heads.parameters():
+            nn.init.normal_(weight, std=0.02)
+        self._states: list[Tensor] = []  # the base's last hidden state at every committed position
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.blocks.parameters()).dtype
+
+    @torch.no_grad()
+    def initialise(self, base_weights: BaseWeights) -> None:
+        for weight in self.lm_heads.parameters():
+            weight.copy_(base_weights.head)
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        """The states that the heads read, at every position (B, S, D) of complete texts."""
+        return hidden.to(self.dtype)
+
+    @abstractmethod
+    def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:
+        """The states that the output layers read: K tensors of (N, D).
+
+        Args:
+            states: (N, D) as `encode` returns them.
+            path: (N, K) the root and the K - 1 tokens after it.
+            embedding: (V, D) the base's embedding.
+        """
+
+    @abstractmethod
+    def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        """The draft trees below roots (A,), from states (A, D); copied to the host at once."""
+
+    def logits(self, head: int, x: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits (..., V) of a head's states (..., D), in float32 at least."""
+        if self.own_heads:
+            return gathered_logits.at_least_float32(self.lm_heads[head](x))
+        return gathered_logits.base_logits(x, base_weights)
+
+    # ---- training
+
+    def loss(self, batch: TrainingBatch, base_weights: BaseWeights) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum over heads of decay^k times the mean loss of head k.
+
+        That is the cross-entropy (Medusa, equation 1) or, with distillation, the divergence from the base's
+        distribution. A head that reads draft tokens reads those of the text, and its label is the base's own token
+        after them, whether or not the base would have written the text itself.
+        """
+        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors or batch.loss_mask.shape[1])
+        targets, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_heads)
+        valid = (valid & is_valid[..., None]).flatten(0, 1)  # (N, K)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        deciding = anchors[..., None] + torch.arange(self.num_heads, device=anchors.device)  # (B, A, K)
+        deciding = deciding.clamp(max=batch.labels.shape[1] - 1)
+        states = self.encode(batch.hidden)[rows, (anchors - 1).clamp(min=0)].flatten(0, 1)  # (N, D)
+        path = batch.input_ids[rows[..., None], deciding].flatten(0, 1)
+        teacher: Tensor | None = None
+        if self.distillation:
+            teacher = batch.required_last_hidden()[rows[..., None], deciding].flatten(0, 1)  # (N, K, D)
+        targets = targets.flatten(0, 1)
+        total = states.new_zeros(())
+        metrics: dict[str, Tensor] = {}
+        for head, x in enumerate(self.head_states(states, path, base_weights.embedding)):
+            head_loss = num_right = torch.zeros((), device=states.device)
+            for part in chunks(len(x), self.chunk_anchors):
+                part_teacher = None if teacher is None else teacher[part, head]
+                chunk = (head, x[part], targets[part, head], valid[part, head], part_teacher, base_weights)
+                part_loss, part_right = checkpoint(self._chunk, *chunk, use_reentrant=False, preserve_rng_state=False)
+                head_loss, num_right = head_loss + part_loss, num_right + part_right
+            count = batch.divisor(valid[:, head].sum())
+            total = total + self.decay ** (head + 1) * head_loss / count
+            metrics[f"accuracy_{head + 1}"] = num_right / count
+        return total, metrics
+
+    def _chunk(
+        self, head: int, x: Tensor, targets: Tensor, valid: Tensor, teacher: Tensor | None, base_weights: BaseWeights
+    ) -> tuple[Tensor, Tensor]:
+        """Summed loss of one head on some anchors, and how often its most probable token is the label."""
+        logits = self.logits(head, x, base_weights)  # (n, V)
+        if teacher is None:
+            losses = F.cross_entropy(logits, targets, reduction="none")
+        else:
+            losses = distilled(self.divergence, logits, teacher, base_weights.head)
+        is_right = (logits.detach().argmax(-1) == targets) & valid
+        return torch.where(valid, losses, 0.0).sum(), is_right.sum()
+
+    # ---- drafting
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._states = []
+
+    def state(self) -> Tensor:
+        """The state (1, D) that the heads read below the root."""
+        return self._states[-1][None]
+
+    @torch.inference_mode()
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
+        if not self._states or min(limits.max_depth, limits.max_nodes) < 1:
+            return DraftTree()
+        self.draft_forwards += 1
+        state = self.state()
+        root = torch.full((1,), seq[-1], device=state.device)  # filled on the device: nothing is copied to it
+        return self.trees(state, root, self.base_weights, limits)[0]
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        hidden = step.committed_hidden().to(self.dtype)
+        self._states.extend(hidden.clone())  # without the clone, rows of rejected nodes would stay in memory
+
+    def rewind(self, length: int) -> None:
+        del self._states[max(length - 1, 0) :]
+
+    @torch.inference_mode()
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        if min(limits.max_depth, limits.max_nodes) < 1:
+            return [DraftTree()] * len(anchors)
+        states = self.encode(hidden[None])[0]
+        trees: list[DraftTree] = []
+        for part in anchors.split(max(1, self.chunk_anchors // self.rows_per_anchor)):
+            trees += self.trees(states[(part - 1).clamp(min=0)], input_ids[part], base_weights, limits)
+        return [tree if anchor else DraftTree() for tree, anchor in zip(trees, anchors.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class MedusaDraftOptions:
+    """How Medusa's heads become a draft tree; decoding may change these options.
+
+    Args:
+        tree: ``best_first``, the most probable combinations, or ``chain``, the most probable token of each head.
+        num_nodes: M, largest number of nodes in a draft tree.
+        top_k: Most probable tokens of each head that may enter the tree.
+        static: A fixed tree instead of ``tree``: paths of ranks, parents first, as `drafters tune` writes them.
+    """
+
+    tree: Literal["best_first", "chain"] = "best_first"
+    num_nodes: int = 32
+    top_k: int = 10
+    static: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(1, top_k=self.top_k)
+        check_at_least(0, num_nodes=self.num_nodes)
+
+
+@register("medusa")
+class Medusa(HeadDrafter):
+    """Medusa-1 (arXiv 2401.10774, section 2): K residual heads on a frozen base.
+
+    Head k predicts the k-th token after the root, which the base's own LM head has decided. The output layers start as
+    copies of that LM head. A draft is one forward pass.
+
+    Args:
+        base: Dimensions of the base; filled in by the trainer.
+        heads: The heads.
+        loss: The loss.
+        draft: The draft tree.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        heads: HeadOptions = HeadOptions(),
+        loss: HeadLossOptions = HeadLossOptions(),
+        draft: MedusaDraftOptions = MedusaDraftOptions(),
+    ) -> None:
+        blocks = [ResidualBlock(base.hidden_size, heads.num_layers) for _ in range(heads.num_heads)]
+        super().__init__(base, blocks, heads, loss)
+        self.draft_options, self.top_k = draft, min(draft.top_k, base.vocab_size)
+        self.static = static.checked(draft.static, heads.num_heads, base.vocab_size)
+        if self.static:
+            self.top_k = 1 + max(path[-1] for path in self.static)
+
+    def head_states(self, states: Tensor, path: Tensor, embedding: Tensor) -> list[Tensor]:
+        return [block(states) for block in self.blocks]
+
+    def forward(self, states: Tensor, base_weights: BaseWeights, top_k: int) -> tuple[Tensor, Tensor]:
+        """The ``top_k`` most probable tokens of every head, and before them their probabilities, both (A, K, k).
+
+        ``states`` (A, D) are the base's last hidden states before the roots.
+        """
+        distributions = (
+            self.logits(head, block(states), base_weights).softmax(-1) for head, block in enumerate(self.blocks)
+        )
+        probs, tokens = zip(*(distribution.topk(top_k) for distribution in distributions), strict=True)
+        return torch.stack(probs, dim=1), torch.stack(tokens, dim=1)
+
+    def trees(self, states: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        probs, tokens = self(states, base_weights, self.top_k)
+        own, shown = on_host(tokens, probs)
+        own = own.astype(np.int64)
+        if self.static:
+            trees = (static.fill(self.static, each) for each in own)
+            return [tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) for tree in trees]
+        num_nodes, is_chain = min(self.draft_options.num_nodes, limits.max_nodes), self.draft_options.tree == "chain"
+        search_limits = SearchLimits(num_nodes, limits.max_depth, limits.eos, is_chain=is_chain)
+        return search(Candidates(own, shown), search_limits)

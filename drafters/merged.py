@@ -1,0 +1,252 @@
+"""The merged drafter: the prefixes of a learned drafter and n-grams in one tree, by probability of acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from heapq import heappop, heappush
+from math import exp, log
+from typing import NamedTuple
+
+from drafters.protocol import UNLIMITED, Drafter, LearnedDrafter, Limits, RequiredOutputs, StepResult
+from drafters.training_free.joint import Joint, extended
+from drafters.tree import ROOT, DraftTree
+
+# ---- one probability from those of two predictors
+
+MIN_PROBABILITY = 1e-3
+LEARNING_RATE = 0.02
+
+
+class Agreement(IntEnum):
+    """Which of two predictors name a token; each case has weights of its own."""
+
+    BOTH = 0
+    FIRST = 1  # the second names other tokens
+    SECOND = 2  # the first names other tokens
+    FIRST_ALONE = 3  # the second names no token
+    SECOND_ALONE = 4
+
+
+FIRST_WEIGHTS = {  # of the first and the second predictor, and the bias; what a CTC drafter and n-grams have learned
+    Agreement.BOTH: (1.0, 0.4, 1.2),
+    Agreement.FIRST: (1.3, 0.3, 0.0),
+    Agreement.SECOND: (0.7, 1.1, -0.8),
+    Agreement.FIRST_ALONE: (1.0, 0.0, 0.0),
+    Agreement.SECOND_ALONE: (0.0, 1.0, 0.0),
+}
+
+
+class Evidence(NamedTuple):
+    """What two predictors say about a token: which of them name it, and their log-odds; 0 if one names no token."""
+
+    agreement: Agreement
+    first: float
+    second: float
+
+
+class LogisticMixer:
+    """The probability of a token from the log-odds of two predictors, by logistic regression (Mahoney 2005, PAQ).
+
+    Two predictors that agree are more often right than each of them, which no average of their probabilities says. The
+    weights follow what proved right, by one gradient step of the cross-entropy for each judged token.
+    """
+
+    def __init__(self) -> None:
+        self._weights = [list(FIRST_WEIGHTS[agreement]) for agreement in Agreement]
+
+    def probability(self, evidence: Evidence) -> float:
+        """The probability that the token comes next, between 0 and 1."""
+        first, second, bias = self._weights[evidence.agreement]
+        return 1 / (1 + exp(-(first * evidence.first + second * evidence.second + bias)))
+
+    def learn(self, evidence: Evidence, is_right: bool) -> None:
+        """Move the weights towards what was right, none below 0: more confidence never lowers the probability."""
+        step = LEARNING_RATE * (is_right - self.probability(evidence))
+        weights = self._weights[evidence.agreement]
+        weights[0] = max(0.0, weights[0] + step * evidence.first)
+        weights[1] = max(0.0, weights[1] + step * evidence.second)
+        weights[2] += step
+
+
+def log_odds(probability: float) -> float:
+    """The log-odds of a probability, which is limited to be neither 0 nor 1."""
+    probability = min(max(probability, MIN_PROBABILITY), 1 - MIN_PROBABILITY)
+    return log(probability / (1 - probability))
+
+
+def combine(first: dict[int, float], second: dict[int, float]) -> list[tuple[int, Evidence]]:
+    """What two predictors say about each token that either of them names.
+
+    Each gives the probabilities of the next tokens it names, which add up to at most one; what they leave is its
+    probability for any other token. It names none if it knows nothing.
+    """
+    pairs = []
+    first_left, second_left = (log_odds(1 - sum(each.values())) if each else 0.0 for each in (first, second))
+    for token, probability in first.items():
+        odds = log_odds(probability)
+        if token in second:
+            pairs.append((token, Evidence(Agreement.BOTH, odds, log_odds(second[token]))))
+        else:
+            agreement = Agreement.FIRST if second else Agreement.FIRST_ALONE
+            pairs.append((token, Evidence(agreement, odds, second_left)))
+    agreement = Agreement.SECOND if first else Agreement.SECOND_ALONE
+    for token, probability in second.items():
+        if token not in first:
+            pairs.append((token, Evidence(agreement, first_left, log_odds(probability))))
+    return pairs
+
+
+# ---- the drafter
+
+
+@dataclass
+class Node:
+    """The root or a node of a merged tree."""
+
+    contexts: Sequence[int]  # the n-gram contexts that end with its token
+    learned: int | None = ROOT  # the node of the learned drafter's tree with the same path, if there is one
+    depth: int = 0  # 0 for the root
+    probability: float = 1.0  # estimated probability of its path
+    candidates: list[tuple[int, Evidence]] = field(default_factory=list)  # the tokens that may follow it
+    children: dict[int, int] = field(default_factory=dict)  # the places of its children among all nodes, by token
+
+
+class Merged(Drafter):
+    """A learned drafter and n-grams draft one tree together. Our own method.
+
+    The learned drafter's tree says how probable each token is after each of its nodes, and the joint drafter's sources
+    say the same after any tokens. Both probabilities are mixed by logistic regression, whose weights are learned online
+    from what the base emitted (`LogisticMixer`). The tree takes the most probable nodes first, whoever named them, so
+    n-grams continue the learned drafter's prefixes and fill gaps between them.
+
+    The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. An automatic budget
+    lets the n-grams draft alone where the learned drafter's pass does not pay.
+
+    Args:
+        learned: The learned drafter, which gives a probability for each node of its trees. It should draft about three
+            times as many nodes as the merged tree takes, since some that it finds improbable are those of n-grams too.
+        ngrams: The joint drafter, of which the options ``num_nodes`` and ``min_probability`` do not matter here.
+        num_nodes: Largest number of nodes of the merged tree.
+        min_probability: A node whose estimated probability is below this is not fed.
+
+    Raises:
+        ValueError: An option is out of range, or the learned drafter samples its drafts.
+    """
+
+    learned_rests = False  # the n-grams draft alone meanwhile; an automatic budget sets it where they pay better
+
+    def __init__(
+        self, learned: LearnedDrafter, ngrams: Joint, num_nodes: int = 32, min_probability: float = 0.01
+    ) -> None:
+        if num_nodes < 1 or not 0 < min_probability < 1:
+            raise ValueError(f"need num_nodes >= 1 and 0 < min_probability < 1, not {num_nodes} and {min_probability}")
+        if learned.samples_drafts:
+            raise ValueError(
+                "a merged tree would not be exact with drafts that are drawn at random: set draws of the learned "
+                "drafter to 0"
+            )
+        self.learned, self.ngrams = learned, ngrams
+        self.num_nodes, self.min_probability = num_nodes, min_probability
+        self.required_outputs = RequiredOutputs(learned.required_outputs.hidden_layers, ngrams.required_outputs.top_k)
+        self.draft_forwards = learned.draft_forwards
+        self._mixer, self._nodes = LogisticMixer(), list[Node]()
+
+    def reset(self) -> None:
+        self.learned.reset()
+        self.ngrams.reset()
+        self._mixer, self._nodes = LogisticMixer(), []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.learned.begin(prompt)
+        self.ngrams.begin(prompt)
+        self._nodes = []
+
+    def rewind(self, length: int) -> None:
+        self.learned.rewind(length)
+        self.ngrams.rewind(length)
+        self._nodes = []
+
+    def observe(self, step: StepResult) -> None:
+        self._learn(step.emitted)
+        self.learned.observe(step)
+        self.ngrams.observe(step)
+
+    def _learn(self, emitted: Sequence[int]) -> None:
+        """Judge what was said about each emitted token that the tree has candidates for."""
+        place: int | None = 0
+        for token in emitted if self._nodes else ():
+            if place is None:
+                return
+            node = self._nodes[place]
+            for candidate, evidence in node.candidates:
+                self._mixer.learn(evidence, candidate == token)
+            place = node.children.get(token)
+
+    # ---- drafting
+
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        room, max_depth = min(self.num_nodes, limits.max_nodes), limits.max_depth
+        root = Node(self.ngrams.contexts_after(seq))
+        self._nodes = [root]
+        if min(room, max_depth) < 1:
+            self.ngrams.expect(DraftTree(), [root.contexts])
+            return DraftTree()
+        learned = DraftTree()
+        if not self.learned_rests:
+            # Its whole tree, of which the budget takes the nodes that are most probable in view of both.
+            learned = self.learned.propose(seq, replace(limits, max_nodes=UNLIMITED.max_nodes))
+        self.draft_forwards = self.learned.draft_forwards
+        learned_children = _conditional_probabilities(learned)
+        tokens: list[int] = []
+        parents: list[int] = []
+        # Of nodes that may be taken: (-probability, place of the parent, token).
+        heap: list[tuple[float, int, int]] = []
+        place = 0
+        while True:
+            node = self._nodes[place]
+            if node.depth < max_depth and not (place and tokens[-1] in limits.eos):
+                for token, probability in self.following(node, learned_children):
+                    if node.probability * probability >= self.min_probability:
+                        heappush(heap, (-node.probability * probability, place, token))
+            if not heap or len(tokens) == room:
+                break
+            negative, above, token = heappop(heap)
+            parent = self._nodes[above]
+            place = parent.children[token] = len(self._nodes)
+            contexts = extended(parent.contexts, token, self.ngrams.order)
+            child = None if parent.learned is None else learned.child(parent.learned, token)
+            self._nodes.append(Node(contexts, child, parent.depth + 1, -negative))
+            tokens.append(token)
+            parents.append(above - 1)
+        tree = DraftTree(tokens, parents, probabilities=[node.probability for node in self._nodes[1:]])
+        self.ngrams.expect(tree, [node.contexts for node in self._nodes])
+        return tree
+
+    def following(self, node: Node, learned_children: dict[int, dict[int, float]]) -> list[tuple[int, float]]:
+        """Return the tokens that may follow a node, with probabilities, and keep what both drafters say about them.
+
+        Args:
+            node: The node.
+            learned_children: For each node of the learned drafter's tree, the probabilities of its children.
+        """
+        learned = {} if node.learned is None else learned_children.get(node.learned, {})
+        least = self.min_probability / node.probability
+        ngrams = {token: probability for probability, token in self.ngrams.following(node.contexts, least)}
+        node.candidates = combine(learned, ngrams)
+        return [(token, self._mixer.probability(evidence)) for token, evidence in node.candidates]
+
+
+def _conditional_probabilities(tree: DraftTree) -> dict[int, dict[int, float]]:
+    """Of the root and each node with children, by child token: its probability given the path above, or ValueError."""
+    if len(tree) != len(tree.probabilities):
+        raise ValueError(
+            "this drafter gives no probabilities for the nodes of its tree, so n-grams cannot be merged into it: train "
+            "or export it with another kind of tree (CTC: prefix or chain, Medusa: no static tree)"
+        )
+    children: dict[int, dict[int, float]] = {}
+    for token, parent, probability in zip(tree.tokens, tree.parents, tree.probabilities, strict=True):
+        above = 1.0 if parent == ROOT else tree.probabilities[parent]
+        children.setdefault(parent, {})[token] = probability / above if above else 0.0
+    return children

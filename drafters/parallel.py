@@ -1,0 +1,340 @@
+"""Drafters that predict T frames in one pass: options, the trunk over hidden states of the base, and its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drafters.checks import MAX_LAYERS, check_at_least, check_at_most, check_choices, check_hidden_layers
+from drafters.losses import anchors as anchor_positions
+from drafters.losses import gathered_logits
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.label_weights import LabelLossOptions
+from drafters.nn.anchor_attention import AnchorMask, Mask
+from drafters.nn.draft_cache import Context, DraftCache
+from drafters.nn.draft_vocabulary import DraftVocabulary, add_draft_tokens, restricted
+from drafters.nn.markov import BaseMarkov, Markov
+from drafters.nn.transformer import Trunk
+from drafters.protocol import (
+    UNLIMITED,
+    BaseShape,
+    BaseWeights,
+    LearnedDrafter,
+    Limits,
+    RequiredOutputs,
+    StepResult,
+    TrainingBatch,
+)
+from drafters.tree import DraftTree
+from drafters.trees.candidates import choose
+from drafters.trees.search import Candidates, SearchLimits, search
+
+
+@dataclass(frozen=True)
+class TrunkOptions:
+    """The network that turns hidden states into frames.
+
+    Args:
+        num_frames: T, number of frames in one draft.
+        num_layers: Number of decoder layers in the trunk.
+        hidden_layers: Base layers whose hidden states are fused as context; 0 is the embedding, -1 the normed last
+            hidden state.
+        tokens_in_context: Fuse the embedding of each position's own token with its hidden states, of which late layers
+            keep little. Of two small bases, drafters of one accepted 3 to 6 % more with it. It cannot be exported to
+            vLLM's own format.
+        root_everywhere: Add the embedding of the root token to every frame, so that even a single layer can attend to
+            earlier occurrences of the root. Otherwise only frame 0 gets it.
+        causal: Let a frame attend only to earlier frames of its draft. Otherwise frames attend to each other freely.
+        markov_rank: Rank of a bias on each frame's logits given the previous token; 0 for no bias.
+        markov_factors: What the two factors of that bias are made of: ``own``, tables over the vocabulary, or ``base``,
+            linear maps of the base's embedding and of its LM head, which have fewer weights and learn faster.
+        draft_vocab_size: Number of tokens that can be drafted; null for the whole vocabulary. Training chooses the
+            tokens that are most frequent in the assistant's text, and multiplies only their rows of the LM head.
+    """
+
+    num_frames: int = 8
+    num_layers: int = 1
+    hidden_layers: Sequence[int] = (-1,)
+    tokens_in_context: bool = False
+    root_everywhere: bool = False
+    causal: bool = False
+    markov_rank: int = 0
+    markov_factors: Literal["own", "base"] = "own"
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(1, num_frames=self.num_frames, num_layers=self.num_layers)
+        check_at_most(MAX_LAYERS, num_frames=self.num_frames, num_layers=self.num_layers)
+        check_at_least(0, markov_rank=self.markov_rank)
+
+
+@dataclass(frozen=True)
+class ParallelDraftOptions:
+    """How frames become a draft tree; decoding may change these options.
+
+    Args:
+        tree: Kind of tree.
+        num_nodes: M, largest number of nodes in a draft tree.
+        top_k: T * top_k tokens may enter the tree: those that are most probable in any frame or, with a bias between
+            neighbouring tokens, those that the draft is expected to show most often.
+        min_probability: Nodes whose path is less probable than this are not fed to the base.
+        window: Number of positions before the root that frames attend to, in training and in decoding; 0 for all. The
+            time and the cache of a draft then do not grow with the text. Decoding may take fewer than training did.
+    """
+
+    tree: str
+    num_nodes: int = 32
+    top_k: int = 8
+    min_probability: float = 0.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_at_least(0, num_nodes=self.num_nodes, min_probability=self.min_probability, window=self.window)
+        check_at_least(1, top_k=self.top_k)
+
+
+class Output(NamedTuple):
+    """What turns frame states into distributions over the tokens that can be drafted."""
+
+    base_weights: BaseWeights  # the base's embedding, and the rows of its LM head for these tokens, (V', D)
+    bias: Markov | None  # the Markov bias as two tables
+    vocabulary: DraftVocabulary | None  # the draft vocabulary, or None for the whole one
+
+
+class ParallelDrafter(LearnedDrafter):
+    """One pass over T frames per anchor, each with a state that the base's LM head reads.
+
+    A frame's input is a learned embedding and the embedding of the root token. Frames attend to keys and values
+    projected from the base's hidden states strictly before the root (DFlash, arXiv 2602.06036). A subclass defines the
+    ``loss``, sets ``markov``, the bias between neighbouring tokens, and may replace the `search`.
+
+    Args:
+        base: Dimensions of the base.
+        trunk: The network.
+        num_labels: U, number of next tokens that a draft is trained on.
+        loss: Options of the loss.
+        draft: Options of the draft tree.
+        frames_differ: Whether each frame has its own input embedding. Otherwise all but frame 0 share one, as in
+            DFlash.
+    """
+
+    markov: Markov | BaseMarkov | None
+    draft_tokens: Tensor | None
+    first_frame = 0  # frames before this one predict nothing
+    # For the attached base; a tuple, as a module among the attributes would become a part of the state dict.
+    _output: Output | None = None
+
+    def __init__(
+        self,
+        base: BaseShape,
+        trunk: TrunkOptions,
+        num_labels: int,
+        loss: LabelLossOptions,
+        draft: ParallelDraftOptions,
+        frames_differ: bool,
+    ) -> None:
+        super().__init__()
+        check_at_least(1, num_labels=num_labels)
+        check_hidden_layers(trunk.hidden_layers, base)
+        self.required_outputs = RequiredOutputs(tuple(trunk.hidden_layers))
+        self.num_frames, self.num_labels = trunk.num_frames, num_labels
+        self.root_everywhere, self.causal = trunk.root_everywhere, trunk.causal
+        self.tokens_in_context = trunk.tokens_in_context
+        self.num_anchors, self.chunk_anchors = loss.num_anchors, 64  # anchors drafted at once on a known text
+        self.vocab_size = base.vocab_size
+        self.draft_options, self.num_candidates = draft, draft.top_k * trunk.num_frames
+        self.trunk = Trunk(base, trunk.num_layers, len(trunk.hidden_layers), trunk.tokens_in_context)
+        num_embeddings = trunk.num_frames if frames_differ else 1
+        self.frame_embedding = nn.Parameter(torch.randn(num_embeddings, base.hidden_size) * 0.02)
+        self._cache: DraftCache | None = None
+        add_draft_tokens(self, trunk.draft_vocab_size, base.vocab_size)
+
+    # ---- from frames to trees
+
+    def attach_base_weights(self, base_weights: BaseWeights) -> None:
+        super().attach_base_weights(base_weights)
+        self._output = None
+        self._output = self.output(base_weights)
+
+    def output(self, base_weights: BaseWeights) -> Output:
+        """The output layer; for the attached base its tables are made only once."""
+        if base_weights is self.base_weights and self._output is not None:
+            return self._output
+        weights, vocabulary = restricted(base_weights, self.draft_tokens)
+        return Output(weights, None if self.markov is None else self.markov.folded(weights), vocabulary)
+
+    def logits(self, frames: Tensor, base_weights: BaseWeights) -> Tensor:
+        """Logits (..., V') of frame states (..., D) under the LM head's rows (V', D), in float32 at least."""
+        return gathered_logits.base_logits(frames, base_weights)
+
+    def trees(self, frames: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits) -> list[DraftTree]:
+        """The draft trees below root tokens (A,), from frame states (A, T, D), with one copy to the host."""
+        weights, bias, vocabulary = self.output(base_weights)
+        logits = self.logits(frames, weights)  # (A, T, V') or, with a blank, (A, T, V' + 1)
+        candidates = choose(logits, roots, len(weights.head), self.num_candidates, bias, vocabulary)
+        options, num_nodes = self.draft_options, min(self.draft_options.num_nodes, limits.max_nodes)
+        depth = min(limits.max_depth, self.num_frames)
+        search_limits = SearchLimits(num_nodes, depth, limits.eos, options.min_probability, options.tree == "chain")
+        return self.search(candidates, search_limits)
+
+    def search(self, candidates: Candidates, limits: SearchLimits) -> list[DraftTree]:
+        """The draft trees of candidates on the host."""
+        return search(candidates, limits)
+
+    # ---- from hidden states to frames
+
+    def _block(self, roots: Tensor, anchors: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Input frames (B, A * T, D) and their positions (B, A * T), for roots (B, A) at anchors (B, A)."""
+        root = embedding[roots][..., None, :].to(self.frame_embedding.dtype)  # (B, A, 1, D)
+        if self.root_everywhere:
+            frames = self.frame_embedding.expand(self.num_frames, -1) + root  # (B, A, T, D)
+        elif len(self.frame_embedding) > 1:
+            frames = self.frame_embedding + nn.functional.pad(root, (0, 0, 0, self.num_frames - 1))
+        else:
+            masked = self.frame_embedding.expand(*root.shape[:2], self.num_frames - 1, -1)
+            frames = torch.cat([root, masked], dim=-2)
+        positions = anchors[..., None] + torch.arange(self.num_frames, device=anchors.device)
+        return frames.flatten(1, 2), positions.flatten(1)
+
+    def forward(
+        self, hidden: Tensor, anchors: Tensor, roots: Tensor, embedding: Tensor, tokens: Tensor | None = None
+    ) -> Tensor:
+        """States (B, A, T, D) of the predicting frames of many anchors; the context is projected once per sequence.
+
+        Args:
+            hidden: (B, S, F * D) hidden states of the base.
+            anchors: (B, A) positions.
+            roots: (B, A) tokens at the anchors.
+            embedding: (V, D) the base's embedding.
+            tokens: (B, S) the tokens at the positions; needed only with ``tokens_in_context``.
+        """
+        positions = torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1)
+        context = self.context(hidden, positions, tokens, embedding)
+        return self._frames(context, anchors, roots, embedding, self._mask(anchors, context).best())
+
+    def context(self, hidden: Tensor, positions: Tensor, tokens: Tensor | None, embedding: Tensor) -> Context:
+        """Keys and values for each layer, of hidden states (B, S, F * D) at positions (B, S) with tokens (B, S)."""
+        dtype = self.frame_embedding.dtype
+        embedded = embedding[tokens].to(dtype) if self.tokens_in_context and tokens is not None else None
+        return self.trunk.context(hidden.to(dtype), positions, embedded)
+
+    def _mask(self, anchors: Tensor, context: Context, window: int | None = None) -> AnchorMask:
+        """What the frames of anchors (B, A) may attend to, by default in the drafter's own window."""
+        window = self.draft_options.window if window is None else window
+        return AnchorMask(anchors, self.num_frames, context[0][0].shape[-2], self.causal, window)
+
+    def _frames(self, context: Context, anchors: Tensor, roots: Tensor, embedding: Tensor, mask: Mask) -> Tensor:
+        """States (B, A, T, D) of the predicting frames, for roots (B, A) at anchors (B, A)."""
+        frames, positions = self._block(roots, anchors, embedding)
+        states = self.trunk(frames, positions, context, mask).unflatten(1, (anchors.shape[1], self.num_frames))
+        return states[:, :, self.first_frame :]
+
+    # ---- training
+
+    def loss_inputs(
+        self, batch: TrainingBatch, base_weights: BaseWeights, with_teacher: bool
+    ) -> tuple[AnchoredFrames, Tensor, Tensor | None]:
+        """What the losses take: frames at sampled anchors, the LM head (V', D), and the bias's right factor or None.
+
+        With a draft vocabulary the labels are its columns, and end before the first token that cannot be drafted.
+        """
+        anchors, is_valid = anchor_positions.sample(batch.loss_mask, self.num_anchors)
+        labels, valid = anchor_positions.following(batch.labels, batch.loss_mask, anchors, self.num_labels)
+        roots = batch.input_ids.gather(1, anchors)
+        frames = self(batch.hidden, anchors, roots, base_weights.embedding, batch.input_ids)
+        valid, labels = (valid & is_valid[..., None]).flatten(0, 1), labels.flatten(0, 1)
+        teacher, teacher_valid = None, None
+        if with_teacher:
+            last_hidden = batch.required_last_hidden()
+            deciding = anchor_positions.deciding(last_hidden, batch.input_ids, batch.labels, anchors, self.num_labels)
+            teacher, teacher_valid = (each.flatten(0, 1) for each in deciding)
+        weights, vocabulary = restricted(base_weights, self.draft_tokens)
+        left, right = None, None
+        if self.markov is not None:
+            left, right = self.markov.factors(torch.cat([roots.flatten()[:, None], labels], 1), weights)
+        if vocabulary is not None:
+            labels, valid = vocabulary.cut(labels, valid)
+        return AnchoredFrames(frames.flatten(0, 1), labels, valid, left, teacher, teacher_valid), weights.head, right
+
+    # ---- drafting
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._cache = DraftCache(len(self.trunk.layers), self.draft_options.window)
+
+    @torch.inference_mode()
+    def observe(self, step: StepResult) -> None:
+        assert self._cache is not None, "begin() comes before observe()"
+        self._cache.observe(step.committed_hidden())
+
+    def rewind(self, length: int) -> None:
+        if self._cache is not None:
+            self._cache.rewind(length)
+
+    @torch.inference_mode()
+    def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
+        assert self.base_weights is not None, "attach_base_weights() comes before propose()"
+        assert self._cache is not None, "begin() comes before propose()"
+        if min(limits.max_depth, limits.max_nodes) < 1:
+            return DraftTree()
+        embedding, device = self.base_weights.embedding, self.frame_embedding.device
+        if (hidden := self._cache.take_observed()) is not None:
+            start, end = self._cache.length, self._cache.length + len(hidden)
+            tokens = torch.tensor([seq[start:end]], device=device) if self.tokens_in_context else None
+            positions = torch.arange(start, end, device=device)[None]
+            self._cache.append(self.context(hidden[None], positions, tokens, embedding))
+        if self._cache.num_held == 0:
+            return DraftTree()
+        # Filled on the device: copying a number there would wait for all kernels that are queued.
+        anchor, root = (
+            torch.full((1, 1), number, dtype=torch.long, device=device) for number in (self._cache.length, seq[-1])
+        )
+        context = self._cache.read()  # all of it is attended to
+        mask = self._mask(anchor, context, window=0).dense() if self.causal else None
+        frames = self._frames(context, anchor, root, embedding, mask)[:, 0]
+        self.draft_forwards += 1
+        return self.tree(frames, seq[-1], self.base_weights, limits)
+
+    def tree(self, frames: Tensor, root: int, base_weights: BaseWeights, limits: Limits) -> DraftTree:
+        """The tree that `propose` returns, from frame states (1, T, D) below a root token."""
+        roots = torch.full((1,), root, dtype=torch.long, device=frames.device)
+        return self.trees(frames, roots, base_weights, limits)[0]
+
+    @torch.inference_mode()
+    def propose_batch(
+        self, context: Context, anchors: Tensor, roots: Tensor, base_weights: BaseWeights, limits: Limits
+    ) -> list[DraftTree]:
+        """The trees of B texts in one pass, for engines that keep the draft module's KV cache themselves.
+
+        Args:
+            context: For each layer the keys and values (B, h, S, d) that `context` gave for the positions of each text.
+                Positions from its anchor on may hold anything finite.
+            anchors: (B,) positions of the roots, at most S.
+            roots: (B,) root tokens.
+            base_weights: The base's embedding and LM head.
+            limits: Limits of every proposal.
+        """
+        self.draft_forwards += 1
+        mask = self._mask(anchors[:, None], context)
+        is_needed = self.causal or mask.window or len(anchors) > 1  # a single text attends to all of its context
+        dense = mask.dense() if is_needed else None
+        frames = self._frames(context, anchors[:, None], roots[:, None], base_weights.embedding, dense)[:, 0]
+        return self.trees(frames, roots, base_weights, limits)
+
+    @torch.inference_mode()
+    def draft_at(
+        self, hidden: Tensor, input_ids: Tensor, anchors: Tensor, base_weights: BaseWeights, limits: Limits = UNLIMITED
+    ) -> list[DraftTree]:
+        trees: list[DraftTree] = []
+        positions = torch.arange(len(hidden), device=hidden.device)[None]
+        context = self.context(hidden[None], positions, input_ids[None], base_weights.embedding)
+        for part in anchors.split(self.chunk_anchors):
+            mask = self._mask(part[None], context).best()
+            frames = self._frames(context, part[None], input_ids[part][None], base_weights.embedding, mask)[0]
+            trees += self.trees(frames, input_ids[part], base_weights, limits)
+        return trees

@@ -1,0 +1,196 @@
+"""Best-first search: the most probable texts of a drafter's frames are the draft tree.
+
+Frames without a blank show one token each; frames with a blank are CTC frames, which collapse to a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from drafters.tree import DraftTree
+
+
+class Bias(NamedTuple):
+    """Distributions after each of C candidates, in factors: p_t(v | l) = p_t(v) * factors[l, v] * scales[l, t].
+
+    Together they are far smaller than a table (C + 1, T, C). Row l holds after candidate l, row C after the root.
+    """
+
+    factors: np.ndarray  # (A, C + 1, C), or (A, C + 1, C + 1) with the blank last: exp B[l, v] up to a constant of l
+    scales: np.ndarray  # (A, C + 1, T) what makes the distributions sum to one over the vocabulary
+
+
+class Candidates(NamedTuple):
+    """The tokens that may enter each of A draft trees, with their probabilities, on the host.
+
+    If a token occurs more than once in a row, its first occurrence counts.
+    """
+
+    tokens: np.ndarray  # (A, C) token ids, or (A, T, C) if each frame has its own
+    probs: np.ndarray  # (A, T, C) probability of each candidate in each frame, without the bias; float32 or float64
+    blank: np.ndarray | None = None  # (A, T) probability of the blank; None if frames have none
+    bias: Bias | None = None  # what the token before makes of the probabilities
+
+
+class SearchLimits(NamedTuple):
+    """What a search may take."""
+
+    num_nodes: int  # M, largest number of nodes
+    max_depth: int  # largest depth of a node
+    eos: Collection[int] = ()  # end-of-sequence tokens; nothing is drafted below them
+    min_probability: float = 0.0  # nodes whose path is less probable are left out
+    is_chain: bool = False  # take a single path: below each node only its most probable child
+
+
+def search(candidates: Candidates, limits: SearchLimits, merge_repeats: bool = True) -> list[DraftTree]:
+    """The trees whose nodes are the ``num_nodes`` most probable texts below each of A roots.
+
+    The probability of a node is that of all drafts that begin with its path: without a blank the product over its
+    tokens, with one the sum over all alignments (`drafters.ctc.reference`). A node is at most as probable as its
+    parent, so the most probable nodes form a tree, and repeatedly taking the most probable child of any node taken
+    before finds exactly them (EAGLE-2, section 4; DDTree). With ``merge_repeats``, CTC frames merge equal neighbours.
+
+    The nodes come with their probabilities, most probable first and thus parents before children. Among equally
+    probable nodes the one whose parent came first is first, then that of the earlier candidate.
+    """
+    tokens, probs, blank, bias = candidates
+    num_drafts, num_frames, num_candidates = probs.shape
+    rows = np.ascontiguousarray(tokens if tokens.ndim == 3 else tokens[:, None], dtype=np.int64)
+    assert rows.shape in ((num_drafts, num_frames, num_candidates), (num_drafts, 1, num_candidates)), (
+        "one row of candidates for each frame, or one for all"
+    )
+    is_ctc = blank is not None
+    if blank is None:
+        blank = np.zeros((num_drafts, 0), probs.dtype)
+    if bias is None:
+        bias = Bias(
+            np.ones((num_drafts, 1, num_candidates + 1), probs.dtype), np.ones((num_drafts, 1, num_frames), probs.dtype)
+        )
+    numbers = [np.ascontiguousarray(each, dtype=probs.dtype) for each in (probs, blank, *bias)]
+    eos = np.fromiter(limits.eos, np.int64, len(limits.eos))
+    sizes = max(limits.num_nodes, 0), int(limits.max_depth), float(limits.min_probability)
+    arguments = [*numbers, rows, eos, *sizes, limits.is_chain, is_ctc, merge_repeats]
+    found = _search(*arguments)
+    lists = zip(*(each.tolist() for each in found), strict=True)
+    return [DraftTree(own[:size], parents[:size], probabilities=path[:size]) for own, parents, path, size in lists]
+
+
+@njit(cache=True)
+def _search(
+    probs, blank, factors, scales, rows, eos, num_nodes, max_depth, min_probability, is_chain, is_ctc, merge_repeats
+):
+    """Tokens, parents and probabilities (A, M) of the nodes of each draft, and the numbers of nodes (A,)."""
+    num_drafts, num_frames, num_candidates = probs.shape
+    num_rows, root = rows.shape[1], factors.shape[1] - 1  # the root's row of the bias, or the only row without a bias
+    tokens, parents = np.zeros((num_drafts, num_nodes), np.int64), np.zeros((num_drafts, num_nodes), np.int64)
+    path_probs, sizes = np.zeros((num_drafts, num_nodes)), np.zeros(num_drafts, np.int64)
+    for draft in range(num_drafts):
+        p, frame_factors, frame_scales = probs[draft], factors[draft], scales[draft]
+        usable, ends = _usable(rows[draft], eos)
+        # These have one row more than there are nodes: row 0 is the root, row 1 + i is node i.
+        chosen, ended = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1, np.bool_)
+        above, depths = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1, np.int64)
+        reached = np.ones(num_nodes + 1)  # probability of a node's path
+        scores = np.zeros((num_nodes + 1, num_candidates))  # of children not yet taken; 0 once taken
+        best, best_score = np.zeros(num_nodes + 1, np.int64), np.zeros(num_nodes + 1)
+        blank_end = np.zeros((num_nodes + 1, num_frames + 1))  # b_t of each node, t = 0..T, of CTC frames
+        label_end = np.zeros((num_nodes + 1, num_frames + 1))  # n_t
+        blank_end[0, 0] = 1.0
+        size, newest = 0, 0
+        while True:
+            # Score all children of the newest node. Only now are its b_t and n_t needed: nodes that are scored but
+            # never taken cost nothing. A node without scores, at the largest depth or after an end-of-sequence token,
+            # keeps a best score of 0 and is never extended.
+            depth, last = depths[newest], chosen[newest]
+            if num_candidates > 0 and depth < min(max_depth, num_frames) and not ended[newest]:
+                bias = min(last, root) if newest > 0 else root
+                if is_ctc:
+                    _spell(
+                        newest,
+                        above,
+                        chosen,
+                        p,
+                        blank[draft],
+                        frame_factors,
+                        frame_scales,
+                        merge_repeats,
+                        blank_end,
+                        label_end,
+                    )
+                    # A child's prefix probability sums over the frame in which it is first emitted.
+                    repeat_score = 0.0
+                    for t in range(num_frames):
+                        source = (blank_end[newest, t] + label_end[newest, t]) * frame_scales[bias, t]
+                        if source > 0.0:
+                            for j in range(num_candidates):
+                                scores[newest, j] += source * p[t, j]
+                        if merge_repeats and newest > 0:
+                            repeat_score += blank_end[newest, t] * frame_scales[bias, t] * p[t, last]
+                    if merge_repeats and newest > 0:
+                        scores[newest, last] = repeat_score
+                    for j in range(num_candidates):
+                        scores[newest, j] *= frame_factors[bias, j]
+                else:
+                    path = reached[newest] * frame_scales[bias, depth]
+                    for j in range(num_candidates):
+                        scores[newest, j] = path * p[depth, j] * frame_factors[bias, j]
+                for j in range(num_candidates):  # rounding must not lift a child above its parent
+                    scores[newest, j] = min(scores[newest, j], reached[newest]) * usable[min(depth, num_rows - 1), j]
+                best[newest] = np.argmax(scores[newest])
+                best_score[newest] = scores[newest, best[newest]]
+            if size == num_nodes:
+                break
+            # Take the most probable child of any node; in a chain, of the newest node only. No node that is still to
+            # be found can be more probable: it would be below one of these children.
+            parent = newest if is_chain else np.argmax(best_score[: size + 1])
+            score, child, row = best_score[parent], best[parent], min(depths[parent], num_rows - 1)
+            if not score > 0.0 or score < min_probability:
+                break
+            tokens[draft, size], parents[draft, size] = rows[draft, row, child], parent - 1
+            path_probs[draft, size] = score
+            scores[parent, child] = 0.0
+            best[parent] = np.argmax(scores[parent])
+            best_score[parent] = scores[parent, best[parent]]
+            size += 1
+            newest = size
+            chosen[newest], ended[newest], above[newest] = child, ends[row, child], parent
+            depths[newest], reached[newest] = depths[parent] + 1, score
+        sizes[draft] = size
+    return tokens, parents, path_probs, sizes
+
+
+@njit(cache=True)
+def _usable(rows, eos):
+    """1.0 at the first occurrence of each token in its row, 0.0 at repetitions; and whether it ends the text."""
+    usable, ends = np.ones(rows.shape), np.zeros(rows.shape, np.bool_)
+    for row in range(len(rows)):
+        for j in range(rows.shape[1]):  # rows are short, and np.argsort takes seconds to compile
+            for i in range(j):
+                if rows[row, i] == rows[row, j]:
+                    usable[row, j] = 0.0
+                    break
+            for end in eos:
+                ends[row, j] |= rows[row, j] == end
+    return usable, ends
+
+
+@njit(cache=True)
+def _spell(node, above, chosen, probs, blank, factors, scales, merge_repeats, blank_end, label_end):
+    """Write b_t and n_t of a node, by the recursion of `drafters.ctc.reference`."""
+    parent, last, root = above[node], chosen[node], len(factors) - 1
+    bias = min(last, root) if node > 0 else root
+    bias_above = min(chosen[parent], root) if parent > 0 else root
+    # Where equal neighbours are merged, a repetition of the token above has to enter from a blank.
+    repeats = merge_repeats and parent > 0 and chosen[parent] == last
+    for t in range(len(probs)):
+        none = blank[t] * factors[bias, -1] * scales[bias, t]
+        if node > 0:
+            source = blank_end[parent, t] + (0.0 if repeats else label_end[parent, t])
+            enter = source * probs[t, last] * factors[bias_above, last] * scales[bias_above, t]
+            stay = probs[t, last] * factors[bias, last] * scales[bias, t]
+            label_end[node, t + 1] = label_end[node, t] * stay + enter if merge_repeats else enter
+        blank_end[node, t + 1] = (blank_end[node, t] + label_end[node, t]) * none

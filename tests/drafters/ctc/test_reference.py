@@ -1,0 +1,77 @@
+"""The plain recursion over CTC frames, against the sum over all alignments."""
+
+import pytest
+import torch
+
+from drafters.ctc.reference import FrameDistributions, collapse, spell
+
+V, ROOT = 3, 1
+
+
+@pytest.mark.parametrize(
+    ("frames", "merged", "kept"),
+    [
+        ([7, 7, 0, 7, 5], [7, 7, 5], [7, 7, 7, 5]),
+        ([0, 0], [], []),
+        ([7, 0, 0, 7], [7, 7], [7, 7]),
+        ([7, 7, 7], [7], [7, 7, 7]),
+        ([0, 5, 5, 6, 0], [5, 6], [5, 5, 6]),
+    ],
+)
+def test_collapse_merges_repeats_then_drops_blanks(frames, merged, kept):
+    assert collapse(torch.tensor(frames), blank=0) == merged
+    assert collapse(torch.tensor(frames), blank=0, merge_repeats=False) == kept
+
+
+def random_frames(num_frames, biased, scale=1.5):
+    """Logits (T, V + 1), and biases (V, V + 1) or None."""
+    generator = torch.Generator().manual_seed(0)
+    logits, table = (torch.randn(n, V + 1, generator=generator, dtype=torch.float64) for n in (num_frames, V))
+    return logits * scale, table * scale if biased else None
+
+
+def spelled(texts, logits, table, merges=True):
+    """`spell` of a prefix-closed list of texts, the empty one first."""
+    tokens = torch.tensor([text[-1] if text else ROOT for text in texts])
+    parents = torch.tensor([texts.index(text[:-1]) if text else -1 for text in texts])
+    return spell(FrameDistributions(logits, None if table is None else table[tokens]), tokens, parents, merges)
+
+
+@pytest.mark.parametrize("merges", [True, False])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("num_frames", "scale"), [(1, 1.5), (2, 8.0), (5, 1.5), (5, 8.0)])
+def test_all_probabilities_of_a_text_are_sums_over_alignments(literal_texts, num_frames, scale, biased, merges):
+    logits, table = random_frames(num_frames, biased, scale)
+    probs = (logits[:, None] + (torch.zeros(V, V + 1) if table is None else table)).softmax(-1)
+    expected = literal_texts(probs, ROOT, merges)
+    begins = expected.every()
+    texts = [text for text in begins if begins[text] > 0]
+    assert num_frames < 3 or (ROOT, ROOT) in texts
+    found, every = (
+        spelled(texts, logits, table, merges),
+        torch.tensor([begins[text] for text in texts], dtype=torch.float64),
+    )
+    whole = torch.stack([expected.whole(text) for text in texts])
+    nexts = [[begins.get((*text, token), 0.0) for token in range(V)] for text in texts]
+    after = torch.tensor(nexts, dtype=torch.float64)
+    torch.testing.assert_close(found.prefix, every, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.exact, whole, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found.next_token_probs(), after / every[:, None], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(found.stop, 1 - found.next_token_probs().sum(-1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_order_of_the_texts_does_not_matter(biased):
+    logits, table = random_frames(4, biased)
+    texts = [(), (0,), (1,), (0, 1), (1, 1), (1, 1, 2)]
+    backwards = [(), *texts[:0:-1]]
+    one, two = (spelled(order, logits, table).next_token_probs() for order in (texts, backwards))
+    torch.testing.assert_close(two, one[[texts.index(text) for text in backwards]], rtol=0, atol=1e-14)
+
+
+def test_a_bias_that_is_the_same_for_every_token_is_a_shift_of_the_logits():
+    logits, table = random_frames(4, True)
+    texts = [(), (1,), (1, 1), (0,), (0, 2)]
+    one = spelled(texts, logits, table[:1].expand(V, -1)).next_token_probs()
+    two = spelled(texts, logits + table[0], None).next_token_probs()
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-12)

@@ -1,0 +1,201 @@
+"""The block drafter: training matches drafting, and its trees have the most probable paths."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drafters import BaseShape, BaseWeights, Block, Limits, TrainingBatch, recipe
+from drafters.block import cross_entropy
+from drafters.losses.anchors import AnchoredFrames
+from drafters.losses.chunks import MAX_BYTES
+from drafters.losses.label_weights import LabelLossOptions
+from drafters.nn.markov import Markov
+
+SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
+S = 20
+
+
+@pytest.fixture
+def make():
+    def made(**arguments):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drafter = recipe.build(Block, SHAPE, {"num_frames": 4, "num_nodes": 12, "top_k": 6} | arguments)
+            for weight in drafter.parameters():
+                if weight.dim() == 2:
+                    torch.nn.init.normal_(weight, std=0.3)
+        return drafter
+
+    return made
+
+
+@pytest.fixture
+def text():
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
+
+
+def test_without_sampling_from_the_anchor_the_frames_after_the_first_predict(make, base_weights, text):
+    """As in DFlash: of the same network the first frame's state is not read."""
+    dspark, dflash, (hidden, ids) = make(), make(sample_from_anchor=False), text
+    at = torch.tensor([[3, 9]])
+    whole, fewer = (drafter(hidden[None], at, ids[at], base_weights.embedding) for drafter in (dspark, dflash))
+    assert fewer.shape[2] == dflash.num_labels == 3 and torch.equal(fewer, whole[:, :, 1:])
+    (tree,) = dflash.draft_at(hidden, ids, torch.tensor([9]), base_weights)
+    best = (fewer[0, 1] @ base_weights.head.T).argmax(-1).tolist()
+    chain = make(sample_from_anchor=False, tree="chain", top_k=23)
+    assert list(chain.draft_at(hidden, ids, torch.tensor([9]), base_weights)[0].tokens) == best
+    assert max(tree.depths) <= 3 and len(tree) == 12
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": 4}])
+def test_a_batch_of_texts_gets_the_trees_that_each_gets_alone(make, base_weights, text, arguments):
+    drafter, (hidden, ids), anchors = make(markov_rank=3, **arguments).double(), text, [1, 5, 19]
+    base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    context = drafter.trunk.context(hidden.double().expand(3, -1, -1), torch.arange(S).expand(3, -1))
+    at = torch.tensor(anchors)
+    trees = drafter.propose_batch(context, at, ids[at], base_weights, Limits(max_depth=100))
+    assert trees == drafter.draft_at(hidden.double(), ids, at, base_weights)
+    alone = [[(keys[:1, :, :anchor], values[:1, :, :anchor]) for keys, values in context] for anchor in anchors]
+    for tree, own, anchor in zip(trees, alone, anchors, strict=True):
+        root = ids[anchor : anchor + 1]
+        assert drafter.propose_batch(own, torch.tensor([anchor]), root, base_weights, Limits(max_depth=100)) == [tree]
+
+
+@pytest.mark.parametrize(("rank", "factors"), [(0, "own"), (3, "own"), (3, "base")])
+def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank, factors):
+    """The reference scores all paths over the full vocabulary by the product of the frames' probabilities."""
+    drafter, (hidden, ids) = make(markov_rank=rank, markov_factors=factors, num_frames=2, top_k=23).double(), text
+    base_weights = BaseWeights(base_weights.embedding.double(), base_weights.head.double())
+    at = torch.tensor([[7]])
+    with torch.no_grad():
+        frames = drafter(hidden[None].double(), at, ids[at], base_weights.embedding)[0, 0]
+        logits = frames @ base_weights.head.T  # (2, V)
+        bias = torch.zeros(23, 23, dtype=torch.float64)
+        if rank:
+            left, right = drafter.markov.factors(torch.arange(23), base_weights)
+            bias = left @ right.T
+        first = (logits[0] + bias[ids[7]]).softmax(-1)
+        second = (logits[1] + bias).softmax(-1)  # (V, V): after each token
+    paths = {(a,): first[a].item() for a in range(23)}
+    paths |= {(a, b): (first[a] * second[a, b]).item() for a, b in product(range(23), repeat=2)}
+    best = sorted(paths, key=paths.get, reverse=True)[:12]
+    (tree,) = drafter.draft_at(hidden.double(), ids, at[0], base_weights)
+    assert {tuple(tree.path_tokens(node)) for node in range(12)} == set(best)
+
+
+def test_one_frame_drafts_one_token_and_trains_every_weight(make, base_weights, text):
+    (hidden, ids), drafter = text, make(num_frames=1, top_k=99, num_nodes=99)
+    mask = torch.ones(1, S, dtype=torch.bool)
+    loss, _ = drafter.loss(
+        TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), mask), base_weights
+    )
+    loss.backward()
+    assert loss.isfinite() and all(weight.grad is not None for weight in drafter.parameters())
+    for tree in drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights):
+        assert sorted(tree.tokens) == list(range(23))
+
+
+# ---- the loss
+
+A, T, U, V, D, R = 5, 4, 3, 7, 6, 2
+VALID = torch.arange(U) < torch.tensor([3, 2, 0, 1, 3])[:, None]
+
+
+class Case:
+    def __init__(self, has_bias):
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        self.frames, self.head, self.teacher = draw(A, T, D), draw(V, D), draw(A, U, D)
+        self.labels, self.roots = (torch.randint(V, shape, generator=generator) for shape in ((A, U), (A,)))
+        self.markov, self.leaves = None, [self.frames.requires_grad_()]
+        if has_bias:
+            self.markov = Markov(V, R, V).double()
+            for weight in self.markov.parameters():
+                weight.data = draw(*weight.shape)
+            self.leaves += [*self.markov.parameters()]
+
+    def loss(self, valid=VALID, teacher=None, teacher_valid=None, max_bytes=MAX_BYTES, **options):
+        previous, left, right = torch.cat([self.roots[:, None], self.labels], 1), None, None
+        if self.markov is not None:
+            left, right = self.markov.factors(previous)
+        anchored = AnchoredFrames(self.frames, self.labels, valid, left, teacher, teacher_valid)
+        return cross_entropy(anchored, self.head, right, LabelLossOptions(**options), max_bytes=max_bytes)
+
+    def log_distributions(self):
+        logits = self.frames[:, :U] @ self.head.T
+        if self.markov is not None:
+            logits = logits + self.markov(torch.cat([self.roots[:, None], self.labels[:, :-1]], 1))
+        return logits.log_softmax(-1)
+
+    def reached(self):
+        """(A, U) p_1(y_1) ... p_u(y_u), zero beyond the valid labels."""
+        token = self.log_distributions().gather(-1, self.labels[..., None])[..., 0]
+        return token.cumsum(-1).exp() * VALID
+
+
+has_bias = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "Markov bias"])
+
+
+@has_bias
+@pytest.mark.parametrize("max_bytes", [1, 8 * 40 * V, 2**20], ids=["one", "some", "all"])
+@pytest.mark.parametrize(("distillation", "kind"), [(0.0, "kl"), (0.7, "kl"), (0.7, "tv"), (0.7, "lk")])
+def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, distillation, kind):
+    case = Case(has_bias)
+    settings = {"decay": 0.6, "distillation": distillation, "divergence": kind, "label_weight": 0.4}
+    settings |= {"teacher_temperature": 0.5} if distillation else {}
+    ours, _ = case.loss(teacher=case.teacher, max_bytes=max_bytes, **settings)
+    log_distributions = case.log_distributions()
+    cost = F.nll_loss(log_distributions.flatten(0, 1), case.labels.flatten(), reduction="none").view(A, U)
+    base = (2 * case.teacher @ case.head.T).log_softmax(-1)
+    distance = (base.exp() - log_distributions.exp()).abs().sum(-1) / 2
+    if kind == "kl":
+        distance = F.kl_div(log_distributions, base, reduction="none", log_target=True).sum(-1)
+    elif kind == "lk":
+        distance = -(1 - distance).log()
+    cost = 0.4 * cost + distillation * distance
+    weights = VALID * torch.tensor([1, 0.6, 0.36], dtype=torch.float64)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    expected = (weights * cost).sum() / 4
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(3 * x, case.leaves) for x in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@has_bias
+def test_survival_weights_follow_the_gradient_of_the_expected_acceptance(has_bias):
+    """For each anchor it is the gradient of -sum_u p_1 ... p_u, divided by that sum."""
+    case = Case(has_bias)
+    accepted = case.reached().sum(-1)[VALID[:, 0]]
+    ours, _ = case.loss(weights="survival")
+    expected = -(accepted / accepted.detach()).mean()
+    gradients = [torch.autograd.grad(x, case.leaves) for x in (ours, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@has_bias
+@pytest.mark.parametrize("max_bytes", [1, 2**20])
+def test_the_metric_is_the_mean_expected_acceptance(has_bias, max_bytes):
+    case = Case(has_bias)
+    _, numbers = case.loss(max_bytes=max_bytes)
+    torch.testing.assert_close(numbers["expected_acceptance"], case.reached().sum(-1)[VALID[:, 0]].mean().detach())
+
+
+@has_bias
+@pytest.mark.parametrize("weights", ["decay", "survival"])
+def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero(has_bias, weights):
+    case = Case(has_bias)
+    loss, numbers = case.loss(valid=VALID & False, weights=weights, distillation=1.0, teacher=case.teacher)
+    assert loss.item() == numbers["expected_acceptance"].item() == 0
+    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, case.leaves))
+
+
+def test_positions_without_a_teacher_are_not_distilled():
+    case = Case(False)
+    settings = {"teacher": case.teacher, "distillation": 1.0}
+    torch.testing.assert_close(case.loss(teacher_valid=VALID & False, **settings)[0], case.loss()[0])

@@ -1,0 +1,149 @@
+"""Properties that Medusa and Hydra share: training matches drafting, and untrained heads copy the base."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from drafters import DraftTree, Hydra, Medusa, StepResult, TrainingBatch, recipe
+
+S, V, K = 18, 23, 3
+KINDS = {
+    "medusa": (Medusa, {}),
+    "medusa, three layers": (Medusa, {"num_layers": 3}),
+    "medusa, the base's head": (Medusa, {"own_heads": False}),
+    "medusa, total variation": (Medusa, {"distillation": True, "divergence": "tv"}),
+    "hydra": (Hydra, {}),
+    "hydra, the base's head": (Hydra, {"own_heads": False}),
+    "hydra, prefix attention": (Hydra, {"prefix_attention": True}),
+    "hydra++": (Hydra, {"prefix_attention": True, "distillation": True, "num_layers": 4}),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def make(shape, base_weights):
+    """Build a float64 drafter in which every weight matters; equal arguments give equal weights."""
+
+    def make(kind, **arguments):
+        build, usual = KINDS[kind]
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            options = {"num_heads": K, "num_nodes": 9, "top_k": 4} | usual | arguments
+            drafter = recipe.build(build, shape, options).double()
+            for weight in drafter.parameters():
+                torch.nn.init.normal_(weight, std=0.3)
+        drafter.attach_base_weights(wide(base_weights))
+        return drafter
+
+    return make
+
+
+def wide(base_weights):
+    return type(base_weights)(base_weights.embedding.double(), base_weights.head.double())
+
+
+@pytest.fixture
+def batch():
+    """Two texts whose labels differ from their next tokens and whose answers start and end inside them."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, last = torch.randn(2, 2, S, 16, generator=generator, dtype=torch.float64)
+    ids, labels = torch.randint(0, V, (2, 2, S), generator=generator)
+    mask = torch.zeros(2, S, dtype=torch.bool)
+    mask[0, 5:11] = mask[1, 2:4] = mask[1, 9:] = True
+    return TrainingBatch(hidden, last, ids, labels, mask)
+
+
+def committed(hidden):
+    """Return a step result that cached these positions of the base and accepted no node."""
+    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
+
+
+def live_states(drafter, hidden):
+    """Return the state that the heads read at every root from 1 on, in token-by-token decoding."""
+    drafter.begin([0])
+    states = {}
+    for root in range(1, len(hidden)):
+        drafter.observe(committed(hidden[root - 1 : root]))
+        states[root] = drafter.state()
+    return states
+
+
+def distribution(drafter, state, path):
+    """Logits (V,) after a path that starts with the root, from the head of that depth."""
+    head = len(path) - 1
+    read = torch.cat([drafter.base_weights.embedding[token] for token in path])[None]
+    x = drafter.blocks[head](state, read) if isinstance(drafter, Hydra) else drafter.blocks[head](state)
+    return drafter.logits(head, x, drafter.base_weights)[0]
+
+
+@each_kind
+@torch.no_grad()
+def test_the_loss_equals_that_of_decoding_every_root_one_by_one(make, batch, kind):
+    drafter = make(kind, num_anchors=0, decay=0.7)
+    losses = [[] for _ in range(K)]
+    loss, seen = drafter.loss(batch, drafter.base_weights)
+    for row in range(2):
+        states, mask = live_states(drafter, batch.hidden[row]), batch.loss_mask[row]
+        for root in range(1, S - 1):
+            for head in range(K):
+                at = root + head  # the position whose distribution head + 1 predicts
+                if at + 1 >= S or not mask[root + 1 : at + 2].all():
+                    break
+                logits = distribution(drafter, states[root], batch.input_ids[row, root : at + 1].tolist())
+                goal = batch.labels[row, at]
+                if drafter.distillation:
+                    goal = (batch.last_hidden[row, at] @ drafter.base_weights.head.T).softmax(-1)
+                total_variation = (logits.softmax(-1) - goal).abs().sum() / 2
+                is_total_variation = drafter.divergence == "tv"
+                losses[head].append(
+                    total_variation if is_total_variation else F.cross_entropy(logits[None], goal[None])
+                )
+    expected = sum(0.7 ** (head + 1) * torch.stack(each).mean() for head, each in enumerate(losses))
+    torch.testing.assert_close(loss, expected)
+    assert seen.keys() == {f"accuracy_{head + 1}" for head in range(K)}
+    assert all(0 <= value <= 1 for value in seen.values())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@each_kind
+def test_the_loss_does_not_depend_on_the_chunk(make, batch, kind, chunk):
+    gradients = []
+    for size in (chunk, 512):
+        drafter = make(kind, num_anchors=0, chunk_anchors=size)
+        loss, _ = drafter.loss(batch, drafter.base_weights)
+        loss.backward()
+        gradients.append([loss, *(weight.grad for weight in drafter.parameters())])
+    torch.testing.assert_close(*gradients)
+
+
+@each_kind
+def test_the_gradient_of_the_loss_equals_finite_differences(make, batch, kind):
+    drafter = make(kind, num_anchors=0)
+    loss, _ = drafter.loss(batch, drafter.base_weights)
+    loss.backward()
+    generator = torch.Generator().manual_seed(1)
+    for weight in drafter.parameters():
+        direction = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        sides = []
+        with torch.no_grad():
+            for step in (1e-5, -2e-5):
+                weight += step * direction
+                sides.append(drafter.loss(batch, drafter.base_weights)[0])
+            weight += 1e-5 * direction
+        slope = (sides[0] - sides[1]) / 2e-5
+        torch.testing.assert_close((weight.grad * direction).sum(), slope, rtol=1e-4, atol=1e-6)
+
+
+@each_kind
+def test_before_training_every_head_predicts_what_the_base_predicted_for_the_root(shape, base_weights, kind):
+    build, arguments = KINDS[kind]
+    drafter = recipe.build(build, shape, arguments)
+    drafter.initialise(base_weights)
+    hidden = torch.randn(1, S, 16)
+    states, path = drafter.encode(hidden)[0], torch.randint(0, V, (S, drafter.num_heads))
+    expected = hidden[0] @ base_weights.head.T
+    for head, x in enumerate(drafter.head_states(states, path, base_weights.embedding)):
+        torch.testing.assert_close(drafter.logits(head, x, base_weights), expected)
+    assert all(weight.data_ptr() != base_weights.head.data_ptr() for weight in drafter.parameters()), (
+        "copies, not the base"
+    )

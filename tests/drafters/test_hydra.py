@@ -1,0 +1,107 @@
+"""Hydra: heads that read the tokens before theirs, their trees, and the prefix attention of Hydra++."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from drafters import BaseShape, BaseWeights, Hydra, Limits
+from drafters.hydra import HydraDraftOptions, HydraHeadOptions, PrefixAttention
+from drafters.nn.draft_cache import DraftCache
+
+SMALL = BaseShape(hidden_size=8, vocab_size=5, num_layers=1, num_heads=2, head_dim=4, intermediate_size=8)
+
+
+def randomised(module):
+    module = module.double()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for weight in module.parameters():
+            torch.nn.init.normal_(weight, std=0.5)
+    return module
+
+
+@pytest.fixture
+def base_weights():
+    return BaseWeights(*torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+
+def path_probability(drafter, state, root, path, base_weights):
+    """Product of the heads' probabilities along a path, each conditioned on the tokens before it."""
+    read, probability = base_weights.embedding[root], 1.0
+    for head, token in enumerate(path):
+        distribution = drafter.lm_heads[head](drafter.blocks[head](state, read)).softmax(-1)
+        probability = probability * distribution[token]
+        read = torch.cat([read, base_weights.embedding[token]])
+    return float(probability)
+
+
+def paths(tree):
+    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 3, 12, 40, 155])
+@torch.no_grad()
+def test_without_a_width_limit_the_tree_has_the_most_probable_of_all_paths(base_weights, num_nodes):
+    drafter = randomised(
+        Hydra(SMALL, HydraHeadOptions(3, num_layers=2), draft=HydraDraftOptions(num_nodes, top_k=5, width=125))
+    )
+    states = torch.randn(3, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    roots = torch.tensor([0, 4, 2])
+    every = [path for length in (1, 2, 3) for path in product(range(5), repeat=length)]
+    for tree, state, root in zip(drafter.trees(states, roots, base_weights, Limits(9)), states, roots, strict=True):
+        ranked = sorted(every, key=lambda path: -path_probability(drafter, state, root, path, base_weights))
+        assert paths(tree) == set(ranked[:num_nodes])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@torch.no_grad()
+def test_only_the_most_probable_paths_of_a_level_are_extended(base_weights, width):
+    drafter = randomised(Hydra(SMALL, HydraHeadOptions(3), draft=HydraDraftOptions(999, top_k=3, width=width)))
+    state, root, eos = torch.randn(8, dtype=torch.float64), 3, frozenset({1})
+    (tree,) = drafter.trees(state[None], torch.tensor([root]), base_weights, Limits(9, eos=eos))
+    expected, going_on = set(), [()]
+    for _ in range(3):
+        children = []
+        for path in going_on:
+            ranked = sorted(range(5), key=lambda t: -path_probability(drafter, state, root, (*path, t), base_weights))
+            children += [(*path, token) for token in ranked[:3]]
+        expected |= set(children)
+        alive = [path for path in children if path[-1] not in eos]
+        going_on = sorted(alive, key=lambda path: -path_probability(drafter, state, root, path, base_weights))[:width]
+    assert paths(tree) == expected
+
+
+@torch.no_grad()
+def test_a_head_reads_the_root_and_every_token_before_its_own_and_none_after(base_weights):
+    drafter = randomised(Hydra(SMALL, HydraHeadOptions(3)))
+    states, path = torch.randn(1, 8, dtype=torch.float64), torch.tensor([[1, 2, 3]])
+    plain = drafter.head_states(states, path, base_weights.embedding)
+    for place in range(3):
+        other = path.clone()
+        other[0, place] = 4
+        changed = drafter.head_states(states, other, base_weights.embedding)
+        assert [torch.equal(a, b) for a, b in zip(plain, changed, strict=True)] == [head < place for head in range(3)]
+
+
+@torch.no_grad()
+def test_prefix_attention_gives_the_same_states_token_by_token_as_in_one_pass():
+    prefix = randomised(PrefixAttention(SMALL))
+    hidden = torch.randn(1, 11, 8, dtype=torch.float64)
+    whole, cache, start = prefix(hidden), DraftCache(1), 0
+    for end in (1, 2, 6, 7, 11):
+        cache.append(prefix.keys_values(hidden[:, start:end], start))
+        start = end
+        keys, values = cache.read()[0]
+        before = keys[..., :-1, :], values[..., :-1, :]
+        torch.testing.assert_close(prefix.last_output(hidden[:, end - 1 : end], before)[0], whole[:, end - 1])
+
+
+@torch.no_grad()
+def test_prefix_attention_reads_earlier_positions_and_no_later_ones():
+    prefix, hidden = randomised(PrefixAttention(SMALL)), torch.randn(1, 6, 8, dtype=torch.float64)
+    other = hidden.clone()
+    other[0, 3] += 1
+    changed = (prefix(hidden) - prefix(other)).abs().amax(-1)[0] > 0
+    assert changed.tolist() == [False, False, False, True, True, True]

@@ -1,0 +1,156 @@
+"""Medusa: its trees, and the names of its weights."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+
+from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
+from drafters.medusa import HeadOptions
+from drafters.trees.static import static_tree
+
+SMALL = BaseShape(hidden_size=8, vocab_size=6, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8)
+FREE = Limits(max_depth=9)
+
+
+@pytest.fixture
+def small():
+    """A float64 drafter of three heads on six tokens, its states (4, D) and each head's probabilities (4, K, V)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(**arguments):
+        drafter = recipe.build(Medusa, SMALL, {"num_heads": 3, "top_k": 6} | arguments).double()
+        torch.manual_seed(0)
+        for weight in drafter.parameters():
+            torch.nn.init.normal_(weight, std=0.5)
+        base_weights = BaseWeights(*torch.zeros(2, 6, 8, dtype=torch.float64))
+        states = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+        distributions = [
+            head(block(states)).softmax(-1) for head, block in zip(drafter.lm_heads, drafter.blocks, strict=True)
+        ]
+        return drafter, base_weights, states, torch.stack(distributions, 1)
+
+    with torch.random.fork_rng():
+        yield make
+
+
+def drafted(drafter, base_weights, states, limits=FREE):
+    with torch.no_grad():
+        return drafter.trees(states, torch.zeros(len(states), dtype=torch.long), base_weights, limits)
+
+
+def paths(tree):
+    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
+
+
+def by_probability(distribution):
+    """Return every path of tokens and its probability, the most probable first."""
+    every = [path for length in (1, 2, 3) for path in product(range(6), repeat=length)]
+    return sorted(
+        every, key=lambda path: -torch.stack([distribution[head, token] for head, token in enumerate(path)]).prod()
+    )
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 7, 20, 258])
+def test_the_tree_has_the_most_probable_combinations_of_all_heads(small, num_nodes):
+    drafter, base_weights, states, distributions = small(num_nodes=num_nodes)
+    for tree, distribution in zip(drafted(drafter, base_weights, states), distributions, strict=True):
+        assert paths(tree) == set(by_probability(distribution)[:num_nodes])
+
+
+def test_only_the_top_tokens_of_a_head_enter_the_tree(small):
+    drafter, base_weights, states, distributions = small(num_nodes=258, top_k=2)
+    for tree, distribution in zip(drafted(drafter, base_weights, states), distributions, strict=True):
+        best = distribution.topk(2).indices.tolist()
+        assert paths(tree) == {path for n in (1, 2, 3) for path in product(*best[:n])}
+
+
+def test_a_chain_is_the_most_probable_token_of_each_head(small):
+    drafter, base_weights, states, distributions = small(tree="chain")
+    for tree, distribution in zip(drafted(drafter, base_weights, states), distributions, strict=True):
+        assert tree == DraftTree.from_paths([distribution.argmax(-1).tolist()])
+
+
+def test_a_static_tree_has_the_same_ranks_at_every_root(small):
+    static = [[0], [1], [0, 2], [0, 2, 1], [3]]
+    drafter, base_weights, states, distributions = small(static=static, num_nodes=2)
+    trees = drafted(drafter, base_weights, states)
+    for tree, distribution in zip(trees, distributions, strict=True):
+        ranked = distribution.argsort(dim=-1, descending=True).tolist()
+        assert tree == DraftTree.from_paths([[ranked[h][r] for h, r in enumerate(path)] for path in static])
+        assert len(tree) == 5
+    cut = drafted(drafter, base_weights, states, Limits(2, 3, frozenset({trees[0].tokens[0]})))[0]
+    assert paths(cut) == {(trees[0].tokens[0],), (trees[0].tokens[1],), (trees[0].tokens[4],)}
+
+
+@pytest.mark.parametrize(
+    ("static", "said"),
+    [
+        ([[0, 0]], "comes before its parent"),
+        ([[0], [0]], "repeats a path"),
+        ([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], "3 heads"),
+        ([[6]], "does not fit"),
+        ([[-1]], "does not fit"),
+        ([[]], "does not fit"),
+        ([0], "list of rank paths"),
+        (7, "list of rank paths"),
+        ([["a"]], "list of rank paths"),
+    ],
+)
+def test_an_invalid_tree_of_ranks_is_refused(static, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        recipe.build(Medusa, SMALL, {"num_heads": 3, "static": static})
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_have_the_names_and_shapes_that_vllm_reads():
+    weights = {
+        name: tuple(weight.shape) for name, weight in Medusa(SMALL, HeadOptions(2, num_layers=2)).state_dict().items()
+    }
+    expected = {f"blocks.{head}.layers.{layer}.weight": (8, 8) for head in range(2) for layer in range(2)}
+    expected |= {f"blocks.{head}.layers.{layer}.bias": (8,) for head in range(2) for layer in range(2)}
+    assert weights == expected | {f"lm_heads.{head}.weight": (6, 8) for head in range(2)}
+
+
+# ---- the best static tree
+
+
+def prefix_closed_trees(shape, num_nodes):
+    """Return every set of rank paths that is closed under prefixes."""
+    every = [path for depth in range(1, shape[0] + 1) for path in product(range(shape[1]), repeat=depth)]
+    for chosen in combinations(every, num_nodes):
+        if all(path[:-1] in chosen or len(path) == 1 for path in chosen):
+            yield chosen
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize("num_nodes", [1, 2, 4, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_tree_of_the_same_size_has_a_longer_acceptance_length(shape, num_nodes, seed):
+    accuracies = np.random.default_rng(seed).random(shape) * 0.6
+
+    def expected_length(paths):
+        return sum(np.prod([accuracies[depth, rank] for depth, rank in enumerate(path)]) for path in paths)
+
+    best = max(expected_length(paths) for paths in prefix_closed_trees(shape, num_nodes))
+    found = static_tree(accuracies, num_nodes)
+    assert len(found) == num_nodes and np.isclose(expected_length(found), best, rtol=1e-12)
+    assert all(path[:-1] in found[:place] for place, path in enumerate(found) if len(path) > 1)
+
+
+def test_the_sum_of_accuracies_is_the_mean_depth_that_independent_heads_accept():
+    """The right rank of every head is sampled many times; the mean accepted depth is the sum over the tree's nodes."""
+    accuracies = np.array([[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]])
+    paths = static_tree(accuracies, 6)
+    expected = sum(np.prod([accuracies[depth, rank] for depth, rank in enumerate(path)]) for path in paths)
+    total = 0.0
+    for picks in product(range(4), repeat=2):  # rank 3: none of the three is right
+        chance = np.prod([[*row, 1 - row.sum()][pick] for row, pick in zip(accuracies, picks, strict=True)])
+        total += chance * max([len(path) for path in paths if path == picks[: len(path)]], default=0)
+    assert np.isclose(total, expected, rtol=1e-12)
+
+
+def test_ranks_that_are_never_right_are_left_out():
+    assert static_tree(np.array([[0.5, 0.0], [0.0, 0.0]]), 9) == [(0,)]
+    assert static_tree(np.ones((2, 2)), 0) == static_tree(np.ones((0, 0)), 4) == []

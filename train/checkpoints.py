@@ -149,10 +149,10 @@ def readable(path: str | Path) -> Iterator[None]:
     """Turn what torch raises for a file that it cannot read, or that holds code, into ValueError."""
     try:
         yield
-    except UnpicklingError as error:  # torch's own message suggests to run the code in the file
+    except (UnpicklingError, RuntimeError, EOFError) as error:  # torch's message suggests to run the code in it
         raise ValueError(
-            f"{path} is not a readable checkpoint: it is another kind of file, or holds more than weights and numbers; "
-            "give the .ckpt that `lightning fit` wrote"
+            f"{path} is not a readable checkpoint: it is cut off, another kind of file, or holds more than weights and "
+            "numbers; give the .ckpt that `lightning fit` wrote"
         ) from error
 
 

@@ -54,7 +54,7 @@ COMMANDS = {
     "index": Command("inference.indexes:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
     "features": Command("train.features:features", "write the base's hidden states of conversations for training"),
     "show-mask": Command("train.show_mask:show_mask", "print conversations with their loss mask in colour"),
-    "replay": Command("inference.replay.replay:replay", "measure n-gram drafters on recorded answers, without a base"),
+    "replay": Command("inference.replay:replay", "measure n-gram drafters on recorded answers, without a base"),
 }
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
 

@@ -25,15 +25,14 @@ class SearchClock:
     """Times the search for the tree on the host, the part of a proposal that does not grow with the base.
 
     Args:
-        drafter: A drafter that builds its tree in one function on the host (CTC, block, Medusa); others are not timed,
+        drafter: A drafter that builds its tree in one function on the host (CTC, block); others are not timed,
             as their search takes turns with the draft module.
     """
 
     def __init__(self, drafter: Any) -> None:
         self.seconds: list[float] = []
-        for name in ("grow", "_tree"):
-            if hasattr(drafter, name):
-                setattr(drafter, name, self._timed(getattr(drafter, name)))
+        if hasattr(drafter, "search"):
+            drafter.search = self._timed(drafter.search)
 
     def _timed(self, search: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:

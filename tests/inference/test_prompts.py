@@ -89,10 +89,10 @@ def test_spaced_questions_that_do_not_fit_are_replaced_by_the_next_that_fit(fold
 @pytest.mark.slow
 def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64"):
-        run(folder, tmp_path / "long", "long")
-    run(folder, tmp_path / "fitting", "fitting")
+        run(evaluate, folder, "long", out=str(tmp_path / "long"))
+    run(evaluate, folder, "fitting", out=str(tmp_path / "fitting"))
     capsys.readouterr()
-    run(folder, tmp_path / "every")
+    run(evaluate, folder, out=str(tmp_path / "every"))
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
     assert NOTE in " ".join(capsys.readouterr().out.split())
     assert NOTE in (tmp_path / "every" / "results.md").read_text()

@@ -10,7 +10,7 @@ from drafters import Drafter, DraftTree, registry
 from drafters.tree import ROOT, ChildDistribution
 from inference import drafter_specs
 from inference import verify as module
-from inference.verifier import runner
+from inference.verifier import attention, runner
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session
@@ -67,7 +67,7 @@ def test_the_distribution_decides_about_drafters_that_sample_their_drafts(
     make = lambda: AlwaysSeven(claimed)  # noqa: E731
     monkeypatch.setitem(registry._REGISTRATIONS, "seven", registry.Registration("seven", make))
     prompts, sampling = PromptOptions(limit=1, max_new_tokens=8), SamplingOptions(3.0, seed=1)
-    model = ModelOptions(folder, check=False)
+    model = ModelOptions(folder)
     arguments = model, prompts, sampling, ["seven", "anpd"], 60, 2
     if is_exact:
         verify(*arguments)
@@ -108,9 +108,10 @@ def test_verify_reports_that_drafters_are_lossless(folder, capsys, temperature):
 def test_verify_fails_for_a_lossy_drafter(folder, capsys, monkeypatch):
     monkeypatch.setitem(registry._REGISTRATIONS, "lossy", registry.Registration("lossy", Lossy))
     everything = lambda pending, parents, dtype, device: torch.zeros(2 * [pending + len(parents)], dtype=dtype)  # noqa: E731
-    monkeypatch.setattr(runner, "_kept_mask", everything)
-    monkeypatch.setattr(runner, "causal_tree_mask", everything)
-    model = ModelOptions(folder, check=False)
+    monkeypatch.setattr(attention, "_kept_mask", everything)
+    monkeypatch.setattr(attention, "causal_tree_mask", everything)
+    monkeypatch.setattr(runner, "check_once", lambda *_: None)  # which refuses such a runner
+    model = ModelOptions(folder)
     with pytest.raises(SystemExit) as caught:
         prompts = PromptOptions(limit=3, max_new_tokens=24)
         verify(model, prompts, SamplingOptions(), ["none", "lossy"])

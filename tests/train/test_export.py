@@ -246,13 +246,13 @@ def test_a_refused_token_and_no_token_take_one_line(server, trained, monkeypatch
 def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused(
     server, trained, base, monkeypatch, tmp_path
 ):
-    with pytest.raises(ValueError, match=r"cannot download ada/none@main: .*; check the name and the revision"):
+    with pytest.raises(ValueError, match=r"cannot download ada/none@main .not found.: check the name and the revision"):
         drafter_specs.make("ctc=ada/none@main", Runner(base))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match="cannot upload to ada/drafter: "):
         export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    with pytest.raises(ValueError, match="is not here, and the hub cannot be reached"):
+    with pytest.raises(ValueError, match="Connection refused.*go online"):
         tokenizer.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
 
 

@@ -477,7 +477,7 @@ REFUSED = [
     (
         eagle3_of_speculators,
         {"speculators_config": {"proposal_methods": [{"speculative_tokens": 10**9}]}},
-        "draft.depth is 1000000000",
+        "depth must be at most 1000",
     ),
     (eagle3_of_speculators, {"speculators_config": {"verifier": {"name_or_path": 3}}}, "verifier.name_or_path"),
     (eagle3_with(lambda weights: weights | {"fc.bias": torch.zeros(D)}), {}, "weights such as fc.bias"),

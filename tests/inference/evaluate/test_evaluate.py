@@ -348,7 +348,7 @@ def test_a_reset_returns_a_drafter_with_memory_to_its_initial_state(make_base, m
 def test_a_drafter_that_decodes_differently_after_an_interruption_is_reported(make_base):
     base = make_base(context=256)
     sessions = {
-        "none": Session(Runner(base), drafter_specs.make("none", None)),
+        "none": Session(Runner(base), drafters.NoDrafter()),
         "joint": Session(Runner(base), drafters.Joint()),
     }
     whole = dict(

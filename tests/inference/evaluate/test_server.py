@@ -100,7 +100,7 @@ class Engine(BaseHTTPRequestHandler):
 def running(base, drafter="none", kind=""):
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as own:
         own.base, own.kind, own.lock, own.keys = base, kind, threading.Lock(), set()
-        own.session = Session(Runner(base), drafter_specs.make(drafter, None), Greedy())
+        own.session = drafter_specs.make_session(drafter, Runner(base), Greedy())
         own.counts, own.num_asked, own.num_good = {"drafts": 0, "drafted": 0, "accepted": 0}, 0, 10**9
         own.url = f"http://127.0.0.1:{own.server_port}/v1"
         thread = threading.Thread(target=own.serve_forever, args=(0.01,))

@@ -196,24 +196,25 @@ def test_decoding_stops_when_a_client_goes_away(running, until):
 
 def test_requests_are_answered_in_order_and_too_many_are_refused(running, until, monkeypatch):
     monkeypatch.setattr("inference.serve.app.MAX_WAITING", 3)
-    stream, done = occupy(running), []
+    stream, decoded, steps = occupy(running), [], running.decoder.steps
+
+    def recorded(asked, prompt):
+        decoded.append(asked.max_tokens)
+        return steps(asked, prompt)
+
+    monkeypatch.setattr(running.decoder, "steps", recorded)
     with ThreadPoolExecutor(4) as pool:
-
-        def ask(number):
-            chat(running.client(), **SHORT)
-            done.append(number)
-
         asked = []
         for number in range(3):
-            asked.append(pool.submit(ask, number))
+            asked.append(pool.submit(chat, running.client(), **SHORT | {"max_tokens": 5 + number}))
             until(lambda number=number: running.decoder.num_requests == number + 2)
         with pytest.raises(openai.RateLimitError, match="3 requests are waiting"):
             chat(running.client(), **SHORT)
-        assert not done
+        assert not decoded
         stream.close()
         for each in asked:
             each.result()
-    assert done == [0, 1, 2]
+    assert decoded == [5, 6, 7]
 
 
 def test_a_client_that_does_not_read_its_stream_delays_no_other_one(running, until):

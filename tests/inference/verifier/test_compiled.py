@@ -205,8 +205,9 @@ def folder(make_base, toy_tokenizer, tmp_path):
 
 @pytest.mark.slow
 def test_verify_compares_compiled_steps_with_generate(folder, graphs, few_shapes, capsys):
-    options = {"base": str(folder / "base"), "questions": str(folder / "questions.jsonl"), "max_new_tokens": 12}
-    options |= {"drafter": ["prompt_lookup"], "template": "vicuna_v1.1", "texts": 0, "forward": "compiled"}
+    options = {"base": str(folder / "base"), "max_new_tokens": 12}
+    options |= {"benchmark": [f"mt_bench={folder / 'questions.jsonl'}"], "drafter": ["prompt_lookup"]}
+    options |= {"template": "vicuna_v1.1", "texts": 0, "forward": "compiled"}
     verify(**grouped(verify, options))
     assert "Nothing is lost" in capsys.readouterr().out
     assert graphs

@@ -252,7 +252,7 @@ def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused
     with pytest.raises(ValueError, match="cannot upload to ada/drafter: "):
         export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    with pytest.raises(ValueError, match="Connection refused.*go online"):
+    with pytest.raises(ValueError, match=r"Connection refused.*go online"):
         tokenizer.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
 
 

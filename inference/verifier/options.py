@@ -18,14 +18,15 @@ class ModelOptions:
     """The base that a command loads.
 
     Args:
-        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub.
+        base: Folder or hub id of the base, also with @REVISION, a commit, tag or branch of the hub. By default a tiny
+            one that the package contains.
         dtype: Dtype of the weights of the base and of the drafters; int8 and nf4 quantise the base only.
         device: Device to run on; auto uses the GPU if there is one.
         forward: How the base is run: eager; packed, with a second copy of the weights in the layout in which a CPU
             multiplies few tokens; or compiled, with steps of fixed shape by torch.compile.
     """
 
-    base: str
+    base: str = "checkpoints/tiny-chat"
     dtype: Dtype = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     forward: Literal["eager", "packed", "compiled"] = "eager"

@@ -14,7 +14,6 @@ import pytest
 from openai import APIConnectionError, OpenAI
 
 from data import benchmarks
-from train.cli import run_drafters as main
 
 MINUTES_TO_START = 5
 NUM_TOKENS = 64
@@ -26,7 +25,7 @@ def server(trained, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", f"import sys; from {main.__module__} import main; main(sys.argv[1:])"]
+    command = [sys.executable, "-c", "import sys; from train.cli import run_drafters; run_drafters(sys.argv[1:])"]
     command += ["serve-command", str(trained("ctc")), "--port", str(port), "--dtype", "float32"]
     words = shlex.split(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     start = words.index("python")

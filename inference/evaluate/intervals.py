@@ -29,6 +29,11 @@ class Estimate:
 UNKNOWN = Estimate()
 
 
+def quotient(numerator: float | None, denominator: float | None) -> float | None:
+    """The quotient of two numbers; None if one is unknown or the denominator is 0."""
+    return numerator / denominator if numerator is not None and denominator else None
+
+
 def ratio(terms: Iterable[tuple[float, float]]) -> Estimate:
     """The ratio of two sums over questions, each of which has a term of both; without a value if there are none."""
     columns = list(zip(*terms, strict=True))

@@ -126,10 +126,6 @@ class EvaluationPlan:
         """Number of answers that all drafters give to benchmarks in one repeat."""
         return len(self.drafters) * sum(len(self.questions[benchmark]) for benchmark in benchmarks)
 
-    def indices_of_process(self, number: int, benchmark: str) -> list[int]:
-        """The indices of the questions that a process answers: of N processes, each takes every N-th question."""
-        return list(range(number, len(self.questions[benchmark]), len(self.conditions.devices)))
-
 
 def make_plan(
     model: ModelOptions,

@@ -19,8 +19,7 @@ import torch
 
 from data.files import safe_messages, validated
 from inference import drafter_specs, timing
-from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, decoding_order, from_json, to_json
-from inference.evaluate.answers import median_answers as median_of
+from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, from_json, median_answers, to_json
 from inference.evaluate.metrics import Summary, summarise
 from inference.evaluate.plan import EvaluationPlan
 from inference.evaluate.step_times import MedianStepTimes, timing_error
@@ -57,32 +56,23 @@ class Worker:
 
     def run(self, path: Path, load: float | None, repeat: int, benchmarks: list[str]) -> Iterator[bool]:
         """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now."""
-        with Journal(path, self.plan.settings) as journal:
+        plan, conditions = self.plan, self.plan.conditions
+        with Journal(path, plan.settings) as journal:
             entries = read_entries(journal)
             for benchmark in benchmarks:
                 own = [entry for entry in entries if (entry.benchmark, entry.repeat) == (benchmark, repeat)]
-                before = {(entry.place, entry.answer.drafter): entry.answer for entry in own if entry.answer}
-                yield from [False] * len(before)
-                for (index, _), answer in self._missing(benchmark, repeat, before):
+                done = {(entry.place, entry.answer.drafter): entry.answer for entry in own if entry.answer}
+                yield from [False] * len(done)
+                # Of N processes, each takes every N-th question.
+                questions = dict(list(enumerate(plan.questions[benchmark]))[self.number :: len(conditions.devices)])
+                about = conditions.template, conditions.caps[benchmark], done, repeat
+                for (index, _), answer in answer_questions(self.base, self.sessions, questions, *about):
                     if not self._has_started:
                         journal.append({"load": load, "gpu_use": self.gpu_use})
                         self._has_started = True
                     entry = {"benchmark": benchmark, "repeat": repeat, "place": index}
                     journal.append(entry | {"load": timing.load_average(), "answer": to_json(answer)})
                     yield True
-
-    def _missing(self, benchmark: str, repeat: int, before: dict[Slot, Answer]) -> Iterator[tuple[Slot, Answer]]:
-        """Decode the answers that are missing; yield each with its question's index among all questions."""
-        plan, indices = self.plan, self.plan.indices_of_process(self.number, benchmark)
-        if not indices:
-            return
-        questions = [plan.questions[benchmark][index] for index in indices]
-        done = {(indices.index(index), name): answer for (index, name), answer in before.items()}
-        slots = [slot for slot in decoding_order(list(self.sessions), len(indices), repeat) if slot not in done]
-        cap, template = plan.conditions.caps[benchmark], plan.conditions.template
-        answers = answer_questions(self.base, self.sessions, questions, template, cap, done, repeat)
-        for (index, name), answer in zip(slots, answers, strict=True):
-            yield (indices[index], name), answer
 
 
 # ---- processes
@@ -222,18 +212,16 @@ class CollectedAnswers:
     def median_answers(self) -> dict[str, dict[str, list[Answer]]]:
         """For each question the answer of median time among its repeats, by benchmark and drafter."""
         names = self.plan.drafters
-        return {each: {name: median_of(self.repeats(each, name)) for name in names} for each in self.plan.questions}
+        return {q: {name: median_answers(self.repeats(q, name)) for name in names} for q in self.plan.questions}
 
     def summaries(self) -> dict[str, dict[str, Summary]]:
         """Each drafter in comparison with the base alone, by benchmark and drafter."""
         summaries: dict[str, dict[str, Summary]] = {}
         for benchmark, by_drafter in self.median_answers().items():
-            repeats = {drafter: self.repeats(benchmark, drafter) for drafter in by_drafter}
             baseline = self.plan.drafters[0]
+            base, rounds = by_drafter[baseline], self.repeats(benchmark, baseline)
             summaries[benchmark] = {
-                drafter: summarise(
-                    answers, by_drafter[baseline], list(zip(repeats[drafter], repeats[baseline], strict=True))
-                )
+                drafter: summarise(answers, base, list(zip(self.repeats(benchmark, drafter), rounds, strict=True)))
                 for drafter, answers in by_drafter.items()
             }
         return summaries

@@ -140,15 +140,12 @@ def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(files, caps
         (line(new_tokens=[600], idxs=[8]), "--max-new-tokens"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_in_one_line(files, line, said):
+def test_a_file_that_does_not_fit_is_refused_in_one_line(files, recorded_base, line, said):
     with open(files["answers"], "w") as file:
         file.write(line)
     with pytest.raises(ValueError) as caught:
         replay(**files, drafter=["anpd"])
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_end_inside_an_answer_is_refused(recorded_base):
     with pytest.raises(ValueError, match="an answer to 7 goes on after 2"):
         list(decode(recorded_base, drafters.ANPD(), [(QUESTIONS[0], [5], [6, EOS, 7], False)], 9))
 

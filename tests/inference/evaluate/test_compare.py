@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from drafters import Drafter, DraftTree, Limits
-from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.compare import ERROR_RATE, compare, differing_conditions, unpaired
 from inference.evaluate.metrics import summarise
@@ -103,23 +102,6 @@ def test_a_planted_regression_of_3_percent_is_found(verdicts):
     assert np.mean([each.change for each in lengths]) == pytest.approx(-0.03, abs=0.005)
     assert np.mean([each.verdict == "regression" for each in lengths]) >= 0.9
     assert not [each for pair in verdicts["3 % less"] for each in pair if each.verdict == "improvement"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forgets, loss, power", [(0.23, 0.03, (0.55, 0.85)), (0.3, 0.048, (0.9, 1))])
-def test_a_loss_between_two_random_evaluations_is_found_with_the_stated_power(forgets, loss, power):
-    found, num_runs = [], 100
-    for seed in range(num_runs):
-        rng = np.random.default_rng(seed)
-        texts = potentials(rng)
-        old, new = ([steps(own, share, rng) for own in texts] for share in (0.1, forgets))
-        columns = [list(map(count, own)) for own in (new, old) for count in (sum, len)]
-        # As `compare` judges a single drafter, without its times, which take longest.
-        _, high = intervals.interval(columns, (1, -1, -1, 1), 1 - ERROR_RATE / 2)
-        emitted, forwards, old_emitted, old_forwards = map(sum, columns)
-        found.append((emitted / forwards * old_forwards / old_emitted - 1, high < 1))
-    assert np.mean(found, axis=0)[0] == pytest.approx(-loss, abs=0.003)
-    assert power[0] <= np.mean(found, axis=0)[1] <= power[1]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from data.files import read_json_lines, reading, validated, write_text
 from data.templates import ReasoningMarks, decode_answer
 from inference.budget import Budgeted
 from inference.prompts import encode_question
-from inference.timing import MIN_CORE_SHARE, CoreClock
+from inference.timing import MIN_CORE_SHARE
 from inference.verifier.base import Base
 from inference.verifier.session import PHASES, Generation, Session, StepCost
 
@@ -84,12 +84,14 @@ def answer_question(
         turn = Turn(text, result.tokens, len(prompt), result.steps, result.seconds, cpu_seconds)
         return turn, bool(result.tokens) and result.tokens[-1] in base.eos
 
-    clock, process_time = CoreClock(), time.process_time()
+    clocks = time.perf_counter, time.thread_time, time.process_time
+    before = [clock() for clock in clocks]
     encode = partial(encode_question, base, question, template=template)
     turns, ended = answer_turns(question, encode, base.context_length, write)
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
-    share, process_time = clock.share(), time.process_time() - process_time
-    return Answer(question.question_id, question.category, name, turns, ended, peak, share, process_time)
+    wall, thread, process = (clock() - start for clock, start in zip(clocks, before, strict=True))
+    share = thread / max(wall, 1e-9)  # a decoding thread never sleeps by itself
+    return Answer(question.question_id, question.category, name, turns, ended, peak, share, process)
 
 
 def answer_turns(

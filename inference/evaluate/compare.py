@@ -12,7 +12,7 @@ from inference.evaluate import intervals
 from inference.evaluate.answers import Answer
 from inference.evaluate.metrics import decode_steps
 from inference.evaluate.plan import differing
-from inference.evaluate.results import EvaluationResults, differing_budgets
+from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes
 
 ERROR_RATE = 0.05  # probability that a comparison of equal evaluations marks anything
@@ -128,7 +128,7 @@ def differing_conditions(before: EvaluationResults, after: EvaluationResults) ->
     caps = [(name, before.cap(name), after.cap(name)) for name in before.summaries if name in after.summaries]
     lengths = [f"length cap of {name}: {own} and {other}" for name, own, other in caps if own != other]
     matched = {own.drafter: other.drafter for own, other in (each.sides for each in _pairings(before, after))}
-    return [*differing(ours, its), *lengths, *differing_budgets(ours, its, matched)]
+    return differing(ours, its, matched) + lengths
 
 
 def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pairing]:

@@ -97,20 +97,6 @@ def tail_probability(num_questions: int, level: float) -> float:
     return float(stats.norm.cdf(-sqrt(num_questions / (num_questions - 1)) * quantile))
 
 
-def relative_deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation / mean of positive values; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return float(np.std(values, ddof=1) / np.mean(values))
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """Relative standard error of the geometric mean of positive values; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return float(stats.sem(np.log(values)))
-
-
 def half_width(groups: Sequence[Sequence[float]], level: float = 0.95) -> float | None:
     """Half-width of the confidence interval of the mean of all values, each of which is its group's mean and an error.
 

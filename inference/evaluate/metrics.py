@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+from scipy import stats
+
 from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
 from inference.evaluate.breakdowns import (
@@ -271,12 +274,13 @@ def noise(repeats: Sequence[Repeat]) -> float | None:
             for turns, base in ((turns_of(answers), base) for answers, base in repeats)
         ]
         known = [speed for speed in speeds if speed]
-        return intervals.relative_deviation(known) if len(known) == len(speeds) else None
+        return float(np.std(known, ddof=1) / np.mean(known)) if len(known) == len(speeds) else None
     pairs = [
         (_seconds_per_step(answer.turns), 1.0 if is_baseline else _seconds_per_step(base.turns))
         for answer, base in pair_answers(*repeats[0])
     ]
-    return intervals.standard_error([own / base for own, base in pairs if own and base])
+    ratios = [own / base for own, base in pairs if own and base]
+    return float(stats.sem(np.log(ratios))) if len(ratios) > 1 else None  # of the geometric mean
 
 
 def _seconds_per_step(turns: Sequence[Turn]) -> float | None:

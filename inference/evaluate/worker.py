@@ -79,13 +79,9 @@ class Worker:
 
 
 def run(
-    plan: EvaluationPlan,
-    folder: Path,
-    repeats: Iterator[Repeat],
-    on_ready: Callable[[], None],
-    on_answers: Callable[[int], None],
-) -> int:
-    """Answer all questions; return how many answers were decoded now.
+    plan: EvaluationPlan, folder: Path, repeats: Iterator[Repeat], on_ready: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
+    """Answer all questions; yield for each answer whether it was decoded now.
 
     Args:
         plan: What is decoded.
@@ -93,17 +89,14 @@ def run(
         repeats: The repeats; the next one is taken when the answers of the last one are in the journals.
         on_ready: Called once all bases and drafters are loaded, so that no mistake in the arguments can stop the
             evaluation any more; only then old results may be deleted.
-        on_answers: Called with the number of further answers that are there.
     """
-    load, num_new = timing.running_threads(), 0
+    load = timing.running_threads()
     if len(plan.conditions.devices) == 1:
         worker = Worker(plan)
         on_ready()
         for repeat in repeats:
-            for is_new in worker.run(journal_path(folder, 0), load, *repeat):
-                num_new += is_new
-                on_answers(1)
-        return num_new
+            yield from worker.run(journal_path(folder, 0), load, *repeat)
+        return
     with _processes(plan, folder, load) as links:
         for link in links:
             _told(link)
@@ -118,9 +111,7 @@ def run(
                     if told is None:
                         working.remove(link)
                     else:
-                        num_new += told
-                        on_answers(1)
-    return num_new
+                        yield told
 
 
 def journal_path(folder: Path, number: int) -> Path:

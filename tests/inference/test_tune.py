@@ -13,7 +13,7 @@ import torch
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from drafters.training_free.recycling import best_first
+from drafters.trees.static import static_tree
 from inference import drafter_specs, tune
 from inference.tune import SearchOptions, Tuner, first_trials, read_space, shown, speed
 from inference.verifier.base import load_base
@@ -295,7 +295,7 @@ def test_static_trees_fit_the_accuracies_and_decode_losslessly(folder, base, pro
         written = json.loads((tmp_path / f"static-{size}.json").read_text())
         accuracies = np.array(written["accuracies"])
         assert accuracies.shape == (3, tune.NUM_RANKS) and (accuracies.sum(1) <= 1 + 1e-9).all()
-        assert list(map(tuple, written["static"])) == best_first.static(accuracies, size)
+        assert list(map(tuple, written["static"])) == static_tree(accuracies, size)
         assert len(written["static"]) == size and 1 < written["expected_acceptance_length"] < 4
     assert all(trial["identical"] == len(prompts) for trial in results["trials"])
     assert results["best"] in {f"medusa={medusa}:static={tmp_path}/static-{size}.json" for size in (2, 7)}

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from inference.evaluate.intervals import interval, relative_deviation, standard_error, tail_probability
+from inference.evaluate.intervals import interval, tail_probability
 
 RATIO, SPEEDUP = (1, -1), (1, -1, -1, 1)
 
@@ -75,9 +75,3 @@ def test_equal_questions_have_an_empty_interval_and_one_question_has_none():
 def test_tails_agree_with_tabulated_quantiles_of_students_distribution(freedom, quantile):
     expected = NormalDist().cdf(-sqrt((freedom + 1) / freedom) * quantile)
     assert tail_probability(freedom + 1, level=0.95) == pytest.approx(expected, rel=0.01)
-
-
-def test_the_deviation_and_the_standard_error_are_relative():
-    assert relative_deviation([9.0, 10.0, 11.0]) == pytest.approx(0.1)
-    assert standard_error([np.exp(-0.1), 1.0, np.exp(0.1)]) == pytest.approx(0.1 / np.sqrt(3))
-    assert relative_deviation([5.0]) is standard_error([5.0]) is None

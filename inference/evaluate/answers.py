@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from data.benchmarks import Question, score
+from data.benchmarks import Question
 from data.files import read_json_lines, reading, validated, write_text
-from data.templates import ReasoningMarks, decode_answer
+from data.templates import decode_answer
 from inference.budget import Budgeted
 from inference.prompts import encode_question
 from inference.timing import MIN_CORE_SHARE
@@ -300,23 +300,3 @@ def _step_from_json(row: list[float]) -> dict[str, Any]:
     if len(row) != len(COUNTS) + len(PHASES) or min(row) < 0:
         raise ValueError(f"a step has {len(COUNTS)} counts and {len(PHASES)} times, none of them negative")
     return {**dict(zip(COUNTS, row, strict=False)), "seconds": row[len(COUNTS) :]}
-
-
-def quality_of(
-    benchmark: str,
-    questions: Sequence[Question],
-    answers: Sequence[Answer],
-    run: Callable[[str], bool] | None = None,
-    marks: ReasoningMarks | None = None,
-) -> dict[str, float]:
-    """Score the first turns of the answers without their reasoning, in percent, as their benchmark scores them.
-
-    Args:
-        benchmark: Name of the benchmark; a prompt style after a colon is ignored.
-        questions: The questions.
-        answers: Answers to all of them, in the same order.
-        run: Runs a program and tells whether it finished; None runs none and leaves out pass@1.
-        marks: The marks of reasoning in the answers; None if there are none.
-    """
-    texts = [answer.turns[0].text for answer in answers]
-    return score(benchmark, questions, [marks.without_reasoning(text) for text in texts] if marks else texts, run)

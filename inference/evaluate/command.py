@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from rich.progress import Progress
 
-from data.benchmarks import Question, needs_code, needs_package
+from data.benchmarks import Question, needs_code, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks
 from inference import drafter_specs, sandbox, timing
 from inference.evaluate import tables, worker
-from inference.evaluate.answers import quality_of
 from inference.evaluate.breakdowns import reasoning
 from inference.evaluate.page import Decode, write_page
 from inference.evaluate.plan import EvaluationPlan, RunConditions, make_plan
@@ -217,7 +216,10 @@ def with_scores(
         own_marks = marks_of(asked, marks)
         for name, summary in by_drafter.items():
             answers = results.answers[benchmark][name]
-            quality = quality_of(benchmark, asked, answers, sandbox.finishes if runs_code else None, own_marks)
+            texts = [answer.turns[0].text for answer in answers]  # only first turns have a reference
+            if own_marks:
+                texts = [own_marks.without_reasoning(text) for text in texts]
+            quality = score(benchmark, asked, texts, sandbox.finishes if runs_code else None)
             inside = None if summary.latency else reasoning(answers, own_marks)
             summaries[benchmark][name] = replace(summary, quality=quality, reasoning=inside)
         pairs = zip(asked, next(iter(results.answers[benchmark].values())), strict=True)

@@ -198,10 +198,8 @@ def _distinct_names(group: Sequence[EvaluationResults]) -> dict[tuple[str, str],
     """A name for each drafter of each evaluation: with the folder of its weights if those of a kind have several."""
     drafters = {(each.name, name): own for each in group for name, own in each.conditions.drafters.items()}
     parts = {key: (own.spec, None) if "://" in own.spec else split(own.spec)[:2] for key, own in drafters.items()}
-    folders: dict[str, set[str | None]] = {}
-    for kind, folder in parts.values():
-        folders.setdefault(kind, set()).add(folder)
+    num_folders = Counter(kind for kind, _ in set(parts.values()))
     return {
-        key: f"{own.spec}{LOSSY * own.is_lossy}" if len(folders[parts[key][0]]) > 1 else key[1]
+        key: f"{own.spec}{LOSSY * own.is_lossy}" if num_folders[parts[key][0]] > 1 else key[1]
         for key, own in drafters.items()
     }

@@ -165,7 +165,7 @@ def test_the_batch_size_does_not_change_the_file(kind, monkeypatch, tokenizer, t
     lines = [{"text": f"w{3 + i % 9} w{3 + i % 4} w5 w6 w7 w8"} for i in range(200)]
     file = write(tmp_path / "a.jsonl", *lines)
     run(kind, tmp_path / "one", tokenizer, file)
-    monkeypatch.setattr(indexes, "BATCH_CHARACTERS", 50)
+    monkeypatch.setattr(indexes, "BATCH_SIZE", 7)
     run(kind, tmp_path / "two", tokenizer, file)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 

@@ -8,7 +8,9 @@ import pytest
 from data.benchmarks import Question
 from data.templates import ReasoningMarks
 from inference.evaluate import answers as records
-from inference.evaluate.answers import Answer, Turn, quality_of
+from inference.evaluate.answers import Answer, Turn
+from inference.evaluate.command import with_scores
+from inference.prompts import BenchmarkPrompts
 from inference.verifier.session import StepCost
 
 PREFILL = StepCost(
@@ -93,23 +95,18 @@ def test_a_value_of_another_type_is_refused_before_anything_computes_with_it(tmp
         records.read(tmp_path / "ctc.jsonl")
 
 
-def answered(number, *texts):
-    turns = [Turn(text, [], 1, [], 1.0) for text in texts]
-    return Answer(number, "math", "none", turns, [True] * len(turns))
-
-
-def test_recorded_answers_are_scored_by_their_first_turn():
-    asked = [Question(index, "math", ("?",), f"#### {index + 1}") for index in range(2)]
-    assert quality_of("gsm8k", asked, [answered(0, "1"), answered(1, "2", "9")]) == {"exact match": 100.0}
-
-
-def test_only_what_follows_the_reasoning_is_scored():
-    def graded(text, is_open=False):
-        marks = ReasoningMarks(("<think>", "</think>"), (5,), (8,), is_open)
-        return quality_of("gsm8k", [Question(0, "math", ("?",), "#### 5")], [answered(0, text)], marks=marks)
-
-    right, wrong = {"exact match": 100}, {"exact match": 0}
-    assert graded("<think>Perhaps\n#### 4\n</think>\n\n#### 5") == right
-    assert graded("Perhaps\n#### 4\n</think>\n\n#### 5", is_open=True) == right
-    assert graded("<think>It is\n#### 5\n") == graded("It is\n#### 5\n", is_open=True) == wrong, "it has no end"
-    assert graded("#### 5") == right
+@pytest.mark.parametrize(
+    ("text", "is_open", "percent"),
+    [
+        ("<think>Perhaps\n#### 4\n</think>\n\n#### 5", False, 100),
+        ("Perhaps\n#### 4\n</think>\n\n#### 5", True, 100),
+        ("<think>It is\n#### 5\n", False, 0),
+        ("#### 5", False, 100),
+    ],
+)
+def test_what_follows_the_reasoning_of_the_first_turn_is_scored(make, text, is_open, percent):
+    turns = [Turn(text, [7], 1, [PREFILL], 1.0), Turn("#### 9", [7], 1, [PREFILL], 1.0)]
+    found = make({"gsm8k": {"none": [Answer(0, "math", "none", turns, [True, True])]}})
+    asked = {"gsm8k": BenchmarkPrompts("gsm8k", 99, [Question(0, "math", ("?", "?"), "#### 5")])}
+    marks = ReasoningMarks(("<think>", "</think>"), (5,), (8,), is_open)
+    assert with_scores(found, asked, False, marks).summaries["gsm8k"]["none"].quality == {"exact match": percent}

@@ -156,41 +156,43 @@ def _side(results: EvaluationResults, benchmark: str, drafter: str) -> _Side:
 
 def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:
     """The figures that both evaluations have: each is a product of powers of sums, over the questions, of columns."""
-    numbers, (first, second) = pairing.shared, pairing.sides
-    columns: dict[str, list[Any]] = {"acceptance length": [], "speed-up": []}
+    numbers, (first, second), lengths, speeds = pairing.shared, pairing.sides, list[Any](), list[Any]()
+    _check_prompts(pairing)
     for side in (second, first):
         own, base = ([answers[number] for number in numbers] for answers in (side.answers, side.baseline))
-        columns["acceptance length"] += _emitted_and_steps(own)
-        columns["speed-up"] += [*_seconds_and_tokens(base), *_seconds_and_tokens(own)]
-    for number in numbers:
-        _check_prompts(pairing.benchmark, first.answers[number], second.answers[number])
+        lengths += _emitted_and_steps(own)
+        speeds += [*_seconds_and_tokens(base), *_seconds_and_tokens(own)]
     at_level, published = (NormalDist().inv_cdf((1 + each) / 2) for each in (level, intervals.PUBLISHED_LEVEL))
     errors = [side.timing_error for side in pairing.sides if side.timing_error is not None]
-    widths = {"acceptance length": 0.0, "speed-up": math.hypot(*errors) * at_level / published}
-    name = " → ".join(dict.fromkeys(side.drafter for side in pairing.sides))
-    for figure, own_columns in columns.items():
-        powers = (1, -1) if len(own_columns) == 4 else (1, -1, -1, 1)
-        sums = [sum(column) for column in own_columns]
+    error = math.hypot(*errors) * at_level / published if len(errors) == 2 else None
+    figures: list[tuple[str, list[Any], tuple[int, ...], float | None]] = [
+        ("acceptance length", lengths, (1, -1), 0.0),
+        ("speed-up", speeds, (1, -1, -1, 1), error),
+    ]
+    for figure, columns, powers, own_error in figures:
+        sums, bounds = [sum(column) for column in columns], None
         if min(sums) <= 0:
             continue
         new, old = (
             math.prod(total**power for total, power in zip(half, powers, strict=True))
             for half in (sums[: len(powers)], sums[len(powers) :])
         )
-        bounds = None
-        if len(numbers) >= MIN_QUESTIONS and (figure == "acceptance length" or len(errors) == 2):
-            bounds = intervals.interval(own_columns, (*powers, *(-power for power in powers)), level)
-        bounds = bounds and _widened(new / old, bounds, widths[figure])
+        if own_error is not None and len(numbers) >= MIN_QUESTIONS:
+            bounds = intervals.interval(columns, (*powers, *(-power for power in powers)), level)
+            bounds = bounds and _widened(new / old, bounds, own_error)
+        name = " → ".join(dict.fromkeys(side.drafter for side in pairing.sides))
         yield Difference(pairing.benchmark, name, figure, len(numbers), old, new, bounds)
 
 
-def _check_prompts(benchmark: str, before: Answer, after: Answer) -> None:
-    lengths = [answer.turns[0].prompt_tokens for answer in (before, after) if answer.turns]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"{benchmark}, question {before.question_id}: its prompt has {lengths[0]} tokens in one evaluation and "
-            f"{lengths[1]} in the other: compare evaluations with the same questions, template and tokenizer"
-        )
+def _check_prompts(pairing: _Pairing) -> None:
+    for number in pairing.shared:
+        turns = [side.answers[number].turns for side in pairing.sides]
+        lengths = [own[0].prompt_tokens for own in turns if own]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"{pairing.benchmark}, question {number}: its prompt has {lengths[0]} tokens in one evaluation and "
+                f"{lengths[1]} in the other: compare evaluations with the same questions, template and tokenizer"
+            )
 
 
 def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[float, float]:

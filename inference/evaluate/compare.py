@@ -53,9 +53,14 @@ class _Side:
     """A drafter in one of two evaluations."""
 
     drafter: str
-    answers: dict[int, Answer]  # by question, where the baseline answered it too; none without a decoding step
+    answers: dict[int, Answer]  # by question, where the baseline answered it too
     baseline: dict[int, Answer]
     timing_error: float | None
+
+    @property
+    def measured(self) -> dict[int, Answer]:
+        """The answers, or none if they have no decoding step."""
+        return self.answers if any(decode_steps(answer.turns) for answer in self.answers.values()) else {}
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,10 @@ def compare(before: EvaluationResults, after: EvaluationResults) -> list[Differe
             "benchmarks and drafters, whose folders still hold answers/"
         )
     level = 1 - ERROR_RATE / (2 * len(pairings))
-    return [each for pairing in pairings for each in _differences(pairing, level)]
+    found = [each for pairing in pairings for each in _differences(pairing, level)]
+    if not found:
+        raise ValueError(f"{before.name} and {after.name} have no decoding step to compare: give longer answers")
+    return found
 
 
 def unpaired(before: EvaluationResults, after: EvaluationResults) -> tuple[list[str], list[str]]:
@@ -114,8 +122,8 @@ def unpaired(before: EvaluationResults, after: EvaluationResults) -> tuple[list[
             gone = (name for name in _drafters(results, benchmark) if name not in names)
             lines[at].extend(f"{benchmark}: the drafter {name}" for name in gone)
             for sides in paired:
-                answers = sides[at].answers
-                if lost := [str(number) for number in answers if number not in sides[1 - at].answers]:
+                answers, others = sides[at].measured, sides[1 - at].measured
+                if lost := [str(number) for number in answers if number not in others]:
                     shown = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
                     count = f"{len(lost)} of {len(answers)} answers"
                     lines[at].append(f"{benchmark}, {sides[at].drafter}: {count}, to the questions {shown}")
@@ -150,8 +158,7 @@ def _side(results: EvaluationResults, benchmark: str, drafter: str) -> _Side:
     summary, recorded = results.summaries[benchmark][drafter], results.answers[benchmark]
     baseline = {answer.question_id: answer for answer in recorded.get(summary.baseline, [])}
     answers = {a.question_id: a for a in recorded.get(drafter, []) if a.question_id in baseline}
-    has_steps = any(decode_steps(answer.turns) for answer in answers.values())
-    return _Side(drafter, answers if has_steps else {}, baseline, summary.speed.timing_error)
+    return _Side(drafter, answers, baseline, summary.speed.timing_error)
 
 
 def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:

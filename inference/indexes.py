@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 NUM_FOLLOWING, MAX_CONTEXT = 4, 4  # tokens after a context, and tokens of a context, as in Self-Draft
 BORDER = -1  # separates documents; no n-gram contains it
-BATCH_CHARACTERS = 1 << 20  # encoded at a time
+BATCH_SIZE = 256  # documents encoded at a time
 
 Advance = Callable[[int], object]
 
@@ -115,27 +116,14 @@ def encoded(files: list[str], tokenizer: PreTrainedTokenizerBase, advance: Advan
     Raises:
         ValueError: The files contain no text, or `read_texts` rejects one.
     """
-    is_empty = True
-    for batch in _batches(read_texts(files)):
+    texts, is_empty = read_texts(files), True
+    for batch in iter(lambda: list(islice(texts, BATCH_SIZE)), []):
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             is_empty &= not ids
             yield ids
         advance(sum(map(len, batch)))
     if is_empty:
         raise ValueError(f"there is no text in {', '.join(files)}")
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 # ---- n-grams

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from data.files import MALFORMED, disk_errors
+from data.files import disk_errors, parse_line, reading
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Journal:
         self.settings = json.loads(json.dumps(settings))  # as they are read back: tuples are lists
         self._stream: FileIO | None = None  # opened by the first append
         self._is_kept = existing != "replace"
-        recorded = next(self._read(), None)
+        recorded = next((self._parsed(1, line) for line in self._lines()), None)
         if recorded not in (None, self.settings):
             if existing == "continue":
                 raise ValueError(
@@ -59,12 +59,8 @@ class Journal:
 
     def entries(self, read: Callable[[Any], T]) -> Iterator[T]:
         """What ``read`` makes of each entry, without the settings; raises ValueError if it cannot read one."""
-        for number, entry in islice(enumerate(self._read(), start=1), 1, None):
-            try:
-                value = read(entry)
-            except MALFORMED as error:
-                raise self._damage(number) from error
-            yield value
+        for number, line in islice(enumerate(self._lines(), start=1), 1, None):
+            yield self._parsed(number, line, read)
 
     def append(self, entry: Any) -> None:
         """Add an entry; it is on the disk when this returns."""
@@ -103,15 +99,9 @@ class Journal:
             with self.path.open("rb") as stream:
                 yield from (line for line in stream if line.endswith(b"\n"))
 
-    def _read(self) -> Iterator[Any]:
-        for number, line in enumerate(self._lines(), start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise self._damage(number) from error
-
-    def _damage(self, number: int) -> ValueError:
-        return ValueError(f"{self.path} line {number} is damaged: delete the file and start over")
+    def _parsed(self, number: int, line: bytes, read: Callable[[Any], Any] = lambda entry: entry) -> Any:
+        with reading(f"{self.path} line {number}", "delete the file and start over"):
+            return read(parse_line(line))
 
 
 def _differences(recorded: Any, settings: Mapping[str, Any]) -> str:

@@ -102,7 +102,6 @@ def select_questions(
     template: str,
     max_new_tokens: int,
     limit: int | None = None,
-    spaced: bool = False,
 ) -> BenchmarkPrompts:
     """Select the questions whose first prompt fits into the context. (A later turn that is too long ends its answer.)
 
@@ -113,17 +112,15 @@ def select_questions(
         template: Chat template, as in `encode_messages`.
         max_new_tokens: Maximum number of new tokens per turn.
         limit: Maximum number of questions that fit; None selects all of them.
-        spaced: Select the first that fits of each of ``limit`` equal parts, not the first ones of all.
 
     Raises:
         ValueError: A prompt is empty, the template refuses a question or leaves out its system prompt or tools,
             ``max_new_tokens`` is below 1, or no question fits.
     """
-    selected, num_wanted = BenchmarkPrompts(benchmark, base.context_length), limit or len(questions)
-    part_length = max(1, len(questions) // num_wanted)
-    for index, question in enumerate(questions):
-        if len(selected.questions) >= min(num_wanted, index // part_length + 1 if spaced else num_wanted):
-            continue
+    selected = BenchmarkPrompts(benchmark, base.context_length)
+    for question in questions:
+        if len(selected.questions) == limit:
+            break
         try:
             prompt = encode_first_prompt(base, question, template)
             if len(prompt) >= base.context_length:

@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from data.benchmarks import Question, load_questions
-from data.files import MALFORMED, SafeConsole, read_json_lines
+from data.files import SafeConsole, read_json_lines, reading
 from data.tokenizer import load_tokenizer
 from drafters.protocol import Drafter, RequiredOutputs
 from drafters.tree import ROOT, DraftTree
@@ -75,7 +75,7 @@ def decode(base: BaseConfig, drafter: Drafter, recorded: Sequence[Recording], ca
 def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: str, cap: int) -> Iterator[Recording]:
     """Read recorded answers. FastChat's texts are tokenised again, with the end-of-sequence token that was cut off."""
     for place, row in read_json_lines(path):
-        try:
+        with reading(place, "it is no recorded answer to --questions"):
             question, choice, messages = asked[row["question_id"]], row["choices"][0], list[tuple[str, str]]()
             for turn, text in enumerate(choice["turns"]):
                 prompt = encode_question(base, question, [*messages, ("user", question.turns[turn])], template)
@@ -91,8 +91,6 @@ def read(path: str, asked: Mapping[int, Question], base: BaseConfig, template: s
                 if size > cap or not fits:
                     raise ValueError("other lengths: pass its --tokenizer, --template and --max-new-tokens")
                 yield question, prompt, tokens if len(tokens) == size else [], ended
-        except MALFORMED as error:
-            raise ValueError(f"{place}: no recorded answer to --questions ({type(error).__name__}: {error})") from error
 
 
 def measure(turns: Sequence[tuple[Question, list[StepCost]]]) -> list[float]:

@@ -44,21 +44,6 @@ def new_file(out: str, overwrite: bool) -> Path:
     return path
 
 
-def new_folder(out: str | None, overwrite: bool) -> Path | None:
-    """Return the folder for the results of a command, or None if no folder was chosen.
-
-    Raises:
-        ValueError: The folder holds results that must not be replaced, or it cannot be created.
-    """
-    if out is None:
-        return None
-    folder = Path(out)
-    folder_above(folder / "results.json")
-    if any((folder / name).exists() for name in ("answers", "results.json")) and not overwrite:
-        raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
-    return folder
-
-
 def folder_above(path: Path) -> Path:
     """Return the nearest parent folder that exists; raises ValueError if nothing can be created in it."""
     parent = next(parent for parent in path.absolute().parents if parent.exists())

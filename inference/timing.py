@@ -17,17 +17,6 @@ NUM_SAMPLES = 20
 SAMPLING_SECONDS = 0.2
 
 
-class CoreClock:
-    """Measures the share of the wall time that its thread spent on a core; a decoding thread never sleeps by itself."""
-
-    def __init__(self) -> None:
-        self._wall, self._thread = time.perf_counter(), time.thread_time()
-
-    def share(self) -> float:
-        """The share since the clock was made."""
-        return (time.thread_time() - self._thread) / max(time.perf_counter() - self._wall, 1e-9)
-
-
 def processor_name() -> str:
     """Name of the processor, or of its architecture if the system does not say."""
     try:
@@ -88,7 +77,7 @@ class MachineLoad:
     threads: int  # that decode, over all processes
     before: list[float] = field(default_factory=list)  # `running_threads` before each start of the command
     during: float | None = None  # the highest `load_average` at the end of an answer
-    core_share: float | None = None  # mean over the answers of `CoreClock.share`
+    core_share: float | None = None  # mean over the answers of the share of the time that the thread had a core
     gpu_percents: list[int] = field(default_factory=list)  # `gpu_use` before each start
     decoded_again: int = 0  # questions that were decoded again because the thread had waited for a core
 

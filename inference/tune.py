@@ -33,7 +33,7 @@ from inference.verifier.layer_skipping import default_skips, sublayers
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import Sampler
-from inference.verifier.session import Generation, Session
+from inference.verifier.session import Generation, Session, acceptance_length
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -260,7 +260,7 @@ class Tuner:
         return {
             "speedup": speed(drafted) / speed(alone) if alone else None,
             "tokens_per_second": speed(drafted),
-            "acceptance_length": sum(step.emitted for step in steps) / max(1, len(steps)),
+            "acceptance_length": acceptance_length(text.steps for text in drafted) or 0.0,
             "fed_per_step": sum(step.fed for step in steps) / max(1, len(steps)),
             "identical": sum(a.tokens == b.tokens for a, b in zip(drafted, alone, strict=True)) if alone else None,
         }

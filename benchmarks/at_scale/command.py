@@ -152,7 +152,8 @@ def decode(
     with progress_bars(transient=True) as bars:
         task = bars.add_task(title, total=repeats * len(questions) * len(drafters))
         for repeat in range(repeats):
-            for answer in answer_questions(base, sessions, questions, TEMPLATE, max_new_tokens, repeat=repeat):
+            numbered = dict(enumerate(questions))
+            for _, answer in answer_questions(base, sessions, numbered, TEMPLATE, max_new_tokens, repeat=repeat):
                 answers[answer.drafter][repeat].append(answer)
                 bars.advance(task)
     return answers

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from data.benchmarks import Question, score
+from data.benchmarks import Question
 from data.files import read_json_lines, reading, validated, write_text
-from data.templates import ReasoningMarks, decode_answer
+from data.templates import decode_answer
 from inference.budget import Budgeted
 from inference.prompts import encode_question
-from inference.timing import MIN_CORE_SHARE, CoreClock
+from inference.timing import MIN_CORE_SHARE
 from inference.verifier.base import Base
 from inference.verifier.session import PHASES, Generation, Session, StepCost
 
@@ -84,12 +84,14 @@ def answer_question(
         turn = Turn(text, result.tokens, len(prompt), result.steps, result.seconds, cpu_seconds)
         return turn, bool(result.tokens) and result.tokens[-1] in base.eos
 
-    clock, process_time = CoreClock(), time.process_time()
+    clocks = time.perf_counter, time.thread_time, time.process_time
+    before = [clock() for clock in clocks]
     encode = partial(encode_question, base, question, template=template)
     turns, ended = answer_turns(question, encode, base.context_length, write)
     peak = torch.cuda.max_memory_allocated(base.model.device) if on_gpu else None
-    share, process_time = clock.share(), time.process_time() - process_time
-    return Answer(question.question_id, question.category, name, turns, ended, peak, share, process_time)
+    wall, thread, process = (clock() - start for clock, start in zip(clocks, before, strict=True))
+    share = thread / max(wall, 1e-9)  # a decoding thread never sleeps by itself
+    return Answer(question.question_id, question.category, name, turns, ended, peak, share, process)
 
 
 def answer_turns(
@@ -133,24 +135,21 @@ def decode(
     return result, cpu_seconds
 
 
-def decoding_order(names: Sequence[str], num_questions: int, repeat: int = 0) -> list[Slot]:
+def decoding_order(names: Sequence[str], indices: Iterable[int], repeat: int = 0) -> list[Slot]:
     """All drafters on the first question, then on the second, and so on; each time another drafter comes first."""
-    slots: list[Slot] = []
-    for index in range(num_questions):
-        first = (index + repeat) % len(names)
-        slots += [(index, name) for name in [*names[first:], *names[:first]]]
-    return slots
+    firsts = [(index, (place + repeat) % len(names)) for place, index in enumerate(indices)]
+    return [(index, name) for index, first in firsts for name in [*names[first:], *names[:first]]]
 
 
 def answer_questions(
     base: Base,
     sessions: dict[str, Session],
-    questions: list[Question],
+    questions: Mapping[int, Question],
     template: str,
     max_new_tokens: int,
     done: Mapping[Slot, Answer] | None = None,
     repeat: int = 0,
-) -> Iterator[Answer]:
+) -> Iterator[tuple[Slot, Answer]]:
     """Answer every question with every drafter, in `decoding_order`, and yield the answers that are new.
 
     Each drafter is warmed up on the first question and then reset. A drafter that remembers earlier texts decodes the
@@ -161,17 +160,18 @@ def answer_questions(
     Args:
         base: The base.
         sessions: A session for each drafter, by the drafter's name.
-        questions: The questions.
+        questions: The questions, by index.
         template: Chat template.
         max_new_tokens: Maximum number of tokens of a turn.
         done: The answers of an interrupted run.
         repeat: How often all questions were decoded before.
     """
     done = done or {}
-    slots = decoding_order(list(sessions), len(questions), repeat)
+    slots = decoding_order(list(sessions), questions, repeat)
     unfinished = dict.fromkeys(name for index, name in slots if (index, name) not in done)
     for name in unfinished:
-        answer_question(sessions[name], name, questions[0], base, template, min(WARM_UP_TOKENS, max_new_tokens))
+        first = next(iter(questions.values()))
+        answer_question(sessions[name], name, first, base, template, min(WARM_UP_TOKENS, max_new_tokens))
         sessions[name].drafter.reset()
     num_spare = len(slots) // 2
     for index, name in slots:
@@ -184,7 +184,7 @@ def answer_questions(
         num_spare -= answer.decodings - 1
         with_steps = not isinstance(sessions[name].drafter, Budgeted)
         if not before:
-            yield answer
+            yield (index, name), answer
         elif comparable(answer, with_steps) != comparable(before, with_steps):
             warnings.warn(
                 f"{name} decodes question {answer.question_id} differently than before the interruption: decoding is "
@@ -300,32 +300,3 @@ def _step_from_json(row: list[float]) -> dict[str, Any]:
     if len(row) != len(COUNTS) + len(PHASES) or min(row) < 0:
         raise ValueError(f"a step has {len(COUNTS)} counts and {len(PHASES)} times, none of them negative")
     return {**dict(zip(COUNTS, row, strict=False)), "seconds": row[len(COUNTS) :]}
-
-
-def quality_of(
-    benchmark: str,
-    questions: Sequence[Question],
-    answers: Sequence[Answer],
-    run: Callable[[str], bool] | None = None,
-    marks: ReasoningMarks | None = None,
-) -> dict[str, float]:
-    """Score the first turns of recorded answers without their reasoning, in percent, as their benchmark scores them.
-
-    Args:
-        benchmark: Name of the benchmark; a prompt style after a colon is ignored.
-        questions: The questions.
-        answers: Answers to them, in any order.
-        run: Runs a program and tells whether it finished; None runs none and leaves out pass@1.
-        marks: The marks of reasoning in the answers; None if there are none.
-
-    Raises:
-        ValueError: A question has no answer.
-    """
-    written = {answer.question_id: answer.turns[0].text for answer in answers if answer.turns}
-    missing = [question.question_id for question in questions if question.question_id not in written]
-    if missing:
-        raise ValueError(f"{benchmark}: question {missing[0]} has no answer; answer the same questions")
-    texts = [written[question.question_id] for question in questions]
-    if marks:
-        texts = [marks.without_reasoning(text) for text in texts]
-    return score(benchmark, questions, texts, run)

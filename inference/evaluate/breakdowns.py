@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from data.templates import ReasoningMarks
 from inference.evaluate.answers import Answer, Turn
-from inference.evaluate.intervals import Estimate, ratio
+from inference.evaluate.intervals import Estimate, quotient, ratio
 from inference.evaluate.step_times import own_times
 from inference.verifier.session import StepCost
 
@@ -30,20 +31,15 @@ class DraftCounts:
     drafted: int  # draft tokens that they fed and could have accepted
     fed: int  # all tokens that they fed to the base
 
-    @property
-    def draft_efficiency(self) -> float | None:
-        """Accepted / drafted tokens: vLLM's draft acceptance rate, ANPD's alpha. A tree wastes most of its nodes."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def wasted_per_token(self) -> float | None:
-        """Tokens fed in vain for each emitted token: fed, but neither a root nor accepted."""
-        return (self.fed - self.steps - self.accepted) / self.emitted if self.emitted else None
-
-    @property
-    def fed_per_token(self) -> float | None:
-        """Tokens fed to the base for each emitted token, a proxy of arithmetic and energy; 1 without a drafter."""
-        return self.fed / self.emitted if self.emitted else None
+    def figures(self) -> dict[str, Any]:
+        """The fields of an `Acceptance` that follow from these sums."""
+        return {
+            "fed_per_step": quotient(self.fed, self.steps),
+            "hit_ratio": quotient(self.accepted, self.drafted),
+            "fed_per_token": quotient(self.fed, self.emitted),
+            "wasted_per_token": quotient(self.fed - self.steps - self.accepted, self.emitted),
+            "conventions": self.by_convention(),
+        }
 
     def by_convention(self) -> dict[str, float]:
         """The acceptance length as each tool counts it, by the tool's name for it; without those that are unknown.

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 from rich.progress import Progress
 
-from data.benchmarks import Question, needs_code, needs_package
+from data.benchmarks import Question, needs_code, needs_package, score
 from data.files import SafeConsole
 from data.templates import ReasoningMarks
 from inference import drafter_specs, sandbox, timing
 from inference.evaluate import tables, worker
-from inference.evaluate.answers import quality_of
 from inference.evaluate.breakdowns import reasoning
 from inference.evaluate.page import Decode, write_page
 from inference.evaluate.plan import EvaluationPlan, RunConditions, make_plan
@@ -27,7 +26,7 @@ from inference.evaluate.results import EvaluationResults, Run, RunRecord, write
 from inference.journal import Journal
 from inference.prompts import BenchmarkPrompts, find_reasoning_marks
 from inference.questions import QuestionOptions
-from inference.runs import new_folder, progress_bars
+from inference.runs import folder_above, progress_bars
 from inference.verifier.base import BaseConfig, load_base_info
 from inference.verifier.options import ModelOptions, SamplingOptions
 
@@ -122,10 +121,15 @@ def results_folder(out: str | None, overwrite: bool, conditions: RunConditions) 
     """Return the folder for the results, or None if no folder was chosen.
 
     Raises:
-        ValueError: The folder cannot be created, or it holds results under other conditions.
+        ValueError: The folder cannot be created, or it holds results under other conditions or without a journal.
     """
-    journals = sorted((Path(out) / worker.JOURNALS).glob("*.jsonl")) if out else []
-    folder = new_folder(out, overwrite or bool(journals))
+    if out is None:
+        return None
+    folder, names = Path(out), ("answers", "results.json")
+    folder_above(folder / "results.json")
+    journals = sorted((folder / worker.JOURNALS).glob("*.jsonl"))
+    if not overwrite and not journals and any((folder / name).exists() for name in names):
+        raise ValueError(f"{out} already holds results: give another --out, or --overwrite to replace them")
     for path in [] if overwrite else journals:
         try:
             Journal(path, asdict(conditions))
@@ -161,7 +165,10 @@ def decode(plan: EvaluationPlan, folder: Path | None, overwrite: bool = False) -
                 bars.update(task, total=total)
                 yield repeat, benchmarks
 
-        num_new = worker.run(plan, journals, repeats(), on_ready, lambda number: bars.advance(task, number))
+        num_new = 0
+        for is_new in worker.run(plan, journals, repeats(), on_ready):
+            num_new += is_new
+            bars.advance(task)
         found = worker.collect(journals, plan)
     num_repeats = {benchmark: found.num_repeats(benchmark) for benchmark in plan.questions}
     record = RunRecord(found.load, num_repeats, found.num_starts, warnings=found.warnings())
@@ -209,7 +216,10 @@ def with_scores(
         own_marks = marks_of(asked, marks)
         for name, summary in by_drafter.items():
             answers = results.answers[benchmark][name]
-            quality = quality_of(benchmark, asked, answers, sandbox.finishes if runs_code else None, own_marks)
+            texts = [answer.turns[0].text for answer in answers]  # only first turns have a reference
+            if own_marks:
+                texts = [own_marks.without_reasoning(text) for text in texts]
+            quality = score(benchmark, asked, texts, sandbox.finishes if runs_code else None)
             inside = None if summary.latency else reasoning(answers, own_marks)
             summaries[benchmark][name] = replace(summary, quality=quality, reasoning=inside)
         pairs = zip(asked, next(iter(results.answers[benchmark].values())), strict=True)

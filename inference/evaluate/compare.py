@@ -12,7 +12,7 @@ from inference.evaluate import intervals
 from inference.evaluate.answers import Answer
 from inference.evaluate.metrics import decode_steps
 from inference.evaluate.plan import differing
-from inference.evaluate.results import EvaluationResults, differing_budgets
+from inference.evaluate.results import EvaluationResults
 from inference.evaluate.step_times import MedianStepTimes
 
 ERROR_RATE = 0.05  # probability that a comparison of equal evaluations marks anything
@@ -49,13 +49,31 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class _Side:
+    """A drafter in one of two evaluations."""
+
+    drafter: str
+    answers: dict[int, Answer]  # by question, where the baseline answered it too
+    baseline: dict[int, Answer]
+    timing_error: float | None
+
+    @property
+    def measured(self) -> dict[int, Answer]:
+        """The answers, or none if they have no decoding step."""
+        return self.answers if any(decode_steps(answer.turns) for answer in self.answers.values()) else {}
+
+
+@dataclass(frozen=True)
 class _Pairing:
-    """A drafter's answers in both evaluations, and the baselines', each in the order of the shared questions."""
+    """A drafter before and after."""
 
     benchmark: str
-    drafter: str
-    sides: list[list[Answer]]  # the drafter's answers before and after, then the baselines'
-    timing_errors: list[float | None]  # before and after
+    sides: tuple[_Side, _Side]
+
+    @property
+    def shared(self) -> list[int]:
+        """The questions that both evaluations answered."""
+        return [number for number in self.sides[0].answers if number in self.sides[1].answers]
 
 
 def compare(before: EvaluationResults, after: EvaluationResults) -> list[Difference]:
@@ -74,7 +92,18 @@ def compare(before: EvaluationResults, after: EvaluationResults) -> list[Differe
     Raises:
         ValueError: They share no benchmark, drafter or question, or a question has another prompt.
     """
-    pairings = _pairings(before, after)
+    for results in (before, after):
+        if any(summary.latency for by_drafter in results.summaries.values() for summary in by_drafter.values()):
+            raise ValueError(
+                f"{results.name} was measured in a server, which reports no single steps: compare the tables of both, "
+                "drafters report FOLDER OTHER --out PAGE"
+            )
+    pairings = [pairing for pairing in _pairings(before, after) if pairing.shared]
+    if not pairings:
+        raise ValueError(
+            f"{before.name} and {after.name} share no answered question of a drafter: compare evaluations of the same "
+            "benchmarks and drafters, whose folders still hold answers/"
+        )
     level = 1 - ERROR_RATE / (2 * len(pairings))
     found = [each for pairing in pairings for each in _differences(pairing, level)]
     if not found:
@@ -84,116 +113,93 @@ def compare(before: EvaluationResults, after: EvaluationResults) -> list[Differe
 
 def unpaired(before: EvaluationResults, after: EvaluationResults) -> tuple[list[str], list[str]]:
     """What only the first evaluation has, and what only the second has: benchmarks, drafters, answers to questions."""
-    sides, lines = (before, after), (list[str](), list[str]())
-    for at in (0, 1):
-        lines[at].extend(f"the benchmark {name}" for name in sides[at].summaries if name not in sides[1 - at].summaries)
-    for benchmark in (name for name in before.summaries if name in after.summaries):
-        pairs = _matched(before, after, benchmark)
-        for at, results in enumerate(sides):
-            paired = {pair[at] for pair in pairs.items()}
-            drafters = (name for name, summary in results.summaries[benchmark].items() if not summary.is_baseline)
-            lines[at].extend(f"{benchmark}: the drafter {name}" for name in drafters if name not in paired)
-        for pair in pairs.items():
-            numbers = [_answered(results, benchmark, name) for results, name in zip(sides, pair, strict=True)]
-            for at in (0, 1):
-                if gone := [str(number) for number in numbers[at] if number not in numbers[1 - at]]:
-                    shown = ", ".join(gone[:MAX_NUMBERS]) + ", ..." * (len(gone) > MAX_NUMBERS)
-                    count = f"{len(gone)} of {len(numbers[at])} answers"
-                    lines[at].append(f"{benchmark}, {pair[at]}: {count}, to the questions {shown}")
+    lines, pairings = (list[str](), list[str]()), _pairings(before, after)
+    for at, (results, other) in enumerate(((before, after), (after, before))):
+        lines[at].extend(f"the benchmark {name}" for name in results.summaries if name not in other.summaries)
+        for benchmark in (name for name in before.summaries if name in after.summaries):
+            paired = [pairing.sides for pairing in pairings if pairing.benchmark == benchmark]
+            names = {sides[at].drafter for sides in paired}
+            gone = (name for name in _drafters(results, benchmark) if name not in names)
+            lines[at].extend(f"{benchmark}: the drafter {name}" for name in gone)
+            for sides in paired:
+                answers, others = sides[at].measured, sides[1 - at].measured
+                if lost := [str(number) for number in answers if number not in others]:
+                    shown = ", ".join(lost[:MAX_NUMBERS]) + ", ..." * (len(lost) > MAX_NUMBERS)
+                    count = f"{len(lost)} of {len(answers)} answers"
+                    lines[at].append(f"{benchmark}, {sides[at].drafter}: {count}, to the questions {shown}")
     return lines
 
 
 def differing_conditions(before: EvaluationResults, after: EvaluationResults) -> list[str]:
     """One line for each condition, such as the dtype, in which the evaluations differ."""
     ours, its = before.conditions, after.conditions
-    shared = [benchmark for benchmark in before.summaries if benchmark in after.summaries]
-    caps = [(name, before.cap(name), after.cap(name)) for name in shared]
-    matched = {own: other for name in shared for own, other in _matched(before, after, name).items()}
+    caps = [(name, before.cap(name), after.cap(name)) for name in before.summaries if name in after.summaries]
     lengths = [f"length cap of {name}: {own} and {other}" for name, own, other in caps if own != other]
-    return [*differing(ours, its), *lengths, *differing_budgets(ours, its, matched)]
+    matched = {own.drafter: other.drafter for own, other in (each.sides for each in _pairings(before, after))}
+    return differing(ours, its, matched) + lengths
 
 
 def _pairings(before: EvaluationResults, after: EvaluationResults) -> list[_Pairing]:
+    """The drafters of the same name; a single drafter on each side is compared whatever it is called."""
     found = []
-    for results in (before, after):
-        if any(summary.latency for by_drafter in results.summaries.values() for summary in by_drafter.values()):
-            raise ValueError(
-                f"{results.name} was measured in a server, which reports no single steps: compare the tables of both, "
-                "drafters report FOLDER OTHER --out PAGE"
-            )
     for benchmark in (name for name in before.summaries if name in after.summaries):
-        for own, its in _matched(before, after, benchmark).items():
-            both = [(before, before.summaries[benchmark][own]), (after, after.summaries[benchmark][its])]
-            names = [(results, summary.drafter) for results, summary in both]
-            names += [(results, summary.baseline) for results, summary in both]
-            answers = [{a.question_id: a for a in r.answers[benchmark].get(name, [])} for r, name in names]
-            shared = [number for number in answers[0] if all(number in each for each in answers)]
-            for number in shared:
-                _check_prompts(benchmark, answers[0][number], answers[1][number])
-            if shared:
-                sides = [[each[number] for number in shared] for each in answers]
-                errors = [summary.speed.timing_error for _, summary in both]
-                found.append(_Pairing(benchmark, own if own == its else f"{own} → {its}", sides, errors))
-    if not found:
-        raise ValueError(
-            f"{before.name} and {after.name} share no answered question of a drafter: compare evaluations of the same "
-            "benchmarks and drafters, whose folders still hold answers/"
-        )
+        ours, its = (_drafters(results, benchmark) for results in (before, after))
+        alone = list(zip(ours, its, strict=True)) if len(ours) == len(its) == 1 else []
+        for own, other in [(name, name) for name in ours if name in its] or alone:
+            found.append(_Pairing(benchmark, (_side(before, benchmark, own), _side(after, benchmark, other))))
     return found
 
 
-def _matched(before: EvaluationResults, after: EvaluationResults, benchmark: str) -> dict[str, str]:
-    """The names of the same drafter in both; a single drafter on each side is compared whatever it is called."""
-    ours, its = (
-        [name for name, summary in results.summaries[benchmark].items() if not summary.is_baseline]
-        for results in (before, after)
-    )
-    shared = {name: name for name in ours if name in its}
-    return shared or ({ours[0]: its[0]} if len(ours) == len(its) == 1 else {})
+def _drafters(results: EvaluationResults, benchmark: str) -> list[str]:
+    return [name for name, summary in results.summaries[benchmark].items() if not summary.is_baseline]
 
 
-def _answered(results: EvaluationResults, benchmark: str, drafter: str) -> dict[int, Answer]:
-    """The answers of a drafter to what the baseline also answered, by question; none if they have no decoding step."""
-    answers, baseline = results.answers[benchmark], results.summaries[benchmark][drafter].baseline
-    known = {answer.question_id for answer in answers.get(baseline, [])}
-    own = {answer.question_id: answer for answer in answers.get(drafter, []) if answer.question_id in known}
-    return own if any(decode_steps(answer.turns) for answer in own.values()) else {}
-
-
-def _check_prompts(benchmark: str, before: Answer, after: Answer) -> None:
-    lengths = [answer.turns[0].prompt_tokens for answer in (before, after) if answer.turns]
-    if len(set(lengths)) > 1:
-        raise ValueError(
-            f"{benchmark}, question {before.question_id}: its prompt has {lengths[0]} tokens in one evaluation and "
-            f"{lengths[1]} in the other: compare evaluations with the same questions, template and tokenizer"
-        )
+def _side(results: EvaluationResults, benchmark: str, drafter: str) -> _Side:
+    summary, recorded = results.summaries[benchmark][drafter], results.answers[benchmark]
+    baseline = {answer.question_id: answer for answer in recorded.get(summary.baseline, [])}
+    answers = {a.question_id: a for a in recorded.get(drafter, []) if a.question_id in baseline}
+    return _Side(drafter, answers, baseline, summary.speed.timing_error)
 
 
 def _differences(pairing: _Pairing, level: float) -> Iterator[Difference]:
     """The figures that both evaluations have: each is a product of powers of sums, over the questions, of columns."""
-    before, after, base_before, base_after = pairing.sides
-    lengths = [column for answers in (after, before) for column in _emitted_and_steps(answers)]
-    speeds = [column for own in (base_after, after, base_before, before) for column in _seconds_and_tokens(own)]
+    numbers, (first, second), lengths, speeds = pairing.shared, pairing.sides, list[Any](), list[Any]()
+    _check_prompts(pairing)
+    for side in (second, first):
+        own, base = ([answers[number] for number in numbers] for answers in (side.answers, side.baseline))
+        lengths += _emitted_and_steps(own)
+        speeds += [*_seconds_and_tokens(base), *_seconds_and_tokens(own)]
     at_level, published = (NormalDist().inv_cdf((1 + each) / 2) for each in (level, intervals.PUBLISHED_LEVEL))
-    errors = [error for error in pairing.timing_errors if error is not None]
+    errors = [side.timing_error for side in pairing.sides if side.timing_error is not None]
     error = math.hypot(*errors) * at_level / published if len(errors) == 2 else None
-    figures: dict[str, tuple[list[Any], tuple[int, ...], float | None]] = {
-        "acceptance length": (lengths, (1, -1), 0.0),
-        "speed-up": (speeds, (1, -1, -1, 1), error),
-    }
-    for figure, (columns, powers, own_error) in figures.items():
-        sums, count = [sum(column) for column in columns], len(before)
+    figures: list[tuple[str, list[Any], tuple[int, ...], float | None]] = [
+        ("acceptance length", lengths, (1, -1), 0.0),
+        ("speed-up", speeds, (1, -1, -1, 1), error),
+    ]
+    for figure, columns, powers, own_error in figures:
+        sums, bounds = [sum(column) for column in columns], None
         if min(sums) <= 0:
             continue
         new, old = (
             math.prod(total**power for total, power in zip(half, powers, strict=True))
             for half in (sums[: len(powers)], sums[len(powers) :])
         )
-        bounds = None
-        if own_error is not None and count >= MIN_QUESTIONS:
+        if own_error is not None and len(numbers) >= MIN_QUESTIONS:
             bounds = intervals.interval(columns, (*powers, *(-power for power in powers)), level)
-        bounds = bounds and _widened(new / old, bounds, own_error or 0.0)
-        yield Difference(pairing.benchmark, pairing.drafter, figure, count, old, new, bounds)
+            bounds = bounds and _widened(new / old, bounds, own_error)
+        name = " → ".join(dict.fromkeys(side.drafter for side in pairing.sides))
+        yield Difference(pairing.benchmark, name, figure, len(numbers), old, new, bounds)
+
+
+def _check_prompts(pairing: _Pairing) -> None:
+    for number in pairing.shared:
+        turns = [side.answers[number].turns for side in pairing.sides]
+        lengths = [own[0].prompt_tokens for own in turns if own]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"{pairing.benchmark}, question {number}: its prompt has {lengths[0]} tokens in one evaluation and "
+                f"{lengths[1]} in the other: compare evaluations with the same questions, template and tokenizer"
+            )
 
 
 def _widened(ratio: float, bounds: tuple[float, float], error: float) -> tuple[float, float]:

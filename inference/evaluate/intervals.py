@@ -29,6 +29,11 @@ class Estimate:
 UNKNOWN = Estimate()
 
 
+def quotient(numerator: float | None, denominator: float | None) -> float | None:
+    """The quotient of two numbers; None if one is unknown or the denominator is 0."""
+    return numerator / denominator if numerator is not None and denominator else None
+
+
 def ratio(terms: Iterable[tuple[float, float]]) -> Estimate:
     """The ratio of two sums over questions, each of which has a term of both; without a value if there are none."""
     columns = list(zip(*terms, strict=True))
@@ -90,20 +95,6 @@ def tail_probability(num_questions: int, level: float) -> float:
     """
     quantile = stats.t.ppf((1 + level) / 2, num_questions - 1)
     return float(stats.norm.cdf(-sqrt(num_questions / (num_questions - 1)) * quantile))
-
-
-def relative_deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation / mean of positive values; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return float(np.std(values, ddof=1) / np.mean(values))
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """Relative standard error of the geometric mean of positive values; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    return float(stats.sem(np.log(values)))
 
 
 def half_width(groups: Sequence[Sequence[float]], level: float = 0.95) -> float | None:

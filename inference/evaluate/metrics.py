@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
+from scipy import stats
 
 from inference.evaluate import intervals
 from inference.evaluate.answers import Answer, Turn
@@ -17,18 +20,14 @@ from inference.evaluate.breakdowns import (
     count_drafts,
     length_ranges,
 )
-from inference.evaluate.intervals import UNKNOWN, Estimate
+from inference.evaluate.intervals import UNKNOWN, Estimate, quotient
 from inference.evaluate.step_times import MedianStepTimes, timing_error
+from inference.verifier import session
 from inference.verifier.session import PHASES, StepCost
 
+Pair = tuple[Answer, Answer]  # a drafter's answer, and the baseline's to the same question
 Repeat = tuple[Sequence[Answer], Sequence[Answer]]  # a drafter's answers, and the baseline's
-
-
-class Decoded(Protocol):
-    """Any decoded text with the cost of its steps, such as a recorded turn or what a session returns."""
-
-    @property
-    def steps(self) -> Sequence[StepCost]: ...
+Terms = tuple[float, int, float, int]  # seconds and tokens of the baseline, then of the drafter
 
 
 @dataclass(frozen=True)
@@ -134,17 +133,19 @@ def summarise(answers: Sequence[Answer], baseline: Sequence[Answer], repeats: Se
     pairs = pair_answers(answers, baseline)
     repeats = repeats or [(answers, [base for _, base in pairs])]
     own_times, base_times = (MedianStepTimes(each) for each in zip(*repeats, strict=True))
-    timed = [TimedPair(answer, base, own_times.seconds(answer), base_times.seconds(base)) for answer, base in pairs]
+    timed = [_terms(*pair, base_times.seconds(pair[1]), own_times.seconds(pair[0])) for pair in pairs]
     by_position, by_prompt = length_ranges(answers)
-    categories = dict.fromkeys(answer.category for answer in answers)
+    rows: dict[str, list[tuple[Pair, Terms]]] = {}
+    for pair, terms in zip(pairs, timed, strict=True):
+        rows.setdefault(pair[0].category, []).append((pair, terms))
     return Summary(
         drafter=answers[0].drafter,
         baseline=baseline[0].drafter,
         **count_identical(pairs),
         tokens=_tokens(turns_of(answers)),
         acceptance=_acceptance(answers),
-        speed=_speed(timed, repeats, timing_error(own_times, base_times)),
-        by_category={each: _category([pair for pair in timed if pair.answer.category == each]) for each in categories},
+        speed=_speed(pairs, timed, repeats, timing_error(own_times, base_times)),
+        by_category={category: _category(*zip(*own, strict=True)) for category, own in rows.items()},
         by_position=by_position,
         by_prompt=by_prompt,
     )
@@ -159,34 +160,29 @@ def _acceptance(answers: Sequence[Answer]) -> Acceptance:
     return Acceptance(
         length=intervals.ratio((sum(step.emitted for step in own), len(own)) for own in own_steps if own),
         mean=intervals.ratio((length, 1) for length in lengths),
-        with_prefill=_ratio(_tokens(turns), sum(len(turn.steps) for turn in turns)),
+        with_prefill=quotient(_tokens(turns), sum(len(turn.steps) for turn in turns)),
         ended=acceptance_length(ended),
-        fed_per_step=_ratio(sum(step.fed for step in steps), len(steps)),
-        scratch_per_step=_ratio(sum(step.fed_scratch for step in steps), len(steps)),
-        draft_forwards_per_step=_ratio(sum(step.draft_forwards for step in steps), len(steps)),
-        hit_ratio=counts.draft_efficiency,
-        fed_per_token=counts.fed_per_token,
-        wasted_per_token=counts.wasted_per_token,
+        scratch_per_step=quotient(sum(step.fed_scratch for step in steps), len(steps)),
+        draft_forwards_per_step=quotient(sum(step.draft_forwards for step in steps), len(steps)),
         rates=acceptance_rates(own_steps),
-        conventions=counts.by_convention(),
+        **counts.figures(),
     )
 
 
-def decode_steps(turns: Iterable[Decoded]) -> list[StepCost]:
+def decode_steps(turns: Iterable[Turn]) -> list[StepCost]:
     """All steps except the prefill, which is the first step of each turn."""
     return [step for turn in turns for step in turn.steps[1:]]
 
 
-def acceptance_length(turns: Iterable[Decoded]) -> float | None:
+def acceptance_length(turns: Iterable[Turn]) -> float | None:
     """Emitted tokens / base forwards, prefill excluded from both."""
-    steps = decode_steps(turns)
-    return _ratio(sum(step.emitted for step in steps), len(steps))
+    return session.acceptance_length(turn.steps for turn in turns)
 
 
 # ---- texts
 
 
-def pair_answers(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def pair_answers(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[Pair]:
     """Pair each answer with the baseline's to the same question; raises ValueError if one is missing."""
     by_id = {base.question_id: base for base in baseline}
     missing = [answer.question_id for answer in answers if answer.question_id not in by_id]
@@ -195,7 +191,7 @@ def pair_answers(answers: Sequence[Answer], baseline: Sequence[Answer]) -> list[
     return [(answer, by_id[answer.question_id]) for answer in answers]
 
 
-def count_identical(pairs: Sequence[tuple[Answer, Answer]]) -> dict[str, Any]:
+def count_identical(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The fields of a `Summary` that compare texts: ``questions``, ``identical`` and ``first_divergence``."""
     places = [(answer.question_id, place) for answer, base in pairs if (place := first_difference(answer, base))]
     first = (places[0][0], *places[0][1]) if places else None
@@ -215,57 +211,42 @@ def first_difference(answer: Answer, baseline: Answer) -> tuple[int, int] | None
 # ---- times
 
 
-@dataclass(frozen=True)
-class TimedPair:
-    """A drafter's answer and the baseline's to the same question, with the seconds that each took."""
-
-    answer: Answer
-    base: Answer
-    seconds: float
-    base_seconds: float
-
-    @property
-    def terms(self) -> tuple[float, int, float, int]:
-        """Seconds and tokens of the baseline, then of the drafter."""
-        return self.base_seconds, _tokens(self.base.turns), self.seconds, _tokens(self.answer.turns)
+def _terms(answer: Answer, base: Answer, base_seconds: float, seconds: float) -> Terms:
+    return base_seconds, _tokens(base.turns), seconds, _tokens(answer.turns)
 
 
-def _speed(timed: Sequence[TimedPair], repeats: Sequence[Repeat], error: float | None) -> Speed:
-    answers = [pair.answer for pair in timed]
+def _speed(pairs: Sequence[Pair], timed: Sequence[Terms], repeats: Sequence[Repeat], error: float | None) -> Speed:
+    answers = [answer for answer, _ in pairs]
     turns = turns_of(answers)
-    walls = [TimedPair(pair.answer, pair.base, pair.answer.seconds, pair.base.seconds) for pair in timed]
+    walls = [_terms(answer, base, base.seconds, answer.seconds) for answer, base in pairs]
     shares = [(answer.core_share * answer.seconds, answer.seconds) for answer in answers if answer.core_share]
     cpu_seconds = [answer.cpu_seconds for answer in answers if answer.cpu_seconds is not None]
     return Speed(
         seconds=_seconds(turns),
-        tokens_per_second=_ratio(_tokens(turns), _seconds(turns)),
-        speedup=Estimate(_speedup(timed), _interval(timed)),
+        tokens_per_second=quotient(_tokens(turns), _seconds(turns)),
+        speedup=Estimate(_speedup(*map(sum, zip(*timed, strict=True))), _interval(timed)),
         timing_error=error,
-        wall=Estimate(_wall_speedup(turns, turns_of(pair.base for pair in timed)), _interval(walls)),
+        wall=Estimate(_wall_speedup(turns, turns_of(base for _, base in pairs)), _interval(walls)),
         noise=noise(repeats),
-        median_seconds=sum(pair.seconds for pair in timed),
+        median_seconds=sum(seconds for *_, seconds, _ in timed),
         cpu_seconds=sum(cpu_seconds) if cpu_seconds else None,
-        core_share=_ratio(*map(sum, zip(*shares, strict=True))) if shares else None,
+        core_share=quotient(*map(sum, zip(*shares, strict=True))) if shares else None,
         peak_bytes=max((answer.peak_bytes for answer in answers if answer.peak_bytes is not None), default=None),
         phase_seconds=_phase_seconds(turns),
     )
 
 
-def _speedup(pairs: Sequence[TimedPair]) -> float | None:
-    columns = [sum(column) for column in zip(*(pair.terms for pair in pairs), strict=True)]
-    if not all(columns):
-        return None
-    base_seconds, base_tokens, seconds, tokens = columns
-    return (base_seconds / base_tokens) / (seconds / tokens)
+def _speedup(base_seconds: float, base_tokens: float, seconds: float, tokens: float) -> float | None:
+    is_known = base_seconds and base_tokens and seconds and tokens
+    return (base_seconds / base_tokens) / (seconds / tokens) if is_known else None
 
 
 def _wall_speedup(turns: Sequence[Turn], baseline: Sequence[Turn]) -> float | None:
-    ours, theirs = _ratio(_seconds(turns), _tokens(turns)), _ratio(_seconds(baseline), _tokens(baseline))
-    return _ratio(theirs, ours) if ours and theirs else None
+    return _speedup(_seconds(baseline), _tokens(baseline), _seconds(turns), _tokens(turns))
 
 
-def _interval(pairs: Sequence[TimedPair]) -> tuple[float, float] | None:
-    rows = [terms for pair in pairs if all((terms := pair.terms)[1:])]
+def _interval(timed: Sequence[Terms]) -> tuple[float, float] | None:
+    rows = [terms for terms in timed if all(terms[1:])]
     return intervals.interval(list(zip(*rows, strict=True)), (1, -1, -1, 1)) if rows else None
 
 
@@ -289,28 +270,28 @@ def noise(repeats: Sequence[Repeat]) -> float | None:
     is_baseline = repeats[0][0][0].drafter == repeats[0][1][0].drafter
     if len(repeats) > 1:
         speeds = [
-            _ratio(_tokens(turns), _seconds(turns)) if is_baseline else _wall_speedup(turns, turns_of(base))
+            quotient(_tokens(turns), _seconds(turns)) if is_baseline else _wall_speedup(turns, turns_of(base))
             for turns, base in ((turns_of(answers), base) for answers, base in repeats)
         ]
         known = [speed for speed in speeds if speed]
-        return intervals.relative_deviation(known) if len(known) == len(speeds) else None
+        return float(np.std(known, ddof=1) / np.mean(known)) if len(known) == len(speeds) else None
     pairs = [
         (_seconds_per_step(answer.turns), 1.0 if is_baseline else _seconds_per_step(base.turns))
         for answer, base in pair_answers(*repeats[0])
     ]
-    return intervals.standard_error([own / base for own, base in pairs if own and base])
+    ratios = [own / base for own, base in pairs if own and base]
+    return float(stats.sem(np.log(ratios))) if len(ratios) > 1 else None  # of the geometric mean
 
 
 def _seconds_per_step(turns: Sequence[Turn]) -> float | None:
     steps = decode_steps(turns)
-    return _ratio(sum(sum(step.seconds) for step in steps), len(steps))
+    return quotient(sum(sum(step.seconds) for step in steps), len(steps))
 
 
-def _category(pairs: Sequence[TimedPair]) -> Category:
-    turns, base_turns = turns_of(pair.answer for pair in pairs), turns_of(pair.base for pair in pairs)
-    identical = count_identical([(pair.answer, pair.base) for pair in pairs])["identical"]
-    wall = _wall_speedup(turns, base_turns)
-    return Category(len(pairs), identical, acceptance_length(turns), _speedup(pairs), wall)
+def _category(pairs: Sequence[Pair], timed: Sequence[Terms]) -> Category:
+    turns, base_turns = turns_of(answer for answer, _ in pairs), turns_of(base for _, base in pairs)
+    identical, speedup = count_identical(pairs)["identical"], _speedup(*map(sum, zip(*timed, strict=True)))
+    return Category(len(pairs), identical, acceptance_length(turns), speedup, _wall_speedup(turns, base_turns))
 
 
 def turns_of(answers: Iterable[Answer]) -> list[Turn]:
@@ -324,7 +305,3 @@ def _tokens(turns: Iterable[Turn]) -> int:
 
 def _seconds(turns: Iterable[Turn]) -> float:
     return sum(turn.seconds for turn in turns)
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None

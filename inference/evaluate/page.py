@@ -17,6 +17,7 @@ from inference.evaluate.metrics import Summary, acceptance_length
 from inference.evaluate.plan import DrafterConditions
 from inference.evaluate.results import EvaluationResults
 from inference.evaluate.tables import COUNTING_RULE, benchmark_tables, footnotes, headline, measured_speeds, number
+from inference.verifier.session import common_prefix
 
 Decode = Callable[[list[int]], str]  # turns token ids into text
 
@@ -92,16 +93,11 @@ def overview_rows(results: EvaluationResults, part: int) -> list[dict[str, Any]]
     """A row for each drafter but the baseline on each benchmark, with what speaks against its figures."""
     own = results.conditions
     about = {"part": part, "base": own.base, "dtype": own.dtype, "temperature": f"{own.sampling.temperature:g}"}
+    summaries = ((benchmark, s) for benchmark, by_drafter in results.summaries.items() for s in by_drafter.values())
     return [
-        {
-            **about,
-            "benchmark": benchmark,
-            "summary": summary,
-            "remarks": remarks(summary, results.drafter(summary.drafter)),
-        }
-        for benchmark, by_drafter in results.summaries.items()
-        for summary in by_drafter.values()
-        if not summary.is_baseline
+        {**about, "benchmark": benchmark, "summary": s, "remarks": remarks(s, results.drafter(s.drafter))}
+        for benchmark, s in summaries
+        if not s.is_baseline
     ]
 
 
@@ -187,7 +183,7 @@ def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
     num_tokens = start = 0
     for index, step in enumerate(turn.steps):
         tokens_at = (num_tokens + step.accepted, num_tokens + step.emitted)
-        middle, end = (max(start, _common_length(decode(turn.token_ids[:at]), text)) for at in tokens_at)
+        middle, end = (max(start, common_prefix(decode(turn.token_ids[:at]), text)) for at in tokens_at)
         if index == len(turn.steps) - 1:
             end = len(text)
         if step.emitted == step.accepted:  # a text that is cut at the length cap may end without a bonus token
@@ -195,13 +191,6 @@ def step_spans(turn: Turn, decode: Decode) -> list[StepSpan]:
         spans.append(StepSpan(text[start:middle], text[middle:end], step.accepted, step.emitted))
         num_tokens, start = tokens_at[1], end
     return spans
-
-
-def _common_length(text: str, whole: str) -> int:
-    """Length of the longest common beginning."""
-    while not whole.startswith(text):
-        text = text[:-1]
-    return len(text)
 
 
 def choose_answers(results: EvaluationResults, decode: Decode | None) -> list[dict[str, Any]]:

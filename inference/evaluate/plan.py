@@ -89,10 +89,11 @@ class RunConditions:
         }
 
 
-def differing(ours: RunConditions, its: RunConditions) -> list[str]:
+def differing(ours: RunConditions, its: RunConditions, drafters: Mapping[str, str]) -> list[str]:
     """One line for each condition, such as the dtype, in which two evaluations differ.
 
-    Bases are the same if their files have the same fingerprint, and are compared by name where one has none.
+    Bases are the same if their files have the same fingerprint, and are compared by name where one has none. The
+    drafters that are compared are given by their names in either evaluation: their budgets must be of one kind.
     """
     lines = []
     if ours.base_fingerprint and its.base_fingerprint:
@@ -101,7 +102,13 @@ def differing(ours: RunConditions, its: RunConditions) -> list[str]:
     elif ours.base != its.base:
         lines.append(f"base: {ours.base} and {its.base}")
     pairs = zip(ours.same().items(), its.same().values(), strict=True)
-    return lines + [f"{name}: {own} and {other}" for (name, own), other in pairs if own != other]
+    lines += [f"{name}: {own} and {other}" for (name, own), other in pairs if own != other]
+    for name, other in drafters.items():
+        found = ours.drafters.get(name), its.drafters.get(other)
+        kinds = ["automatic" if drafter.is_automatic else "fixed" for drafter in found if drafter]
+        if len(set(kinds)) > 1:
+            lines.append(f"budget of {' → '.join(dict.fromkeys((name, other)))}: {kinds[0]} and {kinds[1]}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,6 @@ class EvaluationPlan:
     def num_answers(self, benchmarks: Iterable[str]) -> int:
         """Number of answers that all drafters give to benchmarks in one repeat."""
         return len(self.drafters) * sum(len(self.questions[benchmark]) for benchmark in benchmarks)
-
-    def indices_of_process(self, number: int, benchmark: str) -> list[int]:
-        """The indices of the questions that a process answers: of N processes, each takes every N-th question."""
-        return list(range(number, len(self.questions[benchmark]), len(self.conditions.devices)))
 
 
 def make_plan(

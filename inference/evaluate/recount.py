@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from data.files import read_json_lines, reading
+from inference.evaluate.intervals import quotient
 from inference.evaluate.tables import Row, Table, number
 
 
@@ -70,28 +71,24 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None
-
-
 def _speed(answers: Sequence[Recorded]) -> float | None:
     seconds = [answer.seconds for answer in answers if answer.seconds is not None]
-    return _ratio(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
+    return quotient(sum(answer.tokens for answer in answers), sum(seconds)) if len(seconds) == len(answers) else None
 
 
 def _micro(pairs: Pairs) -> float | None:
     known = [own for own, _ in pairs if own.steps is not None]
-    return _ratio(sum(own.emitted for own in known), sum(own.steps or 0 for own in known))
+    return quotient(sum(own.emitted for own in known), sum(own.steps or 0 for own in known))
 
 
 CONVENTIONS: dict[str, tuple[str, Convention]] = {
     "beta, CTC paper": (
         "mean over questions of new tokens / last step index, from 0 and summed over turns: a step per turn is missing",
-        lambda pairs: _mean(_ratio(own.tokens, own.index) for own, _ in pairs),
+        lambda pairs: _mean(quotient(own.tokens, own.index) for own, _ in pairs),
     ),
     "acceptance length, mean": (
         "mean over questions of new tokens / steps; steps = that index + 1",
-        lambda pairs: _mean(_ratio(own.emitted, own.steps) for own, _ in pairs),
+        lambda pairs: _mean(quotient(own.emitted, own.steps) for own, _ in pairs),
     ),
     "acceptance length, micro": (
         "all new tokens / all steps, prefills excluded; Spec-Bench's mean accepted tokens",
@@ -99,15 +96,15 @@ CONVENTIONS: dict[str, tuple[str, Convention]] = {
     ),
     "gamma, CTC paper": (
         "mean over questions of tokens per second / the baseline's tokens per second",
-        lambda pairs: _mean(_ratio(_speed([own]), _speed([base])) for own, base in pairs),
+        lambda pairs: _mean(quotient(_speed([own]), _speed([base])) for own, base in pairs),
     ),
     "speed-up, Spec-Bench": (
         "mean over questions of tokens per second / the baseline's mean",
-        lambda pairs: _ratio(*(_mean(_speed([each]) for each in side) for side in zip(*pairs, strict=True))),
+        lambda pairs: quotient(*(_mean(_speed([each]) for each in side) for side in zip(*pairs, strict=True))),
     ),
     "speed-up, micro": (
         "(all tokens / all seconds) / the same ratio of the baseline",
-        lambda pairs: _ratio(*(_speed(side) for side in zip(*pairs, strict=True))),
+        lambda pairs: quotient(*(_speed(side) for side in zip(*pairs, strict=True))),
     ),
 }
 

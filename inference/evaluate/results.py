@@ -155,23 +155,12 @@ def is_comparable(results: EvaluationResults, other: EvaluationResults) -> bool:
     """Whether the conditions are equal and, in what both contain, benchmarks, budgets and the baseline's answers."""
     ours, its = results.conditions, other.conditions
     shared = results.summaries.keys() & other.summaries.keys()
-    if differing(ours, its) or differing_budgets(ours, its, {name: name for name in ours.drafters}):
+    if differing(ours, its, {name: name for name in ours.drafters}):
         return False
     if any(ours.benchmarks[name] != its.benchmarks[name] for name in shared):
         return False
     tokens = [[_baseline_tokens(each, benchmark) for each in (results, other)] for benchmark in shared]
     return all(own and own == other for own, other in tokens)
-
-
-def differing_budgets(ours: RunConditions, its: RunConditions, drafters: Mapping[str, str]) -> list[str]:
-    """One line for each drafter, given by its name in either evaluation, whose budget is automatic in one of them."""
-    lines = []
-    for names in drafters.items():
-        own = [conditions.drafters.get(name) for name, conditions in zip(names, (ours, its), strict=True)]
-        kinds = ["automatic" if drafter.is_automatic else "fixed" for drafter in own if drafter]
-        if len(set(kinds)) > 1:
-            lines.append(f"budget of {' → '.join(dict.fromkeys(names))}: {kinds[0]} and {kinds[1]}")
-    return lines
 
 
 def merge(group: Sequence[EvaluationResults]) -> EvaluationResults:
@@ -209,10 +198,8 @@ def _distinct_names(group: Sequence[EvaluationResults]) -> dict[tuple[str, str],
     """A name for each drafter of each evaluation: with the folder of its weights if those of a kind have several."""
     drafters = {(each.name, name): own for each in group for name, own in each.conditions.drafters.items()}
     parts = {key: (own.spec, None) if "://" in own.spec else split(own.spec)[:2] for key, own in drafters.items()}
-    folders: dict[str, set[str | None]] = {}
-    for kind, folder in parts.values():
-        folders.setdefault(kind, set()).add(folder)
+    num_folders = Counter(kind for kind, _ in set(parts.values()))
     return {
-        key: f"{own.spec}{LOSSY * own.is_lossy}" if len(folders[parts[key][0]]) > 1 else key[1]
+        key: f"{own.spec}{LOSSY * own.is_lossy}" if num_folders[parts[key][0]] > 1 else key[1]
         for key, own in drafters.items()
     }

@@ -35,7 +35,7 @@ from data.templates import decode_answer
 from inference.evaluate import metrics, plan
 from inference.evaluate.answers import Answer, Messages, Turn, answer_turns, from_json, to_json
 from inference.evaluate.breakdowns import DraftCounts, PositionRate
-from inference.evaluate.intervals import Estimate
+from inference.evaluate.intervals import Estimate, quotient
 from inference.evaluate.metrics import Acceptance, Latency, Speed, Summary
 from inference.evaluate.plan import BASELINE, DrafterConditions, RunConditions
 from inference.journal import Journal
@@ -421,22 +421,13 @@ def measure_acceptance(counts: Counts | None, num_texts: int, num_tokens: int) -
         return Acceptance()
     emitted = num_tokens - num_texts
     steps = max(drafting, emitted - accepted)
-    fed = steps + drafted
-    drafts = DraftCounts(num_texts, num_texts, steps, drafting, emitted, accepted, drafted, fed)
+    drafts = DraftCounts(num_texts, num_texts, steps, drafting, emitted, accepted, drafted, fed=steps + drafted)
     rates = [
         PositionRate(Estimate(own / steps), Estimate(own / before))
         for own, before in zip(at, [steps, *at], strict=False)
         if own and before
     ]
-    return Acceptance(
-        length=Estimate(emitted / steps if steps else None),
-        fed_per_step=fed / steps if steps else None,
-        hit_ratio=drafts.draft_efficiency,
-        fed_per_token=drafts.fed_per_token,
-        wasted_per_token=drafts.wasted_per_token,
-        rates=rates,
-        conventions=drafts.by_convention(),
-    )
+    return Acceptance(length=Estimate(quotient(emitted, steps)), rates=rates, **drafts.figures())
 
 
 def inter_token_seconds(turns: Sequence[Turn]) -> list[float]:

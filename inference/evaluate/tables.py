@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 
 from rich import box
 from rich.console import RenderableType
@@ -376,7 +377,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _geometric_mean(values: Iterable[float | None]) -> float:
     measured = [value for value in values if value]
-    return math.exp(sum(map(math.log, measured)) / len(measured)) if measured else 0.0
+    return geometric_mean(measured) if measured else 0.0
 
 
 # ---- figures in cells

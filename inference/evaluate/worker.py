@@ -19,8 +19,7 @@ import torch
 
 from data.files import safe_messages, validated
 from inference import drafter_specs, timing
-from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, decoding_order, from_json, to_json
-from inference.evaluate.answers import median_answers as median_of
+from inference.evaluate.answers import Answer, Slot, answer_questions, comparable, from_json, median_answers, to_json
 from inference.evaluate.metrics import Summary, summarise
 from inference.evaluate.plan import EvaluationPlan
 from inference.evaluate.step_times import MedianStepTimes, timing_error
@@ -57,13 +56,17 @@ class Worker:
 
     def run(self, path: Path, load: float | None, repeat: int, benchmarks: list[str]) -> Iterator[bool]:
         """Answer the questions of one repeat that the journal does not hold; yield for each if it was decoded now."""
-        with Journal(path, self.plan.settings) as journal:
+        plan, conditions = self.plan, self.plan.conditions
+        with Journal(path, plan.settings) as journal:
             entries = read_entries(journal)
             for benchmark in benchmarks:
                 own = [entry for entry in entries if (entry.benchmark, entry.repeat) == (benchmark, repeat)]
-                before = {(entry.place, entry.answer.drafter): entry.answer for entry in own if entry.answer}
-                yield from [False] * len(before)
-                for (index, _), answer in self._missing(benchmark, repeat, before):
+                done = {(entry.place, entry.answer.drafter): entry.answer for entry in own if entry.answer}
+                yield from [False] * len(done)
+                # Of N processes, each takes every N-th question.
+                questions = dict(list(enumerate(plan.questions[benchmark]))[self.number :: len(conditions.devices)])
+                about = conditions.template, conditions.caps[benchmark], done, repeat
+                for (index, _), answer in answer_questions(self.base, self.sessions, questions, *about):
                     if not self._has_started:
                         journal.append({"load": load, "gpu_use": self.gpu_use})
                         self._has_started = True
@@ -71,31 +74,14 @@ class Worker:
                     journal.append(entry | {"load": timing.load_average(), "answer": to_json(answer)})
                     yield True
 
-    def _missing(self, benchmark: str, repeat: int, before: dict[Slot, Answer]) -> Iterator[tuple[Slot, Answer]]:
-        """Decode the answers that are missing; yield each with its question's index among all questions."""
-        plan, indices = self.plan, self.plan.indices_of_process(self.number, benchmark)
-        if not indices:
-            return
-        questions = [plan.questions[benchmark][index] for index in indices]
-        done = {(indices.index(index), name): answer for (index, name), answer in before.items()}
-        slots = [slot for slot in decoding_order(list(self.sessions), len(indices), repeat) if slot not in done]
-        cap, template = plan.conditions.caps[benchmark], plan.conditions.template
-        answers = answer_questions(self.base, self.sessions, questions, template, cap, done, repeat)
-        for (index, name), answer in zip(slots, answers, strict=True):
-            yield (indices[index], name), answer
-
 
 # ---- processes
 
 
 def run(
-    plan: EvaluationPlan,
-    folder: Path,
-    repeats: Iterator[Repeat],
-    on_ready: Callable[[], None],
-    on_answers: Callable[[int], None],
-) -> int:
-    """Answer all questions; return how many answers were decoded now.
+    plan: EvaluationPlan, folder: Path, repeats: Iterator[Repeat], on_ready: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
+    """Answer all questions; yield for each answer whether it was decoded now.
 
     Args:
         plan: What is decoded.
@@ -103,17 +89,14 @@ def run(
         repeats: The repeats; the next one is taken when the answers of the last one are in the journals.
         on_ready: Called once all bases and drafters are loaded, so that no mistake in the arguments can stop the
             evaluation any more; only then old results may be deleted.
-        on_answers: Called with the number of further answers that are there.
     """
-    load, num_new = timing.running_threads(), 0
+    load = timing.running_threads()
     if len(plan.conditions.devices) == 1:
         worker = Worker(plan)
         on_ready()
         for repeat in repeats:
-            for is_new in worker.run(journal_path(folder, 0), load, *repeat):
-                num_new += is_new
-                on_answers(1)
-        return num_new
+            yield from worker.run(journal_path(folder, 0), load, *repeat)
+        return
     with _processes(plan, folder, load) as links:
         for link in links:
             _told(link)
@@ -128,9 +111,7 @@ def run(
                     if told is None:
                         working.remove(link)
                     else:
-                        num_new += told
-                        on_answers(1)
-    return num_new
+                        yield told
 
 
 def journal_path(folder: Path, number: int) -> Path:
@@ -222,18 +203,16 @@ class CollectedAnswers:
     def median_answers(self) -> dict[str, dict[str, list[Answer]]]:
         """For each question the answer of median time among its repeats, by benchmark and drafter."""
         names = self.plan.drafters
-        return {each: {name: median_of(self.repeats(each, name)) for name in names} for each in self.plan.questions}
+        return {q: {name: median_answers(self.repeats(q, name)) for name in names} for q in self.plan.questions}
 
     def summaries(self) -> dict[str, dict[str, Summary]]:
         """Each drafter in comparison with the base alone, by benchmark and drafter."""
         summaries: dict[str, dict[str, Summary]] = {}
         for benchmark, by_drafter in self.median_answers().items():
-            repeats = {drafter: self.repeats(benchmark, drafter) for drafter in by_drafter}
             baseline = self.plan.drafters[0]
+            base, rounds = by_drafter[baseline], self.repeats(benchmark, baseline)
             summaries[benchmark] = {
-                drafter: summarise(
-                    answers, by_drafter[baseline], list(zip(repeats[drafter], repeats[baseline], strict=True))
-                )
+                drafter: summarise(answers, base, list(zip(self.repeats(benchmark, drafter), rounds, strict=True)))
                 for drafter, answers in by_drafter.items()
             }
         return summaries

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from inference.verifier.attention import attention_kinds
 from inference.verifier.base import Base
+from inference.verifier.cache import BufferCache
 from inference.verifier.layers import cache_argument
 from inference.verifier.sampling import KeyedSampler, draw_tokens
 
@@ -47,7 +46,7 @@ def decode_batch(
     attended = (torch.arange(width + max(max_new_tokens), device=device) >= width - lengths[:, None]).long()  # (B, C)
     positions = (torch.arange(width, device=device) - (width - lengths[:, None])).clamp(min=0)
     answers: list[list[int]] = [[] for _ in prompts]
-    cache = BatchCache(base.model.config.num_hidden_layers, width + max(max_new_tokens))
+    cache = BufferCache(base.model.config.num_hidden_layers, width + max(max_new_tokens))
     rows = list(range(len(prompts)))  # index of the prompt that each row of the current batch continues
     is_unfinished = [True] * len(prompts)
     for end in range(width, width + max(max_new_tokens)):
@@ -75,48 +74,13 @@ def decode_batch(
         if len(unfinished) <= SHRINK * len(rows):
             rows, places = [rows[place] for place in unfinished], torch.tensor(unfinished, device=device)
             picks, positions, attended = picks[places], positions[places], attended[places]
-            cache.keep_rows(places)
+            _keep_rows(cache, places)
         fed = picks[:, None]
     return answers
 
 
-class _BatchLayer(DynamicLayer):
-    """Keys and values of one layer, (B, H, C, d), allocated once and written in place."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self.capacity, self.length = capacity, 0
-        self.buffers: list[Tensor] = []
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (B, H, q, d) and return everything cached so far."""
-        if not self.buffers:
-            self.buffers = [
-                states.new_empty(*states.shape[:2], self.capacity, states.shape[3])
-                for states in (key_states, value_states)
-            ]
-            self.is_initialized = True
-        start, self.length = self.length, self.length + key_states.shape[2]
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start : self.length] = states
-        keys, values = (buffer[:, :, : self.length] for buffer in self.buffers)
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-
-class BatchCache(Cache):
-    """KV cache of a fixed capacity from which rows can be removed."""
-
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.batch_layers = [_BatchLayer(capacity) for _ in range(num_layers)]
-        super().__init__(layers=list(self.batch_layers))
-
-    def keep_rows(self, places: Tensor) -> None:
-        """Keep only the rows of the batch at ``places`` (b,)."""
-        for layer in self.batch_layers:
-            layer.buffers = [buffer[places] for buffer in layer.buffers]
+def _keep_rows(cache: BufferCache, places: Tensor) -> None:
+    """Keep only the rows of the batch at ``places`` (b,), which ascend."""
+    for states in (states for pair in cache.views for states in pair):
+        states[: len(places)] = states[places]
+    cache.views = [(keys[: len(places)], values[: len(places)]) for keys, values in cache.views]

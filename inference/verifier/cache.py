@@ -14,7 +14,7 @@ class _BufferLayer(DynamicLayer):
         self.cache, self.index, self.length, self.is_initialized = cache, index, 0, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append keys (1, H, q, d) and values (1, H, q, e), and return those of all positions."""
+        """Append keys (B, H, q, d) and values (B, H, q, e), and return those of all positions."""
         start, self.length = self.length, self.length + key_states.shape[-2]
         keys, values = self.cache.layer_buffers(self.index, self.length, key_states, value_states)
         positions = self.cache.positions(start, self.length, keys.device)
@@ -35,7 +35,7 @@ class _BufferLayer(DynamicLayer):
 
 
 class BufferCache(Cache):
-    """Keys and values of all layers in one preallocated buffer (2, L, 1, H, C, d), written in place.
+    """Keys and values of all layers in one preallocated buffer (2, L, B, H, C, d), written in place.
 
     The width d is that of the keys or of the values, whichever is larger; the others leave the rest of it unused. A
     step writes only its own positions. Accepted nodes that are not yet at their final positions are moved for all
@@ -53,9 +53,9 @@ class BufferCache(Cache):
         self._positions: tuple[int, int, Tensor] = 0, 0, torch.empty(0)
 
     def layer_buffers(self, layer: int, length: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of a layer's keys (1, H, C, d) and values (1, H, C, e), with C at least ``length``.
+        """Return views of a layer's keys (B, H, C, d) and values (B, H, C, e), with C at least ``length``.
 
-        A new buffer takes its sizes, dtype and device from the new key states (1, H, q, d) and values (1, H, q, e).
+        A new buffer takes its sizes, dtype and device from the new key states (B, H, q, d) and values (B, H, q, e).
         """
         if not self.views or length > self.capacity:
             self.grow(length, keys, values)
@@ -76,7 +76,7 @@ class BufferCache(Cache):
         num_layers, old = len(self._buffer_layers), self.buffer
         if old is None:
             self._widths = keys.shape[-1], values.shape[-1]
-            self.buffer = keys.new_empty(2, num_layers, 1, keys.shape[1], self.capacity, max(self._widths))
+            self.buffer = keys.new_empty(2, num_layers, *keys.shape[:2], self.capacity, max(self._widths))
         else:
             self.buffer = old.new_empty(*old.shape[:4], self.capacity, old.shape[5])
             self.buffer[..., : old.shape[-2], :] = old

@@ -275,7 +275,7 @@ class Session:
         return min(len(prompt) + max_new_tokens, self.runner.context_length)
 
 
-def common_prefix(text: Sequence[int], other: Sequence[int], num_known: int = 0) -> int:
+def common_prefix(text: Sequence[object], other: Sequence[object], num_known: int = 0) -> int:
     """Return how many leading tokens two texts share, of which ``num_known`` are known to be the same.
 
     >>> common_prefix([5, 6, 7], [5, 6, 8, 9])

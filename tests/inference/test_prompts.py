@@ -74,18 +74,6 @@ def test_only_the_first_questions_left_out_are_listed(make_base):
     assert note.startswith("xsum:shot: 8 of 9 questions, ") and note.endswith(" tokens: 0, 1, 2, 4, 5 and 3 more")
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected", "left_out"),
-    [(1, [1], []), (2, [1, 4], []), (3, [1, 4, 7], [3, 5, 6]), (9, [1, 2, 4, 7], [3, 5, 6])],
-)
-def test_spaced_questions_that_do_not_fit_are_replaced_by_the_next_that_fit(folder, limit, expected, left_out):
-    """Of seven questions the parts begin at 1; at 1 and 4; at 1, 3 and 5; or each question is one."""
-    asked = select_questions(
-        load_base_info(str(folder / "base")), "mt_bench", EVERY, "tokenizer", 20, limit, spaced=True
-    )
-    assert [each.question_id for each in asked.questions] == expected and asked.left_out == left_out
-
-
 @pytest.mark.slow
 def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64"):
@@ -104,34 +92,6 @@ def test_an_evaluation_skips_questions_that_do_not_fit_and_reports_them(folder, 
     journal.write_bytes(whole[: len(whole) // 2])  # it was stopped
     run(evaluate, folder, out=str(tmp_path / "every"))
     assert results(tmp_path / "every") == results(tmp_path / "fitting")
-
-
-@pytest.mark.slow
-def test_processes_share_the_questions_that_fit(folder, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    run(evaluate, folder, drafter=["anpd"], out=str(one))
-    run(evaluate, folder, drafter=["anpd"], out=str(two), devices=2)
-    assert results(two) == results(one)
-    assert [path.read_text().count('"answer"') for path in sorted((two / "journal").iterdir())] == [4, 4]
-
-
-@pytest.mark.slow
-def test_a_limit_counts_the_questions_that_fit(folder, tmp_path, capsys):
-    run(evaluate, folder, out=str(tmp_path), limit=3)
-    assert "Left out: mt_bench: 1 of 4 questions" in " ".join(capsys.readouterr().out.split())
-    assert results(tmp_path)["none"][0] == 3
-
-
-@pytest.mark.slow
-def test_a_benchmark_without_a_question_that_fits_is_refused_in_one_line(folder, tmp_path):
-    for command, arguments in {
-        evaluate: {"out": str(tmp_path / "eval")},
-        verify: {"drafter": ["anpd"]},
-    }.items():
-        with pytest.raises(ValueError, match=r"mt_bench: none of 2 .* context of .* 64") as refused:
-            run(command, folder, "long", **arguments)
-        assert "\n" not in str(refused.value)
-    assert not (tmp_path / "eval").exists()
 
 
 @pytest.mark.slow

@@ -133,22 +133,19 @@ def test_answers_of_drafters_eval_are_replayed_with_their_own_tokens(files, caps
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("[]", "line 1: no recorded answer"),
-        (line(), "line 1: no recorded answer to --questions (KeyError"),
+        ("[]", "; it is no recorded answer to --questions"),
+        (line(), "line 1: no 'new_tokens'; it is no recorded answer to --questions"),
         (line(token_ids=[[3]], ended=[True], prompt_tokens=[6]), "other lengths: pass its --tokenizer, --template"),
         (line(new_tokens=[9], idxs=[8]), "none of 1 turns can be replayed"),
         (line(new_tokens=[600], idxs=[8]), "--max-new-tokens"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_in_one_line(files, line, said):
+def test_a_file_that_does_not_fit_is_refused_in_one_line(files, recorded_base, line, said):
     with open(files["answers"], "w") as file:
         file.write(line)
     with pytest.raises(ValueError) as caught:
         replay(**files, drafter=["anpd"])
     assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_end_inside_an_answer_is_refused(recorded_base):
     with pytest.raises(ValueError, match="an answer to 7 goes on after 2"):
         list(decode(recorded_base, drafters.ANPD(), [(QUESTIONS[0], [5], [6, EOS, 7], False)], 9))
 

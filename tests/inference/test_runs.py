@@ -5,24 +5,19 @@ import shutil
 import pytest
 
 from inference import runs
-from inference.runs import fingerprint, new_file, new_folder, progress_bars, throughput_bar
-
-
-@pytest.mark.parametrize("unit", ["items", "percent"])
-def test_without_a_terminal_nothing_is_shown(capsys, unit):
-    with progress_bars(unit) as bars:
-        assert list(bars.track([1, 2, 3], description="decode")) == [1, 2, 3]
-    assert capsys.readouterr() == ("", "")
+from inference.runs import fingerprint, new_file, progress_bars, throughput_bar
 
 
 @pytest.mark.parametrize("unit, shown", [("items", "3/3"), ("percent", "100%")])
-def test_on_a_terminal_a_bar_shows_what_is_done(capsys, monkeypatch, unit, shown):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress_bars(unit) as bars:
-        list(bars.track([1, 2, 3], description="decode"))
-    captured = capsys.readouterr()
-    assert "decode" in captured.err and shown in captured.err and captured.out == ""
+def test_a_bar_shows_what_is_done_on_a_terminal_only(capsys, monkeypatch, unit, shown):
+    for is_terminal in (False, True):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        with progress_bars(unit) as bars:
+            assert list(bars.track([1, 2, 3], description="decode")) == [1, 2, 3]
+        captured = capsys.readouterr()
+        assert ("decode" in captured.err and shown in captured.err) == bool(captured.err) == is_terminal
+        assert captured.out == ""
 
 
 def test_a_log_has_a_line_with_the_rate_once_a_minute(capsys, monkeypatch):
@@ -43,19 +38,13 @@ def test_a_copy_has_the_same_fingerprint_and_a_drafter_that_was_trained_again_an
     assert fingerprint(str(tmp_path / "copy")) == before
     (folder / "model.safetensors").write_bytes(b"\1" * 5_000_000)
     assert fingerprint(str(folder)) != before
-
-
-def test_a_hub_id_has_the_empty_fingerprint():
     assert fingerprint("some/hub-id") == fingerprint(None) == ""
 
 
 def test_what_is_already_there_is_kept_unless_it_may_be_replaced(tmp_path):
     (tmp_path / "file").touch()
-    (tmp_path / "results.json").touch()
-    for check, place in ((new_file, tmp_path / "file"), (new_folder, tmp_path)):
-        with pytest.raises(ValueError, match=r"already .*--overwrite"):
-            check(str(place), False)
-        assert check(str(place), True) == place
+    with pytest.raises(ValueError, match=r"already .*--overwrite"):
+        new_file(str(tmp_path / "file"), False)
+    assert new_file(str(tmp_path / "file"), True) == tmp_path / "file"
     with pytest.raises(ValueError, match=r"cannot be made: .* is a file"):
         new_file(str(tmp_path / "file" / "page.html"), False)
-    assert new_folder(None, False) is None

@@ -74,13 +74,11 @@ def acceptance_length(base, prompts, spec):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("order=2..4", {"order": [2, 3, 4]}),
         ("order=2,4,8", {"order": [2, 4, 8]}),
         ("fade=0.5,1", {"fade": [0.5, 1]}),
         ("tree=paper,chain", {"tree": ["paper", "chain"]}),
         ("file=../runs/a..b,c=d", {"file": ["../runs/a..b", "c=d"]}),
         ("gap=-1..1", {"gap": [-1, 0, 1]}),
-        ("gap=1..-1", {"gap": [-1, 0, 1]}),
     ],
 )
 def test_the_values_of_an_option_are_listed_or_a_range(text, expected, base):
@@ -95,25 +93,20 @@ def test_a_range_of_real_numbers_is_searched_and_the_last_option_of_a_grid_varie
     assert [tuple(place.values()) for place in places] == list(product([1, 2], "xy"))
 
 
-@pytest.mark.parametrize("text", ["order", "order=", "=2", "order=2,,3", "order=2,2"])
-def test_a_text_that_is_no_space_is_refused_and_quoted(text, base):
-    with pytest.raises(ValueError, match="is no space") as refused:
-        read_space([text], "anpd", base)
-    assert repr(text) in str(refused.value) and "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
-    ("texts", "drafter"),
+    ("texts", "drafter", "said"),
     [
-        (["order=2", "order=3"], "anpd"),
-        (["order=2"], "anpd:update=true,order=4"),
-        (["file=a"], "ctc=b"),
-        (["skips"], "self_speculative=skips.json"),
+        *(([text], "anpd", f"{text!r} is no space") for text in ("order", "order=", "=2", "order=2,,3", "order=2,2")),
+        (["order=2", "order=3"], "anpd", "is given twice"),
+        (["order=2"], "anpd:update=true,order=4", "is given twice"),
+        (["file=a"], "ctc=b", "is given twice"),
+        (["skips"], "self_speculative=skips.json", "is given twice"),
     ],
 )
-def test_an_option_that_is_given_twice_is_refused(texts, drafter, base):
-    with pytest.raises(ValueError, match="is given twice"):
+def test_a_text_that_is_no_space_or_an_option_that_is_given_twice_is_refused(texts, drafter, said, base):
+    with pytest.raises(ValueError, match=said) as refused:
         read_space(texts, drafter, base)
+    assert "\n" not in str(refused.value)
 
 
 # ---- trials
@@ -170,7 +163,7 @@ def test_an_interrupted_search_continues_and_a_larger_grid_measures_only_what_is
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", ["gp", "tpe", "random"])
+@pytest.mark.parametrize("search", ["gp", "tpe"])
 def test_every_search_ends_after_its_trials_and_repeats_with_its_seed(search, folder, tmp_path):
     found = [
         run(folder, tmp_path / name, "anpd", "order=2..4", "num_draft=1..5", search=search, more=["--trials", "6"])
@@ -178,7 +171,6 @@ def test_every_search_ends_after_its_trials_and_repeats_with_its_seed(search, fo
     ]
     options = [[trial["options"] for trial in each["trials"]] for each in found]
     assert options[0] == options[1] and 1 < len(options[0]) <= 6
-    assert {tuple(each) for each in options[0]} == {("num_draft", "order")} or options[0][0].keys()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Evaluations made of answers whose steps emit given numbers of tokens."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -96,17 +95,6 @@ def make_folder(tmp_path, answers):
         return str(tmp_path / name)
 
     return make_folder
-
-
-@pytest.fixture
-def edit():
-    """Change the results.json of a folder."""
-
-    def edit(folder, change):
-        path = results.Path(folder) / "results.json"
-        path.write_text(json.dumps(change(json.loads(path.read_text()))))
-
-    return edit
 
 
 @pytest.fixture

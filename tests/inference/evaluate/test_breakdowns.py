@@ -25,14 +25,17 @@ def test_the_figures_of_each_convention():
     counts = count_drafts([turn for turns in QUESTIONS for turn in turns])
     assert (counts.prefills, counts.prefill_tokens, counts.steps, counts.drafting_steps) == (3, 4, 6, 5)
     assert (counts.emitted, counts.accepted, counts.drafted, counts.fed) == (15, 9, 20, 6 + 20 + 3)
-    assert counts.draft_efficiency == 9 / 20
-    assert counts.fed_per_token == 29 / 15
-    assert counts.wasted_per_token == (20 + 3 - 9) / 15
-    assert counts.by_convention() == {
-        "acceptance length (drafters, Spec-Bench)": 15 / 6,
-        "block efficiency (Ouroboros)": 19 / 9,
-        "accept length (SGLang)": 19 / 6,
-        "mean acceptance length (vLLM)": 1 + 9 / 5,  # a step without drafts does not count
+    assert counts.figures() == {
+        "fed_per_step": 29 / 6,
+        "hit_ratio": 9 / 20,
+        "fed_per_token": 29 / 15,
+        "wasted_per_token": (20 + 3 - 9) / 15,
+        "conventions": {
+            "acceptance length (drafters, Spec-Bench)": 15 / 6,
+            "block efficiency (Ouroboros)": 19 / 9,
+            "accept length (SGLang)": 19 / 6,
+            "mean acceptance length (vLLM)": 1 + 9 / 5,  # a step without drafts does not count
+        },
     }
 
 
@@ -47,9 +50,9 @@ def test_acceptance_rates_by_position_with_intervals_over_the_questions():
 
 def test_a_drafter_that_drafts_nothing_has_no_rates():
     turn = [PREFILLS[0], step(1, 0, 0), step(1, 0, 0)]
-    counts = count_drafts([turn])
-    assert (acceptance_rates([turn[1:]]), counts.fed_per_token, counts.wasted_per_token) == ([], 1, 0)
-    assert "mean acceptance length (vLLM)" not in counts.by_convention()
+    found = count_drafts([turn]).figures()
+    assert (acceptance_rates([turn[1:]]), found["fed_per_token"], found["wasted_per_token"]) == ([], 1, 0)
+    assert "mean acceptance length (vLLM)" not in found["conventions"]
 
 
 # ---- lengths

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from inference.evaluate.intervals import interval, relative_deviation, standard_error, tail_probability
+from inference.evaluate.intervals import interval, tail_probability
 
 RATIO, SPEEDUP = (1, -1), (1, -1, -1, 1)
 
@@ -38,14 +38,6 @@ def test_intervals_contain_the_true_value_about_as_often_as_their_level_says(mak
     found = [interval(make(rng, num), powers) for _ in range(500)]
     share = np.mean([low <= truth <= high for low, high in found])
     assert 0.90 <= share <= 0.97, share  # with more samples 0.92 to 0.95; of 500, the standard error is 0.01
-
-
-@pytest.mark.slow
-def test_an_interval_of_level_one_half_contains_the_true_value_half_the_time():
-    rng = np.random.default_rng(1)
-    truth = np.exp(0.8 + 0.35**2 / 2)
-    found = [interval(means(rng, 40), RATIO, level=0.5) for _ in range(300)]
-    assert 0.4 <= np.mean([low <= truth <= high for low, high in found]) <= 0.6
 
 
 def test_an_interval_surrounds_its_number_and_is_wider_for_fewer_questions():
@@ -83,9 +75,3 @@ def test_equal_questions_have_an_empty_interval_and_one_question_has_none():
 def test_tails_agree_with_tabulated_quantiles_of_students_distribution(freedom, quantile):
     expected = NormalDist().cdf(-sqrt((freedom + 1) / freedom) * quantile)
     assert tail_probability(freedom + 1, level=0.95) == pytest.approx(expected, rel=0.01)
-
-
-def test_the_deviation_and_the_standard_error_are_relative():
-    assert relative_deviation([9.0, 10.0, 11.0]) == pytest.approx(0.1)
-    assert standard_error([np.exp(-0.1), 1.0, np.exp(0.1)]) == pytest.approx(0.1 / np.sqrt(3))
-    assert relative_deviation([5.0]) is standard_error([5.0]) is None

@@ -128,7 +128,24 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(files, tmp_path, rows, 
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_half_a_pair_is_refused():
-    for wrong in ({}, {"answers": ["a"]}, {"baseline": "b", "folders": ["c"]}, {"folders": ["c"], "answers": ["a"]}):
-        with pytest.raises(ValueError, match="give folders that drafters eval wrote, or --answers FILE and --baseline"):
-            report(**wrong)
+PAIR = "give folders that drafters eval wrote, or --answers FILE and --baseline FILE"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, PAIR),
+        ({"answers": ["a"]}, PAIR),
+        ({"baseline": "b", "folders": ["c"]}, PAIR),
+        ({"folders": ["c"], "answers": ["a"]}, PAIR),
+        ({"folders": ["a"], "compare": True}, "--compare takes two folders"),
+        ({"folders": ["a", "b"], "compare": True, "format": ["csv"]}, "give --out PAGE"),
+        ({"answers": ["a"], "baseline": "b", "format": ["csv"]}, "give --out PAGE"),
+        ({"folders": ["a", "b"]}, "needs a name: give --out PAGE"),
+        ({"folders": [".", "./."], "out": "page.html"}, "is named twice: name each folder once"),
+        ({"folders": ["."], "out": __file__}, "is already there: give another name, or --overwrite"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        report(**arguments)

@@ -56,7 +56,6 @@ def test_system_prompts_and_tools_are_rendered_by_the_template_in_every_turn(fol
     ("row", "template", "said"),
     [
         (2, "vicuna_v1.1", "file, question 2: it has a list of tools, but the chat template ignores it: leave it out"),
-        (0, "llama2_chat", "file, question 0: it has a list of tools, but the chat template ignores it: leave it out"),
         (1, "no system", "file, question 1: it has a system prompt, but the chat template ignores it: leave it out"),
     ],
 )
@@ -67,14 +66,10 @@ def test_what_the_template_ignores_is_refused(folder, monkeypatch, row, template
         template = "tokenizer"
     with pytest.raises(ValueError, match=said):
         select_questions(base, "file", questions[row : row + 1], template, 8)
-
-
-def test_a_system_prompt_that_the_template_writes_by_default_is_not_ignored(folder, monkeypatch):
-    base = load_base_info(str(folder / "base"))
     default = "{% if messages[0]['role'] != 'system' %}w20 {% endif %}"
     default += "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     monkeypatch.setattr(base.tokenizer, "chat_template", default)
-    asked = Question(1, "a", ("w9",), system="w20")
+    asked = Question(1, "a", ("w9",), system="w20")  # which the template writes by default: it is not ignored
     assert encode_first_prompt(base, asked, "tokenizer") == base.tokenizer("w20 w9").input_ids
 
 

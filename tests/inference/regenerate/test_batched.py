@@ -6,9 +6,11 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from inference.generation import generate
 from inference.regenerate.batched import decode_batch
+from inference.verifier.base import Base
 from inference.verifier.options import SamplingOptions
 
 RNG = random.Random(1)
@@ -43,20 +45,9 @@ def test_every_row_of_a_batch_is_what_generate_writes_for_its_prompt(make_base, 
 
 
 def test_a_base_with_a_sliding_window_is_refused_in_one_line():
-    from transformers import MistralConfig, MistralForCausalLM
-
-    from inference.verifier.base import Base
-
-    config = MistralConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        sliding_window=4,
-    )
-    base = Base("windowed", MistralForCausalLM(config).eval(), None)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 16)
+    heads = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    base = Base("windowed", MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=4)).eval(), None)
     with pytest.raises(ValueError, match=r"^windowed has layers without full attention \(.*\)$"):
         decode_batch(base, [[1, 2]], [3])
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from rich import box
 from rich.table import Table
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from inference.verifier.sampling import Greedy, TreeLogits
 from inference.verifier.session import Session, StepCost, acceptance_length
 
 NOT_RECORDED = -1  # the token of a row whose next token the recording does not contain
-COLUMNS = "tokens per forward", "acceptance length", "mean per question", "fed tokens/step", "hit ratio"
+COLUMNS = "tokens per forward", "acceptance length", "mean per question", "fed per step", "hit ratio"
 
 # A turn: its question, prompt and answer (empty if its tokens are unknown), and whether it ended before the length cap.
 Recording = tuple[Question, list[int], list[int], bool]
@@ -138,10 +139,14 @@ def replay(
     found = list(read(answers, asked, base, template, max_new_tokens))
     if not (recorded := [turn for turn in found if turn[2]]):
         raise ValueError(f"{answers}: none of {len(found)} turns can be replayed: is --tokenizer the base's?")
-    table, all_asked = Table("drafter", "category", "turns", *COLUMNS), [question for question, *_ in recorded]
+    table, all_asked = Table(box=box.SIMPLE_HEAD, padding=0), [question for question, *_ in recorded]
+    for at, heading in enumerate(("drafter", "category", "turns", *COLUMNS)):
+        width = max(map(len, heading.split()))
+        table.add_column(heading, justify="right" if at > 1 else "left", no_wrap=at < 2, min_width=width)
     for name, build in chosen.items():
         turns = list(zip(all_asked, decode(base, build(), recorded, max_new_tokens), strict=True))
         for category in ("all", *dict.fromkeys(question.category for question in all_asked)):
             own = [turn for turn in turns if category in ("all", turn[0].category)]
-            table.add_row(name, category, str(len(own)), *(f"{figure:.3f}" for figure in measure(own)))
+            shown = (name if category == "all" else "", category, str(len(own)))
+            table.add_row(*shown, *(f"{figure:.3f}" for figure in measure(own)))
     SafeConsole().print(table, f"{len(recorded)} of {len(found)} turns; tokens per forward count the prefill.")

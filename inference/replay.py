@@ -139,7 +139,7 @@ def replay(
     found = list(read(answers, asked, base, template, max_new_tokens))
     if not (recorded := [turn for turn in found if turn[2]]):
         raise ValueError(f"{answers}: none of {len(found)} turns can be replayed: is --tokenizer the base's?")
-    table, all_asked = Table(box=box.SIMPLE_HEAD, padding=0), [question for question, *_ in recorded]
+    table, all_asked = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False), [question for question, *_ in recorded]
     for at, heading in enumerate(("drafter", "category", "turns", *COLUMNS)):
         width = max(map(len, heading.split()))
         table.add_column(heading, justify="right" if at > 1 else "left", no_wrap=at < 2, min_width=width)

@@ -140,13 +140,12 @@ def replay(
     if not (recorded := [turn for turn in found if turn[2]]):
         raise ValueError(f"{answers}: none of {len(found)} turns can be replayed: is --tokenizer the base's?")
     table, all_asked = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False), [question for question, *_ in recorded]
-    for at, heading in enumerate(("drafter", "category", "turns", *COLUMNS)):
-        width = max(map(len, heading.split()))
-        table.add_column(heading, justify="right" if at > 1 else "left", no_wrap=at < 2, min_width=width)
+    for heading in ("drafter", "category", "turns", *COLUMNS):
+        table.add_column(heading, min_width=max(map(len, heading.split())), no_wrap=heading in ("drafter", "category"))
     for name, build in chosen.items():
         turns = list(zip(all_asked, decode(base, build(), recorded, max_new_tokens), strict=True))
         for category in ("all", *dict.fromkeys(question.category for question in all_asked)):
             own = [turn for turn in turns if category in ("all", turn[0].category)]
-            shown = (name if category == "all" else "", category, str(len(own)))
-            table.add_row(*shown, *(f"{figure:.3f}" for figure in measure(own)))
+            figures = (f"{figure:.3f}" for figure in measure(own))
+            table.add_row(name if category == "all" else "", category, str(len(own)), *figures)
     SafeConsole().print(table, f"{len(recorded)} of {len(found)} turns; tokens per forward count the prefill.")

@@ -10,7 +10,7 @@ from drafters import DraftTree
 from drafters.merged import combine
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.joint import extended
-from inference.budget import BudgetController
+from inference.budget import Budgeted
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
@@ -171,12 +171,12 @@ def test_drawn_drafts_and_trees_without_probabilities_are_refused():
 def test_the_text_is_the_bases_own_and_a_useless_learned_drafter_hardly_harms(pseudo_runner, sampled):
     sampler = KeyedSampler(temperature=0.3, seed=3) if sampled else None
     text, joint, *merged = (
-        Session(pseudo_runner(), drafter, sampler, budget=budget).run([1, 2, 3], 300)
-        for drafter, budget in (
-            (drafters.NoDrafter(), None),
-            (drafters.Joint(num_nodes=8), None),
-            (drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint(), num_nodes=8), None),
-            (drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint()), BudgetController()),
+        Session(pseudo_runner(), drafter, sampler).run([1, 2, 3], 300)
+        for drafter in (
+            drafters.NoDrafter(),
+            drafters.Joint(num_nodes=8),
+            drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint(), num_nodes=8),
+            Budgeted(drafters.Merged(Fixed(random_tree(random.Random(0))), drafters.Joint())),
         )
     )
     assert joint.tokens == text.tokens and all(each.tokens == text.tokens for each in merged)

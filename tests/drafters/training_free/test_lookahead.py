@@ -5,12 +5,8 @@ import random
 import numpy as np
 import pytest
 
-import drafters
 from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
-from inference import drafter_specs
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
@@ -222,26 +218,6 @@ def test_a_pruned_window_is_ignored():
     assert drafter._levels == [[5, 5, 5, 5]]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_proposals_stay_within_their_limits(pseudo_runner, seed):
-    rng = random.Random(seed)
-    runner = remembering(pseudo_runner(seed, vocab=6))
-    drafter = Lookahead(rng.choice([3, 4, 6]), rng.choice([1, 3]), 5, pool_from_prompt=seed % 2 == 0)
-    session = Session(runner, drafter)
-    session.begin([0, 1, 2])
-    seen = set()
-    for _ in range(60):
-        eos = frozenset(rng.sample(range(6), 2))
-        limits = Limits(rng.choice([0, 1, 2, 9]), rng.choice([0, 3, 10, 30, 1024]), eos, rng.choice([0, 3, 50]))
-        tree = drafter.propose(session.seq, limits)
-        tree.validate(6)
-        asked = (limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
-        assert len(tree.pruned(*asked)) == len(tree)
-        seen.add((tree.num_candidates > 0, tree.num_scratch > 0))
-        session.step(1000)
-    assert len(seen) == 4
-
-
 def test_with_few_nodes_the_newest_guesses_are_drafted():
     drafter = Lookahead(level=3, window=1)
     drafter.begin([5])
@@ -276,17 +252,6 @@ def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pse
     assert drafter.pool is shared
 
 
-def test_a_full_shared_pool_gives_its_newest_guesses():
-    pool = NgramPool(20)
-    drafter = Lookahead(level=3, window=1, guesses=2, pool=pool)
-    drafter.begin([5])
-    drafter._levels = [[], [1]]
-    for token in range(6):
-        pool.insert(5, (token, token))
-    tree = drafter.propose([5], FAR)
-    assert tree.tokens[: tree.num_candidates] == [5, 5, 4, 4]
-
-
 def test_text_that_replaces_a_rejected_draft_is_read_too():
     drafter = Lookahead(level=3, pool_from_prompt=True)
     drafter.begin([1, 2])
@@ -317,28 +282,6 @@ def test_inside_a_draft_model_the_window_keeps_sliding_when_drafts_are_rejected(
     assert inner.forwards < 40 * 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind, drop_last):
-    base = make_base(kind, context=40)
-    for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
-        for prompt in ([7], [5, 6, 7, 5, 6]):
-            expected = Session(Runner(base), drafters.NoDrafter(), sampler).run(prompt, 100).tokens
-            session = Session(Runner(base), Lookahead(4, 4, 4, drop_last=drop_last), sampler)
-            assert session.run(prompt, 100).tokens == expected
-            assert len(prompt) + len(expected) == 40
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sampled_text_equals_that_without_a_drafter(pseudo_runner, seed):
-    sampler = KeyedSampler(temperature=0.2, seed=seed)
-    alone = Session(remembering(pseudo_runner(seed, vocab=6)), drafters.NoDrafter(), sampler).run([1, 2], 80)
-    ahead = Session(remembering(pseudo_runner(seed, vocab=6)), Lookahead(), sampler).run([1, 2], 80)
-    assert ahead.tokens == alone.tokens
-    assert len(ahead.steps) < len(alone.steps)
-
-
 def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_runner):
     drafter, prompt = Lookahead(seed=4), list(range(12))
     session, before = Session(pseudo_runner(), drafter), random.getstate()
@@ -351,16 +294,3 @@ def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_ru
         drafter.begin(prompt)
         windows.append(drafter._levels)
     assert windows[0] != windows[1] != windows[2]
-
-
-def test_a_drafter_spec_takes_its_numbers_but_no_pool(pseudo_runner):
-    drafter = drafter_specs.make("lookahead:level=4,window=3,guesses=0,drop_last=true", pseudo_runner())
-    assert (drafter.level, drafter.window, drafter.guesses, drafter.drop_last) == (4, 3, 0, True)
-    with pytest.raises(ValueError, match="takes level, window, guesses, pool_from_prompt, drop_last, seed; not"):
-        drafter_specs.make("lookahead:pool=3", pseudo_runner())
-
-
-@pytest.mark.parametrize("arguments", [{"level": 2}, {"window": 0}, {"guesses": -1}])
-def test_too_small_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="level >= 3"):
-        Lookahead(**arguments)

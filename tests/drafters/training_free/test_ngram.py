@@ -296,17 +296,3 @@ def test_prompt_lookup_agrees_with_transformers_own(eos):
         assert chain(drafter.propose(seq, limits)) == candidates[0, len(seq) :].tolist()
         drafted += candidates.shape[1] > len(seq)
     assert drafted > 30
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        (ANPD, {"order": 1}),
-        (ANPD, {"num_draft": 0}),
-        (PromptLookup, {"max_ngram": 0}),
-        (PromptLookup, {"num_draft": 0}),
-    ],
-)
-def test_too_small_arguments_are_refused(kind, arguments):
-    with pytest.raises(ValueError, match="at least"):
-        kind(**arguments)

@@ -4,12 +4,9 @@ import random
 
 import pytest
 
-import drafters
 from drafters import Limits, SelfDraft
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
 PARAMETERS = [
@@ -269,37 +266,6 @@ def test_branches_and_cached_ngrams_have_constant_lengths(pseudo_runner, argumen
     assert all(len(drafter.cache.newest(key)) <= drafter.cache_size for key in range(12))
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("max_nodes", [5, 30, 40, 1024])
-@pytest.mark.parametrize("prompt", [[3], [3, 4], [1, 2, 3], [*range(12), 1, 2, 3, 4, 5]], ids=len)
-def test_the_text_is_lossless(pseudo_runner, temperature, max_nodes, prompt):
-    def sampler():
-        return KeyedSampler(0.4, seed=5) if temperature else None
-
-    runner = pseudo_runner(2, context=50)
-    drafter = SelfDraft(corpus=CountingTable([*range(12)] * 3))
-    for eos in (frozenset(), frozenset({7})):
-        for length in (1, 2, 3, 45):
-            alone = Session(runner, drafters.NoDrafter(), sampler()).run(prompt, length, eos)
-            drafted = Session(runner, drafter, sampler(), max_nodes).run(prompt, length, eos)
-            assert drafted.tokens == alone.tokens
-            assert all(cost.fed <= cost.fed_pending + max_nodes for cost in drafted.steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_text_is_lossless_on_a_real_base(make_base, kind, temperature):
-    base = make_base(kind)
-    for prompt in ([5], [5, 6, 7, 5, 6, 7, 8]):
-        texts = []
-        for drafter in (drafters.NoDrafter(), SelfDraft()):
-            sampler = KeyedSampler(temperature, seed=1) if temperature else None
-            session = Session(Runner(base), drafter, sampler)
-            texts.append([session.run(prompt, 40, base.eos).tokens for _ in range(2)])
-        assert texts[0] == texts[1]
-
-
 def test_scratch_nodes_continue_after_an_end_token(pseudo_runner):
     """Branches contain token 2 from the prompt, which the base never writes; they still grow and are learned from."""
     runner = pseudo_runner(0)
@@ -397,13 +363,3 @@ def test_a_tree_stays_within_its_limits():
     assert tree.num_scratch == 0 and tree.tokens == [0, 0, 0, 0, 1, 2, 2, 2], "too few nodes for the branches"
     tree = drafter.propose([1, 2, 3], Limits(2, max_scratch_depth=1))
     assert tree.num_scratch == 0 and max(tree.depths) == 2, "too little room below the root"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"branch_len": 4}, {"branch_len": 2, "gram": 1}, *({name: 0} for name in ("gram", "num_branches", "max_pad"))],
-    ids=str,
-)
-def test_arguments_that_allow_no_branch_are_refused(arguments):
-    with pytest.raises(ValueError, match="need branch_len >= 3"):
-        SelfDraft(**arguments)

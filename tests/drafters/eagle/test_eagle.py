@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from drafters import EAGLE, EAGLE3, DraftTree, StepResult, TrainingBatch, recipe
-from drafters.eagle.drafter import unroll_mask
 from drafters.eagle.eagle3 import low_middle_high
 from drafters.nn import draft_cache
 from drafters.protocol import UNLIMITED
@@ -161,22 +160,6 @@ def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_we
                 trained[pair], distribution_after(drafter, base_weights, hidden, ids, anchor, path)
             )
     assert depth == 4
-
-
-def test_the_unrolled_mask_equals_one_drawn_by_hand():
-    """At depth 2 a pair attends to the base's pairs up to two before, and to one pair each of depths 1 and 2."""
-    drawn = """
-        .... .... #...
-        .... #... .#..
-        #... .#.. ..#.
-        ##.. ..#. ...#
-    """
-    expected = [[letter == "#" for letter in line.replace(" ", "")] for line in drawn.split("\n") if line.strip()]
-    assert unroll_mask(4, 2).tolist() == expected
-    expected[3][0] = False
-    assert unroll_mask(4, 2, window=3).tolist() == expected, "three back is too far"
-    first = [[query - 3 < key <= query for key in range(5)] for query in range(5)]
-    assert unroll_mask(5, 0, window=3).tolist() == first
 
 
 @both

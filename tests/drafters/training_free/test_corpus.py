@@ -66,17 +66,6 @@ def test_followers_of_a_context_equal_those_from_counting(seed):
     assert cache.after([]) == []
 
 
-def test_longer_contexts_come_first_then_the_more_frequent():
-    cache = table(TEXT)
-    assert cache.retrieve([1, 2, 3, 4], 1) == [(5, 6, 1, 2)]
-    assert cache.retrieve([8, 2, 3, 4], 1) == [(5, 7, 5, 3)], (
-        "of equally frequent tokens the smaller comes first: 5 before 8"
-    )
-    assert cache.retrieve([2, 3, 4], 2) == [(5, 6, 1, 2), (5, 7, 8, 2)]
-    assert cache.retrieve([2, 3, 4], 2, known=[(5, 6, 1, 2)]) == [(5, 7, 8, 2)], "left out without replacement"
-    assert cache.retrieve([77], 3) == cache.retrieve([2, 3, 4], 0) == []
-
-
 def test_no_token_of_the_base_is_mistaken_for_another():
     """A base may have more tokens than the text; an overflowing context code would find another context."""
     cache = table(TEXT)

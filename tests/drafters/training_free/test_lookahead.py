@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
@@ -165,33 +164,6 @@ def test_the_layout_of_the_window_and_the_guesses_equals_one_drawn_by_hand():
     assert tree == DraftTree(tokens, parents, num_scratch=8)
 
 
-@pytest.mark.parametrize("level", range(3, 8))
-@pytest.mark.parametrize("window", range(1, 6))
-def test_mask_and_positions_of_the_window_equal_the_papers(pseudo_runner, level, window):
-    drafter = Lookahead(level, window)
-    session = Session(pseudo_runner(vocab=50), drafter)
-    session.begin([3, 4, 9])
-    for filled in range(level):
-        filled = min(filled, level - 2)
-        rows = window + level - 3 - filled  # of the trunk; each level has one more
-        tree = drafter.propose(session.seq, Limits(0))
-        assert len(tree) == rows + filled * (rows + 1)
-        sees = np.zeros((len(tree), len(tree)), dtype=bool)
-        sees[:rows, :rows] = np.tri(rows, dtype=bool)
-        positions, values = list(range(1, rows + 1)), drafter._levels
-        for number in range(1, filled + 1):
-            for i in range(rows + 1):
-                node = rows + (number - 1) * (rows + 1) + i
-                sees[node, :i] = True
-                sees[node, [rows + (above - 1) * (rows + 1) + i for above in range(1, number + 1)]] = True
-                positions.append(number + i)
-                column = [values[above][i] for above in range(1, number + 1)]
-                assert tree.path_tokens(node) == values[0][:i] + column
-        assert (tree.ancestor_mask() == sees).all()
-        assert tree.depths == positions
-        session.step(1000)
-
-
 @pytest.mark.parametrize("limit", [{"max_nodes": 9}, {"max_scratch_depth": 5}])
 def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit):
     drafter = Lookahead(level=4, window=5)
@@ -227,16 +199,6 @@ def test_with_few_nodes_the_newest_guesses_are_drafted():
     assert drafter.propose([5], Limits(100, max_nodes=4)).tokens == [1, 5, 3, 4]
     assert drafter.propose([5], Limits(100, max_nodes=2)).tokens == [1, 5]
     assert drafter.pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "shortened n-grams are not stored"
-
-
-def test_no_guess_continues_after_an_end_token():
-    drafter = Lookahead(level=5, window=1)
-    drafter.begin([5])
-    drafter._levels = [[], [1], [1], [1]]
-    drafter.pool.insert(5, (1, 2, 3, 4))
-    drafter.pool.insert(5, (2, 3, 4, 5))
-    tree = drafter.propose([5], Limits(100, eos=frozenset({2}), max_scratch_depth=0))
-    assert (tree.tokens, tree.parents) == ([2, 1, 2], [-1, -1, 1])
 
 
 def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pseudo_runner):

@@ -260,57 +260,6 @@ def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
 # ---- by hand
 
 
-def test_the_newest_phrases_continue_the_last_draft_token():
-    pool = pool_of((7, 1, 1, 1), (7, 2, 3, 4), (8, 5, 5, 5), (7, 2, 3, 5), (7, 9, 8, 7))
-    tree = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4).propose([1], Limits(20))
-    tree.validate(10)
-    leaves = [node for node in range(len(tree)) if node not in tree.parents]
-    assert sorted(tree.path_tokens(leaf) for leaf in leaves) == [[6, 7, 2, 3, 4], [6, 7, 2, 3, 5], [6, 7, 9, 8, 7]]
-
-
-def test_after_full_acceptance_all_tried_phrases_but_the_accepted_one_are_corrected():
-    pool = pool_of((7, 1, 1, 1), (7, 9, 8, 7), (7, 2, 3, 4), (7, 2, 5, 6))
-    drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)
-    tree = drafter.propose([1], Limits(20))
-    #       root 6 ── 7 ─┬─ 9 ── 8 ── 7
-    #                    └─ 2 ─┬─ 3 ── 4
-    #                          └─ 5 ── 6
-    says = {(): 6, (6,): 7, (6, 7): 2, (6, 7, 9): 5, (6, 7, 9, 8): 6, (6, 7, 2): 3, (6, 7, 2, 3): 0, (6, 7, 2, 5): 8}
-    step = decisions(tree, [6, *(says.get(tuple(tree.path_tokens(node)), 1) for node in range(len(tree)))])
-    assert step.emitted == [6, 7, 2, 3, 0]
-    drafter.observe(step)
-    assert pool.newest(7) == [(1, 1, 1), (2, 5, 6), (2, 3, 4), (2, 3, 8)]
-
-
-def test_after_a_rejection_tried_phrases_stay_and_the_discarded_tail_gives_new_ones():
-    pool = pool_of((5, 1, 1))
-    drafter = Ouroboros(Pen([1, 2, 3, 4, 5]), pool, num_draft=5, level=3)
-    tree = drafter.propose([0], Limits(20))
-    assert len(tree) == 7
-    drafter.observe(decisions(tree, [1, 9, 3, 4, 8, 6, 2, 2]))  # after 1 the base predicts 9, not 2
-    assert pool.newest(2) == [(3, 4)], "3 after 2 and 4 after 3 match the draft"
-    assert pool.newest(3) == [(4, 8)], "the last token does not have to be drafted"
-    assert pool.newest(4) == [], "after 4 the base predicts 8 and the draft 5"
-    assert pool.newest(5) == [(1, 1)]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_trees_stay_within_every_limit(seed):
-    rng = random.Random(seed)
-    for _ in range(50):
-        pool = pool_of(*([rng.randrange(3), *(rng.randrange(3) for _ in range(4))] for _ in range(9)))
-        drafter = Ouroboros(Pen([rng.randrange(3) for _ in range(5)]), pool, num_draft=5, num_phrases=4, level=5)
-        limits = Limits(rng.randrange(12), rng.randrange(14), frozenset(rng.sample(range(3), rng.randrange(2))))
-        tree = drafter.propose([0], limits)
-        kept = tree.pruned(limits.max_depth, limits.max_nodes, limits.eos)
-        assert (list(kept.tokens), list(kept.parents)) == (list(tree.tokens), list(tree.parents))
-        before = {key: len(pool.newest(key)) for key in range(3)}
-        drafter.observe(decisions(tree, [rng.randrange(3) for _ in range(len(tree) + 1)]))
-        assert all(len(phrase) == 4 for key in before for phrase in pool.newest(key)), (
-            "a truncated tail does not shorten phrases"
-        )
-
-
 def test_nothing_is_learned_from_a_tree_that_the_caller_pruned():
     pool = pool_of((7, 1, 1, 1))
     drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)

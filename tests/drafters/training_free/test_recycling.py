@@ -105,13 +105,6 @@ def test_successors_of_successors_are_drafted_as_in_a_hand_drawn_tree():
     assert drafter.propose([8], FAR) == DraftTree([9, 6, 7, 8], [-1, -1, 0, 2])
 
 
-def test_the_last_node_of_a_repeated_token_counts():
-    drafter = TokenRecycling(top_k=1)
-    drafter.propose([7], FAR)
-    drafter.observe(StepResult(1, DraftTree([8, 7, 8], [-1, 0, 1]), None, [], [1], [[1], [2], [3], [4]]))
-    assert drafter._successors == {7: [3], 8: [4]}
-
-
 @pytest.mark.slow
 def test_the_table_is_kept_between_texts_until_reset(ranked):
     drafter = TokenRecycling()
@@ -140,23 +133,3 @@ def test_the_papers_tree_has_its_published_shape_and_a_smaller_budget_keeps_its_
     for num_nodes in range(81):
         first = paths_of(paper_template(num_nodes))
         assert sorted(first, key=lambda path: (len(path), path)) == paths[:num_nodes]
-
-
-def test_a_smaller_budget_keeps_the_best_nodes_and_proposals_stay_within_their_limits():
-    rng = random.Random(0)
-    drafter = TokenRecycling(num_nodes=30, top_k=4)
-    drafter._successors = {token: rng.sample(range(12), 4) for token in range(11)}
-    for _ in range(200):
-        limits = Limits(rng.choice([0, 1, 3, 9]), rng.choice([0, 1, 8, 1024]), frozenset(rng.sample(range(12), 2)))
-        seq = [rng.randrange(12)]
-        tree = drafter.propose(seq, limits)
-        tree.validate(12)
-        assert len(tree.pruned(limits.max_depth, limits.max_nodes, limits.eos)) == len(tree)
-        if limits.max_nodes == 8:
-            assert tree == TokenRecycling.propose(_with(drafter, 8), seq, limits)
-
-
-def _with(drafter, num_nodes):
-    smaller = TokenRecycling(num_nodes, drafter.top_k)
-    smaller._successors = drafter._successors
-    return smaller

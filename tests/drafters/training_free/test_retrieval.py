@@ -175,26 +175,6 @@ def test_the_draft_equals_a_count_of_every_prefix(seed, vocab, shift):
         assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
 
 
-def test_no_match_and_no_draft_crosses_a_documents_end():
-    store = SuffixArray.build([[1, 2, 3], [4, 5, 6], [7, 3, 4, 9]])
-    drafter = REST(store, shortest=1)
-    assert paths(drafter.propose([1], FAR)) == [(2,), (2, 3)]
-    assert paths(drafter.propose([2, 3], FAR)) == [(4,), (4, 9)], (
-        "(2, 3) ends its document, 3 alone continues elsewhere"
-    )
-    assert paths(drafter.propose([3, 4], FAR)) == [(9,)], "not 5, which follows a 3, a document border and a 4"
-    assert paths(drafter.propose([6], FAR)) == []
-
-
-def test_a_hand_drawn_trie_keeps_its_most_frequent_prefixes():
-    """After 9 come 1 2 twice, and 1 3 and 4 once; of the prefixes with count one the shorter comes first."""
-    store, whole = SuffixArray.build([[9, 1, 2], [9, 1, 2], [9, 1, 3], [9, 4]]), [(1,), (1, 2), (4,), (1, 3)]
-    for most in range(1, 6):
-        assert set(paths(REST(store, most, shortest=1).propose([9], FAR))) == set(whole[:most])
-    assert paths(REST(store, shortest=1, num_hits=3).propose([9], FAR)) == [(1,), (1, 2), (1, 3)]
-    assert paths(REST(store, shortest=1, num_hits=1).propose([9], FAR)) == [(1,), (1, 2)]
-
-
 def test_a_context_that_the_datastore_lacks_gives_no_draft():
     drafter = REST(SuffixArray.build([[1, 2, 3, 4]]))
     assert len(drafter.propose([2], FAR)) == 0, "shorter than the shortest suffix"

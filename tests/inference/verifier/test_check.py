@@ -128,13 +128,6 @@ def test_a_subclass_that_passes_its_arguments_on_is_checked(fresh_base):
         written_text(base, prompt)
 
 
-@pytest.mark.parametrize("label", ["Falcon, ALiBi", "LFM2", "GPT-Neo", "MPT"])
-def test_what_a_base_cannot_do_is_one_line(make_model, toy_tokenizer, label):
-    with pytest.raises(ValueError, match="not supported") as caught:
-        Runner(Base("strange", make_model(label), toy_tokenizer))
-    assert str(caught.value).startswith("strange ") and "\n" not in str(caught.value)
-
-
 def test_an_encoder_decoder_model_is_refused(toy_tokenizer):
     from transformers import AutoModelForSeq2SeqLM, T5Config
 

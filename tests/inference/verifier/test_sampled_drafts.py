@@ -187,16 +187,3 @@ def test_a_seed_gives_one_text_by_every_door_with_a_new_drafter_or_a_used_one(to
         assert streamed == base.tokenizer.decode(given[0], skip_special_tokens=True)
         texts.append(given[0])
     assert texts[0] != texts[1]
-
-
-@pytest.mark.slow
-def test_a_trained_base_that_drafts_for_itself_keeps_its_distribution(constant_seed):
-    base = load_base("checkpoints/tiny-chat", "float32", torch.device("cpu"))
-    prompt, sampling = base.tokenizer("Name a colour.").input_ids, SamplingOptions(1.0, 3)
-    expected = text_distribution(base, prompt, 2, sampling)
-    runner = Runner(base)
-    drafter = drafter_specs.make(f"draft_model={base.name}:num_draft=1,temperature=1.5,top_k=3", runner)
-    for each, agrees in ((drafter, True), (constant_seed(drafter), False)):
-        sessions = [Session(runner, each, replace(sampling, seed=seed).sampler()) for seed in range(60)]
-        texts = [tuple(session.run(prompt, 2).tokens) for session in sessions]
-        assert (chi_squared(texts, expected)[2] > IMPROBABLE) == agrees

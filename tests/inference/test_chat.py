@@ -76,22 +76,6 @@ def test_turns_rendered_differently_are_read_again_from_the_first_difference(mak
     assert turns.num_cached == 0
 
 
-@pytest.mark.slow
-def test_a_turn_stopped_between_two_steps_can_be_continued(make_base, make):
-    base = make_base(context=256)
-    turns = ChatSession(Session(Runner(base), make("ctc", base)))
-    left = []
-    for emitted, _ in turns.decode([1, 5, 6], 30):
-        left += emitted
-        if len(left) > 5:
-            break
-    prompt = [1, 5, 6, *left, 9]
-    assert [t for emitted, _ in turns.decode(prompt, 20) for t in emitted] == naive(base, prompt, 20)
-    assert turns.num_cached == len(prompt) - 2
-    with pytest.raises(ValueError, match="context of toy-llama ends at 256"):
-        next(turns.decode([1] * 256, 5))
-
-
 # ---- the display
 
 

@@ -134,22 +134,6 @@ def test_a_bias_from_the_base_trains_searches_and_draws_as_the_tables_it_folds_t
     assert set(drafter.state_dict()) == {*others, "markov.left", "markov.right", "markov.blank"}
 
 
-def test_training_moves_a_bias_from_the_base(make_ctc, base_weights):
-    """Every token decides the next, and nothing but the bias is trained."""
-    ids = torch.randperm(23, generator=torch.Generator().manual_seed(0)).repeat(3)[None]
-    hidden, mask = torch.zeros(1, 69, 16), torch.ones(1, 69, dtype=torch.bool)
-    drafter = make_ctc(markov_rank=8, markov_factors="base", num_anchors=69)
-    optimizer = torch.optim.AdamW(drafter.markov.parameters(), lr=0.03)
-    losses = []
-    for _ in range(40):
-        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, ids.roll(-1, 1), mask), base_weights)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc, base_weights, text, shape):
     """The reference fuses the embeddings, divided by their root mean square, as if the base had given them."""
     reading, fusing, (hidden, ids) = make_ctc(tokens_in_context=True), make_ctc(hidden_layers=[-1, 0]), text

@@ -345,18 +345,6 @@ def test_a_loss_never_holds_the_logits_of_more_than_a_chunk(monkeypatch, objecti
     assert held == [(2, T), (2, U)] * 4
 
 
-def test_total_variation_is_zero_where_the_draft_is_the_base_and_never_above_one(literal_texts):
-    """Frames with the base's own states, without a blank: the first frame says what the base says."""
-    case = Case(literal_texts)
-    case.frames.data[:, 0], case.blank_row.data[:], case.blank_bias.data[()] = case.teacher[:, 0], 0.0, -1e9
-    first = torch.arange(U) < 1
-    settings = {"label_weight": 0.0, "distillation": 1.0, "divergence": "tv"}
-    known = case.anchored(teacher=case.teacher, teacher_valid=first & VALID)
-    assert case.loss(known, **settings)[0].item() == pytest.approx(0, abs=1e-12)
-    case.frames.data *= 1000  # certain of one token, which the base's distribution is not
-    assert 0.1 < case.loss(**settings)[0].item() < 1
-
-
 def test_positions_without_a_teacher_are_not_distilled(case):
     taught = torch.zeros_like(VALID)
     taught[:, 0] = True

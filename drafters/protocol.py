@@ -136,11 +136,8 @@ class Drafter(Protocol):
     """
 
     required_outputs: RequiredOutputs = RequiredOutputs()  # what it needs from the base's forward pass
-    history_only: bool = False  # whether proposals depend on the texts so far alone, so that answers can be replayed
     remembers: bool = True  # whether proposals may depend on texts decoded earlier, since the last `reset`
-    is_divisible: bool = True  # whether a part of a draft is of use; otherwise a budget feeds all of it or none
     samples_drafts: bool = False  # whether drafts are drawn at random
-    may_skip_module: bool = False  # whether it can draft without its draft module, as n-grams can beside one
     draft_forwards: int = 0  # forward passes of a draft module or draft model so far
 
     def begin(self, prompt: Sequence[int]) -> None:

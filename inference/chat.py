@@ -324,8 +324,6 @@ def chat(
         system: System message before the first turn; empty for none.
         max_new_tokens: Maximum number of tokens of an answer.
         template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer[:thinking=on|off] for the tokenizer's own.
-        budget: Draft tokens per step where the drafter's options give no number: fixed, or auto, as many as pay.
-        compile: Compile the base's decoding steps to graphs of fixed shapes.
     """
     console = SafeConsole(highlight=False)
     base = model.load(may_compile=True)

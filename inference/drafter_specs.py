@@ -102,33 +102,29 @@ def make_session(spec: str, runner: Runner, sampler: Sampler | None = None) -> S
 
 
 def make(spec: str, runner: Runner) -> Drafter:
-    """Build the drafter that a spec names, ready to decode with the base of ``runner``."""
-    return builder(spec, runner)()
-
-
-def builder(spec: str, runner: Runner) -> Callable[[], Drafter]:
-    """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
+    """Build the drafter that a spec names, ready to decode with the base of ``runner``.
 
     Raises:
         ValueError: A name or option is unknown, a file missing or damaged, or the drafter fits another base.
     """
-    parts = split(spec)
-    build = parts.registration.build
-    make_one: Callable[[], Drafter]
-    if parts.registration.learned_class:
-        make_one = partial(_make_learned, parts, runner.base)
+    parts, base = split(spec), runner.base
+    build, learned_class = parts.registration.build, parts.registration.learned_class
+    if learned_class:
+        drafter: Drafter = _make_learned(parts, base)
     elif _reads_model(parts.registration):
         _check_file(parts)
-        make_one = partial(build, runner, parts.file, **_typed(parts, _defaults(build)))
+        drafter = build(runner, parts.file, **_typed(parts, _defaults(build)))
     else:
-        make_one = _builder_without_model(parts, runner.base)
-    if not is_auto(spec) or build is NoDrafter:
-        return make_one
-    return lambda: Budgeted(make_one())
+        drafter = _builder_without_model(parts, base)()
+    return Budgeted(drafter) if is_auto(spec) and build is not NoDrafter else drafter
 
 
 def builder_from_tokens(spec: str, base: Base | BaseConfig) -> Callable[[], Drafter]:
-    """As `builder`, but only for drafters that read nothing but tokens, so that no model of the base is needed."""
+    """Return a function that builds independent drafters of one spec; a corpus or datastore is read only once.
+
+    Raises:
+        ValueError: As `make`, or the drafter reads more than tokens, which needs the base's model.
+    """
     parts, needs = split(spec), "the base's model"
     if not (parts.registration.learned_class or _reads_model(parts.registration)):
         build = _builder_without_model(parts, base)

@@ -26,16 +26,14 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """The keyword arguments that `generate` and `stream` share.
+class GenerateOptions(SamplingOptions):
+    """The keyword arguments that `generate` and `stream` share, besides those of `SamplingOptions`.
+
+    Prompt i is sampled with seed + i.
 
     Args:
         tokenizer: Tokenizer of a transformers model; must be left out with a `Base`, which has its own.
         max_new_tokens: Maximum number of new tokens of a text. A text also ends where the base's context ends.
-        temperature: Sampling temperature; 0 decodes greedily.
-        top_k: Sample from the k most probable tokens only; 0 keeps all tokens.
-        top_p: Sample from the most probable tokens whose probabilities add up to this value; 1 keeps all tokens.
-        seed: Seed of the random sampling; prompt i is sampled with seed + i.
         eos: Tokens that end a text; by default the base's own end-of-sequence tokens.
         logits_processor: Logits processors of transformers, applied before temperature, top_k and top_p. They are
             called once for each new token, in order, with the token ids (1, S) of prompt and text before it.
@@ -47,19 +45,14 @@ class GenerateOptions:
 
     tokenizer: PreTrainedTokenizerBase | None = None
     max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
     eos: int | Collection[int] | None = None
     logits_processor: Sequence[LogitsProcessor] = ()
     check: bool = True
     compile: bool = False
 
-    def sampler(self, index: int = 0) -> Sampler:
+    def sampler_of(self, index: int) -> Sampler:
         """The sampler of a prompt."""
-        sampling = SamplingOptions(self.temperature, self.top_k, self.top_p, self.seed + index)
-        return sampling.sampler(self.logits_processor)
+        return replace(self, seed=self.seed + index).sampler(self.logits_processor)
 
     def wrap(self, base: Base | PreTrainedModel) -> Base:
         """Return what was given as the base as a `Base`; raises ValueError if it is none."""
@@ -124,7 +117,7 @@ def generate(
     chosen = GenerateOptions(**options)
     base = chosen.wrap(base)
     encoded = [_encode(prompt, base, chosen) for prompt in (prompts if _is_list(prompts) else [prompts])]
-    samplers = [chosen.sampler(index) for index in range(len(encoded))]
+    samplers = [chosen.sampler_of(index) for index in range(len(encoded))]
     with acquire_runner(base, chosen.compile) as runner:
         built, eos = make_drafter(drafter, runner), chosen.end_tokens(base)
         generations = [
@@ -148,7 +141,7 @@ def stream(
     prompts: Any = prompt if _is_list(prompt) else [prompt]
     if len(prompts) != 1:
         raise ValueError(f"stream writes one text: pass one prompt, not {len(prompts)}")
-    encoded, sampler, eos = _encode(prompts[0], base, chosen), chosen.sampler(), chosen.end_tokens(base)
+    encoded, sampler, eos = _encode(prompts[0], base, chosen), chosen.sampler_of(0), chosen.end_tokens(base)
     with acquire_runner(base, chosen.compile):
         pass  # refuses a base now, not with the first piece
 

@@ -25,7 +25,7 @@ from inference.verifier.compiled import make_runner
 from inference.verifier.layers import takes_argument
 from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.sampling import Greedy, KeyedSampler, Sampler
-from inference.verifier.session import Session, check_prompt
+from inference.verifier.session import Session, acceptance_length, check_prompt
 
 MAX_SHOWN_DIVERGENCES = 3  # of each drafter
 MAX_TESTED_PROMPTS = 4  # in the test of the distribution
@@ -173,15 +173,13 @@ def generate_reference(base: Base, prompt: list[int], max_new_tokens: int, sampl
 def compare(session: Session, prompts: Sequence[Prompt], expected: Sequence[list[int]]) -> Comparison:
     """Decode N prompts with a drafter and compare the tokens with the N texts that the base writes alone."""
     base = session.runner.base
-    num_tokens = num_steps = 0
-    divergences = []
+    divergences, texts = [], []
     for index, ((prompt, max_new_tokens), wanted) in enumerate(zip(prompts, expected, strict=True)):
         result = session.run(prompt, max_new_tokens, base.eos)
-        num_tokens += sum(step.emitted for step in result.steps[1:])  # the first step is the prefill
-        num_steps += len(result.steps) - 1
+        texts.append(result.steps)
         if result.tokens != wanted:
             divergences.append(first_divergence(base, index, prompt, wanted, result.tokens))
-    return Comparison(len(prompts) - len(divergences), num_tokens / max(1, num_steps), divergences)
+    return Comparison(len(prompts) - len(divergences), acceptance_length(texts) or 0.0, divergences)
 
 
 @torch.inference_mode()

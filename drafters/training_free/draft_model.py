@@ -25,7 +25,7 @@ class DraftedTokens:
 class DraftSession(Protocol):
     """A model that writes ahead of the base, with its own KV cache and its own drafter.
 
-    `inference.verifier.draft_session` implements it.
+    `inference.verifier.draft_model` and `inference.verifier.layer_skipping` implement it.
     """
 
     forwards: int  # forward passes so far
@@ -34,12 +34,15 @@ class DraftSession(Protocol):
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new text."""
+        return None
 
     def rewind(self, length: int) -> None:
         """Forget what lies beyond the first ``length`` tokens of the text, because they were rejected drafts."""
+        return None
 
     def reset(self) -> None:
         """Forget what its drafter keeps across texts."""
+        return None
 
     def write(
         self,

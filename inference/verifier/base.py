@@ -29,12 +29,9 @@ QUANTIZED_DTYPES = "int8", "nf4"
 PREFILL_CHUNK = 4096  # tokens; shorter prompts are read by one forward
 
 
-@dataclass(frozen=True)
-class BaseConfig:
-    """A base without its weights: enough to encode prompts, check lengths, and tell whether a drafter fits."""
+class _Sizes:
+    """What a base's configuration says of its sizes."""
 
-    name: str  # folder or hub id
-    tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig
 
     @property
@@ -49,7 +46,16 @@ class BaseConfig:
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseConfig(_Sizes):
+    """A base without its weights: enough to encode prompts, check lengths, and tell whether a drafter fits."""
+
+    name: str  # folder or hub id
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Base(_Sizes):
     """A frozen causal language model with its tokenizer; other projects call it the target or verifier model.
 
     Args:
@@ -67,14 +73,8 @@ class Base:
     prefill_chunk: int = PREFILL_CHUNK
 
     @property
-    def shape(self) -> BaseShape:
-        """The sizes that a learned drafter is built from; raises ValueError as `shape_of` does."""
-        return shape_of(self.model.config)
-
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens of a text, prompt included."""
-        return self.model.config.max_position_embeddings
+    def config(self) -> PretrainedConfig:  # type: ignore[override]  # nobody sets it
+        return self.model.config
 
     @property
     def eos(self) -> frozenset[int]:

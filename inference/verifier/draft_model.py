@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from drafters.protocol import Drafter, NoDrafter
-from drafters.training_free.draft_model import DraftedTokens
+from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler, Sampler
 from inference.verifier.session import Session, common_prefix
 
 
-class DraftModelSession:
-    """A session of a draft model that lasts over the base's steps; implements `drafters.protocol.DraftSession`.
+class DraftModelSession(DraftSession):
+    """A session of a draft model that lasts over the base's steps.
 
     The cache holds what the draft model wrote. If the base rejects some of it, only the rejected part is dropped.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from data.files import read_json, reading, validated
-from drafters.training_free.draft_model import DraftedTokens
+from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 
@@ -96,8 +96,8 @@ def read_skips(file: str | Path, num_layers: int) -> tuple[tuple[int, ...], tupl
     return attention, mlp
 
 
-class LayerSkippingSession:
-    """The base with some sublayers skipped, as a draft model; implements `drafters.protocol.DraftSession`.
+class LayerSkippingSession(DraftSession):
+    """The base with some sublayers skipped, as a draft model.
 
     It keeps no state of its own. Drafting and verification share one KV cache (Draft & Verify): a draft is written
     behind the committed tokens in the cache of the base's runner, and rolled back before `write` returns. Before the
@@ -129,13 +129,6 @@ class LayerSkippingSession:
                 raise ValueError(f"cannot skip {kind} {list(layers)}: name {known}, none twice")
         self.runner, self.attention, self.mlp, self.sampler = runner, tuple(attention), tuple(mlp), sampler
         self.forwards, self.remembers, self.samples_drafts = 0, False, sampler is not None
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        """Do nothing, as `rewind` and `reset`: there is no state of a text."""
-
-    def rewind(self, length: int) -> None: ...
-
-    def reset(self) -> None: ...
 
     @torch.inference_mode()
     def write(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -47,28 +48,6 @@ class TreeLogits:
         return [len(self.text), *(len(self.text) + depth for depth in self.tree.depths)]
 
 
-class Sampler(Protocol):
-    """Decides which draft tokens are accepted and which tokens are emitted.
-
-    A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
-    logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
-    follows it down the tree on the host.
-    """
-
-    @property
-    def seed(self) -> int:
-        """Seed of the request; the seeds of its drafts are derived from it (`derived_seed`)."""
-        ...
-
-    def decide(self, rows: TreeLogits) -> Tensor:
-        """Return what `accept` needs, (1 + M, C) integers, on the device of the logits or already on the host."""
-        ...
-
-    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
-        """Return the accepted nodes from the root down, and the emitted tokens."""
-        ...
-
-
 def derived_seed(*keys: int) -> int:
     """Derive the seed of the random numbers of drafts, in [0, 2^64).
 
@@ -100,17 +79,30 @@ def draw_tokens(distributions: Tensor, numbers: Sequence[float]) -> Tensor:
     return index.clamp(max=distributions.shape[-1] - 1)[:, 0]
 
 
-class _PickPerNode:
-    """A sampler with one decision per row: the token picked there. The accepted path follows the picks.
+class Sampler(ABC):
+    """Decides which draft tokens are accepted and which tokens are emitted.
+
+    A step makes a single copy from the device to the host, so the work is split around it: `decide` runs where the
+    logits are and puts all that acceptance needs into a small tensor of integers; that tensor is copied; `accept`
+    follows it down the tree on the host.
 
     Args:
         processors: Logits processors that change the base's logits before a token is picked.
     """
 
     seed = 0
+    """Seed of the request; the seeds of its drafts are derived from it (`derived_seed`)."""
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()) -> None:
         self._processors = ScoreProcessors(processors)
+
+    @abstractmethod
+    def decide(self, rows: TreeLogits) -> Tensor:
+        """Return what `accept` needs, (1 + M, C) integers, on the device of the logits or already on the host."""
+
+    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
+        """Return the accepted nodes from the root down, which follow the picks, and the emitted tokens."""
+        return accept(tree, [row[0] for row in decisions])
 
     def _decide_along_path(self, rows: TreeLogits, pick: Callable[[int], int]) -> Tensor:
         """Decide along the accepted path only, up to an end-of-sequence token; the other rows hold -1.
@@ -129,11 +121,8 @@ class _PickPerNode:
             node = None if token in rows.eos else rows.tree.child(node, token)
         return decisions
 
-    def accept(self, tree: DraftTree, decisions: list[list[int]]) -> tuple[list[int], list[int]]:
-        return accept(tree, [row[0] for row in decisions])
 
-
-class Greedy(_PickPerNode):
+class Greedy(Sampler):
     """Picks the most probable token, the first one if several are equally probable."""
 
     @property
@@ -149,7 +138,7 @@ class Greedy(_PickPerNode):
         return most_probable(processors.at_all_rows(rows.logits) if processors else rows.logits)[:, None]
 
 
-class KeyedSampler(_PickPerNode):
+class KeyedSampler(Sampler):
     """Draws from the processed distribution by inverse CDF, with a random number keyed by (seed, position).
 
     With drafters that do not draw their drafts, one seed gives one text: sample-and-match emits the very draw that the

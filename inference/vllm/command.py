@@ -95,7 +95,6 @@ def make_launch(
 def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tuple[BaseConfig, dict[str, Any], bool]:
     """The base, vLLM's configuration of the drafter, and whether it remembers earlier texts."""
     spec = served_drafter.spec_of(drafter)
-    drafter_specs.split(spec)
     if own := read_own_method(spec):
         if not (name := base or own.base_name):
             raise ValueError(f"name the --base that is served: {drafter} does not tell for which it was trained")
@@ -104,9 +103,9 @@ def _speculation(base: str | None, drafter: str, num_tokens: int | None) -> tupl
         num_tokens = num_tokens or own.num_tokens or DEFAULT_CHAIN
         own.check_chain(num_tokens)
         return served, {"method": own.method, "model": str(own.folder), "num_speculative_tokens": num_tokens}, False
-    if served_drafter.is_learned(spec):
-        _, folder, _ = drafter_specs.split(spec)
-        served = _read_base(base or checkpoint.read_config(drafter_specs.drafter_folder(folder or "")).base_name)
+    parts = drafter_specs.split(spec)
+    if parts.registration.learned_class:
+        served = _read_base(base or checkpoint.read_config(drafter_specs.drafter_folder(parts.file or "")).base_name)
         path, config = served_drafter.read_parallel(spec, served, num_tokens or DEFAULT_CHAIN)
         loaded, _ = checkpoint.load(path, config=config)
         num_tokens, remembers = num_tokens or cast(ParallelDrafter, loaded).num_labels, loaded.remembers

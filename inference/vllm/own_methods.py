@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from data.files import check_files, read_json, validated
+from data.files import check_files, read_json, reading, validated
 from drafters.protocol import BaseShape
 from inference import drafter_specs
 
@@ -49,27 +50,6 @@ class FusedLayers:
     use_aux_hidden_state: bool = True
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that are compared with those of the base."""
-
-    hidden_size: int
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class OwnFormat:
-    """The whole file."""
-
-    model_type: str | None = None
-    speculators_model_type: str | None = None
-    speculators_config: Algorithm = Algorithm()
-    transformer_layer_config: Sizes | None = None
-    num_heads: int | None = None
-    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
-    eagle_config: FusedLayers | None = None
-
-
 # ---- the drafters
 
 
@@ -90,7 +70,7 @@ class OwnMethod:
     folder: Path
     num_tokens: int | None
     base_name: str | None
-    sizes: Sizes
+    sizes: dict[str, int]
     last_fused_layer: int = 0
 
     def check_chain(self, num_tokens: int) -> None:
@@ -108,7 +88,7 @@ class OwnMethod:
         """Raise ValueError if a base has other sizes; these formats do not tell the tokenizer."""
         problems = [
             f"was trained for a base with {size} {own}, but {name} has {getattr(shape, size)}"
-            for size, own in vars(self.sizes).items()
+            for size, own in self.sizes.items()
             if own != getattr(shape, size)
         ]
         if self.last_fused_layer > shape.num_layers:
@@ -142,36 +122,34 @@ def read_own_method(spec: str) -> OwnMethod | None:
 
 def _read(folder: Path) -> OwnMethod | None:
     path = folder / "config.json"
-    values = read_json(path) if path.is_file() else None
-    if not isinstance(values, dict) or "class_path" in values:
+    config = read_json(path) if path.is_file() else None
+    if not isinstance(config, dict) or "class_path" in config or (method := _method_of(config, folder)) is None:
         return None
-    try:
-        settings: OwnFormat = validated(OwnFormat, values)
-        if (method := _method_of(settings, folder)) is None:
-            return None
-        sizes = settings.transformer_layer_config or validated(Sizes, values)
-    except ValueError as error:
-        raise ValueError(f"{path} is not the configuration of a drafter in vLLM ({error}): export it again") from error
-    algorithm = settings.speculators_config
-    proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
-    num_tokens = settings.num_heads if method == "medusa" else next(iter(proposed), None)
-    part = (settings.eagle_config or FusedLayers()).eagle_aux_hidden_state_layer_ids
-    layers = settings.eagle_aux_hidden_state_layer_ids or part or (0,)
+    with reading(path, "export the drafter again"):
+        part = config.get("transformer_layer_config") or config
+        sizes = validated(dict[str, int], {size: part[size] for size in ("hidden_size", "vocab_size")})
+        algorithm = validated(Algorithm, config.get("speculators_config") or {})
+        fused = validated(FusedLayers, config.get("eagle_config") or {}).eagle_aux_hidden_state_layer_ids
+        layers = validated(tuple[int, ...], config.get("eagle_aux_hidden_state_layer_ids") or fused or (0,))
+        proposed = [proposal.speculative_tokens for proposal in algorithm.proposal_methods]
+        num_tokens = (
+            validated(int | None, config.get("num_heads")) if method == "medusa" else next(iter(proposed), None)
+        )
     last_layer = max(layers) if method == "eagle3" else 0
     return OwnMethod(method, folder, num_tokens, algorithm.verifier.name_or_path, sizes, last_layer)
 
 
-def _method_of(settings: OwnFormat, folder: Path) -> str | None:
-    if settings.speculators_model_type in ("eagle3", "dspark"):
-        return settings.speculators_model_type
-    if settings.model_type == "medusa":
+def _method_of(config: dict[str, Any], folder: Path) -> str | None:
+    if config.get("speculators_model_type") in ("eagle3", "dspark"):
+        return config["speculators_model_type"]
+    if config.get("model_type") == "medusa":
         return "medusa"
     try:
         with safe_open(folder / "model.safetensors", "pt") as weights:
             names = set(weights.keys())
     except (SafetensorError, OSError):
         return None
-    if "fc.weight" not in names or settings.model_type != "llama":
+    if "fc.weight" not in names or config.get("model_type") != "llama":
         return None
     # EAGLE and SpecForge write EAGLE-3 under the model type and the architecture of EAGLE.
     return "eagle3" if any(name == "d2t" or name.startswith("midlayer.") for name in names) else "eagle"

@@ -10,8 +10,7 @@ from data.files import safe_line
 from drafters import checkpoint, recipe
 from drafters.checkpoint import DrafterConfig
 from drafters.parallel import ParallelDrafter
-from drafters.protocol import Drafter, Limits, StepResult
-from drafters.registry import registered
+from drafters.protocol import Drafter, Limits
 from drafters.tree import DraftTree
 from inference import drafter_specs
 from inference.verifier.base import BaseConfig
@@ -44,12 +43,6 @@ def spec_of(drafter: str) -> str:
     return spec_of_folder(found) or f"{drafter_specs.name_of(checkpoint.read_config(found))}={drafter}"
 
 
-def is_learned(spec: str) -> bool:
-    """Whether a spec names a drafter with weights."""
-    registration = registered().get(drafter_specs.split(spec)[0])
-    return registration is not None and registration.learned_class is not None
-
-
 def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, DrafterConfig]:
     """Return the folder of a CTC or block drafter and its configuration, set to draft chains.
 
@@ -61,14 +54,14 @@ def read_parallel(spec: str, base: BaseConfig, num_tokens: int) -> tuple[Path, D
     Raises:
         ValueError: vLLM cannot serve the drafter, or it was trained for another base.
     """
-    name, folder, _ = drafter_specs.split(spec)
-    drafter_class = registered()[name].learned_class if name in registered() else None
+    name, folder, _ = parts = drafter_specs.split(spec)
+    drafter_class = parts.registration.learned_class
     if drafter_class is None or not issubclass(drafter_class, ParallelDrafter):
         raise ValueError(
             f"vLLM cannot serve the drafter {name} through this plugin: it takes CTC, block, and drafters that read "
             "only tokens; of Medusa, EAGLE and EAGLE-3 pass the folder that `drafters export --format vllm` writes"
         )
-    config = drafter_specs.learned_config(drafter_specs.split(spec), base)
+    config = drafter_specs.learned_config(parts, base)
     draft = config.init_args.get(recipe.DRAFT, {})
     if draft.get("draws"):
         raise ValueError(f"{folder} samples its drafts (draws), which vLLM cannot verify: pass {name}={folder}:draws=0")
@@ -107,19 +100,9 @@ class ChainDrafter(Drafter):
     def __init__(self, drafter: Drafter, num_tokens: int) -> None:
         self.drafter, self.num_tokens = drafter, num_tokens
         self.required_outputs, self.remembers = drafter.required_outputs, drafter.remembers
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.drafter.begin(prompt)
+        self.begin, self.observe = drafter.begin, drafter.observe  # type: ignore[method-assign]
+        self.rewind, self.reset = drafter.rewind, drafter.reset  # type: ignore[method-assign]
 
     def propose(self, seq: Sequence[int], limits: Limits) -> DraftTree:
         tokens = self.drafter.propose(seq, limits).first_path(min(self.num_tokens, limits.max_depth, limits.max_nodes))
         return DraftTree(tokens, range(-1, len(tokens) - 1))
-
-    def observe(self, step: StepResult) -> None:
-        self.drafter.observe(step)
-
-    def rewind(self, length: int) -> None:
-        self.drafter.rewind(length)
-
-    def reset(self) -> None:
-        self.drafter.reset()

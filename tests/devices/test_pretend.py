@@ -1,12 +1,8 @@
 """The pretend accelerator is as strict as a GPU, counts copies, and computes what the CPU computes."""
 
-import copy
-
 import pytest
 import torch
 from torch.nn import functional as F
-
-from tests.devices.pretend import Accelerator, PretendTensor
 
 HOST = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
 
@@ -72,48 +68,3 @@ def test_copies_are_counted_and_values_are_the_hosts(x, accelerator, name):
     result = compute(x)
     assert [*map(len, accelerator.take_copies())] == expected
     assert torch.equal(result.cpu(), compute(HOST))
-
-
-def test_a_tensor_says_where_it_is(x, device):
-    assert x.device == device != HOST.device and not x.is_cpu and not x.is_meta
-    assert (x @ x).device == x.sum().device == torch.zeros(1, device=device).device == device
-    assert x.to(device) is not HOST and type(x.cpu()) is torch.Tensor
-    with pytest.raises(TypeError, match="convert ipu:0 device type tensor to numpy"):
-        x.numpy()
-
-
-def test_writes_reach_the_tensor_that_a_view_is_of(x):
-    for tensor in (x, host := HOST.clone()):
-        row = tensor[0]
-        row += 1
-        tensor[:, 1:].mul_(3)
-        tensor.T[0, 1] = 7.0
-    assert torch.equal(x.cpu(), host)
-
-
-def test_a_layer_moves_and_trains_as_on_the_host(accelerator, device):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        host = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.SiLU(), torch.nn.Linear(3, 1))
-    moved = copy.deepcopy(host).to(device).double().float()
-    assert all(isinstance(weight, PretendTensor) for weight in moved.parameters())
-    accelerator.take_copies()
-    for layers in (host, moved):
-        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
-        inputs = HOST.to(next(layers.parameters()).device)
-        for _ in range(3):
-            optimizer.zero_grad()
-            layers(inputs).square().mean().backward()
-            optimizer.step()
-    assert accelerator.take_copies() == ([], ["a test"])
-    for weight, expected in zip(moved.state_dict().values(), host.state_dict().values(), strict=True):
-        assert weight.device == device
-        torch.testing.assert_close(weight.cpu(), expected)
-
-
-def test_outside_its_block_a_pretend_tensor_is_of_no_use():
-    with Accelerator():
-        moved = HOST.to(Accelerator.device)
-    with pytest.raises(AssertionError, match="outside"):
-        moved + 1
-    assert torch.Generator.__name__ == "Generator"

@@ -184,18 +184,3 @@ def test_the_metric_is_the_mean_expected_acceptance(has_bias, max_bytes):
     case = Case(has_bias)
     _, numbers = case.loss(max_bytes=max_bytes)
     torch.testing.assert_close(numbers["expected_acceptance"], case.reached().sum(-1)[VALID[:, 0]].mean().detach())
-
-
-@has_bias
-@pytest.mark.parametrize("weights", ["decay", "survival"])
-def test_without_labels_the_loss_is_zero_and_every_weight_has_a_gradient_of_zero(has_bias, weights):
-    case = Case(has_bias)
-    loss, numbers = case.loss(valid=VALID & False, weights=weights, distillation=1.0, teacher=case.teacher)
-    assert loss.item() == numbers["expected_acceptance"].item() == 0
-    assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, case.leaves))
-
-
-def test_positions_without_a_teacher_are_not_distilled():
-    case = Case(False)
-    settings = {"teacher": case.teacher, "distillation": 1.0}
-    torch.testing.assert_close(case.loss(teacher_valid=VALID & False, **settings)[0], case.loss()[0])

@@ -68,13 +68,6 @@ def test_every_option_has_one_name_in_one_group_and_cannot_be_written_to(name):
             setattr(group(), fields(group)[0].name, None)
 
 
-@each_kind
-def test_no_constructor_takes_more_than_eight_arguments(name):
-    drafter_class = registry.learned()[name]
-    assert len(recipe.groups(drafter_class)) >= 2
-    assert drafter_class.__init__.__code__.co_argcount <= 8
-
-
 def test_a_third_party_drafter_loads_from_its_folder_by_its_full_path(shape, tmp_path, monkeypatch):
     registrations = dict(registry._REGISTRATIONS)
     monkeypatch.setattr(registry, "_REGISTRATIONS", registrations)

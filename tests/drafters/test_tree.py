@@ -87,13 +87,6 @@ def test_an_end_token_may_be_drafted_but_no_node_below_it():
     assert THE_CAT.pruned(9, 9, {13, 14}) is THE_CAT
 
 
-@pytest.mark.parametrize("kind", [set, frozenset, tuple, list, dict.fromkeys])
-def test_end_tokens_may_be_any_collection(kind):
-    assert paths(THE_CAT.pruned(9, 9, kind([12, 40]))) == {(11,), (11, 12), (13,)}
-    assert THE_CAT.pruned(9, 9, kind([13, 40])) is THE_CAT
-    assert THE_CAT.pruned(9, 9, kind([])) is THE_CAT
-
-
 @pytest.mark.parametrize(
     ("tokens", "parents", "broken"),
     [
@@ -113,10 +106,6 @@ def test_validate_names_the_broken_rule(tokens, parents, broken):
 def test_a_tree_with_more_tokens_than_parents_is_not_valid():
     with pytest.raises(AssertionError, match="one token and one parent"):
         DraftTree([1, 2], [-1]).validate(vocab_size=50)
-
-
-def test_a_good_tree_is_valid():
-    THE_CAT.validate(vocab_size=15)
 
 
 # ---- scratch nodes and distributions

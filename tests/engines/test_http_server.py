@@ -76,11 +76,3 @@ def test_answers_to_eight_clients_are_those_of_the_base(client, server, tiny_cha
     metrics = urllib.request.urlopen(f"{server}/metrics").read().decode()
     accepted = re.search(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", metrics, re.M)
     assert float(accepted[1]) > sum(map(len, expected)) / 4
-
-
-def test_a_client_that_leaves_does_not_change_the_next_answer(client, tiny_chat, prompts, expected):
-    ask = {"model": "checkpoints/tiny-chat", "temperature": 0, "max_tokens": NUM_TOKENS}
-    with client.completions.create(prompt=prompts[0], stream=True, **ask) as stream:
-        next(iter(stream))
-    answer = client.completions.create(prompt=prompts[1], **ask).choices[0].text
-    assert answer == tiny_chat.tokenizer.decode(expected[1], skip_special_tokens=True)

@@ -56,14 +56,6 @@ def test_the_draft_cache_of_a_shared_prefix_is_reused(engine, tiny_chat, prompts
     assert steps == steps_again
 
 
-def test_the_draft_cache_has_a_row_for_every_slot_of_the_engine(engine):
-    config = engine.llm.llm_engine.vllm_config.cache_config
-    cache, attention = engine.proposer.cache, engine.proposer.drafter.trunk.layers[0].self_attn
-    num_slots = config.num_gpu_blocks * config.block_size
-    width = 2 * 4 * attention.num_heads * attention.head_dim * len(engine.proposer.drafter.trunk.layers)
-    assert cache.num_bytes == num_slots * width
-
-
 def test_requests_that_are_aborted_leave_the_others_as_they_are(engine, prompts, expected):
     from vllm import SamplingParams
 

@@ -39,11 +39,3 @@ def test_one_text_at_a_time_takes_the_steps_of_our_own_chain(build, engine, prom
         texts, steps = texts + own, steps + count
     assert texts == expected
     assert steps == count_own_steps(build) < sum(map(len, expected)) - len(prompts)
-
-
-def test_eight_texts_at_a_time_are_the_same(build, engine, prompts, expected):
-    engine.proposer.followers = Followers(build)
-    texts, steps = engine.texts(prompts)
-    assert texts == expected
-    assert steps < sum(map(len, expected)) - len(prompts)
-    assert 1 < len(engine.proposer.followers) <= 8

@@ -305,18 +305,6 @@ class Scratch(drafters.Drafter):
         return DraftTree([3], [-1], probabilities=[0.1]).with_scratch([4], [0])
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_whatever_the_budget_does_the_text_is_the_bases_own(pseudo_runner, scripted_budget, sampled):
-    sampler = KeyedSampler(temperature=1.0, seed=3) if sampled else None
-    text = Session(pseudo_runner(), drafters.NoDrafter(), sampler).run([1, 2, 3], 200).tokens
-    for seed in range(4):
-        budget = scripted_budget(seed)
-        result = Session(pseudo_runner(), Budgeted(drafters.Joint(), budget), sampler).run([1, 2, 3], 200)
-        assert result.tokens == text
-        assert [(step.accepted, step.emitted) for step in result.steps[1:]] == budget.told, "the prefill is not told"
-        assert len({step.fed_candidates for step in result.steps}) > 3
-
-
 @pytest.mark.parametrize("kind", [Drawing, Scratch])
 def test_drawn_drafts_and_scratch_nodes_are_never_cut_by_what_they_are(pseudo_runner, kind):
     class CutsAll(BudgetController):

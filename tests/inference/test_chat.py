@@ -14,6 +14,7 @@ from inference.verifier.options import ModelOptions, SamplingOptions
 from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Generation, Session
+from tests.inference.verifier.oracles import written_alone
 
 LEARNED = ["ctc", "ctc, chain", "ctc_deep", "block", "eagle", "eagle3"]
 TRAINING_FREE = {
@@ -32,16 +33,8 @@ def make(make_drafter):
     return lambda name, base: TRAINING_FREE[name]() if name in TRAINING_FREE else make_drafter(name, base, [])
 
 
-@torch.inference_mode()
 def naive(base, prompt, num_tokens, sampler=None, eos=frozenset()):
-    """The base's text without cache and engine: one full forward per token."""
-    seq = list(prompt)
-    while len(seq) < len(prompt) + num_tokens:
-        logits = base.model(torch.tensor([seq])).logits[0, -1:]
-        seq.append(int(sampler.pick(logits, [len(seq)]) if sampler else logits.argmax()))
-        if seq[-1] in eos:
-            break
-    return seq[len(prompt) :]
+    return written_alone(base, tuple(prompt), num_tokens, eos, sampler)
 
 
 # ---- turns on one cache
@@ -64,26 +57,6 @@ def test_each_turn_is_the_bases_own_text_and_feeds_only_new_tokens(make_base, ma
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["anpd", "prompt_lookup", *LEARNED])
-def test_a_drafter_without_memory_drafts_in_a_later_turn_as_in_a_first_one(make_base, make, name):
-    base = make_base(context=256)
-    turns, text = ChatSession(Session(Runner(base), make(name, base))), []
-    for said in TURNS:
-        text += said
-        steps = list(turns.decode(text, 14))
-        fresh = list(ChatSession(Session(Runner(base), make(name, base))).decode(text, 14))
-        if len(text) > len(said):
-            assert steps[0][1].fed_candidates == 0  # nothing is drafted in the step that reads the new message
-            session, end = Session(Runner(base), make(name, base)), len(text) + 14
-            session.begin(text)
-            fresh = [session.step(end, max_nodes=0), *session.steps(end)]
-        assert [(emitted, cost.fed_candidates) for emitted, cost in steps] == [
-            (emitted, cost.fed_candidates) for emitted, cost in fresh
-        ]
-        text += [token for emitted, _ in steps for token in emitted]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "joint", "ctc", "eagle"])
 def test_turns_rendered_differently_are_read_again_from_the_first_difference(make_base, make, name):
     base = make_base(context=256)
@@ -100,41 +73,6 @@ def test_turns_rendered_differently_are_read_again_from_the_first_difference(mak
         assert turns.num_cached == cached
     turns.forget()
     list(turns.decode([2, 5, 6], 3))
-    assert turns.num_cached == 0
-
-
-@pytest.mark.slow
-def test_a_turn_stopped_between_two_steps_can_be_continued(make_base, make):
-    base = make_base(context=256)
-    turns = ChatSession(Session(Runner(base), make("ctc", base)))
-    left = []
-    for emitted, _ in turns.decode([1, 5, 6], 30):
-        left += emitted
-        if len(left) > 5:
-            break
-    prompt = [1, 5, 6, *left, 9]
-    assert [t for emitted, _ in turns.decode(prompt, 20) for t in emitted] == naive(base, prompt, 20)
-    assert turns.num_cached == len(prompt) - 2
-    with pytest.raises(ValueError, match="context of toy-llama ends at 256"):
-        next(turns.decode([1] * 256, 5))
-
-
-class Torn(drafters.ANPD):
-    """Is interrupted once, in the middle of a step, as by Ctrl-C."""
-
-    def observe(self, step):
-        if not hasattr(self, "was_torn"):
-            self.was_torn = True
-            raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_after_an_interrupted_step_the_complete_chat_is_read_again(make_base):
-    base = make_base(context=256)
-    turns = ChatSession(Session(Runner(base), Torn()))
-    with pytest.raises(KeyboardInterrupt):
-        next(turns.decode([1, 5, 6], 30))
-    assert [t for emitted, _ in turns.decode([1, 5, 6, 7], 20) for t in emitted] == naive(base, [1, 5, 6, 7], 20)
     assert turns.num_cached == 0
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import inference
-from drafters import ANPD, Drafter, DraftTree
 from inference import generate, load_base, stream
 from inference.generation import IncrementalDetokenizer, acquire_runner
 from inference.verifier.runner import Runner
@@ -36,16 +35,6 @@ def babbler(make_base, chat):
 
 
 # ---- texts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["none", "anpd", "prompt_lookup:num_draft=4", "self_speculative", ANPD(order=3)])
-def test_greedy_texts_are_the_bases_own(base, drafter):
-    prompts = [[3, 4, 5], [7], [9, 8, 9, 8, 9]]
-    expected = [generate_reference(base, prompt, 20, Greedy()) for prompt in prompts]
-    written = generate(base, prompts, drafter, max_new_tokens=20)
-    assert [one.token_ids for one in written] == expected
-    assert [one.text for one in written] == [base.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected]
 
 
 def test_a_drafter_object_is_used_as_it_is(base, oracle):
@@ -224,28 +213,6 @@ def test_a_kept_runner_neither_outlives_its_model_nor_goes_into_copies(make_base
     del model, kept
     gc.collect()
     assert gone() is None
-
-
-class KeepsSeeds(Drafter):
-    """Proposes nothing and keeps the seed of every proposal."""
-
-    def __init__(self):
-        self.seeds = []
-
-    def propose(self, seq, limits):
-        self.seeds.append(limits.draft_seed)
-        return DraftTree()
-
-
-def test_every_proposal_has_its_own_seed_which_the_seed_of_the_request_decides(base):
-    def seeds(seed, temperature=0.9):
-        drafter = KeepsSeeds()
-        generate(base, [3, 4], drafter, max_new_tokens=8, temperature=temperature, seed=seed, eos=[])
-        return drafter.seeds
-
-    assert len(set(seeds(5) + seeds(6) + [5, 6])) == 2 * 8 + 2
-    assert seeds(5) == seeds(5)
-    assert len(set(seeds(0, temperature=0))) == 8
 
 
 # ---- the package

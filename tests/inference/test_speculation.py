@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -237,38 +236,6 @@ def test_greedy_decoding_does_not_advance_torchs_generator(base):
     before = torch.get_rng_state()
     base.model.generate(PROMPT, max_new_tokens=3, custom_generate=speculate)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "warpers",
-    [
-        {"temperature": 0.7, "top_k": 5},
-        {"temperature": 2.0, "top_k": 0, "top_p": 0.8},
-        {"temperature": 3.0, "top_k": 0, "eta_cutoff": 0.02, "min_p": 0.1},
-    ],
-)
-def test_sampled_tokens_follow_the_processed_distribution(make_base, oracle, warpers):
-    """Chi-square of the first token, with the most probable one drafted, against transformers' distribution."""
-    base, num_texts = make_base(vocab=8, layers=1), 300
-    ids = torch.tensor([[3, 4, 5]])
-    scores = base.model.generate(
-        ids, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **warpers
-    ).scores[0][0]
-    distribution = scores.softmax(-1).double()
-    torch.manual_seed(1)
-    arguments = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": None, **warpers}
-    drafter = oracle([3, 4, 5, distribution.argmax().item(), 1])
-    texts = base.model.generate(
-        ids, custom_generate=speculate, drafter=drafter, num_return_sequences=num_texts, **arguments
-    )
-    counts = Counter(texts[:, 3].tolist())
-    kept = distribution.nonzero()[:, 0].tolist()
-    assert len(kept) > 1 and set(counts) <= set(kept)
-    statistic = sum(
-        (counts[token] - num_texts * distribution[token]) ** 2 / (num_texts * distribution[token]) for token in kept
-    )
-    assert statistic < 25  # of at most 7 degrees of freedom: 0.999 lies at 24.3
 
 
 # ---- what is refused

@@ -12,7 +12,7 @@ from inference import drafter_specs
 from inference import verify as module
 from inference.verifier import attention, runner
 from inference.verifier.options import ModelOptions, SamplingOptions
-from inference.verifier.sampling import Greedy, KeyedSampler
+from inference.verifier.sampling import Greedy
 from inference.verifier.session import Session
 from inference.verify import (
     Comparison,
@@ -150,12 +150,6 @@ def test_compare_counts_identical_texts_and_the_acceptance_length(make_base, ora
     assert compared(base, "none", [prompt], 20, Greedy()) == Comparison(1, 1.0, [])
 
 
-@pytest.mark.slow
-def test_sampled_texts_are_compared_under_the_same_seed(base):
-    found = compared(base, "anpd", [[5, 6, 7], [8, 9]], 20, KeyedSampler(temperature=1.3, seed=4))
-    assert found.num_identical == 2
-
-
 def test_the_first_divergence_is_the_first_different_token(base):
     prompt, expected = [5, 6], [10, 11, 12, 13]
     logits = base.model(torch.tensor([[5, 6, 10, 11]])).logits[0, -1]
@@ -168,11 +162,6 @@ def test_the_first_divergence_is_the_first_different_token(base):
 def test_a_text_that_ends_early_diverges_at_its_end_token(base, expected, got, tokens):
     found = first_divergence(base, 0, [5, 6], expected, got)
     assert (found.position, found.base_token, found.drafted_token) == (1, *tokens)
-
-
-def test_a_prompt_that_is_too_long_is_refused_by_its_length(make_base):
-    with pytest.raises(ValueError, match="the prompt has 24 tokens"):
-        compared(make_base(context=24), "none", [[5] * 24], 5, Greedy())
 
 
 @pytest.mark.slow

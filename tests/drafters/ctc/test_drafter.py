@@ -134,49 +134,6 @@ def test_a_bias_from_the_base_trains_searches_and_draws_as_the_tables_it_folds_t
     assert set(drafter.state_dict()) == {*others, "markov.left", "markov.right", "markov.blank"}
 
 
-def test_training_moves_a_bias_from_the_base(make_ctc, base_weights):
-    """Every token decides the next, and nothing but the bias is trained."""
-    ids = torch.randperm(23, generator=torch.Generator().manual_seed(0)).repeat(3)[None]
-    hidden, mask = torch.zeros(1, 69, 16), torch.ones(1, 69, dtype=torch.bool)
-    drafter = make_ctc(markov_rank=8, markov_factors="base", num_anchors=69)
-    optimizer = torch.optim.AdamW(drafter.markov.parameters(), lr=0.03)
-    losses = []
-    for _ in range(40):
-        loss, _ = drafter.loss(TrainingBatch(hidden, hidden, ids, ids.roll(-1, 1), mask), base_weights)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("anchor", [1, 7, 12])
-def test_a_frame_never_attends_to_context_at_or_after_its_anchor(make_ctc, base_weights, text, anchor):
-    drafter, (hidden, ids) = make_ctc(num_layers=2), text
-    at = torch.tensor([[anchor]])
-    later, earlier = hidden.clone(), hidden.clone()
-    later[anchor:] += 100.0
-    earlier[anchor - 1] += 100.0
-    frames, with_later, with_earlier = (
-        drafter(h[None], at, ids[at], base_weights.embedding) for h in (hidden, later, earlier)
-    )
-    assert torch.equal(frames, with_later)
-    assert not torch.allclose(frames, with_earlier), "the context before the anchor must matter"
-
-
-@pytest.mark.parametrize("anchor", [2, 7, 12])
-def test_with_tokens_in_the_context_a_frame_reads_those_before_its_anchor(make_ctc, base_weights, text, anchor):
-    drafter, (hidden, ids) = make_ctc(num_layers=2, tokens_in_context=True), text
-    at, later, earlier = torch.tensor([[anchor]]), ids.clone(), ids.clone()
-    later[anchor:] = (later[anchor:] + 1) % 23
-    earlier[anchor - 2] = (earlier[anchor - 2] + 1) % 23
-    frames, with_later, with_earlier = (
-        drafter(hidden[None], at, ids[at], base_weights.embedding, tokens[None]) for tokens in (ids, later, earlier)
-    )
-    assert torch.equal(frames, with_later)
-    assert not torch.allclose(frames, with_earlier), "the tokens before the root must matter"
-
-
 def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc, base_weights, text, shape):
     """The reference fuses the embeddings, divided by their root mean square, as if the base had given them."""
     reading, fusing, (hidden, ids) = make_ctc(tokens_in_context=True), make_ctc(hidden_layers=[-1, 0]), text
@@ -189,39 +146,6 @@ def test_tokens_in_the_context_are_one_more_layer_of_normed_embeddings(make_ctc,
     expected = fusing(fused, at, ids[at], base_weights.embedding)
     given = reading(hidden[None], at, ids[at], base_weights.embedding, ids[None])
     torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_blocks_of_other_anchors_do_not_leak(make_ctc, base_weights, text):
-    drafter, (hidden, ids) = make_ctc(num_layers=2), text
-    anchors = torch.tensor([[3, 8, 15]])
-    roots = ids[anchors]
-    together = drafter(hidden[None], anchors, roots, base_weights.embedding)
-    for i in range(3):
-        alone = drafter(hidden[None], anchors[:, i : i + 1], roots[:, i : i + 1], base_weights.embedding)
-        torch.testing.assert_close(alone, together[:, i : i + 1], rtol=1e-4, atol=1e-5)
-    changed = roots.clone()
-    changed[0, 1] = (changed[0, 1] + 1) % 23
-    other = drafter(hidden[None], anchors, changed, base_weights.embedding)
-    assert torch.equal(other[:, [0, 2]], together[:, [0, 2]])
-    assert not torch.allclose(other[:, 1], together[:, 1]), "the root must matter"
-
-
-def test_sequences_of_a_batch_do_not_leak(make_ctc, base_weights):
-    drafter = make_ctc()
-    hidden, roots, anchors = torch.randn(3, 9, 16), torch.randint(0, 23, (3, 2)), torch.tensor([[1, 4], [2, 8], [3, 5]])
-    together = drafter(hidden, anchors, roots, base_weights.embedding)
-    rows = [drafter(hidden[i : i + 1], anchors[i : i + 1], roots[i : i + 1], base_weights.embedding) for i in range(3)]
-    torch.testing.assert_close(together, torch.cat(rows), rtol=1e-4, atol=1e-5)
-
-
-def test_the_papers_tree_has_fewer_nodes_and_a_chain_has_no_branches(make_ctc, base_weights, text):
-    hidden, ids = text
-    anchors = torch.arange(1, S)
-    trees = {
-        tree: make_ctc(tree=tree).draft_at(hidden, ids, anchors, base_weights) for tree in ("prefix", "paper", "chain")
-    }
-    assert sum(map(len, trees["paper"])) < sum(map(len, trees["prefix"]))
-    assert all(list(tree.parents) == list(range(-1, len(tree) - 1)) for tree in trees["chain"])
 
 
 def test_the_warm_up_ends_after_its_optimizer_steps_and_is_off_in_validation(make_ctc, base_weights, text):

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from drafters import EAGLE, EAGLE3, DraftTree, Limits, StepResult, TrainingBatch, recipe
-from drafters.eagle.drafter import unroll_mask
+from drafters import EAGLE, EAGLE3, DraftTree, StepResult, TrainingBatch, recipe
 from drafters.eagle.eagle3 import low_middle_high
-from drafters.losses.divergences import distillation_loss
 from drafters.nn import draft_cache
 from drafters.protocol import UNLIMITED
 
@@ -123,16 +121,6 @@ def test_accepted_tokens_without_base_states_are_read_with_the_drafters_own_stat
 
 
 @both
-def test_forward_passes_are_counted(make, base_weights, kind):
-    drafter = make(kind, depth=4)
-    hidden, ids = text_for(drafter)
-    ready(drafter, base_weights, hidden, ids, 6).propose(ids[:7].tolist(), Limits(99))
-    assert drafter.draft_forwards == 4
-    drafter.propose(ids[:7].tolist(), Limits(2))
-    assert drafter.draft_forwards == 6
-
-
-@both
 def test_sampled_tokens_follow_the_distribution_of_uncached_forwards(make, base_weights, kind):
     drafter = make(kind, depth=3, tree="chain", draws=2, temperature=0.7)
     hidden, ids = text_for(drafter)
@@ -174,22 +162,6 @@ def test_eagle3_trains_every_depth_on_the_same_outputs_as_drafting(make, base_we
     assert depth == 4
 
 
-def test_the_unrolled_mask_equals_one_drawn_by_hand():
-    """At depth 2 a pair attends to the base's pairs up to two before, and to one pair each of depths 1 and 2."""
-    drawn = """
-        .... .... #...
-        .... #... .#..
-        #... .#.. ..#.
-        ##.. ..#. ...#
-    """
-    expected = [[letter == "#" for letter in line.replace(" ", "")] for line in drawn.split("\n") if line.strip()]
-    assert unroll_mask(4, 2).tolist() == expected
-    expected[3][0] = False
-    assert unroll_mask(4, 2, window=3).tolist() == expected, "three back is too far"
-    first = [[query - 3 < key <= query for key in range(5)] for query in range(5)]
-    assert unroll_mask(5, 0, window=3).tolist() == first
-
-
 @both
 @pytest.mark.parametrize("gap", [4, 30])
 def test_with_a_window_decoding_drafts_the_trees_of_training_from_a_bounded_cache(
@@ -214,26 +186,6 @@ def test_with_a_window_decoding_drafts_the_trees_of_training_from_a_bounded_cach
         expected = distribution_after(drafter, base_weights, hidden, ids, done, path)
         path.append(token)
         assert token in expected.topk(3).indices, "which has no cache"
-
-
-@both
-@pytest.mark.parametrize("pair", [1, 7, 12])
-def test_training_never_attends_to_later_positions(make, base_weights, kind, pair):
-    """A pair depends neither on later states nor on tokens after its next one."""
-    drafter = make(kind)
-    hidden, ids = text_for(drafter)
-    later_hidden, later_ids = hidden.clone(), ids.clone()
-    later_hidden[pair + 1 :] += 9.0
-    later_ids[pair + 2 :] = (later_ids[pair + 2 :] + 1) % V
-    made = []
-    for states, tokens in ((hidden, ids), (later_hidden, later_ids)):
-        made.append(
-            torch.cat(list(drafter.unroll(states[None, :-1], tokens[None, 1:], base_weights, 3)))
-            if kind is EAGLE3
-            else drafter(states[None, :-1], tokens[None, 1:], base_weights)
-        )
-    torch.testing.assert_close(made[0][:, : pair + 1], made[1][:, : pair + 1])
-    assert not torch.allclose(made[0][:, pair + 1], made[1][:, pair + 1])
 
 
 def batch_for(drafter, rows=2, length=S, mask=None, seed=0):
@@ -301,19 +253,6 @@ def test_the_eagle3_loss_equals_a_literal_version_of_the_paper(make, base_weight
     torch.testing.assert_close(drafter.loss(batch, base_weights)[0], total / weights)
 
 
-def test_soft_cross_entropy_and_its_gradient_equal_those_over_the_full_vocabulary(base_weights):
-    states, last = (torch.randn(11, D, dtype=torch.float64) for _ in range(2))
-    chunked, whole = states.clone().requires_grad_(), states.clone().requires_grad_()
-    got = distillation_loss("kl", chunked, lambda x: x @ base_weights.head.T, last, base_weights.head, 4)
-    expected = torch.nn.functional.cross_entropy(
-        whole @ base_weights.head.T, (last @ base_weights.head.T).softmax(-1), reduction="none"
-    )
-    torch.testing.assert_close(got, expected)
-    for losses in (got, expected):
-        (losses * torch.arange(11)).sum().backward()
-    torch.testing.assert_close(chunked.grad, whole.grad)
-
-
 def test_noise_is_added_only_in_training_and_has_the_configured_width(make, base_weights, monkeypatch):
     drafter = make(EAGLE, noise=0.2)
     batch = batch_for(drafter)
@@ -330,14 +269,6 @@ def test_noise_is_added_only_in_training_and_has_the_configured_width(make, base
     assert 0.09 < noise / (512 / S) <= 0.1
 
 
-def test_a_separate_lm_head_is_trained_and_used(make, base_weights):
-    drafter = make(EAGLE3, own_head=True)
-    assert {name for name in drafter.state_dict() if "head" in name} == {"lm_head.weight"}
-    drafter.loss(batch_for(drafter), base_weights)[0].backward()
-    assert drafter.lm_head.weight.grad.any()
-    assert not any("head" in name for name in make(EAGLE3).state_dict())
-
-
 def test_fused_layers_are_chosen_for_bases_of_several_depths():
     assert [low_middle_high(n) for n in (2, 6, 8, 32, 40)] == [
         (0, 1, -1),
@@ -346,38 +277,3 @@ def test_fused_layers_are_chosen_for_bases_of_several_depths():
         (2, 16, 29),
         (2, 20, 37),
     ]
-
-
-def train_on_a_text_that_repeats(drafter, base_weights):
-    """Train on a text of period five, whose final hidden states give its next tokens.
-
-    Returns:
-        The losses, and how many of the next one, two, three and four tokens at twenty roots were drafted.
-    """
-    ids = torch.tensor([3, 8, 11, 14, 20]).repeat(8)[None].expand(4, -1)
-    labels = ids.roll(-1, 1)
-    last = base_weights.head[labels]
-    assert torch.equal((last @ base_weights.head.T).argmax(-1), labels)
-    hidden = torch.cat([last * (i + 1) for i in range(len(drafter.required_outputs.hidden_layers))], -1)
-    batch = TrainingBatch(hidden, last, ids, labels, torch.ones_like(ids, dtype=torch.bool))
-    optimizer = torch.optim.AdamW(drafter.train().parameters(), lr=3e-3)
-    losses = []
-    for _ in range(120):
-        loss, _ = drafter.loss(batch, base_weights)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    trees = drafter.eval().draft_at(hidden[0], ids[0], torch.arange(10, 30), base_weights)
-    drafted = [[tree.path_tokens(node) for node in range(len(tree))] for tree in trees]
-    return losses, [
-        sum(ids[0, root + 1 : root + 1 + length].tolist() in paths for root, paths in enumerate(drafted, start=10))
-        for length in range(1, 5)
-    ]
-
-
-@pytest.mark.slow
-def test_eagle3_trained_without_its_own_states_drafts_only_one_token_well(make, base_weights):
-    """Training-time test is what lets the drafter continue from its own states."""
-    _, drafted = train_on_a_text_that_repeats(make(EAGLE3, num_nodes=8, num_unroll=1), base_weights)
-    assert drafted[0] == 20 and drafted[2] <= 5

@@ -43,11 +43,6 @@ def test_a_batch_without_assistant_tokens_gives_one_masked_anchor():
     assert not kept.any()
 
 
-def test_the_first_position_is_no_anchor_because_it_has_no_context():
-    positions, kept = anchors.sample(mask("####"), 8)
-    assert positions[kept].tolist() == [1, 2]
-
-
 def test_labels_are_the_bases_next_tokens_until_the_turn_ends():
     spoken = mask("..####.##.")
     labels = torch.arange(100, 110)[None]  # the base predicts 100 + p after position p
@@ -63,14 +58,6 @@ def test_labels_end_where_the_text_ends():
     targets, valid = anchors.following(torch.arange(6)[None], spoken, torch.tensor([[1, 3, 4, 5]]), num_labels=4)
     assert valid.sum(-1).tolist() == [[4, 2, 1, 0]]
     assert targets[valid].tolist() == [1, 2, 3, 4, 3, 4, 4]
-
-
-def test_valid_labels_are_a_leading_run():
-    torch.manual_seed(0)
-    spoken = torch.rand(8, 30) < 0.6
-    positions, _ = anchors.sample(spoken, 10)
-    _, valid = anchors.following(torch.zeros(8, 30, dtype=torch.long), spoken, positions, 5)
-    assert (valid.int().diff(dim=-1) <= 0).all()
 
 
 def test_the_state_that_predicts_a_label_is_valid_while_the_text_follows_the_labels():

@@ -89,15 +89,6 @@ def test_tensors_that_need_no_gradient_get_none(tensors):
     assert per_anchor.frames.grad is not None
 
 
-def test_unused_weights_get_a_gradient_of_zero(tensors):
-    """Data-parallel training waits for every weight."""
-    per_anchor, shared = tensors
-    idle = torch.ones(2, requires_grad=True)
-    loss, _ = chunked(sums, per_anchor, shared._replace(idle=idle), 2)
-    loss.backward()
-    assert idle.grad.tolist() == [0, 0]
-
-
 def test_autocast_is_off_inside_a_chunk(tensors):
     per_anchor, shared = tensors
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -113,14 +104,6 @@ def test_gradients_of_half_precision_weights_are_summed_in_float32():
     loss, _ = chunked(lambda x, weights: ((x.frames * weights.weight).sum(),) * 2, none, Weights(weight), 1)
     loss.backward()
     assert weight.grad.item() == 1000
-
-
-def test_the_loss_without_anchors_is_zero(tensors):
-    per_anchor, shared = tensors
-    loss, _ = chunked(sums, Anchors(*(x if x is None else x[:0] for x in per_anchor)), shared, 2)
-    loss.backward()
-    assert loss.item() == 0
-    assert shared.weight.grad.eq(0).all()
 
 
 def test_a_chunk_is_as_large_as_its_memory_allows_and_never_empty():

@@ -12,39 +12,22 @@ def drawn(picture):
     return [[letter == "#" for letter in line.replace(" ", "")] for line in picture.split("\n") if line.strip()]
 
 
-def test_the_mask_of_two_anchors_equals_one_drawn_by_hand():
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "#... ##..\n#... ##..\n###. ..##\n###. ..##"),
+        ({"causal": True}, "#... #...\n#... ##..\n###. ..#.\n###. ..##"),
+        ({"window": 2}, "#... ##..\n#... ##..\n.##. ..##\n.##. ..##"),
+    ],
+    ids=str,
+)
+def test_the_mask_of_two_anchors_equals_one_drawn_by_hand(options, expected):
     """Anchors 1 and 3 with two frames each over four positions attend to earlier context, then to their own block."""
-    expected = """
-        #... ##..
-        #... ##..
-        ###. ..##
-        ###. ..##
-    """
-    assert AnchorMask(torch.tensor([[1, 3]]), 2, 4).dense()[0, 0].tolist() == drawn(expected)
-
-
-def test_the_causal_mask_of_two_anchors_equals_one_drawn_by_hand():
-    expected = """
-        #... #...
-        #... ##..
-        ###. ..#.
-        ###. ..##
-    """
-    assert AnchorMask(torch.tensor([[1, 3]]), 2, 4, causal=True).dense()[0, 0].tolist() == drawn(expected)
-
-
-def test_the_mask_with_a_window_equals_one_drawn_by_hand():
-    """Of anchors 1 and 3, each attends to at most two positions before it; in pieces the first position is left out."""
-    expected = """
-        #... ##..
-        #... ##..
-        .##. ..##
-        .##. ..##
-    """
-    mask = AnchorMask(torch.tensor([[1, 3]]), 2, 4, window=2)
+    mask = AnchorMask(torch.tensor([[1, 3]]), 2, 4, **options)
     assert mask.dense()[0, 0].tolist() == drawn(expected)
-    (first, _), (second, part) = mask.pieces(1).parts
-    assert (first, second) == (slice(0, 1), slice(1, 3)) and part.shape[-1] == 4
+    if "window" in options:  # in pieces, the first position is left out
+        (first, _), (second, part) = mask.pieces(1).parts
+        assert (first, second) == (slice(0, 1), slice(1, 3)) and part.shape[-1] == 4
 
 
 @pytest.mark.slow

@@ -16,12 +16,6 @@ def test_training_starts_without_a_bias_and_can_learn_one():
     assert markov.right.grad[5].ne(0).any()
 
 
-def test_the_bias_is_the_product_of_its_factors():
-    markov = Markov(num_tokens=5, rank=2, num_columns=6)
-    torch.nn.init.normal_(markov.right)
-    torch.testing.assert_close(markov(torch.arange(5)), markov.left @ markov.right.T)
-
-
 @pytest.fixture
 def base_markov(shape):
     def make(has_blank):

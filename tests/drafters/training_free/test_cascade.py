@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from drafters import DraftModel, DraftTree, HorizontalCascade, Limits, MaxGram, NoDrafter, PromptLookup
+from drafters import DraftModel, DraftTree, HorizontalCascade, Limits, MaxGram, PromptLookup
 from drafters.training_free.corpus import CorpusTable
 from inference.indexes import count
 from inference.verifier.draft_model import DraftModelSession
@@ -71,16 +71,6 @@ def test_a_lookup_in_the_text_and_the_draft_continues_the_draft(pseudo_runner, e
         accepted = max([accepted, *(step.accepted for step in result.steps)])
     assert any(chains)
     assert max_nodes == 3 or ends or accepted > drafter.num_draft
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", [None, KeyedSampler(0.8, seed=3)], ids=["greedy", "sampled"])
-def test_a_horizontal_cascade_keeps_the_text_of_the_base(make_base, sampler):
-    base, other = make_base(context=48), make_base(seed=3, context=48)
-    drafter = HorizontalCascade(DraftModelSession(Runner(other), MaxGram()), MaxGram(), num_draft=2)
-    for prompt in ([7], [5, 6, 7, 5, 6]):
-        expected = Session(Runner(base), NoDrafter(), sampler).run(prompt, 60).tokens
-        assert Session(Runner(base), drafter, sampler).run(prompt, 60).tokens == expected
 
 
 @pytest.mark.slow

@@ -7,12 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import drafters
-from drafters import CorpusCache, DraftTree, Limits, RequiredOutputs
+from drafters import CorpusCache, DraftTree, Limits
 from drafters.training_free.corpus import CorpusTable
 from inference.indexes import count
-from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session
 
 TEXT = [1, 2, 3, 4, 5, 6] * 3 + [9, 2, 3, 4, 5, 7] + [8, 2, 3, 4, 5, 7] * 2 + [5, 3, 6, 6, 6]
 
@@ -67,17 +64,6 @@ def test_followers_of_a_context_equal_those_from_counting(seed):
             context = [rng.randrange(4) for _ in range(width)]
             assert cache.after(context) == slow_continuations(text, context, 2, 5)
     assert cache.after([]) == []
-
-
-def test_longer_contexts_come_first_then_the_more_frequent():
-    cache = table(TEXT)
-    assert cache.retrieve([1, 2, 3, 4], 1) == [(5, 6, 1, 2)]
-    assert cache.retrieve([8, 2, 3, 4], 1) == [(5, 7, 5, 3)], (
-        "of equally frequent tokens the smaller comes first: 5 before 8"
-    )
-    assert cache.retrieve([2, 3, 4], 2) == [(5, 6, 1, 2), (5, 7, 8, 2)]
-    assert cache.retrieve([2, 3, 4], 2, known=[(5, 6, 1, 2)]) == [(5, 7, 8, 2)], "left out without replacement"
-    assert cache.retrieve([77], 3) == cache.retrieve([2, 3, 4], 0) == []
 
 
 def test_no_token_of_the_base_is_mistaken_for_another():
@@ -135,18 +121,6 @@ def test_a_draft_has_the_retrieved_chains_within_the_limits():
     assert drafter.propose(seq, Limits(9, eos=frozenset({6}))).child(0, 1) is None, "nothing below an end token"
     with pytest.raises(ValueError, match="num_chains must be at least 1"):
         CorpusCache(cache, 0)
-
-
-@pytest.mark.parametrize("sampler", [None, KeyedSampler(0.4, seed=3)], ids=["greedy", "sampled"])
-def test_the_text_is_lossless_and_takes_fewer_steps(pseudo_runner, sampler):
-    runner = pseudo_runner(0, order=1)
-    drafter = CorpusCache(table(runner.greedy([0], 300) + runner.greedy([5], 300), 2))
-    assert drafter.required_outputs == RequiredOutputs()
-    for prompt in ([3], [3, 4], [1, 2, 3, 4, 5] * 3):
-        alone = Session(runner, drafters.NoDrafter(), sampler).run(prompt, 60)
-        drafted = Session(runner, drafter, sampler).run(prompt, 60)
-        assert drafted.tokens == alone.tokens
-        assert len(drafted.steps) < len(alone.steps)
 
 
 @pytest.mark.parametrize(

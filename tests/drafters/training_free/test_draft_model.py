@@ -9,7 +9,6 @@ from drafters import ANPD, DraftModel, PromptLookup
 from drafters.protocol import Limits
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
@@ -49,12 +48,6 @@ def test_the_draft_is_one_chain_within_its_limits(limits, length):
     assert pen.asked == ([([8, 9], length, NO_EOS, 0.25)] if length else [])
 
 
-def test_end_tokens_reach_the_draft_model():
-    pen = Pen()
-    DraftModel(pen, num_draft=2).propose([8], Limits(9, eos=frozenset({4})))
-    assert pen.asked == [([8], 2, frozenset({4}), 0.0)]
-
-
 def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_parent():
     tree = DraftModel(Pen(distributions=True), num_draft=3).propose([8], FAR)
     tree.validate(9)
@@ -67,12 +60,6 @@ def test_each_sampled_token_has_its_distribution_and_the_previous_token_as_paren
     ]
     assert [round(distribution.probs[0].item() - 1 / 9) for distribution in tree.distributions] == [1, 2, 3]
     assert DraftModel(Pen(), num_draft=3).propose([8], FAR).distributions == ()
-
-
-@pytest.mark.parametrize("arguments", [{"num_draft": 0}, {"threshold": 1.0}, {"threshold": -0.1}])
-def test_numbers_out_of_range_are_refused(arguments):
-    with pytest.raises(ValueError, match="need num_draft >= 1 and 0 <= threshold < 1"):
-        DraftModel(Pen(), **arguments)
 
 
 def drafters_of(pseudo_runner, seed):
@@ -112,15 +99,6 @@ def test_the_text_is_lossless_step_by_step(pseudo_runner, which, length):
     assert len(taken) > 3, "some drafts should be accepted in part"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", range(5))
-def test_greedy_drafts_do_not_change_sampled_text(pseudo_runner, which):
-    sampler = KeyedSampler(temperature=0.5, seed=4)
-    expected = Session(pseudo_runner(1), DraftModel(Pen(), 1), sampler).run([5, 6, 7], 60).tokens
-    drafter = drafters_of(pseudo_runner, 1)[which]
-    assert Session(pseudo_runner(1), drafter, sampler).run([5, 6, 7], 60).tokens == expected
-
-
 def test_forward_passes_of_all_draft_models_are_counted(pseudo_runner):
     middle, lowest = pseudo_runner(1, noise=0.2), pseudo_runner(1, noise=0.4)
     drafter = DraftModel(DraftModelSession(middle, DraftModel(DraftModelSession(lowest), num_draft=3)), num_draft=7)
@@ -129,28 +107,3 @@ def test_forward_passes_of_all_draft_models_are_counted(pseudo_runner):
     assert middle.forwards < sum(step.fed_candidates for step in steps), (
         "the lowest model saves the middle one forwards"
     )
-
-
-@pytest.mark.slow
-def test_a_sampled_draft_does_not_change_the_distribution_of_the_text(make_base):
-    """The first two tokens after a sampled draft, against the product of the base's conditional probabilities."""
-    from inference.verifier.runner import Runner
-
-    base, other, prompt, distribution = make_base(), make_base(seed=3), [5, 6, 7], {"temperature": 1.5, "top_k": 3}
-    inner = DraftModelSession(Runner(other), sampler=KeyedSampler(**distribution, seed=9))
-    counts, draws = {}, 300
-    for seed in range(draws):
-        session = Session(Runner(base), DraftModel(inner, num_draft=2), KeyedSampler(**distribution, seed=seed))
-        pair = tuple(session.run(prompt, 2).tokens)
-        counts[pair] = counts.get(pair, 0) + 1
-    probabilities, expected = KeyedSampler(**distribution).probabilities, {}
-    with torch.inference_mode():
-        first = probabilities(base.model(torch.tensor([prompt])).logits[0, -1:])[0]
-        for token in first.nonzero()[:, 0].tolist():
-            second = probabilities(base.model(torch.tensor([[*prompt, token]])).logits[0, -1:])[0]
-            expected |= {(token, i): (first[token] * second[i]).item() * draws for i in second.nonzero()[:, 0].tolist()}
-    assert set(counts) <= set(expected)
-    common = {pair: count for pair, count in expected.items() if count >= 5}
-    assert len(common) > 2
-    square = sum((counts.get(pair, 0) - count) ** 2 / count for pair, count in common.items())
-    assert square < 27, "chi-square with at most 8 degrees of freedom is beyond its 0.9993 quantile"

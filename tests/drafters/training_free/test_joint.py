@@ -10,8 +10,6 @@ from drafters.protocol import Limits, StepResult
 from drafters.training_free.corpus import CorpusTable
 from drafters.training_free.joint import RUNNERS_UP, Followers, FollowerTable, Joint, extended
 from inference.indexes import count
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import Greedy, KeyedSampler
 from inference.verifier.session import Session
 
 FAR = Limits(max_depth=50)
@@ -208,16 +206,6 @@ def test_the_tree_is_the_most_probable_nodes(seed, num_nodes, least):
     assert len(tree) == min(num_nodes, len(probability))
 
 
-@pytest.mark.parametrize("limits", [Limits(0), Limits(1), Limits(3, max_nodes=2), Limits(9, eos=frozenset(range(9)))])
-def test_a_proposal_stays_within_the_limits(limits):
-    text = markov_text(random.Random(0), 60)
-    drafter = Joint(runner_up=0)
-    drafter.begin(text)
-    tree = drafter.propose(text, limits)
-    assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
-    assert len(tree) > 0 or limits.max_depth == 0
-
-
 # ---- history and rewinds
 
 
@@ -246,35 +234,3 @@ def test_rewound_text_is_no_longer_the_context():
     assert drafter._text == text[:25]
     drafter.propose([*text[:25], 4, 5], FAR)
     assert drafter._keys == [5, (4 << 20) | 5, (text[24] << 40) | (4 << 20) | 5]
-
-
-# ---- lossless text
-
-
-@pytest.mark.parametrize("runner_up", [0, 4])
-@pytest.mark.parametrize("seed", range(10))
-def test_the_text_is_lossless(pseudo_runner, seed, runner_up):
-    drafter = Joint(num_nodes=7, runner_up=runner_up)
-    for prompt in ([1], [1, 2], [4, 3, 2], list(range(10))):
-        expected = pseudo_runner(seed).greedy(prompt, 60, eos={5})
-        runner = pseudo_runner(seed)
-        assert Session(runner, drafter).run(prompt, 60, frozenset({5})).tokens == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(0.7, top_p=0.9, seed=3)])
-def test_the_text_of_a_real_base_is_lossless(base, sampler):
-    from drafters import NoDrafter
-
-    drafter = Joint(num_nodes=9)
-    for prompt in ([5], [5, 6, 7], [5, 6, 7, 5, 6]):
-        expected = Session(Runner(base), NoDrafter(), sampler).run(prompt, 40).tokens
-        assert Session(Runner(base), drafter, sampler).run(prompt, 40).tokens == expected
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"num_nodes": 0}, {"order": 1}, {"runner_up": -1}, {"min_probability": 0.0}, {"fade": 0.0}]
-)
-def test_invalid_arguments_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Joint(**wrong)

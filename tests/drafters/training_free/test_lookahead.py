@@ -2,15 +2,10 @@
 
 import random
 
-import numpy as np
 import pytest
 
-import drafters
 from drafters import DraftTree, Limits, Lookahead, NgramPool, StepResult
-from inference import drafter_specs
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
@@ -169,33 +164,6 @@ def test_the_layout_of_the_window_and_the_guesses_equals_one_drawn_by_hand():
     assert tree == DraftTree(tokens, parents, num_scratch=8)
 
 
-@pytest.mark.parametrize("level", range(3, 8))
-@pytest.mark.parametrize("window", range(1, 6))
-def test_mask_and_positions_of_the_window_equal_the_papers(pseudo_runner, level, window):
-    drafter = Lookahead(level, window)
-    session = Session(pseudo_runner(vocab=50), drafter)
-    session.begin([3, 4, 9])
-    for filled in range(level):
-        filled = min(filled, level - 2)
-        rows = window + level - 3 - filled  # of the trunk; each level has one more
-        tree = drafter.propose(session.seq, Limits(0))
-        assert len(tree) == rows + filled * (rows + 1)
-        sees = np.zeros((len(tree), len(tree)), dtype=bool)
-        sees[:rows, :rows] = np.tri(rows, dtype=bool)
-        positions, values = list(range(1, rows + 1)), drafter._levels
-        for number in range(1, filled + 1):
-            for i in range(rows + 1):
-                node = rows + (number - 1) * (rows + 1) + i
-                sees[node, :i] = True
-                sees[node, [rows + (above - 1) * (rows + 1) + i for above in range(1, number + 1)]] = True
-                positions.append(number + i)
-                column = [values[above][i] for above in range(1, number + 1)]
-                assert tree.path_tokens(node) == values[0][:i] + column
-        assert (tree.ancestor_mask() == sees).all()
-        assert tree.depths == positions
-        session.step(1000)
-
-
 @pytest.mark.parametrize("limit", [{"max_nodes": 9}, {"max_scratch_depth": 5}])
 def test_the_window_pauses_when_it_does_not_fit_and_continues_when_it_does(limit):
     drafter = Lookahead(level=4, window=5)
@@ -222,26 +190,6 @@ def test_a_pruned_window_is_ignored():
     assert drafter._levels == [[5, 5, 5, 5]]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_proposals_stay_within_their_limits(pseudo_runner, seed):
-    rng = random.Random(seed)
-    runner = remembering(pseudo_runner(seed, vocab=6))
-    drafter = Lookahead(rng.choice([3, 4, 6]), rng.choice([1, 3]), 5, pool_from_prompt=seed % 2 == 0)
-    session = Session(runner, drafter)
-    session.begin([0, 1, 2])
-    seen = set()
-    for _ in range(60):
-        eos = frozenset(rng.sample(range(6), 2))
-        limits = Limits(rng.choice([0, 1, 2, 9]), rng.choice([0, 3, 10, 30, 1024]), eos, rng.choice([0, 3, 50]))
-        tree = drafter.propose(session.seq, limits)
-        tree.validate(6)
-        asked = (limits.max_depth, limits.max_nodes, eos, limits.max_scratch_depth)
-        assert len(tree.pruned(*asked)) == len(tree)
-        seen.add((tree.num_candidates > 0, tree.num_scratch > 0))
-        session.step(1000)
-    assert len(seen) == 4
-
-
 def test_with_few_nodes_the_newest_guesses_are_drafted():
     drafter = Lookahead(level=3, window=1)
     drafter.begin([5])
@@ -251,16 +199,6 @@ def test_with_few_nodes_the_newest_guesses_are_drafted():
     assert drafter.propose([5], Limits(100, max_nodes=4)).tokens == [1, 5, 3, 4]
     assert drafter.propose([5], Limits(100, max_nodes=2)).tokens == [1, 5]
     assert drafter.pool.newest(5) == [(1, 2), (3, 4), (1, 5)], "shortened n-grams are not stored"
-
-
-def test_no_guess_continues_after_an_end_token():
-    drafter = Lookahead(level=5, window=1)
-    drafter.begin([5])
-    drafter._levels = [[], [1], [1], [1]]
-    drafter.pool.insert(5, (1, 2, 3, 4))
-    drafter.pool.insert(5, (2, 3, 4, 5))
-    tree = drafter.propose([5], Limits(100, eos=frozenset({2}), max_scratch_depth=0))
-    assert (tree.tokens, tree.parents) == ([2, 1, 2], [-1, -1, 1])
 
 
 def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pseudo_runner):
@@ -274,17 +212,6 @@ def test_a_pool_of_its_own_is_cleared_with_each_text_and_a_shared_one_is_not(pse
         drafter.reset()
         assert len(drafter.pool) == 0
     assert drafter.pool is shared
-
-
-def test_a_full_shared_pool_gives_its_newest_guesses():
-    pool = NgramPool(20)
-    drafter = Lookahead(level=3, window=1, guesses=2, pool=pool)
-    drafter.begin([5])
-    drafter._levels = [[], [1]]
-    for token in range(6):
-        pool.insert(5, (token, token))
-    tree = drafter.propose([5], FAR)
-    assert tree.tokens[: tree.num_candidates] == [5, 5, 4, 4]
 
 
 def test_text_that_replaces_a_rejected_draft_is_read_too():
@@ -317,28 +244,6 @@ def test_inside_a_draft_model_the_window_keeps_sliding_when_drafts_are_rejected(
     assert inner.forwards < 40 * 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind, drop_last):
-    base = make_base(kind, context=40)
-    for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
-        for prompt in ([7], [5, 6, 7, 5, 6]):
-            expected = Session(Runner(base), drafters.NoDrafter(), sampler).run(prompt, 100).tokens
-            session = Session(Runner(base), Lookahead(4, 4, 4, drop_last=drop_last), sampler)
-            assert session.run(prompt, 100).tokens == expected
-            assert len(prompt) + len(expected) == 40
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sampled_text_equals_that_without_a_drafter(pseudo_runner, seed):
-    sampler = KeyedSampler(temperature=0.2, seed=seed)
-    alone = Session(remembering(pseudo_runner(seed, vocab=6)), drafters.NoDrafter(), sampler).run([1, 2], 80)
-    ahead = Session(remembering(pseudo_runner(seed, vocab=6)), Lookahead(), sampler).run([1, 2], 80)
-    assert ahead.tokens == alone.tokens
-    assert len(ahead.steps) < len(alone.steps)
-
-
 def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_runner):
     drafter, prompt = Lookahead(seed=4), list(range(12))
     session, before = Session(pseudo_runner(), drafter), random.getstate()
@@ -351,16 +256,3 @@ def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_ru
         drafter.begin(prompt)
         windows.append(drafter._levels)
     assert windows[0] != windows[1] != windows[2]
-
-
-def test_a_drafter_spec_takes_its_numbers_but_no_pool(pseudo_runner):
-    drafter = drafter_specs.make("lookahead:level=4,window=3,guesses=0,drop_last=true", pseudo_runner())
-    assert (drafter.level, drafter.window, drafter.guesses, drafter.drop_last) == (4, 3, 0, True)
-    with pytest.raises(ValueError, match="takes level, window, guesses, pool_from_prompt, drop_last, seed; not"):
-        drafter_specs.make("lookahead:pool=3", pseudo_runner())
-
-
-@pytest.mark.parametrize("arguments", [{"level": 2}, {"window": 0}, {"guesses": -1}])
-def test_too_small_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="level >= 3"):
-        Lookahead(**arguments)

@@ -1,18 +1,15 @@
 """Ouroboros, against plain loops from section 3 of its paper: the tokens and the phrases of each step."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
-from drafters import DraftModel, DraftTree, Lookahead, Ouroboros
+from drafters import DraftTree, Lookahead, Ouroboros
 from drafters.protocol import Limits, StepResult
 from drafters.training_free.draft_model import DraftedTokens, DraftSession
 from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
-from tests.conftest import fresh_cache
 
 NO_EOS = frozenset()
 VOCAB = 6
@@ -260,109 +257,7 @@ def test_each_part_can_be_switched_off(pseudo_runner, lengthen, verify):
         assert bool(book.corrected) == (lengthen and verify)
 
 
-@pytest.mark.parametrize("eos", [NO_EOS, frozenset({4})])
-@pytest.mark.parametrize("gamma", [1, 4, 12])
-def test_without_phrases_it_equals_the_draft_model_drafter_step_for_step(pseudo_runner, gamma, eos):
-    for seed in range(4):
-        costs = []
-        for make in (lambda inner: Ouroboros(inner, NgramPool(), gamma, verify_phrases=False), DraftModel):
-            base, draft = world(pseudo_runner, seed)
-            drafter = make(DraftModelSession(draft))
-            drafter.num_draft = gamma
-            steps = Session(base, drafter).run([4, 1], 60, eos).steps
-            costs.append([replace(step, seconds=()) for step in steps])
-        assert costs[0] == costs[1]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sampled_text_is_lossless(pseudo_runner, seed):
-    sampler, (base, draft) = KeyedSampler(temperature=0.4, seed=seed), world(pseudo_runner, seed)
-    expected = Session(base, DraftModel(DraftModelSession(draft), 1), sampler).run([4, 1], 80).tokens
-    pool, _ = filled(8, 4, [base.greedy([start], 40) for start in range(4)], seed)
-    result = Session(base, Ouroboros(DraftModelSession(draft), pool, 5, 3, 4), sampler).run([4, 1], 80)
-    assert result.tokens == expected
-    assert any(step.accepted > 5 for step in result.steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phrases_draft", [False, True])
-@pytest.mark.parametrize("length", [1, 2, 3, 17])
-def test_on_a_real_base_text_and_inner_cache_equal_fresh_forwards(make_base, phrases_draft, length):
-    import torch
-
-    from inference.verifier.runner import Runner
-
-    base, prompt, pool = make_base(), [5 + index for index in range(length)], NgramPool()
-    truth = Session(Runner(base), DraftModel(DraftModelSession(Runner(base)), 1)).run(prompt, 40).tokens
-    for start in range(len(truth) - 4):
-        pool.insert(truth[start], truth[start + 1 : start + 4])
-    inner = DraftModelSession(Runner(base), Lookahead(4, 5, 0, pool=pool) if phrases_draft else None)
-    session = Session(Runner(base), Ouroboros(inner, pool, num_draft=3, level=4))
-    longest = 0
-    for _, cost in session.decode(prompt, 40):
-        longest = max(longest, cost.accepted)
-        for one in (session, inner.session):
-            with torch.inference_mode():
-                fresh = fresh_cache(base, one.seq[: one.runner.cached])
-            for held, expected in zip(one.runner._cache.layers, fresh.layers, strict=True):
-                torch.testing.assert_close(held.keys, expected.keys, rtol=0, atol=1e-9)
-                torch.testing.assert_close(held.values, expected.values, rtol=0, atol=1e-9)
-    assert session.seq[length:] == truth
-    assert longest == 6, "a draft of three and a tail of three"
-
-
 # ---- by hand
-
-
-def test_the_newest_phrases_continue_the_last_draft_token():
-    pool = pool_of((7, 1, 1, 1), (7, 2, 3, 4), (8, 5, 5, 5), (7, 2, 3, 5), (7, 9, 8, 7))
-    tree = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4).propose([1], Limits(20))
-    tree.validate(10)
-    leaves = [node for node in range(len(tree)) if node not in tree.parents]
-    assert sorted(tree.path_tokens(leaf) for leaf in leaves) == [[6, 7, 2, 3, 4], [6, 7, 2, 3, 5], [6, 7, 9, 8, 7]]
-
-
-def test_after_full_acceptance_all_tried_phrases_but_the_accepted_one_are_corrected():
-    pool = pool_of((7, 1, 1, 1), (7, 9, 8, 7), (7, 2, 3, 4), (7, 2, 5, 6))
-    drafter = Ouroboros(Pen([6, 7]), pool, num_draft=2, level=4)
-    tree = drafter.propose([1], Limits(20))
-    #       root 6 ── 7 ─┬─ 9 ── 8 ── 7
-    #                    └─ 2 ─┬─ 3 ── 4
-    #                          └─ 5 ── 6
-    says = {(): 6, (6,): 7, (6, 7): 2, (6, 7, 9): 5, (6, 7, 9, 8): 6, (6, 7, 2): 3, (6, 7, 2, 3): 0, (6, 7, 2, 5): 8}
-    step = decisions(tree, [6, *(says.get(tuple(tree.path_tokens(node)), 1) for node in range(len(tree)))])
-    assert step.emitted == [6, 7, 2, 3, 0]
-    drafter.observe(step)
-    assert pool.newest(7) == [(1, 1, 1), (2, 5, 6), (2, 3, 4), (2, 3, 8)]
-
-
-def test_after_a_rejection_tried_phrases_stay_and_the_discarded_tail_gives_new_ones():
-    pool = pool_of((5, 1, 1))
-    drafter = Ouroboros(Pen([1, 2, 3, 4, 5]), pool, num_draft=5, level=3)
-    tree = drafter.propose([0], Limits(20))
-    assert len(tree) == 7
-    drafter.observe(decisions(tree, [1, 9, 3, 4, 8, 6, 2, 2]))  # after 1 the base predicts 9, not 2
-    assert pool.newest(2) == [(3, 4)], "3 after 2 and 4 after 3 match the draft"
-    assert pool.newest(3) == [(4, 8)], "the last token does not have to be drafted"
-    assert pool.newest(4) == [], "after 4 the base predicts 8 and the draft 5"
-    assert pool.newest(5) == [(1, 1)]
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_trees_stay_within_every_limit(seed):
-    rng = random.Random(seed)
-    for _ in range(50):
-        pool = pool_of(*([rng.randrange(3), *(rng.randrange(3) for _ in range(4))] for _ in range(9)))
-        drafter = Ouroboros(Pen([rng.randrange(3) for _ in range(5)]), pool, num_draft=5, num_phrases=4, level=5)
-        limits = Limits(rng.randrange(12), rng.randrange(14), frozenset(rng.sample(range(3), rng.randrange(2))))
-        tree = drafter.propose([0], limits)
-        kept = tree.pruned(limits.max_depth, limits.max_nodes, limits.eos)
-        assert (list(kept.tokens), list(kept.parents)) == (list(tree.tokens), list(tree.parents))
-        before = {key: len(pool.newest(key)) for key in range(3)}
-        drafter.observe(decisions(tree, [rng.randrange(3) for _ in range(len(tree) + 1)]))
-        assert all(len(phrase) == 4 for key in before for phrase in pool.newest(key)), (
-            "a truncated tail does not shorten phrases"
-        )
 
 
 def test_nothing_is_learned_from_a_tree_that_the_caller_pruned():
@@ -390,9 +285,3 @@ def test_reset_forgets_every_phrase_and_rewind_reaches_the_draft_model():
     drafter.rewind(3)
     drafter.reset()
     assert (len(pool), pen.calls) == (0, [3, "reset"])
-
-
-@pytest.mark.parametrize("arguments", [{"num_draft": 0}, {"num_phrases": 0}, {"level": 2}])
-def test_too_small_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="need num_draft >= 1, num_phrases >= 1 and level >= 3"):
-        Ouroboros(Pen([]), NgramPool(), **arguments)

@@ -58,15 +58,6 @@ def test_a_pool_is_a_list_for_each_key_without_duplicates(most, seed):
         assert len(pool) == sum(map(len, lists.grams.values()))
 
 
-def test_a_full_key_drops_its_oldest_and_an_inserted_duplicate_becomes_the_newest():
-    pool = NgramPool(2)
-    for gram in ([1, 1], [2, 2], [1, 1], [3, 3]):
-        pool.insert(7, gram)
-    pool.insert(8, [4, 4])
-    assert pool.newest(7) == [(1, 1), (3, 3)]
-    assert pool.newest(8) == [(4, 4)]
-
-
 def test_reading_does_not_change_the_order():
     pool = NgramPool(2)
     pool.insert(7, (1, 1))
@@ -74,14 +65,6 @@ def test_reading_does_not_change_the_order():
     pool.newest(7, 2).clear()
     pool.insert(7, (3, 3))
     assert pool.newest(7) == [(2, 2), (3, 3)]
-
-
-def test_the_newest_are_replaced_in_place_and_older_duplicates_are_dropped():
-    pool = NgramPool()
-    for gram in ((1, 1), (2, 2), (3, 3)):
-        pool.insert(7, gram)
-    pool.replace_newest(7, [(1, 1), (4, 4)])
-    assert pool.newest(7) == [(1, 1), (4, 4)]
 
 
 def test_a_cleared_pool_is_empty():

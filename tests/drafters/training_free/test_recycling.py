@@ -7,12 +7,9 @@ from math import prod
 import pytest
 import torch
 
-import drafters
 from drafters import DraftTree, Limits, StepResult, TokenRecycling
 from drafters.training_free.recycling import best_first, paper_template, rank_probability
-from inference import drafter_specs
-from inference.verifier.runner import ForwardOutput, Runner
-from inference.verifier.sampling import KeyedSampler
+from inference.verifier.runner import ForwardOutput
 from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
@@ -108,13 +105,6 @@ def test_successors_of_successors_are_drafted_as_in_a_hand_drawn_tree():
     assert drafter.propose([8], FAR) == DraftTree([9, 6, 7, 8], [-1, -1, 0, 2])
 
 
-def test_the_last_node_of_a_repeated_token_counts():
-    drafter = TokenRecycling(top_k=1)
-    drafter.propose([7], FAR)
-    drafter.observe(StepResult(1, DraftTree([8, 7, 8], [-1, 0, 1]), None, [], [1], [[1], [2], [3], [4]]))
-    assert drafter._successors == {7: [3], 8: [4]}
-
-
 @pytest.mark.slow
 def test_the_table_is_kept_between_texts_until_reset(ranked):
     drafter = TokenRecycling()
@@ -136,13 +126,6 @@ def test_the_tree_has_the_most_probable_rank_paths(num_nodes, top_k):
     assert max(map(len, paths_of(template)), default=0) < 9 or top_k == 1, "otherwise the enumeration may be incomplete"
 
 
-def test_the_tree_of_eighty_nodes_has_the_papers_width_and_about_its_depth():
-    paths = paths_of(best_first(80, 8))
-    assert len(paths) == 80
-    assert sum(len(path) == 1 for path in paths) == 8
-    assert 5 <= max(map(len, paths)) <= 7
-
-
 def test_the_papers_tree_has_its_published_shape_and_a_smaller_budget_keeps_its_first_nodes():
     paths = sorted(paths_of(paper_template(80)), key=lambda path: (len(path), path))
     assert [sum(len(path) == depth for path in paths) for depth in range(1, 8)] == [8, 21, 25, 15, 8, 3, 0]
@@ -150,60 +133,3 @@ def test_the_papers_tree_has_its_published_shape_and_a_smaller_budget_keeps_its_
     for num_nodes in range(81):
         first = paths_of(paper_template(num_nodes))
         assert sorted(first, key=lambda path: (len(path), path)) == paths[:num_nodes]
-
-
-def test_a_smaller_budget_keeps_the_best_nodes_and_proposals_stay_within_their_limits():
-    rng = random.Random(0)
-    drafter = TokenRecycling(num_nodes=30, top_k=4)
-    drafter._successors = {token: rng.sample(range(12), 4) for token in range(11)}
-    for _ in range(200):
-        limits = Limits(rng.choice([0, 1, 3, 9]), rng.choice([0, 1, 8, 1024]), frozenset(rng.sample(range(12), 2)))
-        seq = [rng.randrange(12)]
-        tree = drafter.propose(seq, limits)
-        tree.validate(12)
-        assert len(tree.pruned(limits.max_depth, limits.max_nodes, limits.eos)) == len(tree)
-        if limits.max_nodes == 8:
-            assert tree == TokenRecycling.propose(_with(drafter, 8), seq, limits)
-
-
-def _with(drafter, num_nodes):
-    smaller = TokenRecycling(num_nodes, drafter.top_k)
-    smaller._successors = drafter._successors
-    return smaller
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_text_is_lossless_to_the_end_of_the_context(make_base, kind):
-    base = make_base(kind, context=40)
-    for sampler in (None, KeyedSampler(temperature=0.7, seed=3)):
-        drafter = TokenRecycling(num_nodes=20)
-        for prompt in ([7], [5, 6, 7, 5, 6]):
-            expected = Session(Runner(base), drafters.NoDrafter(), sampler).run(prompt, 100).tokens
-            assert Session(Runner(base), drafter, sampler).run(prompt, 100).tokens == expected
-            assert len(prompt) + len(expected) == 40
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_sampled_text_equals_that_without_a_drafter(ranked, seed):
-    sampler = KeyedSampler(seed=seed)
-    alone = Session(ranked(seed), drafters.NoDrafter(), sampler).run([1, 2], 60)
-    ahead = Session(ranked(seed), TokenRecycling(20), sampler).run([1, 2], 60)
-    assert ahead.tokens == alone.tokens
-    assert len(ahead.steps) < len(alone.steps)
-
-
-def test_a_drafter_spec_takes_its_numbers(pseudo_runner):
-    drafter = drafter_specs.make("token_recycling:num_nodes=16,top_k=3", pseudo_runner())
-    assert (drafter.num_nodes, drafter.required_outputs.top_k) == (16, 3)
-
-
-@pytest.mark.parametrize("arguments", [{"num_nodes": 0}, {"top_k": 0}])
-def test_too_small_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="at least 1"):
-        TokenRecycling(**arguments)
-
-
-def test_an_unknown_template_is_refused():
-    with pytest.raises(ValueError, match="template must be best_first or paper, not 'flat'"):
-        TokenRecycling(template="flat")

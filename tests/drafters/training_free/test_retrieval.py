@@ -10,9 +10,6 @@ import pytest
 from drafters import REST, DraftTree, SuffixArray
 from drafters.protocol import Limits
 from drafters.training_free.retrieval import officially_cut
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
-from inference.verifier.session import Session
 
 FAR = Limits(max_depth=100)
 WIDE = 70_000  # an id that needs more than 16 bits
@@ -178,38 +175,6 @@ def test_the_draft_equals_a_count_of_every_prefix(seed, vocab, shift):
         assert tree.pruned(limits.max_depth, limits.max_nodes, limits.eos) is tree
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_draft_is_prefix_closed_within_its_size_and_deterministic(seed):
-    documents = documents_of(seed, vocab=3)
-    drafter = REST(SuffixArray.build(documents), num_draft=20, shortest=1)
-    for document in filter(None, documents):
-        tree = drafter.propose(document, FAR)
-        found = set(paths(tree))
-        assert len(found) == len(tree) <= 20
-        assert all(path[:-1] in found or len(path) == 1 for path in found)
-        assert drafter.propose(document, FAR) == tree
-
-
-def test_no_match_and_no_draft_crosses_a_documents_end():
-    store = SuffixArray.build([[1, 2, 3], [4, 5, 6], [7, 3, 4, 9]])
-    drafter = REST(store, shortest=1)
-    assert paths(drafter.propose([1], FAR)) == [(2,), (2, 3)]
-    assert paths(drafter.propose([2, 3], FAR)) == [(4,), (4, 9)], (
-        "(2, 3) ends its document, 3 alone continues elsewhere"
-    )
-    assert paths(drafter.propose([3, 4], FAR)) == [(9,)], "not 5, which follows a 3, a document border and a 4"
-    assert paths(drafter.propose([6], FAR)) == []
-
-
-def test_a_hand_drawn_trie_keeps_its_most_frequent_prefixes():
-    """After 9 come 1 2 twice, and 1 3 and 4 once; of the prefixes with count one the shorter comes first."""
-    store, whole = SuffixArray.build([[9, 1, 2], [9, 1, 2], [9, 1, 3], [9, 4]]), [(1,), (1, 2), (4,), (1, 3)]
-    for most in range(1, 6):
-        assert set(paths(REST(store, most, shortest=1).propose([9], FAR))) == set(whole[:most])
-    assert paths(REST(store, shortest=1, num_hits=3).propose([9], FAR)) == [(1,), (1, 2), (1, 3)]
-    assert paths(REST(store, shortest=1, num_hits=1).propose([9], FAR)) == [(1,), (1, 2)]
-
-
 def test_a_context_that_the_datastore_lacks_gives_no_draft():
     drafter = REST(SuffixArray.build([[1, 2, 3, 4]]))
     assert len(drafter.propose([2], FAR)) == 0, "shorter than the shortest suffix"
@@ -217,11 +182,6 @@ def test_a_context_that_the_datastore_lacks_gives_no_draft():
         assert len(drafter.propose(seq, FAR)) == 0
     assert paths(drafter.propose([WIDE, 1, 2], FAR)) == []
     assert paths(REST(drafter.store, longest=2).propose([WIDE, 1, 2], FAR)) == [(3,), (3, 4)]
-
-
-def test_limits_of_zero_give_no_draft():
-    for limits in (Limits(0), Limits(-1), Limits(5, max_nodes=0)):
-        assert len(REST(SuffixArray.build([[1, 2, 3]])).propose([1, 2], limits)) == 0
 
 
 def literal_cut(prefixes, choices):
@@ -260,46 +220,3 @@ def test_the_official_cut_leaves_ten_nodes_of_a_chain_of_twelve():
     chain = DraftTree.from_paths([range(12)])
     assert paths(officially_cut(chain, 64)) == paths(chain)[:10]
     assert officially_cut(chain, 78) == chain
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        *(({name: 0}, "must be at least 1") for name in ("num_draft", "shortest", "num_hits", "length")),
-        ({"longest": 3, "shortest": 4}, "longest at least shortest"),
-        ({"longest": 20}, "sorted by 26 tokens, and longest \\+ length is 30: look up less"),
-    ],
-)
-def test_invalid_arguments_are_refused(arguments, said):
-    store = SuffixArray.build([[1, 2, 3]], depth=26)
-    REST(store)
-    with pytest.raises(ValueError, match=said):
-        REST(store, **arguments)
-
-
-# ---- in the decoding loop
-
-
-@pytest.mark.parametrize("official_cut", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_text_is_lossless_and_drafts_from_the_bases_own_text_are_accepted(pseudo_runner, seed, official_cut):
-    runner, rng = pseudo_runner(seed), random.Random(seed)
-    store = SuffixArray.build([runner.greedy([rng.randrange(12)], 60) for _ in range(20)])
-    drafter = REST(store, num_draft=24, official_cut=official_cut)
-    for prompt in [[rng.randrange(12) for _ in range(length)] for length in (1, 2, 3, 17)]:
-        for eos in (frozenset(), frozenset({3})):
-            result = Session(runner, drafter).run(prompt, 80, eos)
-            assert result.tokens == runner.greedy(prompt, 80, eos)
-        assert eos or sum(step.accepted for step in result.steps) > 10
-
-
-@pytest.mark.slow
-def test_sampled_text_equals_that_without_a_drafter(base):
-    rng = random.Random(3)
-    prompt = [rng.randrange(3, 40) for _ in range(6)]
-    for sampler in (None, KeyedSampler(temperature=0.8, top_k=12, seed=2)):
-        alone = Session(Runner(base), REST(SuffixArray.build([[1, 1, 1]])), sampler).run(prompt, 40).tokens
-        store = SuffixArray.build([[*prompt, *alone][start : start + 12] for start in range(0, 40, 5)])
-        result = Session(Runner(base), REST(store, num_draft=9), sampler).run(prompt, 40)
-        assert result.tokens == alone
-        assert sum(step.accepted for step in result.steps) > 10

@@ -4,12 +4,8 @@ import random
 
 import pytest
 
-import drafters
 from drafters import Limits, SelfDraft
-from drafters.training_free.ngram import NgramPool
 from inference.verifier.draft_model import DraftModelSession
-from inference.verifier.runner import Runner
-from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 
 PARAMETERS = [
@@ -250,77 +246,6 @@ def test_the_layout_equals_one_drawn_by_hand(pseudo_runner):
     assert drafter.cache.newest(71)[0] == (72, 73, c + 1, c + 2), "the first branch completes an n-gram of the text"
 
 
-@pytest.mark.parametrize("arguments", PARAMETERS, ids=str)
-def test_branches_and_cached_ngrams_have_constant_lengths(pseudo_runner, arguments):
-    drafter = Watched(**arguments)
-    steps = Session(pseudo_runner(1), drafter).decode([1, 2, 3], 60)
-    levels = drafter.branch_len - 2
-    for _ in range(levels + 1):
-        next(steps)
-    lengths = [len(branch) for branch in chains(drafter.tree)]
-    assert len(lengths) == drafter.num_branches and lengths[0] == levels
-    assert all(levels + 1 <= length <= levels + drafter.max_pad for length in lengths[1:])
-    for _ in steps:
-        assert [len(branch) for branch in chains(drafter.tree)] == lengths
-    grams = [gram for key in range(12) for gram in drafter.cache.newest(key)]
-    assert grams
-    assert all(type(gram) is tuple and len(gram) == drafter.gram for gram in grams)
-    assert all(type(token) is int and 0 <= token < 12 for gram in grams for token in gram)
-    assert all(len(drafter.cache.newest(key)) <= drafter.cache_size for key in range(12))
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("max_nodes", [5, 30, 40, 1024])
-@pytest.mark.parametrize("prompt", [[3], [3, 4], [1, 2, 3], [*range(12), 1, 2, 3, 4, 5]], ids=len)
-def test_the_text_is_lossless(pseudo_runner, temperature, max_nodes, prompt):
-    def sampler():
-        return KeyedSampler(0.4, seed=5) if temperature else None
-
-    runner = pseudo_runner(2, context=50)
-    drafter = SelfDraft(corpus=CountingTable([*range(12)] * 3))
-    for eos in (frozenset(), frozenset({7})):
-        for length in (1, 2, 3, 45):
-            alone = Session(runner, drafters.NoDrafter(), sampler()).run(prompt, length, eos)
-            drafted = Session(runner, drafter, sampler(), max_nodes).run(prompt, length, eos)
-            assert drafted.tokens == alone.tokens
-            assert all(cost.fed <= cost.fed_pending + max_nodes for cost in drafted.steps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_text_is_lossless_on_a_real_base(make_base, kind, temperature):
-    base = make_base(kind)
-    for prompt in ([5], [5, 6, 7, 5, 6, 7, 8]):
-        texts = []
-        for drafter in (drafters.NoDrafter(), SelfDraft()):
-            sampler = KeyedSampler(temperature, seed=1) if temperature else None
-            session = Session(Runner(base), drafter, sampler)
-            texts.append([session.run(prompt, 40, base.eos).tokens for _ in range(2)])
-        assert texts[0] == texts[1]
-
-
-def test_scratch_nodes_continue_after_an_end_token(pseudo_runner):
-    """Branches contain token 2 from the prompt, which the base never writes; they still grow and are learned from."""
-    runner = pseudo_runner(0)
-    runner.next = Counting().next
-    runner.vocab_size = 100
-    with_end, without = Watched(), Watched()
-    for _ in zip(
-        Session(runner, with_end).decode([2, 40], 20, frozenset({2})),
-        Session(pseudo_like(runner, pseudo_runner), without).decode([2, 40], 20),
-        strict=True,
-    ):
-        assert chains(with_end.tree) == chains(without.tree)
-    assert held(with_end.cache, 100) == held(without.cache, 100) != {}
-
-
-def pseudo_like(runner, make):
-    other = make(runner.seed, runner.vocab_size)
-    other.next = runner.next
-    return other
-
-
 def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_reset(pseudo_runner):
     drafter = SelfDraft()
     session = Session(pseudo_runner(0, vocab=6), drafter)
@@ -339,30 +264,6 @@ def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_re
     assert {key: grams[-2:] for key, grams in held(drafter.cache, 6).items()} == newest, (
         "a reset drafter behaves like a new one"
     )
-
-
-class CountingPool(NgramPool):
-    inserted = 0
-
-    def insert(self, key, gram):
-        self.inserted += 1
-        super().insert(key, gram)
-
-
-def test_the_insertions_per_step_do_not_grow_with_the_text(pseudo_runner):
-    drafter = SelfDraft()
-    drafter.cache = CountingPool(10)
-    prompt = [index % 11 for index in range(1500)]
-    counts = []
-    for emitted, _ in Session(pseudo_runner(4), drafter).decode(prompt, 150):
-        counts.append((drafter.cache.inserted, len(emitted)))
-        drafter.cache.inserted = 0
-    (first, _), rest = counts[4], counts[5:]
-    assert [count for count, _ in counts[:4]] == [0] * 4
-    assert first > 1490
-    branches = rest[0][0] - counts[4][1]
-    assert all(count == branches + before for (count, _), (_, before) in zip(rest, counts[4:], strict=False))
-    assert branches < 40
 
 
 def test_a_draft_model_with_self_draft_is_lossless_after_rejections_too(pseudo_runner):
@@ -397,13 +298,3 @@ def test_a_tree_stays_within_its_limits():
     assert tree.num_scratch == 0 and tree.tokens == [0, 0, 0, 0, 1, 2, 2, 2], "too few nodes for the branches"
     tree = drafter.propose([1, 2, 3], Limits(2, max_scratch_depth=1))
     assert tree.num_scratch == 0 and max(tree.depths) == 2, "too little room below the root"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"branch_len": 4}, {"branch_len": 2, "gram": 1}, *({name: 0} for name in ("gram", "num_branches", "max_pad"))],
-    ids=str,
-)
-def test_arguments_that_allow_no_branch_are_refused(arguments):
-    with pytest.raises(ValueError, match="need branch_len >= 3"):
-        SelfDraft(**arguments)

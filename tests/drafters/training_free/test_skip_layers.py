@@ -72,13 +72,6 @@ def test_the_threshold_follows_the_authors_rule(seed, good):
     assert thresholds(SelfSpeculative(Counting(), 5, 0.6), steps) == pytest.approx(expected, abs=1e-12)
 
 
-def test_rejected_drafts_raise_the_threshold_and_accepted_short_ones_lower_it():
-    refused = thresholds(SelfSpeculative(Counting(), 5, 0.6), [(3, 0)] * 9)
-    accepted = thresholds(SelfSpeculative(Counting(), 5, 0.6), [(3, 3)] * 30)
-    assert refused == sorted(set(refused))
-    assert accepted[-1] < accepted[5] and accepted[-1] < 0.6
-
-
 def test_a_fixed_threshold_does_not_change():
     assert set(thresholds(SelfSpeculative(Counting(), 5, 0.6, adaptive=False), random_steps(0, 5, 0.5))) == {0.6}
 
@@ -118,9 +111,3 @@ def test_the_draft_is_one_chain_within_the_limits():
     assert drafter.inner.asked[-1] == ([1], 2, {7}, 0.8)
     assert len(drafter.propose([1], Limits(max_depth=9, max_nodes=3))) == 3
     assert len(drafter.propose([1], Limits(max_depth=0))) == 0
-
-
-@pytest.mark.parametrize("wrong", [{"num_draft": 0}, {"threshold": -0.1}, {"threshold": 1.0}])
-def test_invalid_arguments_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"need num_draft >= 1 and 0 <= threshold < 1"):
-        SelfSpeculative(Counting(), **wrong)

@@ -90,12 +90,6 @@ def test_a_parent_comes_before_a_child_of_probability_one():
     assert paths_of(tree) == [(1,) * length for length in range(1, 6)]
 
 
-def test_the_search_stops_when_every_beam_has_ended():
-    walk = Walk(1)
-    tree = dynamic.grow(walk.first(), walk.step, 3, V, SearchLimits(99, 4, range(V)))[0]
-    assert sorted(paths_of(tree)) == [(token,) for token in range(V)]
-
-
 def test_improbable_nodes_are_left_out():
     whole, cut = (
         dynamic.grow((walk := Walk(1)).first(), walk.step, 9, V, SearchLimits(99, 3, (), floor))[0]

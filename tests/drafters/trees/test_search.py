@@ -121,14 +121,6 @@ def test_probability_outside_the_candidates_is_left_out(literal_texts):
     assert found == pytest.approx(whole.best(999, lambda path: 13 not in path))
 
 
-def test_a_repeated_token_needs_a_blank_between():
-    frames = Candidates(TOKENS[None, :1], np.array([[[1.0], [0.0], [1.0]]]), np.array([[0.0, 1.0, 0.0]]))
-    assert search(frames, SearchLimits(9, 3))[0].tokens == [11, 11]
-    sure = Candidates(TOKENS[None, :1], np.ones((1, 3, 1)), np.zeros((1, 3)))
-    assert search(sure, SearchLimits(9, 3))[0].tokens == [11]
-    assert search(sure, SearchLimits(9, 3), merge_repeats=False)[0].tokens == [11, 11, 11]
-
-
 @pytest.mark.parametrize("num_nodes", [1, 3])
 @pytest.mark.parametrize("scale", [1, 30])
 def test_rounding_never_puts_a_child_before_its_parent(num_nodes, scale):

@@ -35,16 +35,6 @@ def test_an_empty_tree_emits_the_bases_pick():
     assert accept(DraftTree(), [5]) == ([], [5])
 
 
-def test_the_order_of_siblings_changes_nothing():
-    mirrored = DraftTree([13, 11, 12, 15, 12, 14], [-1, -1, 0, 1, 1, 4])
-    picks = {(): 11, (11,): 12, (11, 12): 14, (11, 12, 14): 77}
-    texts = []
-    for tree in (TREE, mirrored):
-        rows = [picks.get(tuple(tree.path_tokens(node)), 1) for node in range(len(tree))]
-        texts.append(accept(tree, [picks[()], *rows])[1])
-    assert texts == [[11, 12, 14, 77]] * 2
-
-
 def test_scratch_is_never_accepted():
     tree = DraftTree([11, 12], [-1, 0]).with_scratch([13, 14], [-1, 0])
     assert accept(tree, [13, 1, 1, 1, 1]) == ([], [13])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafters import CTC, Drafter, recipe
+from drafters import CTC, recipe
 from drafters.ctc.reference import collapse
 from drafters.ctc.trees import draw
 from drafters.tree import ROOT
@@ -175,32 +175,19 @@ each_bias = pytest.mark.parametrize("biased", [False, True], ids=["without bias"
 EXACT = 1e-7
 
 
+CUTS = [{"max_nodes": 2}, {"max_nodes": 3}, {"max_depth": 1}, {"max_depth": 2, "max_nodes": 3}]
+DRAWS = [(sizes, {}) for sizes in [(3, 3, 1), (3, 3, 2), (4, 3, 1), (4, 2, 2), (2, 3, 3), (3, 2, 3)]]
+DRAWS += [(sizes, limits) for sizes in [(3, 3, 2), (3, 2, 3)] for limits in CUTS]
+DRAWS += [((3, 3, 2), {"max_nodes": 3, "eos": (2,)})]
+
+
 @pytest.mark.slow
 @each_bias
-@pytest.mark.parametrize(
-    ("num_frames", "vocab", "num_texts"), [(3, 3, 1), (3, 3, 2), (4, 3, 1), (4, 2, 2), (2, 3, 3), (3, 2, 3)]
-)
-def test_the_emitted_text_follows_the_bases_distribution(num_frames, vocab, num_texts, biased):
+@pytest.mark.parametrize(("sizes", "limits"), DRAWS, ids=str)
+def test_the_emitted_text_follows_the_bases_distribution_whatever_limits_cut_the_tree(sizes, limits, biased):
+    num_frames, vocab, num_texts = sizes
     world = world_of(num_frames, vocab, biased)
-    assert distance(world, world.trees(num_texts)) < EXACT
-
-
-@pytest.mark.slow
-@each_bias
-@pytest.mark.parametrize("num_texts", [2, 3])
-@pytest.mark.parametrize(
-    "limits", [{"max_nodes": 2}, {"max_nodes": 3}, {"max_depth": 1}, {"max_depth": 2, "max_nodes": 3}], ids=str
-)
-def test_limits_that_cut_the_tree_do_not_change_the_distribution(limits, num_texts, biased):
-    world = world_of(3, 3 if num_texts == 2 else 2, biased)
     assert distance(world, world.trees(num_texts, **limits)) < EXACT
-
-
-@pytest.mark.slow
-@each_bias
-def test_end_of_sequence_tokens_do_not_change_the_distribution(biased):
-    world = world_of(3, 3, biased)
-    assert distance(world, world.trees(2, max_nodes=3, eos=(2,))) < EXACT
 
 
 @pytest.mark.slow
@@ -289,58 +276,6 @@ def test_cutting_nodes_after_the_draw_is_detected(max_nodes):
 
 
 # ---- through the whole engine
-
-
-VOCAB, PROMPT, RUNS = 5, (3, 4, 2), 500
-ONE_IN_A_THOUSAND = 56  # 25 cells less one, the rare ones pooled, and some room
-
-
-@pytest.fixture(scope="module")
-def base(make_base):
-    return make_base(vocab=VOCAB, layers=1, hidden=16)
-
-
-class DrawnTexts(Drafter):
-    """Draws from frames that depend on the root, as far from the base's distribution as chance would have it."""
-
-    def __init__(self, biased, num_texts, num_nodes, wrong=False):
-        generator = torch.Generator().manual_seed(3)
-        self.frames = torch.randn(VOCAB, 5, VOCAB + 1, generator=generator) * 1.5
-        table = torch.randn(VOCAB, VOCAB + 1, generator=generator)
-        self.bias = (lambda tokens: table[tokens]) if biased else None
-        self.num_texts, self.num_nodes, self.wrong = num_texts, num_nodes, wrong
-        self.generator = np.random.default_rng((0, 0xC7C))
-        self.deepest = 0
-
-    def propose(self, seq, limits):
-        nodes = min(limits.max_nodes, self.num_nodes)
-        logits, root = self.frames[seq[-1]], seq[-1]
-        within = SearchLimits(nodes, limits.max_depth, limits.eos)
-        tree = draw(logits, root, self.num_texts, within, self.generator, self.bias, temperature=0.8)
-        tree.validate(VOCAB)
-        assert tree.pruned(limits.max_depth, nodes, limits.eos) is tree
-        self.deepest = max([self.deepest, *tree.depths])
-        if self.wrong:
-            distributions = tuple(
-                replace(distribution, probs=logits[0, :VOCAB].double().softmax(-1))
-                for distribution in tree.distributions
-            )
-            tree = replace(tree, distributions=distributions)
-        return tree
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("biased", "num_nodes"), [(False, 64), (True, 3)], ids=["wide", "with bias and cut"])
-def test_drawn_texts_do_not_change_the_joint_distribution_of_two_tokens(base, biased, num_nodes):
-    drafter = DrawnTexts(biased, 3, num_nodes)
-    assert chi_square_of_pairs(base, drafter, RUNS, 3, prompt=PROMPT)[0] < ONE_IN_A_THOUSAND
-    assert drafter.deepest == 2
-
-
-@pytest.mark.slow
-def test_the_chi_square_detects_a_wrong_distribution(base):
-    drafter = DrawnTexts(False, 3, 64, wrong=True)
-    assert chi_square_of_pairs(base, drafter, RUNS, 3, prompt=PROMPT)[0] > ONE_IN_A_THOUSAND
 
 
 @pytest.mark.slow

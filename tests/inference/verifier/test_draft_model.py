@@ -11,7 +11,7 @@ from drafters import ANPD, Drafter, DraftModel, DraftTree
 from inference.verifier.base import Base
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.runner import Runner
-from inference.verifier.sampling import Greedy, KeyedSampler
+from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from tests.inference.verifier.oracles import assert_cache_is_fresh, pearson, prompt_of, written_alone
 
@@ -109,26 +109,6 @@ def test_reset_reaches_the_draft_models_own_drafter(pseudo_runner):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("length", PROMPTS)
-def test_after_each_step_both_caches_are_those_of_fresh_forwards(make_base, kind, length):
-    base, prompt = make_base(kind), prompt_of(length)
-    inner = DraftModelSession(Runner(similar_model(base)))
-    session = Session(Runner(base), DraftModel(inner, num_draft=4))
-    tokens, accepted = [], []
-    for emitted, cost in session.decode(prompt, 16):
-        tokens += emitted
-        accepted.append(cost.accepted)
-        assert_fresh(session)
-        assert_fresh(inner.session)
-        if cost.draft_forwards:
-            read = [*prompt, *tokens[: -len(emitted)]]
-            assert inner.session.seq[: -cost.fed_candidates] == read
-    assert tokens == written_alone(base, prompt, 16)
-    assert len(set(accepted)) > 1, "some drafts should be accepted and some rejected"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 17])
 def test_in_a_cascade_every_cache_is_that_of_a_fresh_forward(make_base, length):
     base, prompt = make_base(), prompt_of(length)
@@ -158,24 +138,6 @@ def test_after_full_acceptance_the_draft_model_has_two_tokens_to_read(make_base,
     steps = Session(Runner(base), DraftModel(inner, num_draft=3)).run(prompt_of(3), 12).steps
     assert [step.accepted for step in steps] == [3, 3, 3], "a model agrees with itself"
     assert fed == [3, 1, 1, 2, 1, 1, 2, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(9))
-def test_a_draft_ends_with_an_end_of_sequence_token_at_any_position(make_base, index):
-    base, prompt = make_base(), prompt_of(17)
-    truth = written_alone(base, prompt, 20)
-    eos = frozenset({truth[index]})
-    expected = written_alone(base, prompt, 20, eos)
-    for model in (base, similar_model(base)):
-        inner = DraftModelSession(Runner(model))
-        trees = []
-        drafter = DraftModel(inner, num_draft=4)
-        drafter.observe = lambda step, trees=trees: trees.append(step.tree)
-        assert Session(Runner(base), drafter).run(prompt, 20, eos).tokens == expected
-        assert all(token not in eos for tree in trees for token in tree.tokens[:-1])
-        if model is base and len(expected) % 5:  # a model agrees with itself: every fifth token is a bonus
-            assert trees[-1].tokens[-1] in eos
 
 
 @pytest.mark.slow
@@ -242,11 +204,3 @@ def test_drawn_tokens_follow_their_distribution_when_another_model_drafts_them(m
     )
     first = KeyedSampler(**distribution).probabilities(base.model(torch.tensor([prompt])).logits[0, -1:])[0]
     assert pearson(counts, first[:, None] * after * draws) < 28, "one in a thousand, nine pairs"
-
-
-@pytest.mark.parametrize("sampler", [Greedy(), KeyedSampler(**SAMPLING)])
-def test_a_draft_model_without_drafter_makes_one_forward_per_token(make_base, sampler):
-    inner = DraftModelSession(Runner(make_base()), sampler=sampler)
-    inner.begin([5, 6, 7])
-    inner.write([5, 6, 7], 6)
-    assert inner.forwards == 6

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import random
 import re
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from drafters import DraftTree, Limits, RequiredOutputs, SelfSpeculative
 from inference import drafter_specs
 from inference.verifier.base import Base
-from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.layer_skipping import (
     LayerSkippingSession,
     default_skips,
@@ -24,7 +22,7 @@ from inference.verifier.runner import Runner
 from inference.verifier.sampling import KeyedSampler
 from inference.verifier.session import Session
 from tests.conftest import fresh_cache
-from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of, written_alone
+from tests.inference.verifier.oracles import assert_cache_is_fresh, prompt_of
 
 SETS = {  # of a base of three layers
     "nothing": ((), ()),
@@ -223,35 +221,7 @@ def test_an_exception_in_a_draft_leaves_modules_and_cache_as_they_were(make_base
     assert session.write(prompt, 4).tokens == drafted_by(base, ((1,), (0,)), prompt, 8, 4)
 
 
-@pytest.mark.slow
-def test_a_buffer_that_grows_during_a_draft_loses_nothing(make_base):
-    base, prompt = make_base(layers=3), prompt_of(9)
-    runner = Runner(base)
-    runner._cache.capacity = 9
-    runner.forward(prompt[:8], DraftTree(), RequiredOutputs())
-    runner.commit([])
-    before = runner._cache.capacity
-    written = LayerSkippingSession(runner, (0, 1), ()).write(prompt, 20)
-    assert 8 + 20 > before < runner._cache.capacity
-    assert written.tokens == drafted_by(base, ((0, 1), ()), prompt, 8, 20)
-    assert_cache_is_fresh(runner, prompt[:8], 1e-9)
-
-
 # ---- the text
-
-
-@pytest.mark.slow
-@each_base
-@each_set
-def test_text_and_cache_are_the_bases_own_whatever_is_skipped(make_base, kind, attention, skips):
-    base, seq = make_base(kind, attention, layers=3), [*prompt_of(3)]
-    expected = written_alone(base, prompt_of(3), 12)
-    session = session_of(base, skips, num_draft=4)
-    for emitted, cost in session.decode(prompt_of(3), 12):
-        assert cost.draft_forwards == cost.fed_candidates == (0 if len(seq) == 3 else min(4, 14 - len(seq)))
-        seq += emitted
-        assert_cache_is_fresh(session.runner, seq[:-1], TOLERANCE[attention])
-    assert seq[3:] == expected
 
 
 @each_base
@@ -266,22 +236,6 @@ def test_a_draft_drawn_from_the_bases_own_distribution_is_always_accepted(make_b
     samplers = KeyedSampler(0.9, seed=1), KeyedSampler(0.9, seed=2)
     result = session_of(base, SETS["nothing"], *samplers, num_draft=5).run(prompt_of(3), 31)
     assert all(step.accepted == step.fed_candidates == 5 for step in result.steps[1:])
-
-
-@pytest.mark.slow
-def test_a_draft_model_that_skips_layers_drafts_the_same_text(make_base):
-    """Unlike the base's own session, that of a draft model goes back and leaves several tokens pending."""
-    base, prompt = make_base(layers=3), prompt_of(9)
-    runner = Runner(base)
-    inner = DraftModelSession(runner, SelfSpeculative(LayerSkippingSession(runner, (0,), (1,)), 4, 0.0))
-    plain = DraftModelSession(Runner(base))
-    rng, seq = random.Random(0), prompt
-    inner.begin(prompt)
-    plain.begin(prompt)
-    for _ in range(6):
-        forward_uncommitted = plain.write(seq, 6).tokens
-        assert inner.write(seq, 6).tokens[:6] == forward_uncommitted
-        seq = [*seq, *forward_uncommitted[: rng.randrange(5)], *prompt_of(rng.randrange(1, 4))]
 
 
 # ---- skip sets by name, by file, by default

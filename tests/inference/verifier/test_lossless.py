@@ -109,6 +109,9 @@ DRAFTERS = {
     "cascade": lambda runner, make_base, truth: drafters.DraftModel(
         DraftModelSession(other_runner(runner, make_base), drafters.PromptLookup(2, 4)), num_draft=5
     ),
+    "cascade, horizontal": lambda runner, make_base, truth: drafters.HorizontalCascade(
+        DraftModelSession(other_runner(runner, make_base)), drafters.MaxGram(), num_draft=3
+    ),
     "ouroboros": lambda runner, make_base, truth: ouroboros(runner, make_base),
     "ouroboros, drop_last": lambda runner, make_base, truth: ouroboros(runner, make_base, drop_last=True),
     "ouroboros, no phrases": lambda runner, make_base, truth: ouroboros(
@@ -332,12 +335,23 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_forward(session, make_bas
 
 @pytest.mark.slow
 @each_drafter
-def test_a_node_budget_does_not_change_the_text(session, make_base, name):
+def test_a_node_budget_does_not_change_the_text(session, make_base, monkeypatch, name):
+    """And drafters stay within all limits of a proposal themselves, but for the two of the tests."""
     base, prompt = make_base(predictable=True), prompt_of(5)
-    truth = alone(base, prompt, SHORT)
+    truth, eos = alone(base, prompt, SHORT), frozenset({3})
     for most in (0, 1, 3, 12):
-        result = session(name, Runner(base), prompt, truth, max_nodes=most).run(prompt, SHORT)
-        assert result.tokens == truth
+        writing = session(name, Runner(base), prompt, truth, max_nodes=most)
+
+        def propose(seq, limits, plain=writing.drafter.propose):
+            tree = plain(seq, limits)
+            kept = tree.pruned(limits.max_depth, limits.max_nodes, limits.eos, limits.max_scratch_depth)
+            assert kept == tree or name in ("adversarial", "oracle")
+            return tree
+
+        with monkeypatch.context() as patch:  # a learned drafter is shared by tests
+            patch.setattr(writing.drafter, "propose", propose)
+            result = writing.run(prompt, SHORT, eos)
+        assert result.tokens == (truth[: truth.index(3) + 1] if 3 in truth else truth)
         assert max(step.fed_candidates + step.fed_scratch for step in result.steps) <= most
 
 

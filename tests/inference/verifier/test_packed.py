@@ -10,7 +10,6 @@ import drafters
 from data.tokenizer import tokenizer_hash
 from drafters import checkpoint
 from drafters.checkpoint import DrafterConfig
-from drafters.losses import gathered_logits
 from drafters.protocol import Limits
 from inference import drafter_specs
 from inference.verifier import packed as module
@@ -83,13 +82,6 @@ def test_weights_that_are_loaded_or_moved_later_are_packed_again():
     torch.testing.assert_close(halved.float(), other(tokens), rtol=0.05, atol=0.05)
 
 
-def test_the_parameters_keep_their_names_and_are_not_copied(packed):
-    plain, base = packed
-    assert list(base.model.state_dict()) == list(plain.model.state_dict())
-    layer = torch.nn.Linear(8, 8)
-    assert PackedLinear(layer).weight is layer.weight
-
-
 LEARNED = {
     "Block": {"num_frames": 4},
     "CTC": {"num_frames": 6, "num_labels": 4, "markov_rank": 4},
@@ -119,15 +111,6 @@ def test_learned_drafters_read_the_packed_head_and_draft_the_same_trees(packed, 
         assert sorted(tree.tokens) == sorted(expected.tokens)  # nodes may be equally probable
     assert any(isinstance(module, PackedLinear) for module in drafter.modules())
     assert drafter.base_weights.packed_head is base.model.lm_head
-
-
-def test_a_drafter_reads_the_packed_copy_of_the_head(packed):
-    _, base = packed
-    weights, states = base.base_weights, torch.randn(3, base.shape.hidden_size)
-    expected = gathered_logits.logits(states, weights.head)
-    weights.head.data.zero_()  # which no counter of changes sees, so the copy keeps the old ones
-    torch.testing.assert_close(gathered_logits.base_logits(states, weights), expected, rtol=1e-4, atol=1e-4)
-    assert not gathered_logits.base_logits(states.requires_grad_(), weights).any()  # training multiplies the weights
 
 
 def test_a_layer_packed_at_first_use_takes_memory_only_then():

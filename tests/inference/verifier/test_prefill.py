@@ -10,7 +10,6 @@ from drafters import DraftTree, RequiredOutputs
 from inference.verifier import runner as runner_module
 from inference.verifier.base import Base, load_base
 from inference.verifier.runner import Runner
-from inference.verifier.session import Session
 
 PROMPT = [random.Random(0).randrange(3, 40) for _ in range(30)]
 TREE = DraftTree([5, 6, 7, 8], [-1, -1, 0, 2])
@@ -49,18 +48,6 @@ def test_a_prompt_in_chunks_gives_the_outputs_of_one_forward(make_model, toy_tok
         assert max(mask for _, mask in forwards) <= (size + len(TREE)) * 34
         runner.commit([0, 2])
         torch.testing.assert_close(runner.forward([9], TREE, layers).logits, after.logits)
-
-
-@pytest.mark.parametrize("name", ["none", "prompt_lookup", "ctc, window", "eagle", "oracle"])
-def test_texts_and_steps_are_those_of_an_unchunked_prompt(make_base, make_drafter, name):
-    base = make_base(predictable=True)
-    truth = base.greedy(torch.tensor([PROMPT]), torch.ones(1, 30, dtype=torch.long), 20)[0].tolist()
-    answers = []
-    for size in (0, 8):
-        runner = Runner(replace(base, prefill_chunk=size))
-        answers.append(Session(runner, make_drafter(name, base, [*PROMPT, *truth])).run(PROMPT, 20))
-    counts = [[(step.fed, step.accepted) for step in answer.steps] for answer in answers]
-    assert answers[1].tokens == truth and counts[0] == counts[1]
 
 
 def test_a_prompt_behind_the_border_of_longrope_scaling_is_read_at_once(make_model, toy_tokenizer, forwards):

@@ -43,45 +43,16 @@ def test_the_logits_of_a_node_are_those_of_a_plain_forward_over_its_path(make_ba
             torch.testing.assert_close(rows.logits[row], expected, rtol=0, atol=TOLERANCE[attention])
 
 
-def test_hidden_states_are_those_of_the_requested_layers(make_base):
-    base = make_base(layers=3)
-    seq, tree, layers = [5, 6, 7], DraftTree([8, 9, 10], [-1, 0, -1]), (0, 2, -1)
+@pytest.mark.parametrize(("kind", "attention"), BASES)
+def test_hidden_states_are_those_of_the_requested_layers(make_base, kind, attention):
+    base, tolerance = make_base(kind, attention, layers=3), TOLERANCE[attention]
+    seq, tree, layers = [5, 6, 7], DraftTree([8, 9, 10], [-1, 0, -1]), (0, 2, 3, -1)
     hidden = Runner(base).forward(seq, tree, RequiredOutputs(layers)).hidden
-    assert hidden.shape == (6, 3 * 32)
+    assert hidden.shape == (6, 4 * 32)
     for node, path in enumerate(([8], [8, 9], [10])):
         expected = base.hidden_states(torch.tensor([seq + path]), layers)[0][0]
-        torch.testing.assert_close(hidden[:3], expected[:3], rtol=0, atol=1e-9)
-        torch.testing.assert_close(hidden[3 + node], expected[-1], rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("layers", [(-1,), (0, 1, -1)])
-def test_the_last_hidden_state_is_the_input_of_the_lm_head(make_base, layers):
-    base = make_base(layers=3)
-    rows = Runner(base).forward([5, 6, 7], DraftTree(), RequiredOutputs(layers))
-    torch.testing.assert_close(rows.hidden[-1:, -32:] @ base.base_weights.head.T, rows.logits)
-
-
-@pytest.mark.parametrize(("kind", "attention"), BASES)
-def test_no_node_attends_to_a_node_that_is_not_its_ancestor(make_base, kind, attention):
-    base, rng = make_base(kind, attention), random.Random(2)
-    tree = random_tree(rng, 10)
-    ancestor_mask = tree.ancestor_mask()
-
-    def logits(tree):
-        runner = Runner(base)
-        runner.forward([5, 6, 7, 8], DraftTree(), NOTHING)
-        runner.commit([])
-        return runner.forward([9], tree, NOTHING).logits
-
-    before = logits(tree)
-    for changed in range(10):
-        tokens = list(tree.tokens)
-        tokens[changed] = (tokens[changed] + 1) % 40
-        after = logits(DraftTree(tokens, tree.parents))
-        difference = (after - before).abs().amax(-1)
-        assert difference[0] < 1e-12
-        for node in range(10):
-            assert (difference[1 + node] > 1e-6) == bool(ancestor_mask[node, changed])
+        torch.testing.assert_close(hidden[:3], expected[:3], rtol=0, atol=tolerance)
+        torch.testing.assert_close(hidden[3 + node], expected[-1], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("kind", "attention"), BASES)
@@ -123,15 +94,6 @@ def test_after_a_reset_the_last_text_has_no_effect(make_base):
     runner.reset()
     rows = runner.forward([9], DraftTree(), NOTHING)
     torch.testing.assert_close(rows.logits[0], flat_logits(runner.base, [9]), rtol=0, atol=1e-9)
-
-
-def test_the_cache_grows_beyond_its_first_buffer(make_base):
-    base = make_base(context=1024)
-    runner, text = Runner(base), [3 + i * 7 % 37 for i in range(600)]
-    for start, end in [(0, 250), (250, 255), (255, 256), (256, 257), (257, 511), (511, 514), (514, 600)]:
-        runner.forward(text[start:end], DraftTree([4, 5], [-1, 0]), NOTHING)
-        runner.commit([])
-    assert_cache_is_fresh(runner, text)
 
 
 @pytest.mark.parametrize("seed", range(5))

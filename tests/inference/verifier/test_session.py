@@ -21,45 +21,6 @@ from inference.verify import generate_reference
 from tests.inference.verifier.oracles import prompt_of, written_alone
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "adversarial", "oracle"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_greedy_text_is_that_of_full_forwards_and_of_transformers(make_base, make_drafter, kind, name):
-    base = make_base(kind)
-    for length in (1, 2, 3, 17):
-        prompt = prompt_of(length)
-        expected = written_alone(base, prompt, 30)
-        drafter = make_drafter(name, base, [*prompt, *expected])
-        assert Session(Runner(base), drafter).run(prompt, 30).tokens == expected
-        written = generate_reference(base, list(prompt), 30, Greedy())  # transformers' own generate, which ends at EOS
-        assert Session(Runner(base), drafter).run(prompt, 30, base.eos).tokens == written
-
-
-@pytest.mark.slow
-def test_transformers_ends_at_the_same_end_of_sequence_token(base):
-    prompt = prompt_of(17)
-    for token in written_alone(base, prompt, 30)[:9]:
-        ids = torch.tensor([prompt])
-        written = base.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, pad_token_id=0,
-            eos_token_id=token,
-        )  # fmt: skip
-        assert written[0, 17:].tolist() == written_alone(base, prompt, 30, frozenset({token}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_adversarial_trees_do_not_change_the_text(base, adversary, seed):
-    prompt = prompt_of(1 + seed)
-    expected = written_alone(base, prompt, 40)
-    drafter = adversary([*prompt, *expected], seed, most=25)
-    assert Session(Runner(base), drafter).run(prompt, 40).tokens == expected
-    # the trees must have been what they claim to be
-    assert any(step.path and step.path != list(range(len(step.path))) for step in drafter.steps), "no gather"
-    assert any(len(step.path) > 1 for step in drafter.steps)
-    assert any(len(step.tree._children) < len(step.tree) for step in drafter.steps), "no sibling twice"
-
-
 def test_a_perfect_drafter_of_eight_tokens_emits_nine_per_step(base, oracle):
     prompt = prompt_of(3)
     truth = [*prompt, *written_alone(base, prompt, 30)]
@@ -76,12 +37,6 @@ def test_a_draft_beyond_the_end_is_accepted_up_to_the_end_in_one_step(base, orac
     length = 1 + truth.index(truth[index])
     assert result.tokens == truth[:length]
     assert [(step.emitted, step.accepted) for step in result.steps] == [(length, min(length, 8))]
-
-
-@pytest.mark.slow
-def test_another_seed_gives_another_text(base):
-    texts = {tuple(Session(Runner(base), drafters.ANPD(), KeyedSampler(seed=s)).run([5], 20).tokens) for s in range(5)}
-    assert len(texts) == 5
 
 
 @pytest.mark.slow
@@ -175,9 +130,6 @@ def test_a_session_forgets_a_text_whose_step_was_interrupted(pseudo_runner):
     with pytest.raises(KeyboardInterrupt):
         next(steps)
     assert session.seq == []
-
-
-# ---- sampled
 
 
 # ---- what the caller can get wrong

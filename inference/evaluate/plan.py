@@ -12,6 +12,7 @@ import torch
 
 from data.benchmarks import Question
 from data.files import hash_of
+from data.tokenizer import find_base
 from inference import drafter_specs
 from inference.prompts import BenchmarkPrompts
 from inference.questions import QuestionOptions
@@ -148,7 +149,7 @@ def make_plan(
     processes = process_devices(resolve_device(model.device), devices)
     conditions = RunConditions(
         base=model.base,
-        base_fingerprint=fingerprint(model.base),
+        base_fingerprint=fingerprint(find_base(model.base)),
         dtype=model.dtype,
         engine=OWN_LOOP,
         devices=processes,

@@ -32,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from data.benchmarks import Question
 from data.files import redacted, safe_line, validated
 from data.templates import decode_answer
+from data.tokenizer import find_base
 from inference.evaluate import metrics, plan
 from inference.evaluate.answers import Answer, Messages, Turn, answer_turns, from_json, to_json
 from inference.evaluate.breakdowns import DraftCounts, PositionRate
@@ -269,7 +270,7 @@ def make_conditions(
             raise ValueError("two servers have one name: write --server NAME=URL")
     return RunConditions(
         base=model.base,
-        base_fingerprint=fingerprint(model.base),
+        base_fingerprint=fingerprint(find_base(model.base)),
         dtype=model.dtype if is_vllm else "of the server",
         engine=f"vLLM {version}" if is_vllm else "OpenAI-compatible servers",
         devices=[VLLM] if is_vllm else list(dict.fromkeys(urlsplit(arm.spec).netloc for arm in arms.values())),

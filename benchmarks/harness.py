@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-import resource
 import shlex
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
-from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-import drafters
 from data.files import write_text
-from drafters import recipe
 from inference.runs import progress_bars
 from inference.timing import processor_name
 from inference.verifier.base import Base
-from train.cli import find_config
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
-    from drafters.protocol import LearnedDrafter
 
 ArmName = TypeVar("ArmName", bound=Hashable)
-Result = TypeVar("Result")
 
 # hidden size, intermediate size, layers, heads, key-value heads
 SHAPES = {
@@ -98,49 +83,24 @@ def alternate(arms: Sequence[ArmName], num_items: int, repeats: int, title: str)
                 progress.advance(task)
 
 
-def call_in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function in a process of its own, so that its peak memory is not that of earlier work.
-
-    The process is a copy of a server that has imported the libraries and done nothing else.
-    """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.harness", "drafters", "transformers.modeling_utils"])
-    with ProcessPoolExecutor(1, context) as process:
-        return process.submit(function, *arguments).result()
-
-
 def spread(values: Sequence[float]) -> float:
     """Return (largest - smallest) / median of repeated measurements, which shows the noise of the machine."""
     return (max(values) - min(values)) / median(values)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile of the values by the nearest-rank method, for example the median for ``share`` 0.5."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def resident_bytes() -> tuple[int, int]:
-    """Return the bytes of memory that this process uses now, and its peak so far."""
-    status = Path("/proc/self/status")
-    if not status.exists():  # not Linux, where only the peak is known
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
-        return peak, peak
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
-
-
-def llama_config(shape: str, vocab: int, context: int) -> LlamaConfig:
-    """The configuration of a LLaMA without an EOS token.
+def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096) -> Base:
+    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token.
 
     Raises:
         ValueError: The shape is unknown.
     """
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
     hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -151,32 +111,9 @@ def llama_config(shape: str, vocab: int, context: int) -> LlamaConfig:
         bos_token_id=None,
         eos_token_id=None,
     )
-
-
-def drafter_recipe(config: str, num_layers: int) -> tuple[type[LearnedDrafter], dict[str, Any]]:
-    """The drafter of a training configuration for a 7B base: its class and arguments, the latter in groups.
-
-    The base layers that it reads are moved to the same relative depth of a base with another number of layers.
-    """
-    node = yaml.safe_load(Path(find_config(config)).read_text())["model"]["drafter"]
-    kind = getattr(drafters, node["class_path"].rpartition(".")[2])
-    arguments = recipe.nested(node["init_args"], recipe.groups(kind))
-    for options in (arguments, arguments.get("trunk", {})):
-        if layers := options.get("hidden_layers"):
-            moved = [layer if layer < 0 else round(layer * num_layers / SHAPES["7b"][2]) for layer in layers]
-            options["hidden_layers"] = sorted(set(moved), key=moved.index)
-    return kind, arguments
-
-
-def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:
-    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token."""
-    from transformers import LlamaForCausalLM
-    from transformers.initialization import no_init_weights
-
-    config = llama_config(shape, vocab, context)
     with torch.device(device), no_init_weights():
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
@@ -249,10 +186,3 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     except ValueError as error:
         print(f"{function.__name__}: error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def run_command(args: list[str]) -> None:
-    """Run a ``drafters`` command in this process."""
-    from train.cli import run_drafters as command
-
-    command(args)

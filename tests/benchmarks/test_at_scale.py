@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import drafters
-from benchmarks import harness
-from benchmarks.at_scale import axes, command, measurements, widening
-from benchmarks.at_scale.widening import PADDING_PENALTY, widen_base, widen_drafter
+from benchmarks import at_scale, harness, widening
+from benchmarks.widening import PADDING_PENALTY, widen_base, widen_drafter
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import tokenizer_hash
@@ -211,7 +210,7 @@ def test_in_bfloat16_a_wider_base_is_as_near_to_float32_as_the_small_one(small, 
 
 
 def test_examples_of_the_axes():
-    assert doctest.testmod(axes).failed == 0 and doctest.testmod(axes).attempted > 2
+    assert doctest.testmod(widening).failed == 0 and doctest.testmod(widening).attempted > 2
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,8 @@ def test_other_frequencies_and_unknown_weights_are_refused(small, wide, base):
     with pytest.raises(ValueError, match="yarn rotary embeddings"):
         widen_base(stretched, "wide", SHAPE, VOCAB, torch.float32)
     strange = torch.nn.ParameterDict({"extra": torch.zeros(3)})
-    between = axes.Axes.between(small.shape, wide.shape, axes.Attention(4, 2, 8), axes.Attention(10, 5, 16))
+    heads = widening.Attention(4, 2, 8), widening.Attention(10, 5, 16)
+    between = widening.Axes.between(small.shape, wide.shape, *heads)
     with pytest.raises(ValueError, match="no rule that widens the weight extra"):
         widening._write_weights(strange, strange, between)
 
@@ -246,7 +246,7 @@ def step(fed, seconds, emitted=1):
 
 def test_a_slow_step_does_not_change_the_decoding_time():
     steps = [step(1, 2.0), step(1, 2.0), step(1, 90.0), step(5, 4.0), step(5, 3.0), step(5, 4.0)]
-    assert measurements.decoding_seconds(steps) == 3 * 2.0 + 3 * 4.0
+    assert at_scale.decoding_seconds(steps) == 3 * 2.0 + 3 * 4.0
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +266,8 @@ def results(make_base, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(harness.SHAPES, "tiny", SHAPE)
         patch.setitem(harness.SHAPES, "draft", (64, 64, 2, 8, 2))
-        harness.main(command.at_scale, [*arguments, *specs, "--shape", "tiny", "--dtype", "float32"])
-        harness.main(command.at_scale, [*arguments, "--drafter=joint", "--max-new-tokens", "8", "--shape", "draft"])
+        harness.main(at_scale.at_scale, [*arguments, *specs, "--shape", "tiny", "--dtype", "float32"])
+        harness.main(at_scale.at_scale, [*arguments, "--drafter=joint", "--max-new-tokens", "8", "--shape", "draft"])
     return folder / "out"
 
 
@@ -281,7 +281,7 @@ def test_the_command_writes_what_the_small_base_writes(results):
     assert found["drafters"]["none"]["speedup"] == 1 and found["drafters"]["none"]["parameters"] == 0
     assert found["drafters"]["merged:num_nodes=8"]["parameters"] == found["drafters"]["ctc"]["parameters"] > 0
     assert found["drafters"]["ctc"]["fed_per_step"] > found["drafters"]["ctc:num_nodes=3"]["fed_per_step"]
-    assert found["drafters"]["ctc"]["phases_ms"]["search"] > 0
+    assert found["drafters"]["none"]["draft_ms"] < found["drafters"]["ctc"]["draft_ms"]
     assert found["drafters"]["ctc"]["acceptance_length"] > 1.2
 
 
@@ -289,17 +289,19 @@ def test_the_command_writes_what_the_small_base_writes(results):
 def test_runs_into_one_folder_share_their_tables_and_their_plot(results):
     tables = (results / "at_scale.md").read_text()
     for title in ("toy at the shape tiny, float32", "toy at the shape draft, bfloat16"):
-        assert f"## {title}\n" in tables and f"## {title}: time by phase\n" in tables
-    pictures = {path.name for path in results.glob("*.png")}
-    assert pictures == {"speedup_by_parameters.png"} | {
-        f"toy-{run}-phases.png" for run in ("tiny-float32", "draft-bfloat16")
-    }
+        assert f"## {title}\n" in tables
+    assert (results / "speedup_by_parameters.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"shape": "2b"}, "unknown shape"), ({"limit": 0}, "at least 1"), ({"drafter": ["self_speculative"]}, "skip")],
+    [
+        ({"shape": "2b"}, "unknown shape"),
+        ({"limit": 0}, "at least 1"),
+        ({"drafter": ["self_speculative"]}, "skip"),
+        ({"drafter": ["joint:num_nodes=auto"]}, "give a number of nodes"),
+    ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_loaded(given, message):
     with pytest.raises(ValueError, match=message):
-        command.at_scale(base="nowhere", **given)
+        at_scale.at_scale(base="nowhere", **given)

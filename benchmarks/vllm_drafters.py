@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, run_command, show
+from benchmarks.harness import ResultTable, alternate, main, show
 from data import benchmarks
 from drafters import checkpoint
 from drafters.parallel import ParallelDrafter
@@ -30,6 +31,7 @@ from inference.verifier.base import Base, BaseConfig, load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from inference.vllm.served_drafter import chain_builder, read_parallel, spec_of
+from train.export import export
 
 ROOM = "inference.vllm"
 NONE = "none"
@@ -106,7 +108,8 @@ def vllm_drafters(
                 f"{of_vllm[0]} runs by a method of vLLM's own, which counts for the last engine: pass it last"
             )
         sizes = max_new_tokens, max(batches), repeats
-        runs = call_in_new_process(_serve, loaded.name, options, asked, batches, sizes)
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a process without the models of this one
+            runs = process.submit(_serve, loaded.name, options, asked, batches, sizes).result()
     own_steps = {NONE: sum(map(len, expected)) - prompts}
     own_steps |= {
         name: _count_own_steps(loaded, arm.build, asked, expected, max_new_tokens) for name, arm in arms.items()
@@ -184,7 +187,7 @@ def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
             draft["depth"] = num_tokens
         else:
             num_tokens = min(num_tokens, config.init_args["heads"]["num_heads"])
-        run_command(["export", str(path), str(exported), "--format", "vllm", "--dtype", "float32"])
+        export(str(path), str(exported), format="vllm", dtype="float32")
         speculative = {"method": name, "model": str(exported), "num_speculative_tokens": num_tokens}
         options = {"speculative_config": speculative}
     drafter = checkpoint.load(path, config=config)[0]
@@ -221,10 +224,11 @@ def _serve(
         "enable_prefix_caching": False,  # each repeat reads the prompts again
         "disable_log_stats": False,
     }
-    with _llvmlite_unseen():
-        from vllm import LLM, SamplingParams
+    hidden = sys.modules.pop("llvmlite.binding.ffi")  # vLLM 0.32 reads all attributes of all modules, and fails at one
+    from vllm import LLM, SamplingParams
 
-        engines = {name: LLM(base, **common, **options) for name, options in options_of.items()}
+    engines = {name: LLM(base, **common, **options) for name, options in options_of.items()}
+    sys.modules["llvmlite.binding.ffi"] = hidden
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
 
     def decode(name: str, batch: int) -> tuple[list[list[int]], float]:
@@ -271,16 +275,6 @@ def _forget(llm: Any) -> None:
     followers = getattr(_proposer(llm), "followers", None)
     if followers is not None:
         followers.forget()
-
-
-@contextmanager
-def _llvmlite_unseen() -> Iterator[None]:
-    """Hide a module of numba's from vLLM 0.32, which looks at the attributes of every module and fails at one of it."""
-    hidden = sys.modules.pop("llvmlite.binding.ffi")
-    try:
-        yield
-    finally:
-        sys.modules["llvmlite.binding.ffi"] = hidden
 
 
 if __name__ == "__main__":

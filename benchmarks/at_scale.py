@@ -46,8 +46,7 @@ def at_scale(
     dtype: Literal["float32", "bfloat16"] = "bfloat16",
     drafter: list[str] | None = None,
     benchmark: str = "embedded",
-    questions: str | None = None,
-    offset: int = 0,
+    rows: str = ":",
     limit: int = 5,
     max_new_tokens: int = 48,
     repeats: int = 1,
@@ -66,9 +65,8 @@ def at_scale(
         shape: Shape of the large base: 100m, 1b (LLaMA 3.2), 3b (LLaMA 3.2) or 7b (Vicuna).
         dtype: Dtype of the large weights.
         drafter: NAME[=FOLDER][:key=value,...] as in `drafters eval`, such as ctc=FOLDER:num_nodes=16; may be repeated.
-        benchmark: Name of the benchmark whose questions are answered.
-        questions: File with the questions; those of embedded come from the package.
-        offset: Number of questions to skip at the beginning.
+        benchmark: Benchmark whose questions are answered, as in `drafters eval`: embedded, gsm8k=FILE, ...
+        rows: Rows of the questions, as START:STOP.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of a turn.
         repeats: Number of times that every question is decoded; the steps of all of them count.
@@ -83,11 +81,11 @@ def at_scale(
         raise ValueError("limit and repeats must be at least 1, and max_new_tokens at least 2")
     specs = _checked_specs(shape, drafter or ["prompt_lookup", "joint"])
     small = load_base(base, "float32", resolve_device(device))
-    named = benchmark if questions is None else f"{benchmark}={questions}"
-    options = QuestionOptions([named], limit, f"{offset}:", max_new_tokens, TEMPLATE)
-    chosen = options.select(small, options.load())[benchmark].questions
+    options = QuestionOptions([benchmark], limit, rows, max_new_tokens, TEMPLATE)
+    (prompts,) = options.select(small, options.load()).values()
     drafters = {name: drafter_specs.make(spec, Runner(small)) for name, spec in specs.items()}
-    small_answers = decode(small, drafters, chosen, max_new_tokens, 1, f"{base} at its own shape")
+    at_own_shape = decode(small, drafters, prompts.questions, max_new_tokens, 1, f"{base} at its own shape")
+    small_answers = {name: each[0] for name, each in at_own_shape.items()}
     wide_vocab = max(vocab_size, small.shape.vocab_size)
     wide = widen_base(small, f"{base} at {shape}", SHAPES[shape], wide_vocab, getattr(torch, dtype))
     num_parameters = _num_parameters(wide.model)
@@ -95,7 +93,7 @@ def at_scale(
         pack_weights(wide.model, alone=packed == "alone")
     runner = Runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
-    answers = decode(wide, wide_drafters, chosen, max_new_tokens, repeats, wide.name)
+    answers = decode(wide, wide_drafters, prompts.questions, max_new_tokens, repeats, wide.name)
     result = {
         "title": f"{Path(base).name} at the shape {shape}, {dtype}",
         "base": base,
@@ -104,14 +102,13 @@ def at_scale(
         "parameters": num_parameters,
         "peak_bytes": peak_bytes(wide.model.device),
         "settings": [
-            f"{len(chosen)} questions of {benchmark} from {offset}, at most {max_new_tokens} tokens a turn, greedy, "
+            f"{len(prompts.questions)} questions of {benchmark}, at most {max_new_tokens} tokens a turn, greedy, "
             f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
             f"{wide.shape.vocab_size:,}{PACKED[packed]}."
         ],
         "origin": origin(wide.model.device),
         "drafters": {
-            name: measure(name, answers, {key: each[0] for key, each in small_answers.items()})
-            | {"parameters": _num_parameters(each)}
+            name: {"parameters": _num_parameters(each), **measure(name, answers, small_answers)}
             for name, each in wide_drafters.items()
         },
     }
@@ -232,26 +229,22 @@ def _steps(repeats: Repeats) -> list[StepCost]:
 
 def result_table(result: Mapping[str, Any]) -> ResultTable:
     """The table of a run, from its JSON."""
-    headings = ["drafter", "parameters", "speed-up", "wall", "acceptance", "small base's", "fed", "identical", "steps"]
-    table = ResultTable(result["title"], [*headings, "step, ms", "IQR", "draft"])
+    columns = {
+        "speed-up": "{speedup:.2f}×",
+        "wall": "{wall_speedup:.2f}×",
+        "acceptance": "{acceptance_length:.3f}",
+        "small base's": "{small_acceptance_length:.3f}",
+        "fed": "{fed_per_step:.1f}",
+        "identical": "{identical}/{questions}",
+        "steps": "{same_steps_as_small}/{questions}",
+        "step, ms": "{step_ms:.2f}",
+        "IQR": "{step_spread:.0%}",
+        "draft": "{draft_ms:.2f}",
+    }
+    table = ResultTable(result["title"], ["drafter", "parameters", *columns])
     for name, own in result["drafters"].items():
-        count = own["questions"]
-        table.rows.append(
-            [
-                name,
-                f"{own['parameters'] / 1e6:,.1f} M" if own["parameters"] else "",
-                f"{own['speedup']:.2f}×",
-                f"{own['wall_speedup']:.2f}×",
-                f"{own['acceptance_length']:.3f}",
-                f"{own['small_acceptance_length']:.3f}",
-                f"{own['fed_per_step']:.1f}",
-                f"{own['identical']}/{count}",
-                f"{own['same_steps_as_small']}/{count}",
-                f"{own['step_ms']:.2f}",
-                f"{own['step_spread']:.0%}",
-                f"{own['draft_ms']:.2f}",
-            ]
-        )
+        size = f"{own['parameters'] / 1e6:,.1f} M" if own["parameters"] else ""
+        table.rows.append([name, size, *(column.format_map(own) for column in columns.values())])
     same = min(own["same_texts_as_small"] for own in result["drafters"].values())
     count = result["drafters"][NONE]["questions"]
     table.notes = [

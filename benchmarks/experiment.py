@@ -11,7 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -38,19 +38,12 @@ TIME = "training.json"
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of an experiment: a drafter and the settings of its training.
+    """One arm of an experiment: a drafter and the settings of its training."""
 
-    Args:
-        name: Name in tables and folders.
-        drafter: Name of the drafter's class in `drafters`.
-        arguments: Arguments of its constructor.
-        model: Arguments of the training module that differ from the common ones, such as the learning rate.
-    """
-
-    name: str
-    drafter: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
+    name: str  # in tables and folders
+    drafter: str  # the drafter's class in `drafters`
+    arguments: dict[str, Any] = field(default_factory=dict)  # of its constructor
+    model: dict[str, Any] = field(default_factory=dict)  # what differs from the common settings, such as the optimizer
 
 
 @dataclass(frozen=True)
@@ -194,17 +187,11 @@ def mean_and_range(values: Sequence[float]) -> str:
     return f"{mean(values):.3f}" + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")
 
 
-@dataclass(frozen=True)
-class GreedyAnswer:
-    """A prompt with the base's greedy answer.
+class GreedyAnswer(NamedTuple):
+    """A prompt with the base's greedy answer."""
 
-    Args:
-        tokens: (S,) token ids of the prompt and the answer.
-        start: Index of the answer's first token.
-    """
-
-    tokens: Tensor
-    start: int
+    tokens: Tensor  # (S,) token ids of the prompt and the answer
+    start: int  # index of the answer's first token
 
 
 def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: int, cache: Path) -> list[GreedyAnswer]:
@@ -213,17 +200,16 @@ def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: in
     known = read_json(cache) if cache.exists() else {}
     if known.get("key") != key:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        answers: dict[int, list[int]] = {}
+        answers: list[list[int]] = [[]] * len(prompts)
         for first in range(0, len(order), 32):
             indices = order[first : first + 32]
             written = decode_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
-            answers |= zip(indices, written, strict=True)
-        known = {"key": key, "answers": [answers[index] for index in range(len(prompts))]}
+            for index, answer in zip(indices, written, strict=True):
+                answers[index] = answer
+        known = {"key": key, "answers": answers}
         write_text(cache, json.dumps(known))
-    return [
-        GreedyAnswer(torch.tensor([*prompt, *answer]), len(prompt))
-        for prompt, answer in zip(prompts, known["answers"], strict=True)
-    ]
+    pairs = zip(prompts, known["answers"], strict=True)
+    return [GreedyAnswer(torch.tensor([*prompt, *answer]), len(prompt)) for prompt, answer in pairs]
 
 
 def decoded_answers(

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
 from statistics import median
-from typing import TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from data.files import write_text
 from inference.runs import progress_bars
@@ -51,15 +49,6 @@ class ResultTable:
     headings: Sequence[str]
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def for_terminal(self) -> Table:
-        """Return the table for printing with rich."""
-        table = Table(*self.headings, title=self.title, title_justify="left", caption_justify="left")
-        for index, column in enumerate(table.columns):
-            column.justify, column.no_wrap = ("right" if index else "left"), True
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
     def markdown(self) -> str:
         """Return the title, the table and the notes as Markdown."""
@@ -99,18 +88,10 @@ def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, conte
 
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    sizes: dict[str, Any] = dict(zip(names, SHAPES[shape], strict=True))
+    tokens: dict[str, Any] = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None}
+    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=context)
     with torch.device(device), no_init_weights():
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(0)
@@ -143,17 +124,11 @@ def origin(device: torch.device) -> dict[str, str]:
 
 
 def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -> None:
-    """Print the tables; if ``out`` is given, also write them there as Markdown, with their origin."""
-    about, console = origin(device), Console(width=None if sys.stdout.isatty() else 120)
-    for table in tables:
-        console.print(table.for_terminal())
-        for note in table.notes:
-            console.print(f"- {note}", style="dim", highlight=False, markup=False)
-    for name, value in about.items():
-        console.print(f"{name}: {value}", style="dim", highlight=False, markup=False)
+    """Print the tables with their origin, and write the same to ``out`` if it is given."""
+    head = "\n".join(f"- {name}: `{value}`" for name, value in origin(device).items())
+    text = "\n\n".join([head, *(table.markdown() for table in tables)])
+    print(text)
     if out:
-        head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
-        text = "\n\n".join([head, *(table.markdown() for table in tables)])
         write_text(out, text + "\n")
 
 

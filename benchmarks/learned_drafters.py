@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -83,19 +83,6 @@ ARMS = {
     )
 }
 GROUPS = {
-    "drafters": [
-        "medusa",
-        "hydra",
-        "hydra++",
-        "eagle",
-        "eagle3",
-        "block",
-        "block_markov",
-        "ctc_paper",
-        "ctc",
-        "ctc_markov",
-        "ctc_deep",
-    ],
     "best": ["medusa", "hydra", "eagle", "ctc_paper", "block_muon", "ctc_muon", "block_deep_muon", "ctc_deep_muon"],
     "best_long": ["medusa", "hydra", "eagle_8", "ctc_paper", "block_10_muon", "ctc_10_8_muon", "ctc_10_selfless_muon"],
 }
@@ -106,12 +93,12 @@ Runs = dict[tuple[str, str], list[dict[str, Any]]]  # by arm and tree, a result 
 
 def trees_of(arm: Arm) -> dict[str, dict[str, Any]]:
     """Return the ways to build a tree from an arm's draft: by name, arguments of the drafter. The first is the best."""
-    if arm.drafter == "CTC":
-        trees = ["prefix", *(["paper"] if paper_table2.fits(arm) else [])]
-    else:
-        trees = ["best_first" if arm.drafter in ("Medusa", "Block") else "dynamic"]
-    named = {tree: {} if tree == "dynamic" else {"tree": tree} for tree in trees}
-    return {name: arguments | {"num_nodes": BUDGETS[-1]} for name, arguments in named.items()}
+    if arm.drafter not in ("CTC", "Medusa", "Block"):
+        return {"dynamic": {"num_nodes": BUDGETS[-1]}}
+    trees = ["prefix"] if arm.drafter == "CTC" else ["best_first"]
+    if arm.drafter == "CTC" and paper_table2.fits(arm):
+        trees.append("paper")
+    return {tree: {"tree": tree, "num_nodes": BUDGETS[-1]} for tree in trees}
 
 
 def learned_drafters(
@@ -123,8 +110,7 @@ def learned_drafters(
     offset: int = 0,
     limit: int | None = None,
     max_new_tokens: int = 200,
-    group: str = "drafters",
-    arms: list[str] | None = None,
+    arms: list[str] = ["best"],  # noqa: B006
     seeds: list[int] = [0, 1, 2],  # noqa: B006
     steps: list[int] = [600],  # noqa: B006
     features: str | None = None,
@@ -146,8 +132,7 @@ def learned_drafters(
         offset: Number of questions to skip at the beginning.
         limit: Maximum number of questions.
         max_new_tokens: Maximum number of tokens of an answer.
-        group: Group of arms to train: drafters, best or best_long.
-        arms: Names of single arms to train instead of a group.
+        arms: Names of the arms to train, or of groups of them: best and best_long.
         seeds: Seeds of the weights, the anchors and the order of the text.
         steps: Numbers of training steps of each arm; several give learning curves.
         features: Feature store of the training text, from `drafters features`.
@@ -155,30 +140,24 @@ def learned_drafters(
         table: Markdown file to write the tables to.
         figure: PNG file for the learning curves.
     """
-    names = arms or GROUPS.get(group, [])
-    if unknown := [name for name in names if name not in ARMS] or not names:
-        raise ValueError(f"unknown arms {unknown or group}: known are {', '.join(ARMS)}; groups {', '.join(GROUPS)}")
-    if not seeds or not steps:
-        raise ValueError("--seeds and --steps must not be empty")
-    folder = Path(out)
-    trained = {
-        (count, name, seed): train(
-            ARMS[name], seed, SharedSettings(base, files, count, features=features), folder / str(count)
-        )
-        for count in steps
-        for seed in seeds
-        for name in names
-    }
+    names = [name for given in arms for name in GROUPS.get(given, [given])]
+    if unknown := [name for name in names if name not in ARMS]:
+        raise ValueError(f"unknown arms {', '.join(unknown)}: known are {', '.join([*ARMS, *GROUPS])}")
+    if not names or not seeds or not steps:
+        raise ValueError("--arms, --seeds and --steps must not be empty")
+    folder, exported = Path(out), {}
+    for count, seed, name in product(steps, seeds, names):
+        common = SharedSettings(base, files, count, features=features)
+        exported[count, name, seed] = train(ARMS[name], seed, common, folder / str(count))
     frozen = load_base(base)
     answers = decoded_answers(frozen, benchmark, questions, offset, limit, max_new_tokens, folder)
     results: dict[int, Runs] = {count: {} for count in steps}
-    for (count, name, seed), exported in trained.items():
+    for (count, name, seed), drafter in exported.items():
         for tree, arguments in trees_of(ARMS[name]).items():
-            result = simulate_exported(exported, arguments, frozen, answers, BUDGETS)
-            results[count].setdefault((name, tree), []).append(result | {"folder": exported.parent})
+            result = simulate_exported(drafter, arguments, frozen, answers, BUDGETS)
+            results[count].setdefault((name, tree), []).append(result | {"folder": drafter.parent})
             print(f"{name} seed {seed} {count} steps {tree}: {result['length']}", flush=True)
     ended = sum(int(answer.tokens[-1]) in frozen.eos for answer in answers)
-    common = SharedSettings(base, files, max(steps))
     notes = [
         f"Base {base}; {len(answers)} answers of at most {max_new_tokens} tokens, {ended} ended by EOS; simulated on "
         f"the base's own greedy text, prefill not counted. Steps of {common.batch_size} conversations, "
@@ -188,7 +167,7 @@ def learned_drafters(
     tables = [acceptance_table(count, results[count], notes) for count in steps]
     if table2:
         fitting = [ARMS[name] for name in names if paper_table2.fits(ARMS[name])]
-        exported_of = [(arm, [trained[steps[-1], arm.name, seed] for seed in seeds]) for arm in fitting]
+        exported_of = [(arm, [exported[steps[-1], arm.name, seed] for seed in seeds]) for arm in fitting]
         tables.append(paper_table2.result_table(exported_of, frozen, answers))
     if len(steps) > 1:
         tables.append(curve_table(curves(results), notes))
@@ -212,11 +191,11 @@ def acceptance_table(steps: int, results: Runs, notes: list[str]) -> ResultTable
 # ---- learning curves
 
 
-Curves = dict[str, dict[int, tuple[list[float], float]]]  # by arm and steps, lengths of each seed, and minutes
+Curves = dict[str, dict[int, tuple[list[float], float]]]  # by arm and steps: lengths of all seeds, minutes of training
 
 
 def curves(results: dict[int, Runs]) -> Curves:
-    """Return the acceptance lengths of the best tree with most nodes, and the minutes of training, by arm and steps."""
+    """Return what each arm reaches with its best tree of most nodes."""
     points: Curves = {}
     for count, arms in results.items():
         for (name, tree), runs in arms.items():
@@ -227,13 +206,11 @@ def curves(results: dict[int, Runs]) -> Curves:
 
 
 def curve_table(points: Curves, notes: list[str]) -> ResultTable:
-    """Return the acceptance length and the training time of every arm by number of steps."""
-    steps = list(next(iter(points.values())))
-    headings = ["drafter", *(f"{count:,} steps" for count in steps), *(f"minutes, {count:,}" for count in steps)]
+    """Return the acceptance length of every arm by number of training steps."""
+    headings = ["drafter", *(f"{count:,} steps" for count in next(iter(points.values())))]
     table = ResultTable(f"Acceptance length by training, {SHOWN[-1]} nodes", headings, notes=notes)
     for name, by_steps in points.items():
-        minutes = [f"{by_steps[count][1]:.1f}" for count in steps]
-        table.rows.append([name, *(mean_and_range(by_steps[count][0]) for count in steps), *minutes])
+        table.rows.append([name, *(mean_and_range(lengths) for lengths, _ in by_steps.values())])
     return table
 
 

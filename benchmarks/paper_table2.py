@@ -18,8 +18,9 @@ all, and emits the text of plain decoding. ``benchmarks.learned_drafters --table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -45,12 +46,8 @@ MODULES = {
     "CTC": "transformer + CTC",
 }
 NOTES = [
-    "plain: frame u is token u. blanks kept: blanks are nodes, as in the paper; they and the nodes below them count in "
-    "the budget and are not fed. blanks dropped: a blank's probability goes to the tokens of its frame. CTC: on every "
-    "path of the plain tree, repeats are merged, then blanks dropped: the method of the paper for transformer + CTC. "
-    "prefix: exact prefix search; the paper has no such row.",
-    "Nodes are counted before the transform, as in the paper, whose removed nodes stay in the batch; fed counts the "
-    "nodes that are left. Each budget is simulated separately.",
+    "plain: frame u is token u; CTC: repeats of its paths are merged and blanks dropped; prefix: exact prefix search, "
+    "which the paper lacks. Nodes are counted before the transform, as in the paper; fed counts those that are left.",
     "The paper (Vicuna-7B, MT-Bench, its own count of tokens per step): linear layers + cross-entropy 2.58 plain, 2.38 "
     "with CTC verify; transformer + CTC 3.02 plain, 3.56 with CTC verify.",
 ]
@@ -97,7 +94,7 @@ def frames_at(
     return frames
 
 
-# ---- ways to make a draft tree from frames, a node budget, a maximum depth and the EOS tokens
+# ---- ways to make a draft tree from frames
 
 
 def searched(probs: np.ndarray, tokens: np.ndarray, limits: SearchLimits, blank: np.ndarray | None = None) -> DraftTree:
@@ -105,50 +102,49 @@ def searched(probs: np.ndarray, tokens: np.ndarray, limits: SearchLimits, blank:
     return search(Candidates(tokens[None], probs[None], None if blank is None else blank[None]), limits)[0]
 
 
-def plain(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
+def plain(frames: Frames, limits: SearchLimits) -> DraftTree:
     """Read frame u as the u-th token; the most probable paths form the tree."""
-    return searched(frames.probs, frames.tokens, SearchLimits(num_nodes, max_depth, eos))
+    return searched(frames.probs, frames.tokens, limits)
 
 
-def transformed(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
+def transformed(frames: Frames, limits: SearchLimits) -> DraftTree:
     """Apply the CTC transform to `plain`, for frames without a blank."""
-    return collapsed(plain(frames, num_nodes, max_depth, eos))
+    return collapsed(plain(frames, limits))
 
 
-def blanks_kept(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
+def blanks_kept(frames: Frames, limits: SearchLimits) -> DraftTree:
     """Read frame u as the u-th token, where a blank is one of the tokens.
 
     The base never writes a blank, so blanks and the nodes below them are then left out; with them, as many tokens would
     be accepted.
     """
     symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, frames.blank_id)
-    tree = searched(symbols, ids, SearchLimits(num_nodes, max_depth, eos))
+    tree = searched(symbols, ids, limits)
     paths = map(tree.path_tokens, range(len(tree)))
     return DraftTree.from_paths([path for path in paths if frames.blank_id not in path])
 
 
-def blanks_dropped(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
+def blanks_dropped(frames: Frames, limits: SearchLimits) -> DraftTree:
     """Read frame u as the u-th token, given that it is not the blank."""
     written = np.maximum(1 - frames.blank, np.finfo(frames.blank.dtype).tiny)
-    return searched(frames.probs / written[:, None], frames.tokens, SearchLimits(num_nodes, max_depth, eos))
+    return searched(frames.probs / written[:, None], frames.tokens, limits)
 
 
-def paper(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
+def paper(frames: Frames, limits: SearchLimits) -> DraftTree:
     """Apply the CTC transform to the most probable frame sequences, including blanks (CTC-drafter, section 3.3).
 
     It transforms the same tree as `blanks_kept`, and equals the drafter's ``tree: paper`` without its limit ``top_k``
     on the candidates of each frame.
     """
-    candidates = Candidates(frames.tokens[None], frames.probs[None], frames.blank[None])
-    return paper_trees(candidates, SearchLimits(num_nodes, max_depth, eos))[0]
+    return paper_trees(Candidates(frames.tokens[None], frames.probs[None], frames.blank[None]), limits)[0]
 
 
-def exact(frames: Frames, num_nodes: int, max_depth: int, eos: Collection[int] = ()) -> DraftTree:
+def exact(frames: Frames, limits: SearchLimits) -> DraftTree:
     """Return the most probable texts, each summed over its frame sequences: the drafter's ``tree: prefix``."""
-    return searched(frames.probs, frames.tokens, SearchLimits(num_nodes, max_depth, eos), frames.blank)
+    return searched(frames.probs, frames.tokens, limits, frames.blank)
 
 
-Build = Callable[[Frames, int, int, Collection[int]], DraftTree]
+Build = Callable[[Frames, SearchLimits], DraftTree]
 CROSS_ENTROPY: dict[str, Build] = {"plain": plain, "CTC": transformed}
 WAYS: dict[str, dict[str, Build]] = {
     "Medusa": CROSS_ENTROPY,
@@ -166,10 +162,8 @@ def fits(arm: Arm) -> bool:
     return arm.drafter in WAYS and not options.get("markov_rank") and options.get("merge_repeats", True)
 
 
-def measure(
-    drafter: Medusa | Block | CTC, base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Simulate decoding of the base's own answers for every way of building the tree and every budget.
+def measure(folder: Path, base: Base, answers: Sequence[GreedyAnswer]) -> dict[str, Any]:
+    """Simulate decoding of the base's own answers by an exported drafter, for every way of building the tree.
 
     The budgets are simulated separately because the transform of a smaller tree is not a part of the transform of a
     larger one. The frames are computed once.
@@ -178,8 +172,9 @@ def measure(
         By way and budget: ``length``, the acceptance length (tokens per base forward, including the bonus token), and
         ``fed``, the number of draft tokens per step.
     """
+    drafter: Any = checkpoint.load(folder, base.model.dtype)[0].to(base.model.device)
     ways = WAYS[type(drafter).__name__]
-    sums = {(way, budget): np.zeros(3) for way in ways for budget in budgets}  # emitted, steps, fed
+    sums = {(way, budget): np.zeros(3) for way in ways for budget in BUDGETS}  # emitted, steps, fed
     for answer in answers:
         tokens, start = answer.tokens.to(base.model.device), answer.start
         end = len(tokens)
@@ -190,28 +185,16 @@ def measure(
         anchors = torch.arange(start, end - 1, device=tokens.device)
         frames, text = frames_at(drafter, hidden, tokens, anchors, base.base_weights), answer.tokens.tolist()
         for (way, budget), counts in sums.items():
-            root = start
+            root, limits = start, SearchLimits(budget, end - start, base.eos)
             while root < end - 1:
-                tree = ways[way](frames[root - start], budget, end - start, base.eos)
+                tree = ways[way](frames[root - start], limits)
                 gained = min(len(tree.follow(text[root + 1 :])) + 1, end - 1 - root)
                 counts += (gained, 1, len(tree))
                 root += gained
-    results: dict[str, dict[str, dict[str, float]]] = {way: {} for way in ways}
+    results: dict[str, Any] = {way: {} for way in ways}
     for (way, budget), (emitted, steps, fed) in sums.items():
         results[way][str(budget)] = {"length": emitted / max(1, steps), "fed": fed / max(1, steps)}
     return results
-
-
-def measure_exported(
-    folder: Path, base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
-) -> dict[str, Any]:
-    """`measure` an exported drafter; the results are stored in ``table2.json`` next to it."""
-
-    def load_and_measure() -> dict[str, Any]:
-        drafter: Any = checkpoint.load(folder, base.model.dtype)[0].to(base.model.device)
-        return measure(drafter, base, answers, budgets)
-
-    return remembered(folder.parent / "table2.json", [list(budgets)], answers, load_and_measure)
 
 
 def repeats(answers: Sequence[GreedyAnswer]) -> float:
@@ -234,7 +217,10 @@ def result_table(results: Sequence[tuple[Arm, list[Path]]], base: Base, answers:
     notes = [f"{repeats(answers):.2%} of the answers' tokens repeat the token before them.", *NOTES]
     table = ResultTable("Acceptance length by draft module and verify", headings, notes=notes)
     for arm, exported in results:
-        runs = [measure_exported(folder, base, answers, BUDGETS) for folder in exported]
+        runs = [
+            remembered(folder.parent / "table2.json", [BUDGETS], answers, partial(measure, folder, base, answers))
+            for folder in exported
+        ]
         first = mean(run[next(iter(run))][largest]["length"] for run in runs)
         for way in runs[0]:
             cells = []

@@ -29,7 +29,6 @@ def steps(
     dtypes: list[Dtype] = ["float32", "bfloat16"],  # noqa: B006
     device: Literal["auto", "cpu", "cuda"] = "auto",
     nodes: list[int] = [0, 1, 2, 4, 8, 16, 32, 64],  # noqa: B006
-    shape: Literal["chain", "bushy"] = "bushy",
     contexts: list[int] = [256],  # noqa: B006
     compiled: bool = False,
     repeats: int = 50,
@@ -42,7 +41,6 @@ def steps(
         dtypes: Dtypes of the weights.
         device: Device to run on; auto uses the GPU if there is one.
         nodes: Numbers of nodes, without the root.
-        shape: Shape of the draft trees: one path, or as a good drafter's.
         contexts: Numbers of cached tokens before the step.
         compiled: Also measure compiled steps, of at most 64 nodes, in turns with the eager ones.
         repeats: Timed steps of every arm after three warm-up steps; the arms alternate.
@@ -64,12 +62,9 @@ def steps(
             raise ValueError(f"the context of {name} ends at {base.context_length}: pass smaller --contexts or --nodes")
         kinds = (EAGER, COMPILED) if compiled else (EAGER,)
         runners = {kind: make_runner(base, compile=kind == COMPILED) for kind in kinds}
-        make = {"chain": chain, "bushy": bushy}[shape]
-        trees = {count: make(count, base.model.config.vocab_size) for count in dict.fromkeys([0, *nodes])}
+        trees = {count: bushy(count, base.model.config.vocab_size) for count in dict.fromkeys([0, *nodes])}
         for context in contexts:
-            title = (
-                f"{base.name} ({num_millions(base)}), {dtype}, {torch_device.type}, context {context}, {shape} trees"
-            )
+            title = f"{base.name} ({num_millions(base)}), {dtype}, {torch_device.type}, context {context}"
             tables.append(_measure(title, base, runners, trees, context, repeats))
     show(tables, torch_device, out)
 
@@ -142,12 +137,6 @@ def step_seconds(runner: Runner, tree: DraftTree, context: int) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def chain(num_nodes: int, vocab_size: int) -> DraftTree:
-    """Return a tree with a single path of random tokens."""
-    tokens = np.random.default_rng(0).integers(0, vocab_size, num_nodes).tolist()
-    return DraftTree(tokens, range(-1, num_nodes - 1))
 
 
 def bushy(num_nodes: int, vocab_size: int) -> DraftTree:

@@ -35,17 +35,10 @@ NOTE = (
 
 
 class TrainingStep:
-    """A training step on random texts with a full loss mask, timed by phase.
+    """A training step of a drafter on B random texts of S tokens with a full loss mask, timed by phase.
 
     The time of the loss is what the vocabulary costs: the time of the same drafter for a base of 64 tokens, with its
     backward pass, is that of the drafter's network, and the rest is the loss.
-
-    Args:
-        kind: Class of the drafter.
-        arguments: Its arguments.
-        base: The base.
-        size: B and S of the batch.
-        precision: bf16 computes the drafter under autocast; its weights are float32.
     """
 
     def __init__(
@@ -81,11 +74,11 @@ class TrainingStep:
     def memory(self) -> tuple[int, int]:
         """Bytes that a loss and its backward pass need besides weights, gradients and batch, and their estimate."""
         batch, weights = self._batch(), self.base.base_weights
+        existing = [*self.drafter.state_dict().values(), *self.base.model.parameters(), self.ids, self.mask]
+        existing += [batch.hidden, batch.required_last_hidden(), batch.labels]
         for weight in self.drafter.parameters():
             weight.grad = torch.zeros_like(weight)
-        existing = [*self.drafter.parameters(), *self.drafter.buffers(), *self.base.model.parameters()]
-        existing += [weight.grad for weight in self.drafter.parameters() if weight.grad is not None]
-        existing += [batch.hidden, batch.required_last_hidden(), self.ids, batch.labels, self.mask]
+            existing.append(weight.grad)
         with LiveBytes(*existing) as live:
             self._train(self.drafter, batch, weights)
         self.drafter.zero_grad()

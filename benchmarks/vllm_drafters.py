@@ -9,13 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time as clock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,32 +38,19 @@ BLOCK_SIZE = 32
 HEADINGS = ["drafter", "batch", "= vLLM", "= generate", "base steps", "own chain", "acceptance", "tok / CPU s", "ratio"]
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A drafter in vLLM and in this project's engine.
-
-    Args:
-        engine_options: What vLLM gets to run it.
-        build: Builds the same chain drafter for this project's engine.
-    """
+class Arm(NamedTuple):
+    """A drafter: the options with which vLLM runs it, and what builds the same chain drafter for the engine here."""
 
     engine_options: dict[str, Any]
     build: Callable[[], Drafter]
 
 
-@dataclass
-class Run:
-    """What one engine did with all prompts.
+class Run(NamedTuple):
+    """What one engine did with all prompts."""
 
-    Args:
-        texts: Token ids of the answers.
-        num_steps: Forwards of the base after the prefills, summed over the requests.
-        seconds: CPU seconds of each repeat.
-    """
-
-    texts: list[list[int]]
-    num_steps: int
-    seconds: list[float]
+    texts: list[list[int]]  # token ids of the answers
+    num_steps: int  # forwards of the base after the prefills, summed over the requests
+    seconds: list[float]  # CPU seconds of each repeat
 
 
 def vllm_drafters(
@@ -111,15 +97,14 @@ def vllm_drafters(
         with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a process without the models of this one
             runs = process.submit(_serve, loaded.name, options, asked, batches, sizes).result()
     own_steps = {NONE: sum(map(len, expected)) - prompts}
-    own_steps |= {
-        name: _count_own_steps(loaded, arm.build, asked, expected, max_new_tokens) for name, arm in arms.items()
-    }
+    for name, arm in arms.items():
+        own_steps[name] = _count_own_steps(loaded, arm.build, asked, expected, max_new_tokens)
     table = ResultTable(f"{loaded.name} in vLLM, float32, greedy", HEADINGS)
     for batch in batches:
         alone = runs[batch, NONE]
         for name in options:
             run = runs[batch, name]
-            equal = [f"{_num_equal(run.texts, texts)}/{prompts}" for texts in (alone.texts, expected)]
+            equal = [f"{sum(map(list.__eq__, run.texts, texts))}/{prompts}" for texts in (alone.texts, expected)]
             acceptance = (sum(map(len, run.texts)) - prompts) / run.num_steps
             speed = sum(map(len, run.texts)) / median(run.seconds)
             ratio = median(before / after for before, after in zip(alone.seconds, run.seconds, strict=True))
@@ -134,10 +119,6 @@ def vllm_drafters(
         "which all drafters and vLLM alone take turns in one process; ratio = to vLLM alone in the same turn.",
     ]
     show([table], torch.device("cpu"), out)
-
-
-def _num_equal(texts: list[list[int]], others: list[list[int]]) -> int:
-    return sum(text == other for text, other in zip(texts, others, strict=True))
 
 
 # ---- this project's engine, and transformers
@@ -232,14 +213,12 @@ def _serve(
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
 
     def decode(name: str, batch: int) -> tuple[list[list[int]], float]:
-        groups = (
-            [prompts] if batch == largest_batch else [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
-        )
         texts: list[list[int]] = []
-        started = clock()
-        for group in groups:
-            _forget(engines[name])
-            given = [{"prompt_token_ids": prompt} for prompt in group]
+        size, started = len(prompts) if batch == largest_batch else batch, clock()
+        for at in range(0, len(prompts), size):
+            if (followers := getattr(_proposer(engines[name]), "followers", None)) is not None:
+                followers.forget()  # else the steps of drafters that read only tokens depend on the prompts before
+            given = [{"prompt_token_ids": prompt} for prompt in prompts[at : at + size]]
             answers = engines[name].generate(given, params, use_tqdm=False)
             texts += [list(answer.outputs[0].token_ids) for answer in answers]
         return texts, clock() - started
@@ -268,13 +247,6 @@ def _count_steps(llm: Any) -> int:
     if hasattr(_proposer(llm), "num_drafts"):
         return _proposer(llm).num_drafts
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_drafts")
-
-
-def _forget(llm: Any) -> None:
-    """Drop what drafters that read only tokens remember, so that their steps do not depend on the prompts before."""
-    followers = getattr(_proposer(llm), "followers", None)
-    if followers is not None:
-        followers.forget()
 
 
 if __name__ == "__main__":

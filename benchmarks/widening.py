@@ -98,11 +98,7 @@ def widen_drafter(
 
 
 def _larger_config(base: Base, shape: Shape, vocab_size: int) -> Any:
-    """The configuration of a base with other sizes.
-
-    Raises:
-        ValueError: It cannot be widened.
-    """
+    """The configuration of a base with other sizes; raises ValueError if it cannot be widened."""
     config = base.model.config
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if config.model_type not in PLAIN_MODEL_TYPES or rope_type not in KEPT_ROPE_TYPES:
@@ -132,11 +128,7 @@ def _heads(config: Any) -> Attention:
 
 @torch.no_grad()
 def _write_weights(large: nn.Module, small: nn.Module, axes: Axes) -> None:
-    """Fill all weights of a large model from those of a small one; layers that the small one lacks change nothing.
-
-    Raises:
-        ValueError: There is no rule for a weight.
-    """
+    """Fill all weights of a large model from those of a small one; layers that the small one lacks change nothing."""
     originals, weights = small.state_dict(), large.state_dict()
     noise = next(iter(weights.values())).new_empty(NOISE_LENGTH)
     noise.normal_(0, 0.02, generator=torch.Generator(noise.device).manual_seed(0))
@@ -159,19 +151,19 @@ def _write_weights(large: nn.Module, small: nn.Module, axes: Axes) -> None:
             weight.index_fill_(-1, inputs.is_active.nonzero()[:, 0].to(weight.device), 0)
             _write_entries(weight, original, [outputs, inputs][-weight.dim() :], scale)
         elif kind in ("embed_tokens", "frame_embedding"):
-            rows = axes.vocabulary if kind == "embed_tokens" else Axis.same(len(weight))
+            rows = axes.vocabulary if kind == "embed_tokens" else Axis.of(range(len(weight)))
             _write_entries(weight.zero_(), original, [rows, axes.hidden])
         elif isinstance(bias := large.get_submodule(name.rpartition(".")[0]), BaseMarkov):
             share = len(axes.hidden.places) / len(axes.hidden.source)
             original_bias: Any = small.get_submodule(name.rpartition(".")[0])
             bias.norm_eps = original_bias.norm_eps * share
-            columns = Axis.same(weight.shape[1]) if last == "blank" else axes.hidden
+            columns = Axis.of(range(weight.shape[1])) if last == "blank" else axes.hidden
             scale = sqrt(share) if last == "left" else 1.0  # the left factor reads a normed embedding
-            _write_entries(weight.zero_(), original, [Axis.same(len(weight)), columns], scale)
+            _write_entries(weight.zero_(), original, [Axis.of(range(len(weight))), columns], scale)
         elif last in ("left", "right"):  # of a Markov bias; right may have a row for the blank
             tokens = axes.vocabulary.source.tolist()
             blank = [1 + max(tokens)] * (len(weight) - len(tokens))
-            _write_entries(weight, original, [Axis.of(tokens + blank), Axis.same(weight.shape[1])])
+            _write_entries(weight, original, [Axis.of(tokens + blank), Axis.of(range(weight.shape[1]))])
         elif last == "blank_bias":
             weight.copy_(originals[name])
         else:
@@ -209,13 +201,9 @@ def _write_entries(weight: Tensor, original: Tensor | None, axes: list[Axis], sc
     """Copy the entries of the small weight, scaled, to their places."""
     if original is None:
         return
-    places, sources = [axis.places for axis in axes], [axis.source[axis.places] for axis in axes]
-    entries = original.detach()[_grid(sources, original.device)] * scale
-    weight[_grid(places, weight.device)] = entries.to(weight.dtype)
-
-
-def _grid(indices: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    return torch.meshgrid(*(index.to(device) for index in indices), indexing="ij")
+    places = torch.meshgrid(*(axis.places.to(weight.device) for axis in axes), indexing="ij")
+    sources = torch.meshgrid(*(axis.source[axis.places].to(original.device) for axis in axes), indexing="ij")
+    weight[places] = (original.detach()[sources] * scale).to(weight.dtype)
 
 
 def _fill(weight: Tensor, noise: Tensor) -> None:
@@ -247,11 +235,6 @@ class Axis:
         """An axis whose active places are by default those with a source."""
         places = torch.tensor(list(source))
         return cls(places, places != NOWHERE if is_active is None else torch.tensor(list(is_active)))
-
-    @classmethod
-    def same(cls, size: int) -> Axis:
-        """An axis that is as long in both models."""
-        return cls.of(range(size))
 
     @property
     def places(self) -> Tensor:
@@ -299,11 +282,7 @@ class Axes:
 
     @classmethod
     def between(cls, small: BaseShape, large: BaseShape, heads: Attention, large_heads: Attention) -> Axes:
-        """The axes that lead from one shape to a larger one.
-
-        Raises:
-            ValueError: The larger shape has no room for the small one.
-        """
+        """The axes that lead from one shape to a larger one; raises ValueError if it has no room."""
         for name in ("hidden_size", "vocab_size", "num_layers", "intermediate_size"):
             needed = getattr(small, name) + (name == "hidden_size")  # one place is reserved
             if (size := getattr(large, name)) < needed:
@@ -363,15 +342,13 @@ def head_dims(head_dim: int, large_head_dim: int) -> list[int]:
 def place_heads(small: Attention, large: Attention) -> tuple[list[int], list[int]]:
     """The source of each query head and of each key-value head of a larger attention layer.
 
-    A query head stays with its key-value head. If the larger groups are smaller, key-value heads are repeated.
+    A query head stays with its key-value head. If the larger groups are smaller, key-value heads are repeated. Raises
+    ValueError if there are too few.
 
     >>> place_heads(Attention(2, 2, 8), Attention(4, 2, 8))
     ([0, -1, 1, -1], [0, 1])
     >>> place_heads(Attention(4, 1, 8), Attention(4, 2, 8))
     ([0, 1, 2, 3], [0, 0])
-
-    Raises:
-        ValueError: There are too few key-value heads.
     """
     group, large_group = small.num_heads // small.num_kv_heads, large.num_heads // large.num_kv_heads
     repeats = -(-group // large_group)

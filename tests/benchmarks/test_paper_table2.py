@@ -58,18 +58,20 @@ def test_the_papers_tree_is_the_transform_of_the_most_probable_frame_sequences(s
     frames = random_frames(seed)
     symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, BLANK)
     raw = paper_table2.searched(symbols, ids, SearchLimits(num_nodes, 9))
-    assert texts(paper_table2.paper(frames, num_nodes, 9)) == texts(collapsed(raw, BLANK))
+    assert texts(paper_table2.paper(frames, SearchLimits(num_nodes, 9))) == texts(collapsed(raw, BLANK))
 
 
 def test_a_kept_blank_uses_up_budget_and_a_dropped_one_does_not():
     probs, blank = np.array([[0.3, 0.1], [0.2, 0.7]]), np.array([0.6, 0.1])
     frames = paper_table2.Frames(probs, np.array([CAT, DOG]), blank, BLANK)
     # ε | ε dog .42 | cat .3 | cat dog .21: the two first are lost
-    assert texts(paper_table2.blanks_kept(frames, 4, 9)) == {(CAT,), (CAT, DOG)}
+    assert texts(paper_table2.blanks_kept(frames, SearchLimits(4, 9))) == {(CAT,), (CAT, DOG)}
     # given a token: cat .75 | cat dog .583 | dog .25 | dog dog .194, before cat cat .167
-    assert texts(paper_table2.blanks_dropped(frames, 4, 9)) == {(CAT,), (CAT, DOG), (DOG,), (DOG, DOG)}
+    assert texts(paper_table2.blanks_dropped(frames, SearchLimits(4, 9))) == {(CAT,), (CAT, DOG), (DOG,), (DOG, DOG)}
     certain = paper_table2.Frames(np.array([[0.0, 0.0]]), np.array([CAT, DOG]), np.array([1.0]), BLANK)
-    assert len(paper_table2.blanks_dropped(certain, 4, 9)) == 0, "a frame that is surely blank drafts nothing"
+    assert len(paper_table2.blanks_dropped(certain, SearchLimits(4, 9))) == 0, (
+        "a frame that is surely blank drafts nothing"
+    )
 
 
 @pytest.mark.parametrize("kind", ["Medusa", "Block", "CTC"])
@@ -77,7 +79,7 @@ def test_every_tree_keeps_the_limits(kind):
     for seed in range(5):
         frames = random_frames(seed, num_blanks=int(kind == "CTC"))
         for build in paper_table2.WAYS[kind].values():
-            tree = build(frames, 20, 3, {4})
+            tree = build(frames, SearchLimits(20, 3, {4}))
             assert all(len(path) <= 3 and 4 not in path[:-1] for path in texts(tree)) and len(tree) <= 20
 
 
@@ -99,6 +101,7 @@ def test_trees_that_drafters_build_too_are_the_same(kind, arguments, way):
         base_weights, hidden = BaseWeights(torch.randn(23, 16), torch.randn(23, 16)), torch.randn(20, 16)
     ids, anchors, limits = torch.arange(20) + 3, torch.tensor([1, 2, 7, 18]), Limits(max_depth=9, eos=frozenset({2}))
     build = paper_table2.WAYS[kind.__name__][way]
-    ours = [build(frames, 12, 9, {2}) for frames in paper_table2.frames_at(drafter, hidden, ids, anchors, base_weights)]
+    draft = SearchLimits(12, 9, {2})
+    ours = [build(frames, draft) for frames in paper_table2.frames_at(drafter, hidden, ids, anchors, base_weights)]
     assert ours == drafter.draft_at(hidden, ids, anchors, base_weights, limits)
     assert len({tuple(tree.tokens) for tree in ours}) > 1

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.harness import SHAPES, ResultTable, main, origin, show
+from benchmarks.harness import SHAPES, ResultTable, main, markdown, origin
 from benchmarks.widening import widen_base, widen_drafter
 from data.benchmarks import Question
 from data.files import read_json, write_text
@@ -94,35 +94,31 @@ def at_scale(
     runner = Runner(wide)
     wide_drafters = {name: _wide(specs[name], drafter, small, runner) for name, drafter in drafters.items()}
     answers = decode(wide, wide_drafters, prompts.questions, max_new_tokens, repeats, wide.name)
-    result = {
+    result: dict[str, Any] = {
         "title": f"{Path(base).name} at the shape {shape}, {dtype}",
         "base": base,
         "shape": shape,
         "dtype": dtype,
         "parameters": num_parameters,
         "peak_bytes": peak_bytes(wide.model.device),
-        "settings": [
+        "settings": (
             f"{len(prompts.questions)} questions of {benchmark}, at most {max_new_tokens} tokens a turn, greedy, "
             f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
             f"{wide.shape.vocab_size:,}{PACKED[packed]}."
-        ],
+        ),
         "origin": origin(wide.model.device),
         "drafters": {
             name: {"parameters": _num_parameters(each), **measure(name, answers, small_answers)}
             for name, each in wide_drafters.items()
         },
     }
-    show([result_table(result)], wide.model.device, None)
+    print(markdown([result_table(result)], result["origin"]))
     if out:
         write_results(Path(out), result)
 
 
 def _checked_specs(shape: str, drafters: Sequence[str]) -> dict[str, str]:
-    """The spec of each drafter by its name in the tables, the base alone first.
-
-    Raises:
-        ValueError: The shape is unknown, or a drafter is named twice or makes no sense here.
-    """
+    """The spec of each drafter by its name in the tables, the base alone first; raises ValueError if one is wrong."""
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
     specs = drafter_specs.labels([NONE, *(spec for spec in drafters if spec != NONE)])
@@ -176,10 +172,7 @@ def _num_parameters(module: object) -> int:
 
 
 def decoding_seconds(steps: Sequence[StepCost]) -> float:
-    """Seconds of all steps, each counted as the median of the steps that fed as many tokens.
-
-    A few steps that waited for a core do not change it, as they change the wall time.
-    """
+    """Seconds of all steps, each counted as the median of those that fed as many tokens."""
     by_fed: dict[int, list[float]] = {}
     for step in steps:
         by_fed.setdefault(step.fed, []).append(sum(step.seconds))
@@ -187,13 +180,7 @@ def decoding_seconds(steps: Sequence[StepCost]) -> float:
 
 
 def measure(name: str, wide: Mapping[str, Repeats], small: Mapping[str, Sequence[Answer]]) -> dict[str, Any]:
-    """Results of one drafter, as JSON.
-
-    Args:
-        name: The drafter's name.
-        wide: The answers of the wide base, by drafter and repeat; that without a drafter is `NONE`.
-        small: The answers of the small base in float32, by drafter.
-    """
+    """Results of one drafter, from the answers of the wide base and those of the small base in float32."""
     answers, baseline = (median_answers(wide[key]) for key in (name, NONE))
     summary = metrics.summarise(answers, baseline, list(zip(wide[name], wide[NONE], strict=True)))
     steps, base_steps = (_steps(wide[key]) for key in (name, NONE))
@@ -248,7 +235,7 @@ def result_table(result: Mapping[str, Any]) -> ResultTable:
     same = min(own["same_texts_as_small"] for own in result["drafters"].values())
     count = result["drafters"][NONE]["questions"]
     table.notes = [
-        *result["settings"],
+        result["settings"],
         "speed-up: seconds per token relative to none, prefill excluded, each step counted as the median of the steps "
         "that feed as many tokens; wall: by wall time, prefill included. step, draft: medians of a step and of the "
         "drafter's part; IQR: interquartile range of a step's time / its median.",
@@ -266,11 +253,8 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> None:
     name = f"{Path(result['base']).name}-{result['shape']}-{result['dtype']}".replace("/", "-")
     write_text(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
     results: list[Any] = [read_json(path) for path in sorted(folder.glob("*.json"))]
-    parts = []
-    for each in results:
-        parts += ["\n".join(f"- {key}: `{value}`" for key, value in each["origin"].items())]
-        parts += [result_table(each).markdown()]
-    write_text(folder / "at_scale.md", "\n\n".join(parts) + "\n")
+    tables = [markdown([result_table(each)], each["origin"]) for each in results]
+    write_text(folder / "at_scale.md", "\n".join(tables))
     plot_scaling(results, folder / "speedup_by_parameters.png")
 
 
@@ -281,12 +265,11 @@ def plot_scaling(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#d8dce2", linewidth=0.6)
     lines: dict[str, list[tuple[float, float]]] = {}
-    kinds = {(result["base"], result["dtype"]) for result in results}
     for result in sorted(results, key=lambda result: result["parameters"]):
-        kind = f", {Path(result['base']).name}, {result['dtype']}" if len(kinds) > 1 else ""
         for name, own in result["drafters"].items():
             if name != NONE:
-                lines.setdefault(f"{name}{kind}", []).append((result["parameters"] / 1e9, own["speedup"]))
+                kind = f"{name}, {Path(result['base']).name}, {result['dtype']}"
+                lines.setdefault(kind, []).append((result["parameters"] / 1e9, own["speedup"]))
     for (name, points), colour in zip(lines.items(), cycle(PALETTE + FADED), strict=False):
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, color=colour)
     axes.axhline(1, color="#24292f", linewidth=1, linestyle=(0, (4, 3)))

@@ -35,15 +35,15 @@ class Part(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A base, the text that its drafters are trained on, and what is compared and decoded with it."""
+    """A base, its training text, options for the questions of learned_drafters and `drafters eval`, and arms."""
 
     name: str
     base: str
     files: str
-    asked: dict[str, Any]  # options that choose the questions of benchmarks.learned_drafters
-    evaluated: dict[str, Any]  # the same for `drafters eval`
-    compared: Sequence[str]  # arms that are compared with all seeds
-    curves: Sequence[str]  # arms that have learning curves; those not in NOT_LIVE are also decoded with
+    asked: dict[str, Any]
+    evaluated: dict[str, Any]
+    compared: Sequence[str]  # with all seeds
+    curves: Sequence[str]  # with all lengths of training; those not in NOT_LIVE are also decoded with
 
 
 def every_table(
@@ -55,7 +55,6 @@ def every_table(
     curve_steps: list[int] = [150, 600, 2400],  # noqa: B006
     limit: int | None = None,
     conversations: int = 6000,
-    only: list[str] | None = None,
 ) -> None:
     """Run the commands behind docs/results/ctc.md, and write one page of their tables with the time that each took.
 
@@ -72,19 +71,19 @@ def every_table(
         curve_steps: Numbers of training steps of the learning curves.
         limit: Maximum number of questions; of GSM8K, 60 at most are decoded live.
         conversations: Number of embedded conversations that tiny-chat's drafters are trained on.
-        only: Names of single parts to run; by default all.
     """
     if (gsm_base is None) != (gsm8k is None):
         raise ValueError("give both --gsm_base and --gsm8k, or neither")
     if not seeds or not curve_steps:
         raise ValueError("--seeds and --curve_steps must not be empty")
     folder, few = Path(out), {"limit": limit} if limit else {}
+    live = {"benchmark": "embedded", **few}
     tiny = Text(
         "tiny",
         "checkpoints/tiny-chat",
         f"[embedded:{conversations}]",
-        {"questions": "", "benchmark": "embedded", **few},
-        {"benchmark": "embedded", **few},
+        {"questions": "", **live},
+        live,
         GROUPS["best_long"],
         CURVES["tiny"],
     )
@@ -104,13 +103,8 @@ def every_table(
         parts = [Part("gsm-answers", command("drafters regenerate", own))]
         parts += parts_of_a_base(gsm, folder, seeds, steps, curve_steps)
     parts += parts_of_a_base(tiny, folder, seeds, steps, curve_steps)
-    if unknown := sorted(set(only or ()) - {part.name for part in parts}):
-        raise ValueError(f"unknown parts {', '.join(unknown)}: known are {', '.join(part.name for part in parts)}")
     with output_lock(folder):
-        try:
-            run([part for part in parts if only is None or part.name in only], folder)
-        finally:
-            write_text(folder / "tables.md", page(parts, folder))
+        run(parts, folder)
     print(f"wrote {folder / 'tables.md'}")
 
 
@@ -152,7 +146,7 @@ def parts_of_a_base(text: Text, folder: Path, seeds: list[int], steps: int, curv
 
 
 def run(parts: Sequence[Part], folder: Path) -> None:
-    """Run the commands of the parts that are not done, and keep the time of each, added to that of earlier attempts.
+    """Run the commands of the parts that are not done, and write the page of their tables.
 
     Raises:
         ValueError: A command failed, or a part that is done was made by another command.
@@ -160,20 +154,29 @@ def run(parts: Sequence[Part], folder: Path) -> None:
     """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODES[signal.SIGTERM]))
     (folder / "parts").mkdir(parents=True, exist_ok=True)
+    path = folder / "parts.json"  # for each part its last command, the seconds so far, and whether it is done
+    records: dict[str, Any] = read_json(path) if path.exists() else {}
     try:
         for part in parts:
-            known, log = read_record(part, folder), folder / "parts" / f"{part.name}.log"
-            if known["is_done"] and known["command"] != part.command:
-                found = f"{part.name} was made by another command, see {log.with_suffix('.json')}"
-                raise ValueError(f"{found}: give another --out, or delete it")
-            if not known["is_done"] and run_part(part, log, known["seconds"]):
+            log = folder / "parts" / f"{part.name}.log"
+            record = records.setdefault(part.name, {"command": part.command, "seconds": 0.0, "is_done": False})
+            if not record["is_done"]:
+                record["command"] = part.command
+                try:
+                    run_part(part, log, record)
+                finally:
+                    write_text(path, json.dumps(records, indent=1) + "\n")
+            if record["command"] != part.command:
+                raise ValueError(f"{part.name} was made by another command, see {path}: give another --out")
+            if not record["is_done"]:
                 raise ValueError(f"{part.name} failed, see {log}: run the same command again once the cause is mended")
     finally:
         signal.signal(signal.SIGTERM, before)
+        write_text(folder / "tables.md", page(parts, records))
 
 
-def run_part(part: Part, log: Path, seconds: float) -> int:
-    """Run one command, write its record with the seconds so far, and return its exit code."""
+def run_part(part: Part, log: Path, record: dict[str, Any]) -> None:
+    """Run one command, and note its time and whether it succeeded."""
     print(f"{part.name}: {part.command}", flush=True)
     program, *arguments = shlex.split(part.command)
     started = time.monotonic()
@@ -181,29 +184,21 @@ def run_part(part: Part, log: Path, seconds: float) -> int:
         words = [sys.executable, *PROGRAMS[program], *arguments]
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
     try:
-        return process.wait()
+        process.wait()
     finally:
         process.terminate()  # does nothing if it has ended
-        is_done = process.wait() == 0
-        record = {"command": part.command, "seconds": seconds + time.monotonic() - started, "is_done": is_done}
-        write_text(log.with_suffix(".json"), json.dumps(record) + "\n")
+        record["is_done"] = process.wait() == 0
+        record["seconds"] += time.monotonic() - started
 
 
-def read_record(part: Part, folder: Path) -> dict[str, Any]:
-    """What is known of a part: its last command, the seconds that it took so far, and whether it is done."""
-    path = folder / "parts" / f"{part.name}.json"
-    return read_json(path) if path.exists() else {"command": "", "seconds": 0.0, "is_done": False}
-
-
-def page(parts: Sequence[Part], folder: Path) -> str:
+def page(parts: Sequence[Part], records: dict[str, Any]) -> str:
     """The tables that are done, each below its command and the minutes that it took, and what all parts took."""
-    records = [(part, read_record(part, folder)) for part in parts]
-    done = [(part, record) for part, record in records if record["is_done"] and record["command"] == part.command]
-    hours = sum(record["seconds"] for _, record in records) / 3600
+    done = [part for part in parts if records.get(part.name, {}).get("is_done")]
+    hours = sum(record["seconds"] for record in records.values()) / 3600
     sections = [f"{len(done)} of {len(parts)} parts are done. The time of all parts adds up to {hours:.1f} hours."]
-    for part, record in done:
+    for part in done:
         table = part.made.read_text(encoding="utf-8") if part.made else ""
-        took = f"Took {record['seconds'] / 60:.1f} minutes."
+        took = f"Took {records[part.name]['seconds'] / 60:.1f} minutes."
         sections.append("\n\n".join([f"# {part.name}", f"```sh\n{part.command}\n```", took, table]).strip())
     return "\n\n".join(sections) + "\n"
 

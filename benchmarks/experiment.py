@@ -48,25 +48,15 @@ class Arm:
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """The settings that all arms share.
+    """The settings that all arms share."""
 
-    Args:
-        base: Folder or hub id of the base.
-        files: Training text.
-        steps: Number of training steps.
-        batch_size: Conversations per step.
-        max_length: Maximum length of a conversation in tokens.
-        features: Feature store of the training text, or None to run the base during training.
-        learning_rate: Peak learning rate of AdamW, with 30 steps of warm-up and a cosine decay to zero.
-    """
-
-    base: str
-    files: Sequence[str]
+    base: str  # folder or hub id
+    files: Sequence[str]  # training text
     steps: int
-    batch_size: int = 8
-    max_length: int = 384
-    features: str | None = None
-    learning_rate: float = 2e-3
+    batch_size: int = 8  # conversations per step
+    max_length: int = 384  # of a conversation, in tokens
+    features: str | None = None  # feature store of the training text; None to run the base during training
+    learning_rate: float = 2e-3  # peak of AdamW, with 30 steps of warm-up and a cosine decay to zero
 
     def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
         """Return the configuration that trains an arm, as `lightning fit` reads it."""
@@ -140,15 +130,11 @@ class TrainingTime(L.Callback):
 
 
 def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
-    """Train an arm as ``lightning fit`` does and export it, unless that has been done already.
+    """Train an arm as ``lightning fit`` does and export it, unless that has been done already with these settings.
 
     Returns:
         The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``
         with the CPU seconds of the training loop.
-
-    Raises:
-        ValueError: The folder holds an arm that was trained with other settings, or the training failed.
-        SystemExit: A signal stopped the training.
     """
     folder = out / arm.name / f"seed{seed}"
     exported, recipe = folder / "drafter", folder / "config.yaml"
@@ -177,9 +163,9 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
     return exported
 
 
-def minutes_of(folders: Sequence[Path]) -> float:
-    """Mean CPU time of the trainings in these folders in minutes."""
-    return mean(read_json(folder / TIME)["cpu_seconds"] for folder in folders) / 60
+def minutes_of(folder: Path) -> float:
+    """CPU time of the training in this folder, in minutes."""
+    return read_json(folder / TIME)["cpu_seconds"] / 60
 
 
 def mean_and_range(values: Sequence[float]) -> str:

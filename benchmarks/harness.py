@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
@@ -36,17 +36,10 @@ SHAPES = {
 
 @dataclass
 class ResultTable:
-    """A table of results.
+    """A table of results, with the settings and what a reader should know about the numbers as notes."""
 
-    Args:
-        title: What was measured.
-        headings: A heading for each column; the first column names the arm.
-        rows: The cells as text.
-        notes: The settings, and what a reader should know about the numbers.
-    """
-
-    title: str
-    headings: Sequence[str]
+    title: str  # what was measured
+    headings: Sequence[str]  # of the columns; the first column names the arm
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -78,11 +71,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096) -> Base:
-    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token.
-
-    Raises:
-        ValueError: The shape is unknown.
-    """
+    """Create a LLaMA of one of the `SHAPES` with random weights, without a tokenizer and without an EOS token."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -123,13 +112,18 @@ def origin(device: torch.device) -> dict[str, str]:
     }
 
 
+def markdown(tables: Sequence[ResultTable], about: Mapping[str, str]) -> str:
+    """Return the tables below their origin."""
+    head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
+    return "\n\n".join([head, *(table.markdown() for table in tables)]) + "\n"
+
+
 def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -> None:
     """Print the tables with their origin, and write the same to ``out`` if it is given."""
-    head = "\n".join(f"- {name}: `{value}`" for name, value in origin(device).items())
-    text = "\n\n".join([head, *(table.markdown() for table in tables)])
+    text = markdown(tables, origin(device))
     print(text)
     if out:
-        write_text(out, text + "\n")
+        write_text(out, text)
 
 
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:

@@ -76,7 +76,6 @@ ARMS = {
         Arm("ctc_10_8_tokens", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}),
         Arm("ctc_10_8_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, **TOKENS}, MUON),
         Arm("ctc_10_selfless_muon", "CTC", {**BASE_BIAS, **TEN_FRAMES, "num_labels": 10, **SELFLESS, **TOKENS}, MUON),
-        Arm("ctc_selfless_muon", "CTC", {**BASE_BIAS, **FRAMES, **SELFLESS, **FUSED, **TOKENS}, MUON),
         Arm("ctc_deep", "CTC", {**BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_base", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP}),
         Arm("ctc_deep_muon", "CTC", {**BASE_BIAS, **LONG_FRAMES, **DEEP, **TOKENS}, MUON),
@@ -155,7 +154,7 @@ def learned_drafters(
     for (count, name, seed), drafter in exported.items():
         for tree, arguments in trees_of(ARMS[name]).items():
             result = simulate_exported(drafter, arguments, frozen, answers, BUDGETS)
-            results[count].setdefault((name, tree), []).append(result | {"folder": drafter.parent})
+            results[count].setdefault((name, tree), []).append(result | {"minutes": minutes_of(drafter.parent)})
             print(f"{name} seed {seed} {count} steps {tree}: {result['length']}", flush=True)
     ended = sum(int(answer.tokens[-1]) in frozen.eos for answer in answers)
     notes = [
@@ -170,10 +169,10 @@ def learned_drafters(
         exported_of = [(arm, [exported[steps[-1], arm.name, seed] for seed in seeds]) for arm in fitting]
         tables.append(paper_table2.result_table(exported_of, frozen, answers))
     if len(steps) > 1:
-        tables.append(curve_table(curves(results), notes))
+        tables.append(curve_table(results, notes))
     show(tables, torch.device("cpu"), table)
     if figure:
-        plot(curves(results), Path(figure))
+        plot(results, Path(figure))
 
 
 def acceptance_table(steps: int, results: Runs, notes: list[str]) -> ResultTable:
@@ -184,37 +183,37 @@ def acceptance_table(steps: int, results: Runs, notes: list[str]) -> ResultTable
         cells = [name, tree, f"{runs[0]['parameters'] / 1e6:.2f} M"]
         cells += [mean_and_range([run["length"][str(nodes)] for run in runs]) for nodes in SHOWN]
         cells.append(f"{mean(run['fed']['64'] for run in runs):.1f}")
-        table.rows.append([*cells, f"{minutes_of([run['folder'] for run in runs]):.1f}"])
+        table.rows.append([*cells, f"{mean(run['minutes'] for run in runs):.1f}"])
     return table
 
 
 # ---- learning curves
 
 
-Curves = dict[str, dict[int, tuple[list[float], float]]]  # by arm and steps: lengths of all seeds, minutes of training
+def curves(results: dict[int, Runs]) -> dict[str, tuple[list[list[float]], list[float]]]:
+    """Return by arm, for each number of steps, the acceptance length of each seed and the mean minutes of training.
 
-
-def curves(results: dict[int, Runs]) -> Curves:
-    """Return what each arm reaches with its best tree of most nodes."""
-    points: Curves = {}
-    for count, arms in results.items():
+    The trees are the arm's best ones, of most nodes.
+    """
+    points: dict[str, tuple[list[list[float]], list[float]]] = {}
+    for arms in results.values():
         for (name, tree), runs in arms.items():
             if tree == next(iter(trees_of(ARMS[name]))):
-                lengths = [run["length"][str(SHOWN[-1])] for run in runs]
-                points.setdefault(name, {})[count] = lengths, minutes_of([run["folder"] for run in runs])
+                lengths, minutes = points.setdefault(name, ([], []))
+                lengths.append([run["length"][str(SHOWN[-1])] for run in runs])
+                minutes.append(mean(run["minutes"] for run in runs))
     return points
 
 
-def curve_table(points: Curves, notes: list[str]) -> ResultTable:
+def curve_table(results: dict[int, Runs], notes: list[str]) -> ResultTable:
     """Return the acceptance length of every arm by number of training steps."""
-    headings = ["drafter", *(f"{count:,} steps" for count in next(iter(points.values())))]
+    headings = ["drafter", *(f"{count:,} steps" for count in results)]
     table = ResultTable(f"Acceptance length by training, {SHOWN[-1]} nodes", headings, notes=notes)
-    for name, by_steps in points.items():
-        table.rows.append([name, *(mean_and_range(lengths) for lengths, _ in by_steps.values())])
+    table.rows += [[name, *map(mean_and_range, lengths)] for name, (lengths, _) in curves(results).items()]
     return table
 
 
-def plot(points: Curves, path: Path) -> None:
+def plot(results: dict[int, Runs], path: Path) -> None:
     """Plot acceptance length by training steps and by CPU time, as means over seeds, shaded from least to most."""
     figure = Figure(figsize=(9.6, 4.2), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -223,16 +222,14 @@ def plot(points: Curves, path: Path) -> None:
         axes.grid(color="#d8dce2", linewidth=0.6)
         axes.set_xscale("log")
         axes.set_xlabel(label)
+    panels[0].set_xticks([*results], [f"{count:,}" for count in results])
+    panels[0].set_ylabel(f"acceptance length, {SHOWN[-1]} nodes")
     panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[1].xaxis.set_major_formatter("{x:g}")
-    panels[0].set_ylabel(f"acceptance length, {SHOWN[-1]} nodes")
-    for (name, by_steps), colour in zip(points.items(), cycle(PALETTE + FADED), strict=False):
-        counts = sorted(by_steps)
-        panels[0].set_xticks(counts, [f"{count:,}" for count in counts])
-        lengths, minutes = zip(*(by_steps[count] for count in counts), strict=True)
-        for axes, values in zip(panels, (counts, minutes), strict=True):
+    for (name, (lengths, minutes)), colour in zip(curves(results).items(), cycle(PALETTE + FADED), strict=False):
+        for axes, values in zip(panels, ([*results], minutes), strict=True):
             axes.minorticks_off()
-            axes.plot(values, [mean(each) for each in lengths], marker="o", markersize=3, color=colour, label=name)
+            axes.plot(values, [*map(mean, lengths)], marker="o", markersize=3, color=colour, label=name)
             axes.fill_between(values, [*map(min, lengths)], [*map(max, lengths)], color=colour, alpha=0.15)
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,17 +3,15 @@
 Rows are draft modules: linear heads + cross-entropy (Medusa), transformer + CTC, and transformer + cross-entropy
 (Block), which the paper lacks. Columns are two ways to read the distributions of the frames that a module predicts:
 
-- plain tree verify: frame u is the u-th next token, and the most probable combinations form the tree. The frames of a
-  CTC module also contain blanks. The paper leaves them in the tree, although the base never writes a blank, so a blank
-  and all nodes below it are wasted (``blanks kept``). A milder reading gives the blank's probability to the tokens of
-  its frame (``blanks dropped``). In both, repeated frames remain errors.
+- plain tree verify: frame u is the u-th next token, and the most probable combinations form the tree. The paper leaves
+  the blanks of a CTC module in the tree; the base never writes one, so they and the nodes below them are wasted
+  (``blanks kept``). A milder reading gives the blank's probability to the tokens of its frame (``blanks dropped``).
 - CTC verify: on every path of the tree, repeats are merged, then blanks dropped, and paths with the same text become
   one. For a module without a blank, this also removes the repeats of the text itself: "0 0" can no longer be drafted.
 
 The last row of a CTC module, exact prefix search, spends the budget on texts from the start. The original code verifies
-with the positions from before the transform and is not lossless. Here, all ways produce a tree of texts: without
-blanks, with distinct siblings, and with each node's depth as its position in the text. So the same verifier takes them
-all, and emits the text of plain decoding. ``benchmarks.learned_drafters --table2`` makes the table.
+with the positions from before the transform and is not lossless. Here, all ways produce a tree of texts, so the same
+verifier takes them all. ``benchmarks.learned_drafters --table2`` makes the table.
 """
 
 from __future__ import annotations
@@ -55,19 +53,12 @@ NOTES = [
 
 @dataclass(frozen=True)
 class Frames:
-    """The distributions of one draft's T frames on the host, restricted to the candidates for its tree.
+    """The distributions of one draft's T frames on the host, restricted to the candidates for its tree."""
 
-    Args:
-        probs: (T, C) probabilities.
-        tokens: (T, C) token ids, or (C,) if all frames have the same candidates.
-        blank: (T,) probability of the blank; empty if the drafter has no blank.
-        blank_id: V, the id of the blank, after the vocabulary.
-    """
-
-    probs: np.ndarray
-    tokens: np.ndarray
-    blank: np.ndarray = field(default_factory=lambda: np.empty(0))
-    blank_id: int = -1
+    probs: np.ndarray  # (T, C)
+    tokens: np.ndarray  # (T, C), or (C,) if all frames have the same candidates
+    blank: np.ndarray = field(default_factory=lambda: np.empty(0))  # (T,) probabilities, if the drafter has a blank
+    blank_id: int = -1  # V, after the vocabulary
 
 
 @torch.inference_mode()

@@ -26,11 +26,10 @@ CONFIGS = ["medusa.yaml", "hydra.yaml", "eagle.yaml", "eagle3.yaml", "block.yaml
 SMALL_VOCAB = 64
 BASE, NETWORK, LOSS, OPTIMIZER = "base", "drafter", "loss", "optimizer"
 NOTE = (
-    "M = millions of trained weights; A = anchors of a text; shares of a step: base = forward with its labels, drafter "
-    "= forward and backward pass of its network, loss = all that depends on the vocabulary, optimizer = AdamW; of base "
-    "= a step relative to the base's share; spread = (slowest - fastest) / median of the steps; MB = most that "
-    "the drafter's loss and its backward pass allocate at once, besides weights and gradients: counted in a step, and "
-    "as lightning fit estimates it before its first step"
+    "M = millions of trained weights; A = anchors of a text; base = forward with its labels, drafter = its network "
+    "forward and backward, loss = all that depends on the vocabulary, as shares of a step; of base = step relative to "
+    "the base's share; spread = (slowest - fastest) / median; MB = most that the drafter's loss and its backward pass "
+    "allocate besides weights and gradients: counted in a step, and as lightning fit estimates it"
 )
 
 

@@ -72,8 +72,7 @@ def vllm_drafters(
         prompts: Number of prompts, from the project's own benchmark.
         max_new_tokens: Largest number of tokens of an answer.
         num_tokens: Largest number of draft tokens per step; Medusa drafts at most one per head.
-        batches: Numbers of requests that run at the same time. All prompts are queued at once for the largest, and for
-            the others as many as run together.
+        batches: Numbers of requests that run at the same time; all prompts are queued at once for the largest.
         repeats: Runs of every drafter, which take turns.
         out: Markdown file to write the tables to.
     """
@@ -96,9 +95,9 @@ def vllm_drafters(
         sizes = max_new_tokens, max(batches), repeats
         with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a process without the models of this one
             runs = process.submit(_serve, loaded.name, options, asked, batches, sizes).result()
+    given = loaded, asked, expected, max_new_tokens
     own_steps = {NONE: sum(map(len, expected)) - prompts}
-    for name, arm in arms.items():
-        own_steps[name] = _count_own_steps(loaded, arm.build, asked, expected, max_new_tokens)
+    own_steps |= {name: _count_own_steps(arm.build, *given) for name, arm in arms.items()}
     table = ResultTable(f"{loaded.name} in vLLM, float32, greedy", HEADINGS)
     for batch in batches:
         alone = runs[batch, NONE]
@@ -112,11 +111,11 @@ def vllm_drafters(
             table.rows.append([*cells, f"{acceptance:.3f}", f"{speed:.0f}", f"{ratio:.2f}×"])
     table.notes += [
         f"{prompts} prompts, at most {max_new_tokens} tokens each, chains of up to {num_tokens} tokens; = vLLM and "
-        "= generate: answers that equal those of vLLM without a drafter and of transformers' generate token for token; "
-        "base steps = forwards after the prefill, summed over the requests; own chain = the same of this project's "
-        "engine with the same chain drafter, new for every text; acceptance = tokens per base step.",
-        f"tok / CPU s = tokens per CPU second of the process, prefills included: the median of {repeats} runs, in "
-        "which all drafters and vLLM alone take turns in one process; ratio = to vLLM alone in the same turn.",
+        "= generate: answers that equal those of vLLM alone and of transformers' generate; base steps = forwards after "
+        "the prefill, summed over the requests; own chain = the same of this project's engine with the same chain "
+        "drafter, new for every text; acceptance = tokens per base step.",
+        f"tok / CPU s = tokens per CPU second, prefills included: the median of {repeats} runs, in which all drafters "
+        "and vLLM alone take turns in one process; ratio = to vLLM alone in the same turn.",
     ]
     show([table], torch.device("cpu"), out)
 
@@ -136,7 +135,7 @@ def _generate(base: Base, prompts: list[list[int]], num_tokens: int) -> list[lis
 
 
 def _count_own_steps(
-    base: Base, build: Callable[[], Drafter], prompts: list[list[int]], expected: list[list[int]], num_tokens: int
+    build: Callable[[], Drafter], base: Base, prompts: list[list[int]], expected: list[list[int]], num_tokens: int
 ) -> int:
     """Steps after the prefills that this project's engine needs for the same texts."""
     runner, num_steps = Runner(base), 0

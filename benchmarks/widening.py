@@ -219,16 +219,10 @@ def _fill(weight: Tensor, noise: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a large weight.
+    """One axis of a large weight, of N places."""
 
-    Args:
-        source: (N,) the index in the small axis that each place of the large one copies, or `NOWHERE`.
-        is_active: (N,) whether activations may differ from zero there. Weights that only read other places may have any
-            value.
-    """
-
-    source: Tensor
-    is_active: Tensor
+    source: Tensor  # (N,) the index in the small axis that each place copies, or `NOWHERE`
+    is_active: Tensor  # (N,) whether activations may differ from zero there; weights that only read others may be any
 
     @classmethod
     def of(cls, source: Sequence[int], is_active: Sequence[bool] | None = None) -> Axis:
@@ -258,27 +252,16 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a large model, by what lies along them.
+    """The axes of a large model, by what lies along them."""
 
-    Args:
-        hidden: The residual stream. The place behind the small one's is reserved; see `widening`.
-        vocabulary: Tokens; those beyond the small vocabulary copy its rows again.
-        intermediate: Units of the feed-forward layers.
-        queries: Query heads.
-        keys: Key-value heads.
-        attended: The results of all query heads, which the output projection reads.
-        head_dim: One head.
-        query_scale: Factor of the queries that makes up for the larger divisor of the attention scores.
-    """
-
-    hidden: Axis
-    vocabulary: Axis
-    intermediate: Axis
+    hidden: Axis  # the residual stream; the place behind the small one's is reserved, see above
+    vocabulary: Axis  # tokens beyond the small vocabulary copy its rows again
+    intermediate: Axis  # units of the feed-forward layers
     queries: Axis
-    keys: Axis
-    attended: Axis
-    head_dim: Axis
-    query_scale: float
+    keys: Axis  # key-value heads
+    attended: Axis  # the results of all query heads, which the output projection reads
+    head_dim: Axis  # one head
+    query_scale: float  # makes up for the larger divisor of the attention scores
 
     @classmethod
     def between(cls, small: BaseShape, large: BaseShape, heads: Attention, large_heads: Attention) -> Axes:

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import harness, overhead, steps, training_speed
-from drafters import DraftTree, NoDrafter, RequiredOutputs
+from benchmarks import harness, steps, training_speed
 from inference.verifier import compiled as verifier_compiled
-from inference.verifier.session import Session
 
 
 def rows(markdown):
@@ -65,51 +63,6 @@ def test_a_random_base_is_causal_and_reproducible(num_kept):
     torch.testing.assert_close(base.model(tokens[:, :num_kept]).logits, whole[:, :num_kept])
     again = harness.random_llama("draft", 50, "float32", torch.device("cpu"))
     torch.testing.assert_close(again.model(tokens).logits, whole)
-
-
-@pytest.mark.slow
-def test_drafter_overhead_in_small(repository, monkeypatch, tmp_path):
-    monkeypatch.chdir(repository)
-    out = tmp_path / "out.md"
-    overhead.drafter_overhead(
-        ["anpd", "prompt_lookup:num_draft=3"], [64, 256], steps=12, repeats=2, data="embedded:40:0", out=str(out)
-    )
-    headings, _, *table = rows(out.read_text())
-    assert headings[:3] == ["drafter", "64", "256"]
-    assert [row[0] for row in table] == ["none", "anpd", "prompt_lookup:num_draft=3"]
-    fed = {row[0]: float(row[-1]) for row in table}
-    assert fed["none"] == 1 and 1 < fed["prompt_lookup:num_draft=3"] <= 4
-
-
-def test_every_offered_drafter_is_built_without_a_model_or_a_file():
-    from inference import drafter_specs
-
-    runner = overhead.RecitingRunner([3, 4, 5] * 20, vocab_size=40)
-    offered = overhead.offered()
-    assert {"none", "anpd", "prompt_lookup"} <= set(offered) and len(set(offered)) == len(offered)
-    for spec in offered:
-        session = Session(runner, drafter_specs.make(spec, runner))
-        session.begin(runner.text[:10])
-        while len(session.seq) < 40:
-            session.step(40)
-        assert session.seq == runner.text[:40]
-
-
-def test_the_reciting_runner_recites_its_text_and_knows_which_nodes_are_on_it():
-    text = [5, 6, 7, 5, 6, 8, 5, 6, 7, 9, 5, 6]
-    runner = overhead.RecitingRunner(text, vocab_size=30)
-    assert Session(runner, NoDrafter()).run(text[:4], 8).tokens == text[4:]
-    runner.reset()
-    tree = DraftTree([6, 7, 8, 5], [-1, 0, 0, 2])  # after 5 6 7 5: 6 is next, then 8; 7 is off the path
-    picks = runner.forward(text[:4], tree, RequiredOutputs()).logits.topk(3).indices
-    assert picks[[0, 1, 3, 4], 0].tolist() == [6, 8, 5, 6]
-    assert picks[1, 1] == 7  # what else follows 6, and most often
-
-
-def test_a_text_that_is_too_short_is_refused(repository, monkeypatch):
-    monkeypatch.chdir(repository)
-    with pytest.raises(ValueError, match="are needed: pass more --data"):
-        overhead.drafter_overhead(lengths=[100000], data="embedded:2:0")
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

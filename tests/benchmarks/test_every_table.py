@@ -60,9 +60,10 @@ def test_a_failed_part_stops_the_run_and_is_tried_again(tmp_path, program):
         noted = (tmp_path / "times.txt").read_text().split("\n")
         assert noted.count("failing begins") == attempt and noted.count("first begins") == 1
         assert "after begins" not in noted
-    known = json.loads((tmp_path / "parts" / "failing.json").read_text())
+    known = json.loads((tmp_path / "parts.json").read_text())["failing"]
     assert known["seconds"] > 0 and not known["is_done"]
-    assert every_table.page(parts, tmp_path).startswith("1 of 3 parts are done. The time of all parts adds up to 0.0 ")
+    page = (tmp_path / "tables.md").read_text()
+    assert page.startswith("1 of 3 parts are done. The time of all parts adds up to 0.0 hours.")
 
 
 @pytest.mark.slow
@@ -77,7 +78,7 @@ def test_a_signal_stops_the_command_that_is_running_and_keeps_its_time(tmp_path,
         time.sleep(0.1)
     run.terminate()
     assert run.wait(timeout=30) == 143
-    known = json.loads((tmp_path / "parts" / "long.json").read_text())
+    known = json.loads((tmp_path / "parts.json").read_text())["long"]
     assert 0 < known["seconds"] < 60 and not known["is_done"], "it was waited for, so it has ended"
     assert (tmp_path / "times.txt").read_text() == "long begins\n"
 
@@ -91,7 +92,6 @@ def test_commands_are_shown_as_a_user_types_them():
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"only": ["nonsense"]}, "unknown parts nonsense: known are tiny-features"),
         ({"seeds": []}, "--seeds and --curve_steps must not be empty"),
         ({"gsm_base": "gsm-chat-7m"}, "give both --gsm_base and --gsm8k, or neither"),
     ],

@@ -16,7 +16,6 @@ def test_each_arm_starts_equally_often_and_every_run_happens_once():
     order = list(harness.alternate(["a", "b", "c"], num_items=2, repeats=3, title=""))
     assert len(set(order)) == len(order) == 3 * 2 * 3
     assert sorted(arm for _, _, arm in order[::3]) == ["a", "a", "b", "b", "c", "c"]
-    assert all({arm for _, _, arm in order[turn : turn + 3]} == {"a", "b", "c"} for turn in range(0, 18, 3))
 
 
 def test_a_table_is_written_with_its_origin(tmp_path, capsys):
@@ -54,25 +53,20 @@ def test_the_command_line_accepts_dashes_and_flags_and_reports_mistakes(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kept", [1, 3])
-def test_a_random_base_is_causal_and_reproducible(num_kept):
-    base = harness.random_llama("draft", 50, "float32", torch.device("cpu"))
+def test_a_random_base_is_reproducible_and_varies():
     tokens = torch.arange(3, 11)[None]
-    whole = base.model(tokens).logits
-    assert whole.isfinite().all() and whole[0, -1].std() > 0
-    torch.testing.assert_close(base.model(tokens[:, :num_kept]).logits, whole[:, :num_kept])
-    again = harness.random_llama("draft", 50, "float32", torch.device("cpu"))
-    torch.testing.assert_close(again.model(tokens).logits, whole)
+    first, again = (
+        harness.random_llama("draft", 50, "float32", torch.device("cpu")).model(tokens).logits for _ in range(2)
+    )
+    assert torch.equal(first, again) and first.isfinite().all() and first[0, -1].std() > 0
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     monkeypatch.setattr(verifier_compiled, "BACKEND", "eager")
-    out, sizes = (
-        tmp_path / "out.md",
-        {"nodes": [1, 5], "contexts": [8, 600], "repeats": 2, "out": str(tmp_path / "out.md")},
-    )
+    out = tmp_path / "out.md"
+    sizes = {"nodes": [1, 5], "contexts": [8, 600], "repeats": 2, "out": str(out)}
     steps.steps(["tiny"], ["float32", "bfloat16"], "cpu", compiled=is_compiled, **sizes)
     table = [row for row in rows(out.read_text()) if row[0] not in ("nodes", "---")]
     assert [row[0] for row in table] == ["0", "1", "5"] * 4

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import time
 from dataclasses import replace
 
-import lightning as L
 import pytest
 import torch
 
@@ -127,87 +125,41 @@ def test_a_training_that_stopped_behind_its_last_step_has_the_time_of_its_checkp
     assert (place / "drafter" / "model.safetensors").read_bytes() == weights
 
 
-class Burning(L.LightningModule):
-    """A module that uses the CPU for a while when it is set up, and for a shorter while in each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
-
-    def burn(self, seconds):
-        end = time.process_time() + seconds
-        while time.process_time() < end:
-            pass
-
-    def setup(self, stage):
-        self.burn(0.2)
-
-    def training_step(self, batch, batch_idx):
-        self.burn(0.02)
-        return self.weight
-
-    def train_dataloader(self):
-        return range(100)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
+def test_the_time_of_a_resumed_training_is_that_of_the_steps_of_all_its_parts(monkeypatch):
+    seconds = iter([100.0, 101.0, 103.0, 500.0, 504.0])  # the set-up before each part does not count
+    monkeypatch.setattr(experiment.time, "process_time", lambda: next(seconds))
+    first, second = experiment.TrainingTime(), experiment.TrainingTime()
+    first.on_train_start(None, None)
+    first.on_train_batch_end()
+    first.on_train_batch_end()
+    second.load_state_dict(first.state_dict())
+    second.on_train_start(None, None)
+    second.on_train_batch_end()
+    assert (first.cpu_seconds, second.cpu_seconds) == (3.0, 7.0)
 
 
 @pytest.mark.slow
-def test_the_time_of_a_resumed_training_is_that_of_the_steps_of_all_its_parts(tmp_path):
-    def fit(steps, start=None):
-        counted, quiet = experiment.TrainingTime(), dict.fromkeys(("logger", "enable_progress_bar"), False)
-        folder = tmp_path / str(steps)
-        trainer = L.Trainer(accelerator="cpu", max_steps=steps, callbacks=counted, default_root_dir=folder, **quiet)
-        trainer.fit(Burning(), ckpt_path=start)
-        return folder / "checkpoints" / "last.ckpt", counted.state_dict()["cpu_seconds"]
-
-    first, seconds = fit(3)
-    assert 3 * 0.02 <= seconds < 3 * 0.02 + 0.2, "without the set-up"
-    _, together = fit(5, first)
-    assert 2 * 0.02 <= together - seconds < 2 * 0.02 + 0.2
-
-
-@pytest.fixture
-def simulate(learned_run):
-    """Simulate an exported drafter on the answers to some prompts."""
-    folder, arguments = learned_run
-    base = load_base(arguments["base"])
-
-    def simulate(arm, prompts, budgets, stored=True, **options):
-        exported = folder / "10" / arm / "seed0" / "drafter"
-        answers = experiment.own_answers(base, prompts, 12, folder / "others.json")
-        if stored:
-            return experiment.simulate_exported(exported, options, base, answers, budgets)
-        config = checkpoint.read_config(exported)
-        drafter, _ = checkpoint.load(exported, config=replace(config, init_args=config.init_args | options))
-        return experiment.simulate(drafter, base, answers, budgets)
-
-    return simulate
-
-
-@pytest.mark.slow
-def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(simulate):
+def test_simulated_lengths_of_a_smaller_budget_are_those_of_a_smaller_tree(learned_run):
     """One tree of 64 nodes gives the same results for a smaller budget as drafting with that many nodes."""
-    prompts = [[1, 5, 9, 11], [1, 7, 8]]
-    together = simulate("ctc", prompts, (2, 8, 64), num_nodes=64)
+    folder, arguments = learned_run
+    base, exported = load_base(arguments["base"]), folder / "10" / "ctc" / "seed0" / "drafter"
+    answers = experiment.own_answers(base, [[1, 5, 9, 11], [1, 7, 8]], 12, folder / "others.json")
+    together = experiment.simulate_exported(exported, {"num_nodes": 64}, base, answers, (2, 8, 64))
+    config = checkpoint.read_config(exported)
     for budget in (2, 8, 64):
-        separate = simulate("ctc", prompts, (budget,), stored=False, num_nodes=budget)
+        smaller = replace(config, init_args=config.init_args | {"num_nodes": budget})
+        separate = experiment.simulate(checkpoint.load(exported, config=smaller)[0], base, answers, (budget,))
         for name in ("length", "fed"):
             assert separate[name][str(budget)] == together[name][str(budget)]
 
 
-@pytest.mark.slow
-def test_other_answers_are_simulated_again(simulate, stored):
+def test_results_are_remembered_for_the_same_answers_only(tmp_path):
     """The number of answers is the same, but not their text."""
-    prompts, others, before = (
-        [[1, 5, 9, 11], [1, 7, 8]],
-        [[1, 30, 12], [1, 44, 3, 8]],
-        len(stored("medusa", "simulated.json")),
-    )
-    for number, given in ((1, prompts), (2, others), (2, prompts)):
-        simulate("medusa", given, (1, 4), tree="chain")
-        assert len(stored("medusa", "simulated.json")) == before + number
+    first, other = ([experiment.GreedyAnswer(torch.tensor(text), 1)] for text in ([3, 4, 5], [3, 4, 6]))
+    path, found = tmp_path / "known.json", iter([{"length": 1}, {"length": 2}, {"length": 3}])
+    given = [([16], first), ([16], other), ([64], first), ([16], first), ([64], first)]
+    lengths = [experiment.remembered(path, [*key], answers, lambda: next(found))["length"] for key, answers in given]
+    assert lengths == [1, 2, 3, 1, 3]
 
 
 def test_table2_counts_the_tokens_that_repeat_the_one_before():

@@ -36,7 +36,6 @@ from train.callbacks import peak_bytes
 Repeats = Sequence[Sequence[Answer]]  # the answers of each repeat, in the order of the questions
 NONE = "none"  # the base alone
 TEMPLATE = "tokenizer"
-PACKED = {False: "", True: ", packed weights", "alone": ", packed weights alone"}
 GIB = 1 << 30
 
 
@@ -104,7 +103,7 @@ def at_scale(
         "settings": (
             f"{len(prompts.questions)} questions of {benchmark}, at most {max_new_tokens} tokens a turn, greedy, "
             f"{repeats} repeats in one run in which the drafters alternate on each question; vocabulary "
-            f"{wide.shape.vocab_size:,}{PACKED[packed]}."
+            f"{wide.shape.vocab_size:,}; packed weights: {packed}."
         ),
         "origin": origin(wide.model.device),
         "drafters": {

@@ -83,7 +83,7 @@ class SharedSettings:
                 "gradient_clip_val": 0.5,
                 "log_every_n_steps": 10,
                 "default_root_dir": str(folder),
-                "enable_progress_bar": sys.stderr.isatty(),
+                "enable_progress_bar": False,
                 "enable_model_summary": False,
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.CSVLogger",
@@ -161,11 +161,6 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
         write_text(folder / TIME, json.dumps(trained["callbacks"][TrainingTime.__name__]))
         export(str(last), str(exported))
     return exported
-
-
-def minutes_of(folder: Path) -> float:
-    """CPU time of the training in this folder, in minutes."""
-    return read_json(folder / TIME)["cpu_seconds"] / 60
 
 
 def mean_and_range(values: Sequence[float]) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
-from statistics import median
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -63,11 +62,6 @@ def alternate(arms: Sequence[ArmName], num_items: int, repeats: int, title: str)
             for arm in [*arms[first:], *arms[:first]]:
                 yield repeat, item, arm
                 progress.advance(task)
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return (largest - smallest) / median of repeated measurements, which shows the noise of the machine."""
-    return (max(values) - min(values)) / median(values)
 
 
 def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096) -> Base:

@@ -14,15 +14,16 @@ from matplotlib.ticker import LogLocator
 from benchmarks import paper_table2
 from benchmarks.experiment import (
     BUDGETS,
+    TIME,
     Arm,
     SharedSettings,
     decoded_answers,
     mean_and_range,
-    minutes_of,
     simulate_exported,
     train,
 )
 from benchmarks.harness import ResultTable, main, show
+from data.files import read_json
 from inference.evaluate.plots import FADED, PALETTE
 from inference.verifier.base import load_base
 
@@ -154,7 +155,8 @@ def learned_drafters(
     for (count, name, seed), drafter in exported.items():
         for tree, arguments in trees_of(ARMS[name]).items():
             result = simulate_exported(drafter, arguments, frozen, answers, BUDGETS)
-            results[count].setdefault((name, tree), []).append(result | {"minutes": minutes_of(drafter.parent)})
+            minutes = read_json(drafter.parent / TIME)["cpu_seconds"] / 60
+            results[count].setdefault((name, tree), []).append(result | {"minutes": minutes})
             print(f"{name} seed {seed} {count} steps {tree}: {result['length']}", flush=True)
     ended = sum(int(answer.tokens[-1]) in frozen.eos for answer in answers)
     notes = [

@@ -13,10 +13,9 @@ import torch
 import yaml
 
 import drafters
-from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_llama, show, spread
+from benchmarks.harness import SHAPES, ResultTable, main, num_millions, random_llama, show
 from drafters import recipe
 from drafters.protocol import BaseWeights, LearnedDrafter, TrainingBatch
-from inference.runs import progress_bars
 from inference.verifier.base import Base, Dtype, resolve_device
 from train.cli import find_config
 from train.features import compute_features
@@ -136,15 +135,13 @@ def training_speed(
     headings += ["MB", "estimated MB"]
     table = ResultTable(f"Training steps: {title}", headings, notes=[f"{repeats} repeats. {NOTE}"])
     arms = [(config, count) for config in configs for count in (anchors if samples_anchors(config) else [0])]
-    with progress_bars(transient=True) as progress:
-        task = progress.add_task("training steps", total=len(arms))
-        for config, num_anchors in arms:
-            kind, arguments = drafter_recipe(config, base.shape.num_layers, num_anchors)
-            step = TrainingStep(kind, arguments, base, (batch_size, length), precision)
-            step.seconds()  # warms up
-            table.rows.append([config.removesuffix(".yaml"), *cells(step, repeats)])
-            progress.advance(task)
-            del step  # before the next one is built
+    for config, num_anchors in arms:
+        print(f"measuring {config} with {num_anchors} anchors", flush=True)
+        kind, arguments = drafter_recipe(config, base.shape.num_layers, num_anchors)
+        step = TrainingStep(kind, arguments, base, (batch_size, length), precision)
+        step.seconds()  # warms up
+        table.rows.append([config.removesuffix(".yaml"), *cells(step, repeats)])
+        del step  # before the next one is built
     show([table], torch_device, out)
 
 
@@ -185,7 +182,7 @@ def cells(step: TrainingStep, repeats: int) -> list[str]:
         f"{middle:.2f}",
         *(f"{share:.0%}" for share in shares),
         f"{1 / shares[0]:.2f}",
-        f"{spread(steps):.0%}",
+        f"{(max(steps) - min(steps)) / middle:.0%}",
         *(f"{each / 1e6:.0f}" for each in step.memory()),
     ]
 

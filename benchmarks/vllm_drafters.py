@@ -38,11 +38,7 @@ BLOCK_SIZE = 32
 HEADINGS = ["drafter", "batch", "= vLLM", "= generate", "base steps", "own chain", "acceptance", "tok / CPU s", "ratio"]
 
 
-class Arm(NamedTuple):
-    """A drafter: the options with which vLLM runs it, and what builds the same chain drafter for the engine here."""
-
-    engine_options: dict[str, Any]
-    build: Callable[[], Drafter]
+Build = Callable[[], Drafter]
 
 
 class Run(NamedTuple):
@@ -86,7 +82,7 @@ def vllm_drafters(
     with TemporaryDirectory() as scratch:
         specs = {name: spec_of(spec) for name, spec in drafter_specs.labels(drafter).items()}
         arms = {name: _arm(spec, loaded, num_tokens, Path(scratch) / name) for name, spec in specs.items()}
-        options = {NONE: {}, **{name: arm.engine_options for name, arm in arms.items()}}
+        options = {NONE: {}, **{name: own for name, (own, _) in arms.items()}}
         of_vllm = [name for name, own in options.items() if own and "additional_config" not in own]
         if of_vllm[1:] or (of_vllm and of_vllm[0] != list(options)[-1]):
             raise ValueError(
@@ -97,7 +93,7 @@ def vllm_drafters(
             runs = process.submit(_serve, loaded.name, options, asked, batches, sizes).result()
     given = loaded, asked, expected, max_new_tokens
     own_steps = {NONE: sum(map(len, expected)) - prompts}
-    own_steps |= {name: _count_own_steps(arm.build, *given) for name, arm in arms.items()}
+    own_steps |= {name: _count_own_steps(build, *given) for name, (_, build) in arms.items()}
     table = ResultTable(f"{loaded.name} in vLLM, float32, greedy", HEADINGS)
     for batch in batches:
         alone = runs[batch, NONE]
@@ -135,7 +131,7 @@ def _generate(base: Base, prompts: list[list[int]], num_tokens: int) -> list[lis
 
 
 def _count_own_steps(
-    build: Callable[[], Drafter], base: Base, prompts: list[list[int]], expected: list[list[int]], num_tokens: int
+    build: Build, base: Base, prompts: list[list[int]], expected: list[list[int]], num_tokens: int
 ) -> int:
     """Steps after the prefills that this project's engine needs for the same texts."""
     runner, num_steps = Runner(base), 0
@@ -148,14 +144,16 @@ def _count_own_steps(
     return num_steps
 
 
-def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
-    """How vLLM and this project's engine run a drafter; Medusa, EAGLE and EAGLE-3 are exported first."""
+def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> tuple[dict[str, Any], Build]:
+    """The options with which vLLM runs a drafter, and what builds the same chain drafter for the engine here.
+
+    Medusa, EAGLE and EAGLE-3 are exported first.
+    """
     name, folder, _ = parts = drafter_specs.split(spec)
     served = BaseConfig(base.name, base.tokenizer, base.model.config)
     learned = registered()[name].learned_class
     if learned is None:
-        build = chain_builder(spec, served, num_tokens)
-        return Arm(_custom("text_proposer.TextProposer", spec, num_tokens), build)
+        return _custom("text_proposer.TextProposer", spec, num_tokens), chain_builder(spec, served, num_tokens)
     if issubclass(learned, ParallelDrafter):
         path, config = read_parallel(spec, served, num_tokens)
         options = _custom("parallel_proposer.ParallelProposer", spec, num_tokens)
@@ -172,7 +170,7 @@ def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
         options = {"speculative_config": speculative}
     drafter = checkpoint.load(path, config=config)[0]
     drafter.attach_base_weights(base.base_weights)
-    return Arm(options, lambda: drafter)
+    return options, lambda: drafter
 
 
 def _custom(proposer: str, spec: str, num_tokens: int) -> dict[str, Any]:

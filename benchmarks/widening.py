@@ -275,11 +275,12 @@ class Axes:
         group = large_heads.num_heads // large_heads.num_kv_heads
         is_attending = [kv_heads[head // group] != NOWHERE for head in range(large_heads.num_heads)]
         queries = _flat(query_heads, dims, heads.head_dim)
-        hidden = _first(hidden_size, large.hidden_size)
+        hidden = [*range(hidden_size), *[NOWHERE] * (large.hidden_size - hidden_size)]
+        units = [*range(small.intermediate_size), *[NOWHERE] * (large.intermediate_size - small.intermediate_size)]
         return cls(
             hidden=Axis.of(hidden, [place <= hidden_size for place in range(large.hidden_size)]),
             vocabulary=Axis.of([token % small.vocab_size for token in range(large.vocab_size)]),
-            intermediate=Axis.of(_first(small.intermediate_size, large.intermediate_size)),
+            intermediate=Axis.of(units),
             queries=Axis.of(queries),
             keys=Axis.of(_flat(kv_heads, dims, heads.head_dim)),
             attended=Axis.of(queries, [attends and dim != NOWHERE for attends in is_attending for dim in dims]),
@@ -347,10 +348,6 @@ def place_heads(small: Attention, large: Attention) -> tuple[list[int], list[int
         kv_heads[large_kv_head] = kv_head
         query_heads[large_kv_head * large_group + place % large_group] = head
     return query_heads, kv_heads
-
-
-def _first(size: int, large_size: int) -> list[int]:
-    return [*range(size), *[NOWHERE] * (large_size - size)]
 
 
 def _flat(heads: Sequence[int], dims: Sequence[int], head_dim: int) -> list[int]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 import drafters
 from data.benchmarks import load_questions
-from data.files import atomic_write, write_text
+from data.files import read_json, write_text
 from drafters import checkpoint, recipe
 from drafters.protocol import LearnedDrafter
 from inference.prompts import encode_question
@@ -39,44 +38,25 @@ TIME = "training.json"
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of an experiment: a drafter and the settings of its training.
+    """One arm of an experiment: a drafter and the settings of its training."""
 
-    Args:
-        name: Name in tables and folders.
-        drafter: Name of the drafter's class in `drafters`.
-        arguments: Arguments of its constructor.
-        model: Arguments of the training module that differ from the common ones, such as the learning rate.
-        callbacks: Further callbacks of the trainer.
-    """
-
-    name: str
-    drafter: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    name: str  # in tables and folders
+    drafter: str  # the drafter's class in `drafters`
+    arguments: dict[str, Any] = field(default_factory=dict)  # of its constructor
+    model: dict[str, Any] = field(default_factory=dict)  # what differs from the common settings, such as the optimizer
 
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """The settings that all arms share.
+    """The settings that all arms share."""
 
-    Args:
-        base: Folder or hub id of the base.
-        files: Training text.
-        steps: Number of training steps.
-        batch_size: Conversations per step.
-        max_length: Maximum length of a conversation in tokens.
-        features: Feature store of the training text, or None to run the base during training.
-        learning_rate: Peak learning rate of AdamW, with 30 steps of warm-up and a cosine decay to zero.
-    """
-
-    base: str
-    files: Sequence[str]
+    base: str  # folder or hub id
+    files: Sequence[str]  # training text
     steps: int
-    batch_size: int = 8
-    max_length: int = 384
-    features: str | None = None
-    learning_rate: float = 2e-3
+    batch_size: int = 8  # conversations per step
+    max_length: int = 384  # of a conversation, in tokens
+    features: str | None = None  # feature store of the training text; None to run the base during training
+    learning_rate: float = 2e-3  # peak of AdamW, with 30 steps of warm-up and a cosine decay to zero
 
     def config(self, arm: Arm, seed: int, folder: Path) -> dict[str, Any]:
         """Return the configuration that trains an arm, as `lightning fit` reads it."""
@@ -103,7 +83,7 @@ class SharedSettings:
                 "gradient_clip_val": 0.5,
                 "log_every_n_steps": 10,
                 "default_root_dir": str(folder),
-                "enable_progress_bar": sys.stderr.isatty(),
+                "enable_progress_bar": False,
                 "enable_model_summary": False,
                 "logger": {
                     "class_path": "lightning.pytorch.loggers.CSVLogger",
@@ -114,64 +94,47 @@ class SharedSettings:
                         "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
                         "init_args": {"every_n_train_steps": 100, "save_last": True, "save_top_k": 1},
                     },
-                    *arm.callbacks,
+                    {"class_path": f"{__name__}.{TrainingTime.__name__}"},
                 ],
             },
         }
 
 
 class TrainingTime(L.Callback):
-    """Adds up the CPU seconds of the training loop, over all parts of a resumed training.
+    """Adds up the CPU seconds of the training loop, over all parts of a resumed training, without its set-up.
 
-    Setting up is left out: imports, loading the base, tokenising. A checkpoint holds the time up to it, so steps that
-    are lost and trained again count once. The time is None if an earlier part was trained without this callback.
+    A checkpoint holds the time up to it, so steps that are lost and trained again count once. After the last step it
+    writes last.ckpt, which the periodic checkpoints may miss.
     """
 
     def __init__(self) -> None:
-        self._before: float | None = None  # seconds of the earlier parts
-        self._start: float | None = None  # of this part, while it runs
+        self.cpu_seconds = self._mark = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step == 0:
-            self._before = 0.0
-        self._start = time.process_time()
+        self._mark = time.process_time()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._before, self._start = self._so_far(), None
-
-    def _so_far(self) -> float | None:
-        if self._before is None or self._start is None:
-            return self._before
-        return self._before + time.process_time() - self._start
-
-    def state_dict(self) -> dict[str, float | None]:
-        return {"cpu_seconds": self._so_far()}
-
-    def load_state_dict(self, state_dict: dict[str, float | None]) -> None:
-        self._before = state_dict["cpu_seconds"]
-
-
-class FinalCheckpoint(L.Callback):
-    """Writes last.ckpt after the last step, which the periodic checkpoints may miss."""
+    def on_train_batch_end(self, *_: Any) -> None:
+        now = time.process_time()
+        self.cpu_seconds += now - self._mark
+        self._mark = now
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step == trainer.max_steps:
             trainer.save_checkpoint(Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt")
 
+    def state_dict(self) -> dict[str, float]:
+        return {"cpu_seconds": self.cpu_seconds}
 
-CALLBACKS = (TrainingTime, FinalCheckpoint)
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self.cpu_seconds = state_dict["cpu_seconds"]
 
 
 def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
-    """Train an arm as ``lightning fit`` does and export it, unless that has been done already.
+    """Train an arm as ``lightning fit`` does and export it, unless that has been done already with these settings.
 
     Returns:
-        The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``,
-        which holds the CPU time of the training loop in seconds; null for a training that began before it was counted.
-
-    Raises:
-        ValueError: The folder holds an arm that was trained with other settings, or the training failed.
-        SystemExit: A signal stopped the training.
+        The folder of the exported drafter. Next to it are ``config.yaml``, ``log/metrics.csv`` and ``training.json``
+        with the CPU seconds of the training loop.
     """
     folder = out / arm.name / f"seed{seed}"
     exported, recipe = folder / "drafter", folder / "config.yaml"
@@ -180,15 +143,12 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
         raise ValueError(f"{folder} was trained with other settings: give another --out, or delete it")
     if (exported / "model.safetensors").exists():
         return exported
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    write_text(recipe, yaml.safe_dump(config, sort_keys=False))
     last = folder / "checkpoints" / "last.ckpt"
     arguments = ["fit", "--config", str(recipe), *(["--ckpt_path", "last"] if last.exists() else [])]
-    # Not in the configuration, which names the settings of the training: older folders would be refused.
-    measured = [*arguments, *(f"--trainer.callbacks+={__name__}.{kind.__name__}" for kind in CALLBACKS)]
     with open(folder / "output.txt", "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         try:
-            lightning_cli.run(measured, command=f"lightning {' '.join(arguments)}")
+            lightning_cli.run(arguments, command=f"lightning {' '.join(arguments)}")
         except SystemExit as stopped:
             if stopped.code in EXIT_CODES.values():  # a signal, which ends the whole program
                 print(f"the training in {folder} was stopped: run the same command again", file=sys.__stderr__)
@@ -198,59 +158,39 @@ def train(arm: Arm, seed: int, common: SharedSettings, out: Path) -> Path:
         trained = read_checkpoint(last)
         if (done := trained["global_step"]) < common.steps:
             raise ValueError(f"the training in {folder} was stopped at step {done}: run the same command again")
-        cpu_seconds = trained["callbacks"].get(TrainingTime.__name__, {}).get("cpu_seconds")
-        if cpu_seconds is not None or not (folder / TIME).exists():
-            _write_time(cpu_seconds, folder)
+        write_text(folder / TIME, json.dumps(trained["callbacks"][TrainingTime.__name__]))
         export(str(last), str(exported))
     return exported
 
 
-def _write_time(cpu_seconds: float | None, folder: Path) -> None:
-    with atomic_write(folder / TIME) as new:
-        new.write_text(json.dumps({"cpu_seconds": cpu_seconds, "threads": torch.get_num_threads()}))
+def mean_and_range(values: Sequence[float]) -> str:
+    """Return the mean of the seeds, with the smallest and the largest."""
+    return f"{mean(values):.3f}" + (f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else "")
 
 
-def minutes_of(folders: Sequence[Path]) -> float:
-    """Mean CPU time of the trainings in these folders in minutes; NaN if one is unknown, as in older versions."""
-    paths = [folder / TIME for folder in folders]
-    seconds = [
-        json.loads(path.read_text(encoding="utf-8")).get("cpu_seconds") if path.exists() else None for path in paths
-    ]
-    return mean(math.nan if each is None else each for each in seconds) / 60
+class GreedyAnswer(NamedTuple):
+    """A prompt with the base's greedy answer."""
 
-
-@dataclass(frozen=True)
-class GreedyAnswer:
-    """A prompt with the base's greedy answer.
-
-    Args:
-        tokens: (S,) token ids of the prompt and the answer.
-        start: Index of the answer's first token.
-        ended: Whether an EOS token ended the answer, not the length limit.
-    """
-
-    tokens: Tensor
-    start: int
-    ended: bool
+    tokens: Tensor  # (S,) token ids of the prompt and the answer
+    start: int  # index of the answer's first token
 
 
 def own_answers(base: Base, prompts: Sequence[Sequence[int]], max_new_tokens: int, cache: Path) -> list[GreedyAnswer]:
     """Return the base's greedy answer to each prompt; the file ``cache`` stores them for the next call."""
     key = hashlib.sha256(json.dumps([base_hash(base), prompts, max_new_tokens]).encode()).hexdigest()
-    known = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
+    known = read_json(cache) if cache.exists() else {}
     if known.get("key") != key:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-        answers: dict[int, list[int]] = {}
+        answers: list[list[int]] = [[]] * len(prompts)
         for first in range(0, len(order), 32):
             indices = order[first : first + 32]
             written = decode_batch(base, [prompts[index] for index in indices], [max_new_tokens] * len(indices))
-            answers |= zip(indices, written, strict=True)
-        known = {"key": key, "answers": [answers[index] for index in range(len(prompts))]}
+            for index, answer in zip(indices, written, strict=True):
+                answers[index] = answer
+        known = {"key": key, "answers": answers}
         write_text(cache, json.dumps(known))
-    return [
-        GreedyAnswer(torch.tensor([*prompt, *answer]), len(prompt), answer[-1] in base.eos)
-        for prompt, answer in zip(prompts, known["answers"], strict=True)
-    ]
+    pairs = zip(prompts, known["answers"], strict=True)
+    return [GreedyAnswer(torch.tensor([*prompt, *answer]), len(prompt)) for prompt, answer in pairs]
 
 
 def decoded_answers(
@@ -262,36 +202,21 @@ def decoded_answers(
     return own_answers(base, prompts, max_new_tokens, folder / f"answers_{benchmark}.json")
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """Results of simulated decoding of one drafter over many answers, for several numbers of nodes.
-
-    Args:
-        length: Acceptance length over all answers (tokens per base forward, including the bonus token), by budget.
-        ended: The same over the answers that end with an EOS token.
-        fed: Draft tokens per step, by budget.
-        by_depth: Share of steps that accept at least 1, 2, ... draft tokens, at the largest budget.
-    """
-
-    length: dict[str, float]
-    ended: dict[str, float]
-    fed: dict[str, float]
-    by_depth: list[float]
-
-
 @torch.inference_mode()
 def simulate(
     drafter: LearnedDrafter, base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
-) -> Simulation:
-    """Simulate decoding of the base's own answers with all budgets at once.
+) -> dict[str, dict[str, float]]:
+    """Simulate decoding of the base's own answers with all budgets of nodes at once.
 
     Nodes are sorted by probability, so the tree of a smaller budget is the beginning of the largest tree, and a node
     counts for every budget above its index. The CTC paper's tree spends its budget on frames. Below the largest budget
     it is cut to as many nodes as are fed, which is more than that number of frames would give.
+
+    Returns:
+        ``length``, the acceptance length over all answers (tokens per base forward, including the bonus token), and
+        ``fed``, the draft tokens per step, both by budget.
     """
-    # For each budget: the count over all answers, and over those that end with an EOS token.
-    emitted, steps, fed = ({budget: [0, 0] for budget in budgets} for _ in range(3))
-    depths: list[int] = []
+    emitted, steps, fed = (dict.fromkeys(budgets, 0) for _ in range(3))
     for answer in answers:
         tokens, start = answer.tokens.to(base.model.device), answer.start
         end = len(tokens)
@@ -302,46 +227,38 @@ def simulate(
         text = answer.tokens.tolist()
         for budget in budgets:
             for step in simulated_steps(trees, text, (start, end), budget):
-                if budget == budgets[-1]:
-                    depths.append(step.num_accepted)
-                num_fed = min(len(step.tree), budget)
-                for counter, amount in ((emitted, step.num_emitted), (steps, 1), (fed, num_fed)):
-                    counter[budget][0] += amount
-                    counter[budget][1] += amount * answer.ended
-
-    def per_step(counter: dict[int, list[int]], index: int) -> dict[str, float]:
-        return {str(budget): counter[budget][index] / max(1, steps[budget][index]) for budget in budgets}
-
-    deepest = max(depths, default=0)
-    return Simulation(
-        length=per_step(emitted, 0),
-        ended=per_step(emitted, 1),
-        fed=per_step(fed, 0),
-        by_depth=[sum(count >= depth for count in depths) / len(depths) for depth in range(1, deepest + 1)],
-    )
+                emitted[budget] += step.num_emitted
+                steps[budget] += 1
+                fed[budget] += min(len(step.tree), budget)
+    return {
+        name: {str(budget): count[budget] / max(1, steps[budget]) for budget in budgets}
+        for name, count in (("length", emitted), ("fed", fed))
+    }
 
 
 def simulate_exported(
-    folder: Path,
-    variant: str,
-    overrides: dict[str, Any],
-    base: Base,
-    answers: Sequence[GreedyAnswer],
-    budgets: Sequence[int],
+    folder: Path, overrides: dict[str, Any], base: Base, answers: Sequence[GreedyAnswer], budgets: Sequence[int]
 ) -> dict[str, Any]:
     """`simulate` an exported drafter with other arguments; ``simulated.json`` next to it stores the results."""
-    path = folder.parent / "simulated.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    key = json.dumps([variant, overrides, list(budgets), len(answers)])
-    digest = hashlib.sha256(json.dumps([answer.tokens.tolist() for answer in answers]).encode()).hexdigest()[:16]
-    if known.get(key, {"answers": None}).get("answers", digest) != digest:  # older files do not record the answers
+
+    def measure() -> dict[str, Any]:
         config = checkpoint.read_config(folder)
-        arguments = config.init_args | overrides
-        drafter, _ = checkpoint.load(
-            folder, base.model.dtype, checkpoint.DrafterConfig(**vars(config) | {"init_args": arguments})
-        )
-        drafter.to(base.model.device)
-        result = vars(simulate(drafter, base, answers, budgets))
-        known[key] = result | {"parameters": sum(weight.numel() for weight in drafter.parameters()), "answers": digest}
+        changed = replace(config, init_args=config.init_args | overrides)
+        drafter, _ = checkpoint.load(folder, base.model.dtype, changed)
+        result = simulate(drafter.to(base.model.device), base, answers, budgets)
+        return {**result, "parameters": sum(weight.numel() for weight in drafter.parameters())}
+
+    return remembered(folder.parent / "simulated.json", [overrides, list(budgets)], answers, measure)
+
+
+def remembered(
+    path: Path, settings: list[Any], answers: Sequence[GreedyAnswer], measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what was measured with these settings on these answers; a JSON file stores it for the next call."""
+    texts = json.dumps([[answer.tokens.tolist(), answer.start] for answer in answers])
+    key = json.dumps([*settings, hashlib.sha256(texts.encode()).hexdigest()[:16]])
+    known = read_json(path) if path.exists() else {}
+    if key not in known:
+        known[key] = measure()
         write_text(path, json.dumps(known, indent=1))
     return known[key]

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-import resource
 import shlex
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import product
-from multiprocessing import get_context
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
-import yaml
-from rich.console import Console
-from rich.table import Table
 
-import drafters
 from data.files import write_text
-from drafters import recipe
 from inference.runs import progress_bars
 from inference.timing import processor_name
 from inference.verifier.base import Base
-from train.cli import find_config
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
-    from drafters.protocol import LearnedDrafter
 
 ArmName = TypeVar("ArmName", bound=Hashable)
-Result = TypeVar("Result")
 
 # hidden size, intermediate size, layers, heads, key-value heads
 SHAPES = {
@@ -53,28 +35,12 @@ SHAPES = {
 
 @dataclass
 class ResultTable:
-    """A table of results.
+    """A table of results, with the settings and what a reader should know about the numbers as notes."""
 
-    Args:
-        title: What was measured.
-        headings: A heading for each column; the first column names the arm.
-        rows: The cells as text.
-        notes: The settings, and what a reader should know about the numbers.
-    """
-
-    title: str
-    headings: Sequence[str]
+    title: str  # what was measured
+    headings: Sequence[str]  # of the columns; the first column names the arm
     rows: list[list[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def for_terminal(self) -> Table:
-        """Return the table for printing with rich."""
-        table = Table(*self.headings, title=self.title, title_justify="left", caption_justify="left")
-        for index, column in enumerate(table.columns):
-            column.justify, column.no_wrap = ("right" if index else "left"), True
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
     def markdown(self) -> str:
         """Return the title, the table and the notes as Markdown."""
@@ -98,85 +64,20 @@ def alternate(arms: Sequence[ArmName], num_items: int, repeats: int, title: str)
                 progress.advance(task)
 
 
-def call_in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function in a process of its own, so that its peak memory is not that of earlier work.
-
-    The process is a copy of a server that has imported the libraries and done nothing else.
-    """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.harness", "drafters", "transformers.modeling_utils"])
-    with ProcessPoolExecutor(1, context) as process:
-        return process.submit(function, *arguments).result()
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return (largest - smallest) / median of repeated measurements, which shows the noise of the machine."""
-    return (max(values) - min(values)) / median(values)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the percentile of the values by the nearest-rank method, for example the median for ``share`` 0.5."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def resident_bytes() -> tuple[int, int]:
-    """Return the bytes of memory that this process uses now, and its peak so far."""
-    status = Path("/proc/self/status")
-    if not status.exists():  # not Linux, where only the peak is known
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 128)
-        return peak, peak
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
-
-
-def llama_config(shape: str, vocab: int, context: int) -> LlamaConfig:
-    """The configuration of a LLaMA without an EOS token.
-
-    Raises:
-        ValueError: The shape is unknown.
-    """
-    from transformers import LlamaConfig
+def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096) -> Base:
+    """Create a LLaMA of one of the `SHAPES` with random weights, without a tokenizer and without an EOS token."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
     if shape not in SHAPES:
         raise ValueError(f"unknown shape {shape!r}: known are {', '.join(SHAPES)}")
-    hidden, intermediate, layers, heads, kv_heads = SHAPES[shape]
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-
-def drafter_recipe(config: str, num_layers: int) -> tuple[type[LearnedDrafter], dict[str, Any]]:
-    """The drafter of a training configuration for a 7B base: its class and arguments, the latter in groups.
-
-    The base layers that it reads are moved to the same relative depth of a base with another number of layers.
-    """
-    node = yaml.safe_load(Path(find_config(config)).read_text())["model"]["drafter"]
-    kind = getattr(drafters, node["class_path"].rpartition(".")[2])
-    arguments = recipe.nested(node["init_args"], recipe.groups(kind))
-    for options in (arguments, arguments.get("trunk", {})):
-        if layers := options.get("hidden_layers"):
-            moved = [layer if layer < 0 else round(layer * num_layers / SHAPES["7b"][2]) for layer in layers]
-            options["hidden_layers"] = sorted(set(moved), key=moved.index)
-    return kind, arguments
-
-
-def random_llama(shape: str, vocab: int, dtype: str, device: torch.device, context: int = 4096, seed: int = 0) -> Base:
-    """Create a LLaMA with random weights on its device, without a tokenizer and without an EOS token."""
-    from transformers import LlamaForCausalLM
-    from transformers.initialization import no_init_weights
-
-    config = llama_config(shape, vocab, context)
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    sizes: dict[str, Any] = dict(zip(names, SHAPES[shape], strict=True))
+    tokens: dict[str, Any] = {"vocab_size": vocab, "bos_token_id": None, "eos_token_id": None}
+    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=context)
     with torch.device(device), no_init_weights():
         model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, 0.02, generator=generator) if weight.dim() > 1 else weight.fill_(1)
@@ -205,19 +106,18 @@ def origin(device: torch.device) -> dict[str, str]:
     }
 
 
+def markdown(tables: Sequence[ResultTable], about: Mapping[str, str]) -> str:
+    """Return the tables below their origin."""
+    head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
+    return "\n\n".join([head, *(table.markdown() for table in tables)]) + "\n"
+
+
 def show(tables: Sequence[ResultTable], device: torch.device, out: str | None) -> None:
-    """Print the tables; if ``out`` is given, also write them there as Markdown, with their origin."""
-    about, console = origin(device), Console(width=None if sys.stdout.isatty() else 120)
-    for table in tables:
-        console.print(table.for_terminal())
-        for note in table.notes:
-            console.print(f"- {note}", style="dim", highlight=False, markup=False)
-    for name, value in about.items():
-        console.print(f"{name}: {value}", style="dim", highlight=False, markup=False)
+    """Print the tables with their origin, and write the same to ``out`` if it is given."""
+    text = markdown(tables, origin(device))
+    print(text)
     if out:
-        head = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
-        text = "\n\n".join([head, *(table.markdown() for table in tables)])
-        write_text(out, text + "\n")
+        write_text(out, text)
 
 
 def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
@@ -249,10 +149,3 @@ def main(function: Callable[..., None], argv: list[str] | None = None) -> None:
     except ValueError as error:
         print(f"{function.__name__}: error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def run_command(args: list[str]) -> None:
-    """Run a ``drafters`` command in this process."""
-    from train.cli import run_drafters as command
-
-    command(args)

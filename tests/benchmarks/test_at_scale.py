@@ -3,15 +3,14 @@
 import copy
 import doctest
 import json
-from math import sqrt
+from dataclasses import replace
 
 import pytest
 import torch
 
 import drafters
-from benchmarks import harness
-from benchmarks.at_scale import axes, command, measurements, widening
-from benchmarks.at_scale.widening import PADDING_PENALTY, widen_base, widen_drafter
+from benchmarks import at_scale, harness, widening
+from benchmarks.widening import PADDING_PENALTY, widen_base, widen_drafter
 from drafters import checkpoint, recipe, registry
 from drafters.checkpoint import DrafterConfig
 from inference.verifier.base import tokenizer_hash
@@ -41,6 +40,8 @@ DRAFTERS = {
     "ctc, reads tokens": (drafters.CTC, LABELS | {"hidden_layers": [1, -1], "tokens_in_context": True}),
 }
 
+ACCEPTED = ("medusa", "hydra", "block", "ctc, bias", "ctc, deep")  # though they were not trained
+
 
 @pytest.fixture(scope="module")
 def small(make_base):
@@ -55,21 +56,6 @@ def wide(small):
 @pytest.fixture(scope="module")
 def texts():
     return torch.randint(0, 40, (2, 20), generator=torch.Generator().manual_seed(0))
-
-
-def tied(base):
-    """The base with its embedding as the LM head."""
-    base = copy.deepcopy(base)
-    base.model.config.tie_word_embeddings = True
-    base.model.lm_head.weight = base.model.model.embed_tokens.weight
-    return base
-
-
-def faint(base):
-    """The base with an embedding so small that the eps of the first norm counts."""
-    base = copy.deepcopy(base)
-    base.model.model.embed_tokens.weight *= 1e-3
-    return base
 
 
 def error(base, wide, texts):
@@ -92,32 +78,15 @@ def error(base, wide, texts):
     ],
 )
 def test_a_wider_base_has_the_logits_and_the_greedy_text_of_the_small_one(make_base, texts, kind, shape, dtype):
-    base = tied(make_base()) if kind == "tied" else make_base(kind, layers=3, predictable=True)
+    base = copy.deepcopy(make_base()) if kind == "tied" else make_base(kind, layers=3, predictable=True)
+    if kind == "tied":
+        base.model.config.tie_word_embeddings = True
+        base.model.lm_head.weight = base.model.model.embed_tokens.weight
     wide = widen_base(base, "wide", shape, VOCAB, dtype)
     assert wide.model.dtype == dtype and error(base, wide, texts) < 2e-5
     assert torch.equal(wide.model(texts).logits.argmax(-1), base.model(texts).logits.argmax(-1))
     answers = [Session(Runner(each), drafters.NoDrafter()).run(PROMPT, 30).tokens for each in (base, wide)]
     assert answers[0] == answers[1] and len(set(answers[0])) > 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["eps", "norm", "queries", "rotary"])
-def test_a_mistake_in_the_recipe_is_found(small, wide, texts, mistake):
-    """Each changes the logits by more than a hundred times what rounding does."""
-    broken = copy.deepcopy(wide)
-    layers = broken.model.model.layers
-    match mistake:
-        case "eps":  # as it was in the small base
-            layers[0].input_layernorm.variance_epsilon = 1e-6
-            small, broken = (faint(each) for each in (small, broken))
-        case "norm":
-            layers[1].post_attention_layernorm.weight *= sqrt(80 / 32)
-        case "queries":
-            layers[0].self_attn.q_proj.weight /= sqrt(16 / 8)
-        case "rotary":  # the first pair turns as the second one
-            frequencies = broken.model.model.rotary_emb.inv_freq
-            frequencies[0] = frequencies[2]
-    assert error(small, broken, texts) > 2e-3
 
 
 @pytest.mark.slow
@@ -134,17 +103,10 @@ def test_a_wider_drafter_drafts_the_same_trees_and_has_the_same_acceptance(small
     for tree, wide_tree in zip(trees, wide_trees, strict=True):
         assert wide_tree.probabilities == pytest.approx(tree.probabilities, abs=1e-5)
     assert wide_answer.tokens == answer.tokens
-    assert [counts(step) for step in wide_answer.steps] == [counts(step) for step in answer.steps]
+    costs = [[replace(step, seconds=()) for step in each.steps] for each in (answer, wide_answer)]
+    assert costs[0] == costs[1]
     assert sum(step.fed_candidates for step in answer.steps) > len(answer.steps)
-
-
-def test_drafts_are_accepted_so_that_the_comparison_covers_what_follows(small):
-    """Most of the drafters above accept something, though they were not trained."""
-    accepted = {
-        name: sum(step.accepted for step in decoded(small, trained_at_random(*DRAFTERS[name], small))[0].steps)
-        for name in ("medusa", "hydra", "block", "ctc, bias", "ctc, deep")
-    }
-    assert min(accepted.values()) >= 3, accepted
+    assert name not in ACCEPTED or sum(step.accepted for step in answer.steps) >= 3
 
 
 def trained_at_random(kind, options, base):
@@ -172,10 +134,6 @@ def decoded(base, drafter):
     answer = Session(Runner(base), drafter).run(PROMPT, 30)
     del drafter.propose
     return answer, trees
-
-
-def counts(step):
-    return step.emitted, step.accepted, step.fed_candidates, step.draft_forwards
 
 
 @torch.no_grad()
@@ -211,7 +169,7 @@ def test_in_bfloat16_a_wider_base_is_as_near_to_float32_as_the_small_one(small, 
 
 
 def test_examples_of_the_axes():
-    assert doctest.testmod(axes).failed == 0 and doctest.testmod(axes).attempted > 2
+    assert doctest.testmod(widening).failed == 0 and doctest.testmod(widening).attempted > 2
 
 
 @pytest.mark.parametrize(
@@ -235,18 +193,16 @@ def test_other_frequencies_and_unknown_weights_are_refused(small, wide, base):
     with pytest.raises(ValueError, match="yarn rotary embeddings"):
         widen_base(stretched, "wide", SHAPE, VOCAB, torch.float32)
     strange = torch.nn.ParameterDict({"extra": torch.zeros(3)})
-    between = axes.Axes.between(small.shape, wide.shape, axes.Attention(4, 2, 8), axes.Attention(10, 5, 16))
+    heads = widening.Attention(4, 2, 8), widening.Attention(10, 5, 16)
+    between = widening.Axes.between(small.shape, wide.shape, *heads)
     with pytest.raises(ValueError, match="no rule that widens the weight extra"):
         widening._write_weights(strange, strange, between)
 
 
-def step(fed, seconds, emitted=1):
-    return StepCost(emitted, emitted - 1, 1, fed - 1, 0, 1, (0.0, seconds, 0.0, 0.0, 0.0))
-
-
 def test_a_slow_step_does_not_change_the_decoding_time():
-    steps = [step(1, 2.0), step(1, 2.0), step(1, 90.0), step(5, 4.0), step(5, 3.0), step(5, 4.0)]
-    assert measurements.decoding_seconds(steps) == 3 * 2.0 + 3 * 4.0
+    times = [(1, 2.0), (1, 2.0), (1, 90.0), (5, 4.0), (5, 3.0), (5, 4.0)]
+    steps = [StepCost(1, 0, 1, fed - 1, 0, 1, (0.0, seconds, 0.0, 0.0, 0.0)) for fed, seconds in times]
+    assert at_scale.decoding_seconds(steps) == 3 * 2.0 + 3 * 4.0
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +222,8 @@ def results(make_base, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(harness.SHAPES, "tiny", SHAPE)
         patch.setitem(harness.SHAPES, "draft", (64, 64, 2, 8, 2))
-        harness.main(command.at_scale, [*arguments, *specs, "--shape", "tiny", "--dtype", "float32"])
-        harness.main(command.at_scale, [*arguments, "--drafter=joint", "--max-new-tokens", "8", "--shape", "draft"])
+        harness.main(at_scale.at_scale, [*arguments, *specs, "--shape", "tiny", "--dtype", "float32"])
+        harness.main(at_scale.at_scale, [*arguments, "--drafter=joint", "--max-new-tokens", "8", "--shape", "draft"])
     return folder / "out"
 
 
@@ -281,7 +237,7 @@ def test_the_command_writes_what_the_small_base_writes(results):
     assert found["drafters"]["none"]["speedup"] == 1 and found["drafters"]["none"]["parameters"] == 0
     assert found["drafters"]["merged:num_nodes=8"]["parameters"] == found["drafters"]["ctc"]["parameters"] > 0
     assert found["drafters"]["ctc"]["fed_per_step"] > found["drafters"]["ctc:num_nodes=3"]["fed_per_step"]
-    assert found["drafters"]["ctc"]["phases_ms"]["search"] > 0
+    assert found["drafters"]["none"]["draft_ms"] < found["drafters"]["ctc"]["draft_ms"]
     assert found["drafters"]["ctc"]["acceptance_length"] > 1.2
 
 
@@ -289,17 +245,19 @@ def test_the_command_writes_what_the_small_base_writes(results):
 def test_runs_into_one_folder_share_their_tables_and_their_plot(results):
     tables = (results / "at_scale.md").read_text()
     for title in ("toy at the shape tiny, float32", "toy at the shape draft, bfloat16"):
-        assert f"## {title}\n" in tables and f"## {title}: time by phase\n" in tables
-    pictures = {path.name for path in results.glob("*.png")}
-    assert pictures == {"speedup_by_parameters.png"} | {
-        f"toy-{run}-phases.png" for run in ("tiny-float32", "draft-bfloat16")
-    }
+        assert f"## {title}\n" in tables
+    assert (results / "speedup_by_parameters.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"shape": "2b"}, "unknown shape"), ({"limit": 0}, "at least 1"), ({"drafter": ["self_speculative"]}, "skip")],
+    [
+        ({"shape": "2b"}, "unknown shape"),
+        ({"limit": 0}, "at least 1"),
+        ({"drafter": ["self_speculative"]}, "skip"),
+        ({"drafter": ["joint:num_nodes=auto"]}, "give a number of nodes"),
+    ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_loaded(given, message):
     with pytest.raises(ValueError, match=message):
-        command.at_scale(base="nowhere", **given)
+        at_scale.at_scale(base="nowhere", **given)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time as clock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import ResultTable, alternate, call_in_new_process, main, run_command, show
+from benchmarks.harness import ResultTable, alternate, main, show
 from data import benchmarks
 from drafters import checkpoint
 from drafters.parallel import ParallelDrafter
@@ -30,6 +30,7 @@ from inference.verifier.base import Base, BaseConfig, load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from inference.vllm.served_drafter import chain_builder, read_parallel, spec_of
+from train.export import export
 
 ROOM = "inference.vllm"
 NONE = "none"
@@ -37,32 +38,15 @@ BLOCK_SIZE = 32
 HEADINGS = ["drafter", "batch", "= vLLM", "= generate", "base steps", "own chain", "acceptance", "tok / CPU s", "ratio"]
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A drafter in vLLM and in this project's engine.
-
-    Args:
-        engine_options: What vLLM gets to run it.
-        build: Builds the same chain drafter for this project's engine.
-    """
-
-    engine_options: dict[str, Any]
-    build: Callable[[], Drafter]
+Build = Callable[[], Drafter]
 
 
-@dataclass
-class Run:
-    """What one engine did with all prompts.
+class Run(NamedTuple):
+    """What one engine did with all prompts."""
 
-    Args:
-        texts: Token ids of the answers.
-        num_steps: Forwards of the base after the prefills, summed over the requests.
-        seconds: CPU seconds of each repeat.
-    """
-
-    texts: list[list[int]]
-    num_steps: int
-    seconds: list[float]
+    texts: list[list[int]]  # token ids of the answers
+    num_steps: int  # forwards of the base after the prefills, summed over the requests
+    seconds: list[float]  # CPU seconds of each repeat
 
 
 def vllm_drafters(
@@ -84,8 +68,7 @@ def vllm_drafters(
         prompts: Number of prompts, from the project's own benchmark.
         max_new_tokens: Largest number of tokens of an answer.
         num_tokens: Largest number of draft tokens per step; Medusa drafts at most one per head.
-        batches: Numbers of requests that run at the same time. All prompts are queued at once for the largest, and for
-            the others as many as run together.
+        batches: Numbers of requests that run at the same time; all prompts are queued at once for the largest.
         repeats: Runs of every drafter, which take turns.
         out: Markdown file to write the tables to.
     """
@@ -99,24 +82,24 @@ def vllm_drafters(
     with TemporaryDirectory() as scratch:
         specs = {name: spec_of(spec) for name, spec in drafter_specs.labels(drafter).items()}
         arms = {name: _arm(spec, loaded, num_tokens, Path(scratch) / name) for name, spec in specs.items()}
-        options = {NONE: {}, **{name: arm.engine_options for name, arm in arms.items()}}
+        options = {NONE: {}, **{name: own for name, (own, _) in arms.items()}}
         of_vllm = [name for name, own in options.items() if own and "additional_config" not in own]
         if of_vllm[1:] or (of_vllm and of_vllm[0] != list(options)[-1]):
             raise ValueError(
                 f"{of_vllm[0]} runs by a method of vLLM's own, which counts for the last engine: pass it last"
             )
         sizes = max_new_tokens, max(batches), repeats
-        runs = call_in_new_process(_serve, loaded.name, options, asked, batches, sizes)
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:  # a process without the models of this one
+            runs = process.submit(_serve, loaded.name, options, asked, batches, sizes).result()
+    given = loaded, asked, expected, max_new_tokens
     own_steps = {NONE: sum(map(len, expected)) - prompts}
-    own_steps |= {
-        name: _count_own_steps(loaded, arm.build, asked, expected, max_new_tokens) for name, arm in arms.items()
-    }
+    own_steps |= {name: _count_own_steps(build, *given) for name, (_, build) in arms.items()}
     table = ResultTable(f"{loaded.name} in vLLM, float32, greedy", HEADINGS)
     for batch in batches:
         alone = runs[batch, NONE]
         for name in options:
             run = runs[batch, name]
-            equal = [f"{_num_equal(run.texts, texts)}/{prompts}" for texts in (alone.texts, expected)]
+            equal = [f"{sum(map(list.__eq__, run.texts, texts))}/{prompts}" for texts in (alone.texts, expected)]
             acceptance = (sum(map(len, run.texts)) - prompts) / run.num_steps
             speed = sum(map(len, run.texts)) / median(run.seconds)
             ratio = median(before / after for before, after in zip(alone.seconds, run.seconds, strict=True))
@@ -124,17 +107,13 @@ def vllm_drafters(
             table.rows.append([*cells, f"{acceptance:.3f}", f"{speed:.0f}", f"{ratio:.2f}×"])
     table.notes += [
         f"{prompts} prompts, at most {max_new_tokens} tokens each, chains of up to {num_tokens} tokens; = vLLM and "
-        "= generate: answers that equal those of vLLM without a drafter and of transformers' generate token for token; "
-        "base steps = forwards after the prefill, summed over the requests; own chain = the same of this project's "
-        "engine with the same chain drafter, new for every text; acceptance = tokens per base step.",
-        f"tok / CPU s = tokens per CPU second of the process, prefills included: the median of {repeats} runs, in "
-        "which all drafters and vLLM alone take turns in one process; ratio = to vLLM alone in the same turn.",
+        "= generate: answers that equal those of vLLM alone and of transformers' generate; base steps = forwards after "
+        "the prefill, summed over the requests; own chain = the same of this project's engine with the same chain "
+        "drafter, new for every text; acceptance = tokens per base step.",
+        f"tok / CPU s = tokens per CPU second, prefills included: the median of {repeats} runs, in which all drafters "
+        "and vLLM alone take turns in one process; ratio = to vLLM alone in the same turn.",
     ]
     show([table], torch.device("cpu"), out)
-
-
-def _num_equal(texts: list[list[int]], others: list[list[int]]) -> int:
-    return sum(text == other for text, other in zip(texts, others, strict=True))
 
 
 # ---- this project's engine, and transformers
@@ -152,7 +131,7 @@ def _generate(base: Base, prompts: list[list[int]], num_tokens: int) -> list[lis
 
 
 def _count_own_steps(
-    base: Base, build: Callable[[], Drafter], prompts: list[list[int]], expected: list[list[int]], num_tokens: int
+    build: Build, base: Base, prompts: list[list[int]], expected: list[list[int]], num_tokens: int
 ) -> int:
     """Steps after the prefills that this project's engine needs for the same texts."""
     runner, num_steps = Runner(base), 0
@@ -165,14 +144,16 @@ def _count_own_steps(
     return num_steps
 
 
-def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
-    """How vLLM and this project's engine run a drafter; Medusa, EAGLE and EAGLE-3 are exported first."""
+def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> tuple[dict[str, Any], Build]:
+    """The options with which vLLM runs a drafter, and what builds the same chain drafter for the engine here.
+
+    Medusa, EAGLE and EAGLE-3 are exported first.
+    """
     name, folder, _ = parts = drafter_specs.split(spec)
     served = BaseConfig(base.name, base.tokenizer, base.model.config)
     learned = registered()[name].learned_class
     if learned is None:
-        build = chain_builder(spec, served, num_tokens)
-        return Arm(_custom("text_proposer.TextProposer", spec, num_tokens), build)
+        return _custom("text_proposer.TextProposer", spec, num_tokens), chain_builder(spec, served, num_tokens)
     if issubclass(learned, ParallelDrafter):
         path, config = read_parallel(spec, served, num_tokens)
         options = _custom("parallel_proposer.ParallelProposer", spec, num_tokens)
@@ -184,12 +165,12 @@ def _arm(spec: str, base: Base, num_tokens: int, exported: Path) -> Arm:
             draft["depth"] = num_tokens
         else:
             num_tokens = min(num_tokens, config.init_args["heads"]["num_heads"])
-        run_command(["export", str(path), str(exported), "--format", "vllm", "--dtype", "float32"])
+        export(str(path), str(exported), format="vllm", dtype="float32")
         speculative = {"method": name, "model": str(exported), "num_speculative_tokens": num_tokens}
         options = {"speculative_config": speculative}
     drafter = checkpoint.load(path, config=config)[0]
     drafter.attach_base_weights(base.base_weights)
-    return Arm(options, lambda: drafter)
+    return options, lambda: drafter
 
 
 def _custom(proposer: str, spec: str, num_tokens: int) -> dict[str, Any]:
@@ -221,21 +202,20 @@ def _serve(
         "enable_prefix_caching": False,  # each repeat reads the prompts again
         "disable_log_stats": False,
     }
-    with _llvmlite_unseen():
-        from vllm import LLM, SamplingParams
+    hidden = sys.modules.pop("llvmlite.binding.ffi")  # vLLM 0.32 reads all attributes of all modules, and fails at one
+    from vllm import LLM, SamplingParams
 
-        engines = {name: LLM(base, **common, **options) for name, options in options_of.items()}
+    engines = {name: LLM(base, **common, **options) for name, options in options_of.items()}
+    sys.modules["llvmlite.binding.ffi"] = hidden
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
 
     def decode(name: str, batch: int) -> tuple[list[list[int]], float]:
-        groups = (
-            [prompts] if batch == largest_batch else [prompts[at : at + batch] for at in range(0, len(prompts), batch)]
-        )
         texts: list[list[int]] = []
-        started = clock()
-        for group in groups:
-            _forget(engines[name])
-            given = [{"prompt_token_ids": prompt} for prompt in group]
+        size, started = len(prompts) if batch == largest_batch else batch, clock()
+        for at in range(0, len(prompts), size):
+            if (followers := getattr(_proposer(engines[name]), "followers", None)) is not None:
+                followers.forget()  # else the steps of drafters that read only tokens depend on the prompts before
+            given = [{"prompt_token_ids": prompt} for prompt in prompts[at : at + size]]
             answers = engines[name].generate(given, params, use_tqdm=False)
             texts += [list(answer.outputs[0].token_ids) for answer in answers]
         return texts, clock() - started
@@ -264,23 +244,6 @@ def _count_steps(llm: Any) -> int:
     if hasattr(_proposer(llm), "num_drafts"):
         return _proposer(llm).num_drafts
     return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_drafts")
-
-
-def _forget(llm: Any) -> None:
-    """Drop what drafters that read only tokens remember, so that their steps do not depend on the prompts before."""
-    followers = getattr(_proposer(llm), "followers", None)
-    if followers is not None:
-        followers.forget()
-
-
-@contextmanager
-def _llvmlite_unseen() -> Iterator[None]:
-    """Hide a module of numba's from vLLM 0.32, which looks at the attributes of every module and fails at one of it."""
-    hidden = sys.modules.pop("llvmlite.binding.ffi")
-    try:
-        yield
-    finally:
-        sys.modules["llvmlite.binding.ffi"] = hidden
 
 
 if __name__ == "__main__":

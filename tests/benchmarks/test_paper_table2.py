@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.ctc import frame_trees
+from benchmarks import paper_table2
 from drafters import CTC, BaseShape, BaseWeights, Block, DraftTree, Limits, Medusa, recipe
 from drafters.ctc.reference import collapse
+from drafters.ctc.trees import collapsed
 from drafters.trees.search import SearchLimits
 
 SHAPE = BaseShape(hidden_size=16, vocab_size=23, num_layers=3, num_heads=2, head_dim=8, intermediate_size=24)
 BLANK = 23
-THE, CAT, DOG = 4, 5, 6
+CAT, DOG = 5, 6
 
 
 def texts(tree):
@@ -27,7 +28,7 @@ def random_frames(seed, num_frames=4, num_tokens=3, num_blanks=1):
     distributions = np.random.default_rng(seed).dirichlet(np.full(num_tokens + num_blanks, 0.7), num_frames)
     tokens = np.arange(3, 3 + num_tokens)
     blank = distributions[:, -1] if num_blanks else np.empty(0)
-    return frame_trees.Frames(distributions[:, :num_tokens], tokens, blank, BLANK)
+    return paper_table2.Frames(distributions[:, :num_tokens], tokens, blank, BLANK)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,18 +38,8 @@ def test_the_transform_contains_the_collapse_of_every_path_and_nothing_else(seed
     tree = DraftTree.from_paths(draw.integers(3, 6, (12, 5)).tolist())  # of three symbols: repeats are many
     paths = [torch.tensor(tree.path_tokens(node)) for node in range(len(tree))]
     wanted = {tuple(collapse(path, -1 if blank is None else blank)) for path in paths} - {()}
-    assert texts(frame_trees.collapsed(tree, blank)) == wanted
+    assert texts(collapsed(tree, blank)) == wanted
     assert len(wanted) < len(tree)
-
-
-def test_the_transform_of_the_drawn_example():
-    tree = DraftTree([THE, THE, CAT, BLANK, THE], [-1, 0, 1, -1, 3])
-    assert frame_trees.collapsed(tree, BLANK) == DraftTree([THE, CAT], [-1, 0])
-
-
-def test_a_blank_between_two_equal_tokens_keeps_both():
-    assert frame_trees.collapsed(DraftTree([THE, BLANK, THE], [-1, 0, 1]), BLANK) == DraftTree([THE, THE], [-1, 0])
-    assert frame_trees.collapsed(DraftTree([THE, THE, THE], [-1, 0, 1])) == DraftTree([THE], [-1])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -56,27 +47,29 @@ def test_a_blank_between_two_equal_tokens_keeps_both():
 def test_the_papers_tree_is_the_transform_of_the_most_probable_frame_sequences(seed, num_nodes):
     frames = random_frames(seed)
     symbols, ids = np.column_stack([frames.probs, frames.blank]), np.append(frames.tokens, BLANK)
-    raw = frame_trees.searched(symbols, ids, SearchLimits(num_nodes, 9))
-    assert texts(frame_trees.paper(frames, num_nodes, 9)) == texts(frame_trees.collapsed(raw, BLANK))
+    raw = paper_table2.searched(symbols, ids, SearchLimits(num_nodes, 9))
+    assert texts(paper_table2.paper(frames, SearchLimits(num_nodes, 9))) == texts(collapsed(raw, BLANK))
 
 
 def test_a_kept_blank_uses_up_budget_and_a_dropped_one_does_not():
     probs, blank = np.array([[0.3, 0.1], [0.2, 0.7]]), np.array([0.6, 0.1])
-    frames = frame_trees.Frames(probs, np.array([CAT, DOG]), blank, BLANK)
+    frames = paper_table2.Frames(probs, np.array([CAT, DOG]), blank, BLANK)
     # ε | ε dog .42 | cat .3 | cat dog .21: the two first are lost
-    assert texts(frame_trees.blanks_kept(frames, 4, 9)) == {(CAT,), (CAT, DOG)}
+    assert texts(paper_table2.blanks_kept(frames, SearchLimits(4, 9))) == {(CAT,), (CAT, DOG)}
     # given a token: cat .75 | cat dog .583 | dog .25 | dog dog .194, before cat cat .167
-    assert texts(frame_trees.blanks_dropped(frames, 4, 9)) == {(CAT,), (CAT, DOG), (DOG,), (DOG, DOG)}
-    certain = frame_trees.Frames(np.array([[0.0, 0.0]]), np.array([CAT, DOG]), np.array([1.0]), BLANK)
-    assert len(frame_trees.blanks_dropped(certain, 4, 9)) == 0, "a frame that is surely blank drafts nothing"
+    assert texts(paper_table2.blanks_dropped(frames, SearchLimits(4, 9))) == {(CAT,), (CAT, DOG), (DOG,), (DOG, DOG)}
+    certain = paper_table2.Frames(np.array([[0.0, 0.0]]), np.array([CAT, DOG]), np.array([1.0]), BLANK)
+    assert len(paper_table2.blanks_dropped(certain, SearchLimits(4, 9))) == 0, (
+        "a frame that is surely blank drafts nothing"
+    )
 
 
 @pytest.mark.parametrize("kind", ["Medusa", "Block", "CTC"])
 def test_every_tree_keeps_the_limits(kind):
     for seed in range(5):
         frames = random_frames(seed, num_blanks=int(kind == "CTC"))
-        for build in frame_trees.WAYS[kind].values():
-            tree = build(frames, 20, 3, {4})
+        for build in paper_table2.WAYS[kind].values():
+            tree = build(frames, SearchLimits(20, 3, {4}))
             assert all(len(path) <= 3 and 4 not in path[:-1] for path in texts(tree)) and len(tree) <= 20
 
 
@@ -97,7 +90,8 @@ def test_trees_that_drafters_build_too_are_the_same(kind, arguments, way):
             torch.nn.init.normal_(weight, std=0.3)
         base_weights, hidden = BaseWeights(torch.randn(23, 16), torch.randn(23, 16)), torch.randn(20, 16)
     ids, anchors, limits = torch.arange(20) + 3, torch.tensor([1, 2, 7, 18]), Limits(max_depth=9, eos=frozenset({2}))
-    build = frame_trees.WAYS[kind.__name__][way]
-    ours = [build(frames, 12, 9, {2}) for frames in frame_trees.frames_at(drafter, hidden, ids, anchors, base_weights)]
+    build = paper_table2.WAYS[kind.__name__][way]
+    draft = SearchLimits(12, 9, {2})
+    ours = [build(frames, draft) for frames in paper_table2.frames_at(drafter, hidden, ids, anchors, base_weights)]
     assert ours == drafter.draft_at(hidden, ids, anchors, base_weights, limits)
     assert len({tuple(tree.tokens) for tree in ours}) > 1

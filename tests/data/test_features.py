@@ -1,5 +1,4 @@
 import json
-from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from data.features import (
     Manifest,
     StoredRows,
     bytes_per_token,
-    differing_settings,
     pack,
     row_keys,
     unpack,
@@ -130,32 +128,6 @@ def test_hidden_states_out_of_the_range_of_the_dtype_are_refused_and_leave_no_fi
     assert not any((tmp_path / "full").iterdir())
 
 
-@pytest.mark.slow
-def test_batches_equal_those_without_a_store_and_hold_the_hidden_states(written, make_data):
-    folder, texts = written()
-    ids = [text["id"] for text in texts]
-    plain, stored, workers = make_data(), *(make_data(features=str(folder), num_workers=n) for n in (0, 2))
-    for data in (plain, stored, workers):
-        data.setup("fit")
-    for epoch in range(2):
-        loaders = [data.train_dataloader() for data in (plain, stored, workers)]
-        for loader in loaders:
-            loader.batch_sampler.set_epoch(epoch)
-        for ours, theirs, others in zip(*loaders, strict=True):
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-            assert all(torch.equal(others[name], theirs[name]) for name in theirs | others)
-            assert theirs["labels"].dtype == torch.int64
-            for row, length in enumerate(theirs["lengths"].tolist()):
-                tokens = theirs["input_ids"][row, :length].tolist()
-                (text,) = (text for text in texts if text["input_ids"].tolist() == tokens)
-                assert text["id"] in ids
-                assert torch.equal(theirs["hidden"][row, :length], text["hidden"])
-                assert torch.equal(theirs["labels"][row, :length], text["labels"])
-                assert not theirs["hidden"][row, length:].any()
-    assert "hidden" not in next(iter(stored.val_dataloader())), "validation runs the base"
-    assert deepcopy(stored.store).layers == LAYERS, "a process that is spawned takes such a copy"
-
-
 def test_row_keys_depend_on_tokens_and_mask_only(make_data):
     data = make_data(val_size=0)
     data.setup("fit")
@@ -215,10 +187,3 @@ def test_a_damaged_store_is_refused_with_the_name_of_the_file(written, make_data
     for broken in ("{", "[]", "{}", json.dumps(manifest | {"format": 99}), json.dumps(manifest | {"dtype": "int3"})):
         (folder / "manifest.json").write_text(broken)
         assert "write the store again with" in refusal(make_data, folder)
-
-
-def test_differing_settings_names_those_that_the_hidden_states_depend_on(written):
-    manifest = Manifest.read(written()[0])
-    same = replace(manifest, base="elsewhere", files=({"name": "x"},), shards=(), is_complete=False)
-    assert differing_settings(manifest, same) == []
-    assert differing_settings(manifest, replace(manifest, dtype="int8", max_length=7)) == ["max_length", "dtype"]

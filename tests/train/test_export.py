@@ -1,12 +1,10 @@
-"""Exported folders: equal to their checkpoint, never half replaced, and on a hub that speaks the hub's protocol."""
+"""Exported folders: equal to their checkpoint, never half replaced, and on the hub."""
 
-import base64
 import hashlib
 import json
 import re
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +12,11 @@ import yaml
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from data import tokenizer
 from drafters import checkpoint
 from inference import drafter_specs
-from inference.verifier.base import load_base, tokenizer_hash
+from inference.verifier.base import tokenizer_hash
 from inference.verifier.runner import Runner
 from train.cli import run_drafters
-from train.export import export
 
 
 def test_an_exported_folder_holds_the_configuration_the_weights_and_a_model_card(trained, tiny, tiny_base):
@@ -106,157 +102,73 @@ def test_a_folder_is_exported_again_with_another_base_and_evaluations(call, trai
 # ---- the hub
 
 
-TOKEN = "hf_secret_of_the_test"
+class Hub:
+    """Stands for the hub's API. Its commits lie in the client's cache, as after a download."""
 
+    def __init__(self, cache):
+        self.cache, self.private, self.refusal = cache, {}, None
 
-class Hub(ThreadingHTTPServer):
-    """The repositories of a hub: whether each is private, the files of its commits, and all requests."""
+    def create_repo(self, repository, private, exist_ok):
+        if self.refusal:
+            raise self.refusal
+        assert exist_ok
+        self.private.setdefault(repository, private)
+        return f"https://hub/{repository}"
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.private, self.files, self.latest, self.requests = {}, {}, {}, []
-
-    def commit(self, repository, body):
-        """Add the uploaded files to those of the latest commit."""
-        entries = [json.loads(line) for line in body.splitlines()]
-        new = {each["value"]["path"]: base64.b64decode(each["value"]["content"]) for each in entries[1:]}
-        files = self.files.get(self.latest.get(repository), {}) | new
-        oid = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
-        self.files[oid], self.latest[repository] = files, oid
-        return oid
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def reply(self, status, content=b"", **headers):
-        content = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for key, value in {"Content-Length": len(content), **headers}.items():
-            self.send_header(key.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def do_POST(self):
-        hub, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.requests.append(self.path)
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            error = {"X_Error_Message": "Invalid token", "X_Request_Id": "1-2"}  # its client begins with the id
-            return self.reply(401, {"error": "Invalid token"}, **error)
-        url = f"{constants.ENDPOINT}/ada/drafter"
-        if self.path == "/api/repos/create":
-            asked, is_new = json.loads(body), "ada/drafter" not in hub.private
-            hub.private.setdefault("ada/drafter", asked.get("private", asked.get("visibility") == "private"))
-            return self.reply(200 if is_new else 409, {"url": url})
-        if self.path.endswith("/preupload/main"):
-            asked, how = json.loads(body)["files"], {"uploadMode": "regular", "shouldIgnore": False}
-            return self.reply(200, {"files": [{"path": each["path"], **how} for each in asked]})
-        if self.path.endswith("/commit/main"):
-            oid = hub.commit("ada/drafter", body)
-            return self.reply(200, {"commitUrl": f"{url}/commit/{oid}", "commitOid": oid})
-        return self.reply(200, {"errors": [], "warnings": []})  # of the card
-
-    def do_GET(self):
-        hub = self.server
-        hub.requests.append(self.path)
-        path = re.fullmatch(r"/(?:api/models/)?(\w+/\w+)/(revision|tree|resolve)/(\w+)(?:/(.+?))?(?:\?.*)?", self.path)
-        repository, kind, revision, name = path.groups() if path else (None, None, None, None)
-        oid = hub.latest.get(repository) if revision == "main" else revision
-        if oid not in hub.files:
-            return self.reply(404, {"error": "not found"}, X_Error_Code="RevisionNotFound")
-        files = hub.files[oid]
-        if kind == "revision":
-            return self.reply(200, {"id": repository, "sha": oid, "siblings": [{"rfilename": each} for each in files]})
-        if kind == "tree":
-            sizes = {each: len(content) for each, content in files.items()}
-            return self.reply(200, [{"type": "file", "path": each, "size": sizes[each], "oid": oid} for each in files])
-        content = files.get(name, b"")
-        return self.reply(200, content, ETag=f'"{hashlib.sha1(content).hexdigest()}"', X_Repo_Commit=oid)
-
-    do_HEAD = do_GET
+    def upload_folder(self, repo_id, folder_path, commit_message, allow_patterns):
+        oid = hashlib.sha1((folder_path / "README.md").read_bytes()).hexdigest()
+        place = self.cache / f"models--{repo_id.replace('/', '--')}" / "snapshots" / oid
+        shutil.copytree(folder_path, place, ignore=lambda _, names: set(names) - set(allow_patterns))
+        return SimpleNamespace(oid=oid)
 
 
 @pytest.fixture
-def server(monkeypatch, tmp_path):
-    """A hub of our own, to which the hub's client is pointed."""
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield server
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def base(tiny):
-    return load_base(str(tiny))
-
-
-def push(trained, out, *more):
-    run_drafters(["export", str(trained.ckpt), str(out), "--push", "ada/drafter", *more])
+def hub(monkeypatch, tmp_path):
+    hub = Hub(tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub.cache))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_test")
+    return hub
 
 
 def test_a_pushed_drafter_is_private_and_loads_at_its_commit_whatever_comes_later(
-    server, trained, base, capsys, tmp_path
+    hub, trained, tiny_base, capsys, tmp_path
 ):
+    def push(out, *more):
+        run_drafters(["export", str(trained.ckpt), str(out), "--push", "ada/drafter", *more])
+        return re.search(r"--drafter (ctc=ada/drafter@[0-9a-f]{40})\n", capsys.readouterr().out)[1]
+
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text("{}")
     (tmp_path / "a" / "secret.env").write_text("HF_TOKEN=x")  # which must stay here
-    push(trained, tmp_path / "a", "--license", "apache-2.0")
-    spec = re.search(r"--drafter (ctc=ada/drafter@[0-9a-f]{40})\n", capsys.readouterr().out)[1]
-    assert server.private == {"ada/drafter": True}
-    files = server.files[server.latest["ada/drafter"]]
-    assert set(files) == set(checkpoint.FILES)
-    card = files["README.md"].decode()
+    spec = push(tmp_path / "a", "--license", "apache-2.0")
+    assert hub.private == {"ada/drafter": True}
+    assert push(tmp_path / "b", "--public") != spec and hub.private == {"ada/drafter": True}, "as it was made"
+    found = drafter_specs.drafter_folder(drafter_specs.split(spec)[1])
+    assert {path.name for path in found.iterdir()} == set(checkpoint.FILES)
+    card = (found / "README.md").read_text()
     assert "license: apache-2.0\nlibrary_name:" in card and "base_model" not in card, "the base is a folder"
     assert "--drafter ctc=ada/drafter@REVISION" in card
-    loaded, expected = drafter_specs.make(spec, Runner(base)), drafter_specs.make(f"ctc={trained.folder}", Runner(base))
+    runner = Runner(tiny_base)
+    loaded, expected = drafter_specs.make(spec, runner), drafter_specs.make(f"ctc={trained.folder}", runner)
     torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    asked = len(server.requests)
-    drafter_specs.make(spec, Runner(base))  # the commit is in the cache
-    assert len(server.requests) == asked
-    push(trained, tmp_path / "b", "--public")
-    assert server.private == {"ada/drafter": True} and len(server.files) == 2
-    found = drafter_specs.drafter_folder(drafter_specs.split(spec)[1])
-    assert "apache" in (found / "README.md").read_text()
-    latest = drafter_specs.drafter_folder("ada/drafter@main")
-    assert "apache" not in (latest / "README.md").read_text()
 
 
-def test_a_refused_token_and_no_token_take_one_line(server, trained, monkeypatch, call, tmp_path):
+def test_a_refused_token_and_no_token_take_one_line(hub, trained, monkeypatch, call, tmp_path):
     line = "export", trained.ckpt, tmp_path / "out", "--overwrite", "--push", "ada/drafter"
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.delenv("HF_TOKEN")
     assert "nobody is logged in to the hub" in call(run_drafters, *line).one_line_error("drafters")
-    assert server.requests == [] and not (tmp_path / "out").exists()
+    assert not hub.private and not (tmp_path / "out").exists()
     monkeypatch.setenv("HF_TOKEN", "hf_wrong_token")
+    hub.refusal = OSError("401 for hf_wrong_token")  # as the client's errors, which have the hub's words
+    hub.refusal.server_message = "Invalid token"
     refused = call(run_drafters, *line)
     assert "cannot upload to ada/drafter: Invalid token" in refused.one_line_error("drafters")
     assert "hf_wrong_token" not in refused.err
 
 
-def test_what_the_hub_does_not_have_and_a_hub_that_cannot_be_reached_are_refused(
-    server, trained, base, monkeypatch, tmp_path
-):
-    with pytest.raises(ValueError, match=r"cannot download ada/none@main: .*; check the name and the revision"):
-        drafter_specs.make("ctc=ada/none@main", Runner(base))
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="cannot upload to ada/drafter: "):
-        export(str(trained.ckpt), str(tmp_path / "out"), push="ada/drafter")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    with pytest.raises(ValueError, match="is not here, and the hub cannot be reached"):
-        tokenizer.find_folder(f"ada/drafter@{'0' * 40}", checkpoint.FILES)
-
-
-def test_a_local_folder_of_that_name_comes_first(server, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ada" / "drafter@main").mkdir(parents=True)
-    assert tokenizer.find_folder("ada/drafter@main", checkpoint.FILES).is_dir() and server.requests == []
+def test_a_drafter_that_the_hub_does_not_have_or_that_cannot_be_reached_is_refused(tiny_base):
+    for spec in ("ada/none@main", f"ada/none@{'0' * 40}"):
+        with pytest.raises(ValueError, match=rf"cannot download {spec} .*check the name and the revision"):
+            drafter_specs.make(f"ctc={spec}", Runner(tiny_base))

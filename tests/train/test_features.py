@@ -103,23 +103,6 @@ def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_pro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, train_online, tmp_path, dtype):
-    online = train_online("ctc")
-    stored = fit(tiny, SMALL_CTC, tmp_path / dtype, stores / dtype)
-    assert stored.losses == pytest.approx(online.losses, rel=0.02)
-    assert stored.losses != online.losses
-
-
-@pytest.mark.slow
-def test_a_training_from_a_store_resumes_within_an_epoch(tiny, stores, tmp_path):
-    whole = fit(tiny, SMALL_CTC, tmp_path / "whole", stores / "float16", num_workers=1)
-    resume = tmp_path / "whole" / "step=3.ckpt"
-    rest = fit(tiny, SMALL_CTC, tmp_path / "rest", stores / "float16", resume=resume)
-    assert rest.tokens == whole.tokens[3:]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_store_holds_the_bases_outputs_of_each_conversation_without_a_batch(tiny, tmp_path, dtype):
     run_drafters(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))

@@ -29,6 +29,7 @@ KINDS = {
     "eagle3, qk norms": (EAGLE3, HEAD | {"has_qk_norm": True, "norm_before_residual": True, "draft_vocab_size": None}),
     "block": (Block, {"trunk": TRUNK, "draft": CHAIN}),
     "block, markov": (Block, {"trunk": TRUNK | {"markov_rank": 4}, "draft": CHAIN}),
+    "dflash": (Block, {"trunk": TRUNK | {"sample_from_anchor": False}, "draft": CHAIN}),
     "block, base's markov": (Block, {"trunk": TRUNK | {"markov_rank": 4, "markov_factors": "base"}, "draft": CHAIN}),
 }
 
@@ -55,6 +56,7 @@ def build(kind, init_args, base):
 
 def written(folder, drafter, config):
     """The content of config.json and the weights."""
+    folder.mkdir(exist_ok=True)
     vllm.write(folder, drafter, config, MASK, torch.float32)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
@@ -163,10 +165,10 @@ def literal(name, config, weights, base, ids):
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_the_format_as_documented_gives_the_chain_of_our_own_drafter(name, base, tmp_path):
+def test_the_format_as_documented_gives_the_chain_of_our_own_drafter_and_is_imported_again(name, base, call, tmp_path):
     drafter, config = build(*KINDS[name], base)
     drafter.attach_base_weights(base.base_weights)
-    content, drafts = written(tmp_path, drafter, config), set()
+    content, drafts = written(tmp_path / "vllm", drafter, config), set()
     for seed in range(4):
         ids = torch.randint(3, 400, (24,), generator=torch.Generator().manual_seed(seed))
         hidden = base.hidden_states(ids[None], drafter.required_outputs.hidden_layers)[0][0]
@@ -175,6 +177,55 @@ def test_the_format_as_documented_gives_the_chain_of_our_own_drafter(name, base,
         assert list(tree.parents) == list(range(-1, len(tree.tokens) - 1))
         drafts.add(tuple(tree.tokens))
     assert len(drafts) > 1
+    imported = call(run_drafters, "import", tmp_path / "vllm", tmp_path / "out", "--base", base.name)
+    if name == "medusa":
+        assert "its architecture is MedusaModel" in imported.one_line_error("drafters")
+        return
+    again, read = checkpoint.load(tmp_path / "out")
+    assert read.base == config.base and again.required_outputs == drafter.required_outputs
+    assert read.init_args.get("draft") == ({"depth": 4} if "eagle3" in name else None)
+    if name != "block, base's markov":  # whose bias is written folded with the base's weights
+        torch.testing.assert_close(again.state_dict(), drafter.state_dict(), rtol=0, atol=0)
+
+
+def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, tmp_path):
+    """vLLM reads no map of ids where the draft vocabulary is as large as the base's."""
+    drafter, config = build(*KINDS["eagle3, qk norms"], base)
+    permuted = recipe.build(EAGLE3, base.shape, config.init_args | {"draft_vocab_size": V})
+    tokens = torch.randperm(V)
+    head = drafter.lm_head.weight[tokens]
+    permuted.load_state_dict(drafter.state_dict() | {"draft_tokens": tokens, "lm_head.weight": head})
+    vllm.write(tmp_path, permuted, config, dtype=torch.float32)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], drafter.lm_head.weight) and not {"d2t", "t2d"} & weights.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "block, markov"])
+def test_an_export_is_rounded_to_bfloat16_once(name, base, call, tmp_path):
+    drafter, config = build(*KINDS[name], base)
+    (tmp_path / "public").mkdir()
+    vllm.write(tmp_path / "public", drafter, config, MASK)
+    weights = load_file(tmp_path / "public" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} <= {torch.bfloat16, torch.int64, torch.bool}
+    assert json.loads((tmp_path / "public" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert call(run_drafters, "import", tmp_path / "public", tmp_path / "out", "--base", base.name).code == 0
+    again, expected = load_file(tmp_path / "out" / "model.safetensors"), drafter.bfloat16().state_dict()
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[key]) for key, weight in again.items())
+
+
+@pytest.mark.slow
+def test_the_row_of_the_mask_is_not_rounded_by_the_bases_dtype(make_tiny, tmp_path):
+    base = load_base(str(make_tiny("stored-in-bfloat16", vocab_size=V, num_layers=LAYERS)), "bfloat16")
+    base.model.save_pretrained(base.name)
+    drafter, config = build(*KINDS["block"], base)
+    vllm.write(tmp_path, drafter, config, MASK, torch.float32)
+    embedding = load_file(tmp_path / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(embedding[MASK], drafter.frame_embedding[0])
+    assert not torch.equal(embedding[MASK], embedding[MASK].bfloat16().float())
+    embedding[MASK] = base.base_weights.embedding[MASK].float()
+    assert torch.equal(embedding, base.base_weights.embedding.float())
 
 
 # ---- cards and refusals

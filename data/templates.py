@@ -33,15 +33,12 @@ MARKS = (
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a chat template.
+    """Return the text of a chat template; ValueError if there is no such template, or it has no such switch.
 
     Args:
         name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template. With ``:thinking=on`` or
             ``:thinking=off`` after it, the template's own switch asks for answers with or without reasoning.
         tokenizer: Tokenizer of the base.
-
-    Raises:
-        ValueError: There is no such template, or it has no such switch.
     """
     name, _, option = name.partition(":")
     if name not in (*TEMPLATES, "tokenizer"):
@@ -85,16 +82,14 @@ def encode(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation and its loss mask, both (S,).
 
-    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer.
+    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer. Raises
+    ValueError if the template refuses the conversation, or recorded tokens belong to another tokenizer or template.
 
     Args:
         conversation: The conversation to encode.
         tokenizer: Tokenizer of the base.
         template: Name of the chat template, see `resolve_template`.
         max_length: Tokens after this many are cut off. None keeps all.
-
-    Raises:
-        ValueError: The template refuses the conversation, or recorded tokens belong to another tokenizer or template.
     """
     text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
     tools = list(conversation.tools) or None

@@ -138,9 +138,7 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
     """Return the function of a command, and its arguments as the command line gives them.
 
     A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
-
-    Raises:
-        ValueError: The command is unknown, or the arguments do not fit it.
+    Raises ValueError if the command is unknown, or the arguments do not fit it.
     """
     from argparse import ArgumentError
 

@@ -92,8 +92,7 @@ def read_features(
 def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> None:
     """Make a store return the hidden layers that a drafter needs.
 
-    Raises:
-        ValueError: The store was written by another base or with another dtype, or lacks some of the layers.
+    Raises ValueError if the store was written by another base or with another dtype, or lacks some of the layers.
     """
     manifest, dtype = store.manifest, str(base.model.dtype).removeprefix("torch.")
     if dtype != manifest.base_dtype:
@@ -236,8 +235,7 @@ def num_tokens_of(shards: Iterable[Sequence[Row]]) -> int:
 def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ...]:
     """Return the layers to store, from text like ``-1,2,5``; with the last one even if the text does not name it.
 
-    Raises:
-        ValueError: The text is not a list of numbers, or the base has no such layer.
+    Raises ValueError if the text is not a list of numbers, or the base has no such layer.
     """
     try:
         numbers = [int(layer) for layer in layers.split(",")]
@@ -271,8 +269,7 @@ def divide_into_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) 
 def find_written_shards(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Shard]:
     """Return the complete shards of an earlier run, by file name; with ``verify``, compare their checksums too.
 
-    Raises:
-        ValueError: The folder holds another store, or other files.
+    Raises ValueError if the folder holds another store, or other files.
     """
     if not (folder / MANIFEST).exists():
         if folder.is_dir() and any(not path.name.endswith(".new") for path in folder.iterdir()):

@@ -92,8 +92,7 @@ def kind_of(source: PublicCheckpoint) -> str:
 def build(public: PublicDrafter, base: Base, folder: Path) -> tuple[LearnedDrafter, DrafterConfig]:
     """The drafter in the dtype of the checkpoint, and its configuration.
 
-    Raises:
-        ValueError: The weights do not have the shapes that the configuration asks for.
+    Raises ValueError if the weights do not have the shapes that the configuration asks for.
     """
     config = DrafterConfig(
         class_path=public.class_path,

@@ -72,7 +72,8 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 
     Validation then decodes what the base would really write. All answers may be equally long, at most half of the
     context, so that no answer depends on the other prompts of its batch. Prompts that leave less room are left out and
-    counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context.
+    counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context. Raises
+    ValueError if all prompts fill the base's context.
 
     Args:
         base: The base that answers.
@@ -81,9 +82,6 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 
     Returns:
         The same keys on the CPU, padded on the right. Conversations without an answer are left out.
-
-    Raises:
-        ValueError: All prompts fill the base's context.
     """
     prompts = [
         ids[: spans[0][0]]

@@ -66,8 +66,7 @@ class PublicCheckpoint:
     def settings(self, kind: Any, values: Any = None) -> Any:
         """A dataclass of settings from config.json, or from a part of it.
 
-        Raises:
-            ValueError: A setting is missing or of a wrong type.
+        Raises ValueError if a setting is missing or of a wrong type.
         """
         try:
             return validated(kind, self.config if values is None else values)
@@ -75,11 +74,7 @@ class PublicCheckpoint:
             raise ValueError(f"{self.folder / 'config.json'}: {error}") from error
 
     def take(self, name: str) -> Tensor:
-        """Take one weight out.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
+        """Take one weight out; ValueError if there is none of this name."""
         if name not in self.weights:
             self.refuse(f"it has no weights {name}")
         return self.weights.pop(name)
@@ -92,8 +87,7 @@ class PublicCheckpoint:
     def drop_copy(self, name: str, original: Tensor, what: str) -> None:
         """Take out a copy of a weight of the base, if there is one.
 
-        Raises:
-            ValueError: It is not a copy; no drafter here has such a weight of its own.
+        Raises ValueError if it is not a copy; no drafter here has such a weight of its own.
         """
         copy = self.weights.pop(name, None)
         if copy is None:
@@ -111,8 +105,7 @@ class PublicCheckpoint:
     def check_hidden_layers(self, layers: Sequence[int], base: BaseShape) -> list[int]:
         """Return base layers that are fused, counted as here.
 
-        Raises:
-            ValueError: The base does not have them, or they include its last one.
+        Raises ValueError if the base does not have them, or they include its last one.
         """
         if base.num_layers in layers:
             self.refuse(
@@ -132,8 +125,7 @@ class PublicCheckpoint:
 def read_public_checkpoint(folder: Path) -> PublicCheckpoint:
     """Read config.json and all files of weights.
 
-    Raises:
-        ValueError: A file is missing or damaged, or the folder is a drafter of this project already.
+    Raises ValueError if a file is missing or damaged, or the folder is a drafter of this project already.
     """
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: download the drafter first, then pass its folder")

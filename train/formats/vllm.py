@@ -127,10 +127,8 @@ def _converted(
 def medusa_config(drafter: Medusa, shape: BaseShape) -> dict[str, Any]:
     """Return the config.json of vLLM's Medusa up to version 0.32, whose weights have the same names as ours.
 
-    No other key may contain "num" together with "heads" or "layers": vLLM would take it for one of these two.
-
-    Raises:
-        ValueError: The heads share the base's LM head.
+    No other key may contain "num" together with "heads" or "layers": vLLM would take it for one of these two. Raises
+    ValueError if the heads share the base's LM head.
     """
     if not drafter.own_heads:
         raise ValueError("the vllm format of Medusa has an output layer in each head: train with own_heads: true")

@@ -21,17 +21,11 @@ from data.tokenizer import shipped_folder
 
 
 class Command(NamedTuple):
-    """A command: a typed function whose docstring is the help.
+    """A command: a typed function whose docstring is the help."""
 
-    Args:
-        target: MODULE:FUNCTION.
-        summary: Line in the list of commands.
-        positional: Options that may be given by position; a list takes all arguments that are left.
-    """
-
-    target: str
-    summary: str
-    positional: tuple[str, ...] = ()
+    target: str  # MODULE:FUNCTION
+    summary: str  # line in the list of commands
+    positional: tuple[str, ...] = ()  # options that may be given by position; a list takes all arguments that are left
 
 
 COMMANDS = {

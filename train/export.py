@@ -125,9 +125,7 @@ def drafter_of(saved: Any, base: str | None = None) -> tuple[LearnedDrafter, Dra
             for name, weight in saved["state_dict"].items()
             if name.startswith("drafter.")
         }
-        config.check_weights({name: weight.shape for name, weight in weights.items()})
-        drafter = config.build()
-        drafter.load_state_dict(weights)
+        drafter = config.build(weights)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
         raise ValueError(f"the checkpoint holds no complete drafter ({problem}): train or copy it again") from error

@@ -30,7 +30,7 @@ from data.features import (
     write_shard,
 )
 from data.files import checksum, safe_text, short_hash
-from data.rows import Statistics, lengths, tokenise
+from data.rows import describe, lengths, tokenise
 from data.templates import resolve_template
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
@@ -42,17 +42,11 @@ if TYPE_CHECKING:
 
 
 class BaseFeatures(NamedTuple):
-    """Outputs of the base over texts (B, S).
+    """Outputs of the base over texts (B, S)."""
 
-    Args:
-        hidden: (B, S, F * D) hidden states of the chosen layers, side by side.
-        last_hidden: (B, S, D) normed last hidden states, which the LM head reads.
-        labels: (B, S) the base's most probable next token at each position.
-    """
-
-    hidden: Tensor
-    last_hidden: Tensor
-    labels: Tensor
+    hidden: Tensor  # (B, S, F * D) hidden states of the chosen layers, side by side
+    last_hidden: Tensor  # (B, S, D) normed last hidden states, which the LM head reads
+    labels: Tensor  # (B, S) the base's most probable next token at each position
 
 
 @torch.no_grad()
@@ -74,11 +68,8 @@ def read_features(
 ) -> TrainingBatch:
     """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
 
-    Args:
-        batch: A batch of `data.batches.collate`, with the stored states of the drafter's ``layers`` side by side.
-        layers: The drafter's hidden layers.
-        dtype: Dtype of the base.
-        step: Optimizer steps taken before this batch.
+    The batch is one of `data.batches.collate`, with the stored states of the drafter's ``layers`` side by side; the
+    dtype is the base's, and ``step`` the number of optimizer steps before this batch.
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
     last_hidden: Tensor | None = None  # few losses read it, so a store need not hold it
@@ -170,7 +161,7 @@ def features(
     if dropped.total:
         print(safe_text(dropped))
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
-    print(Statistics.of(texts))
+    print(describe(texts))
     rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
     per_token = bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype)
     shards = divide_into_shards(rows, per_token, int(shard_megabytes * 2**20))

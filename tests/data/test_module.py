@@ -9,7 +9,7 @@ import torch
 from data.batches import BucketSampler
 from data.conversations import Conversation
 from data.module import ShareGPTData, describe_epoch, hold_out
-from data.rows import Statistics
+from data.rows import describe
 
 CONVERSATION = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 
@@ -84,7 +84,7 @@ def test_training_logs_its_data_batches_and_steps_before_it_starts(make, tmp_pat
     assert (
         "dropped 1 records (1 x no assistant turn after a user turn), for example\n  mute.jsonl line 1: no " in logged
     )
-    assert f"training: {Statistics.of(data.train_set)}" in logged and "training: 33 conversations, " in logged
+    assert f"training: {describe(data.train_set)}" in logged and "training: 33 conversations, " in logged
     assert "validation: 8 conversations, " in logged
     assert len(seen) == 3 * 4  # of the 9 batches of an epoch half is trained on, two a step
     assert (tmp_path / "step=6.ckpt").is_file() and not (tmp_path / "step=7.ckpt").exists()

@@ -23,36 +23,22 @@ COPIES = "verifier_lm_head.weight", "verifier_norm.weight"
 
 @dataclass(frozen=True)
 class PublicDrafter:
-    """A drafter that was read from a public format.
+    """A drafter that was read from a public format."""
 
-    Args:
-        class_path: Its class here.
-        init_args: Its recipe.
-        shape: Sizes of its layers, and of the base.
-        weights: Its weights by the names they have here.
-        left_out: Parts of the checkpoint that do not change what is drafted.
-    """
-
-    class_path: str
+    class_path: str  # its class here
     init_args: dict[str, Any]
-    shape: BaseShape
-    weights: dict[str, Tensor]
-    left_out: tuple[str, ...] = ()
+    shape: BaseShape  # sizes of its layers, and of the base
+    weights: dict[str, Tensor]  # by the names they have here
+    left_out: tuple[str, ...] = ()  # parts of the checkpoint that do not change what is drafted
 
 
 @dataclass
 class PublicCheckpoint:
-    """The content of such a folder. Weights are taken out as they are read, so that none is overlooked.
-
-    Args:
-        folder: The folder.
-        config: The content of config.json.
-        weights: Weights by name that have not been taken yet.
-    """
+    """The content of such a folder. Weights are taken out as they are read, so that none is overlooked."""
 
     folder: Path
-    config: dict[str, Any]
-    weights: dict[str, Tensor] = field(repr=False)
+    config: dict[str, Any]  # the content of config.json
+    weights: dict[str, Tensor] = field(repr=False)  # those that have not been taken yet
 
     @property
     def algorithm(self) -> Algorithm:
@@ -154,19 +140,12 @@ def read_public_checkpoint(folder: Path) -> PublicCheckpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """What the formats say of the base.
+    """What the formats say of the base."""
 
-    Args:
-        name: Folder or hub id.
-        architectures: Its model class in transformers.
-        context_length: Maximum number of tokens of a text.
-        stored_dtype: Name of the dtype that it is stored in.
-    """
-
-    name: str
-    architectures: Sequence[str]
+    name: str  # folder or hub id
+    architectures: Sequence[str]  # its model class in transformers
     context_length: int
-    stored_dtype: str
+    stored_dtype: str  # name of the dtype that it is stored in
 
 
 def read_target(name: str) -> Target:

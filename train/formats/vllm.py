@@ -43,15 +43,8 @@ def write(
 ) -> None:
     """Write config.json, model.safetensors and README.md in the format that vLLM reads.
 
-    Args:
-        folder: Folder to write to.
-        drafter: The trained drafter.
-        config: Its configuration.
-        mask_token_id: For a block drafter, the token whose embedding becomes that of the masked frames.
-        dtype: Dtype of the weights.
-
-    Raises:
-        ValueError: vLLM has no method that drafts in the same way.
+    Raises ValueError if vLLM has no method that drafts in the same way. For a block drafter, ``mask_token_id`` is the
+    token whose embedding becomes that of the masked frames.
     """
     method, num_tokens, values, weights = _converted(drafter, config, mask_token_id, dtype)
     weights = {

@@ -66,11 +66,7 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a prompt: (role, text) pairs, and the start of the assistant's next turn.
 
-    Args:
-        messages: The pairs; the last is the user's.
-        tokenizer: Tokenizer of the base.
-        template: Name of the chat template, see `resolve_template`.
-        tools: Definitions of the tools that the template offers, each a JSON object.
+    The template is named as in `resolve_template`; each of the tools that it offers is defined by a JSON object.
     """
     dicts, options = Conversation("prompt", tuple(messages)).as_dicts(), {"tools": list(tools)} if tools else {}
     text = resolve_template(template, tokenizer)
@@ -82,14 +78,9 @@ def encode(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation and its loss mask, both (S,).
 
-    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer. Raises
-    ValueError if the template refuses the conversation, or recorded tokens belong to another tokenizer or template.
-
-    Args:
-        conversation: The conversation to encode.
-        tokenizer: Tokenizer of the base.
-        template: Name of the chat template, see `resolve_template`.
-        max_length: Tokens after this many are cut off. None keeps all.
+    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer. The template is
+    named as in `resolve_template`; tokens after the first ``max_length`` are cut off. Raises ValueError if the template
+    refuses the conversation, or recorded tokens belong to another tokenizer or template.
     """
     text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
     tools = list(conversation.tools) or None
@@ -137,12 +128,6 @@ def mask_without_marks(
     calls and the names of channels too, if the template shows them. The rendered texts are compared rather than the
     ids, because an answer that starts with a line break may share its first token with the prompt. Raises ValueError if
     the template refuses the conversation, or an answer cannot be found in what it writes.
-
-    Args:
-        messages: Dicts as chat templates read them.
-        tokenizer: Tokenizer of the base.
-        template: Text of the template.
-        tools: Descriptions of the tools that the assistant may call.
     """
     texts = _Texts(messages, tokenizer, template, tools)
     answers: list[tuple[int, int]] = []

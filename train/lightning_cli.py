@@ -61,12 +61,7 @@ class DrafterCLI(LightningCLI):
     """A LightningCLI over a module and `ShareGPTData` that derives what other arguments already determine.
 
     The tokenizer of the data is the base's, and checkpoints and TensorBoard logs go below
-    ``trainer.default_root_dir``.
-
-    Args:
-        command: The command line as the user wrote it.
-        module: What is trained.
-        tokenizer: The option that names the tokenizer of the data.
+    ``trainer.default_root_dir``. The arguments are those of `run`.
     """
 
     def __init__(self, command: str, module: type[L.LightningModule], tokenizer: str) -> None:

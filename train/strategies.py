@@ -57,12 +57,9 @@ def shard_layers(base: Base, device: torch.device) -> None:
     """Shard the weights of a base's decoder layers over all processes, which then must run the base equally often.
 
     Each layer gathers its weights when it runs, and frees them afterwards. The embedding, the norms and the LM head,
-    which drafters read, stay whole. The base computes the same as before, bit for bit. Raises ValueError if the base's
-    decoder has no list of layers.
-
-    Args:
-        base: The frozen base; changed in place, unless an earlier ``fit`` or ``validate`` has done it already.
-        device: Device of this process, which the sharded weights are moved to.
+    which drafters read, stay whole. The base computes the same as before, bit for bit. It is changed in place, unless
+    an earlier ``fit`` or ``validate`` has done it already, and the sharded weights are moved to ``device``, that of
+    this process. Raises ValueError if the base's decoder has no list of layers.
     """
     decoder: Any = base.model.base_model
     if isinstance(decoder, FSDPModule):

@@ -10,6 +10,7 @@ from data.batches import BucketSampler
 from data.conversations import Conversation
 from data.module import ShareGPTData, describe_epoch, hold_out
 from data.rows import describe
+from tests.train.conftest import QUIET
 
 CONVERSATION = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 
@@ -47,15 +48,7 @@ class Recorder(L.LightningModule):
 def fit(data, folder, resume=None, **options):
     recorder = Recorder()
     checkpoints = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = L.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[checkpoints],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = L.Trainer(**QUIET, max_epochs=3, callbacks=[checkpoints], **options)
     trainer.fit(recorder, data, ckpt_path=resume)
     return recorder.seen
 

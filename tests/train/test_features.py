@@ -10,7 +10,7 @@ import torch
 from data.features import BYTES_PER_ROW, FeatureStore, Manifest
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
-from inference.verifier.base import load_base
+from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
 from train.features import Row, divide_into_shards, parse_layers
 from train.module import DrafterTraining
@@ -80,9 +80,8 @@ def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
     module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8)
     data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA | options)
     saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    place = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder}
-    trainer = L.Trainer(**place, **quiet, max_steps=steps, limit_val_batches=1, callbacks=[seen, saving])
+    options = {"default_root_dir": folder, "num_sanity_val_steps": 0, "max_steps": steps, "limit_val_batches": 1}
+    trainer = L.Trainer(**QUIET, **options, callbacks=[seen, saving])
     trainer.fit(module, data, ckpt_path=resume, weights_only=False)  # the recipe is a partial here
     return seen
 
@@ -100,24 +99,6 @@ def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_pro
         assert stored.tokens == online.tokens, "the same batches in the same order"
         assert stored.losses == pytest.approx(online.losses, rel=tolerance, abs=0)
         assert stored.base_forwards == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_store_holds_the_bases_outputs_of_each_conversation_without_a_batch(tiny, tmp_path, dtype):
-    run_drafters(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))
-    base, store = load_base(str(tiny), dtype), FeatureStore(tmp_path / "store")
-    data = ShareGPTData(str(tiny), val_size=4, features=str(store.folder), **DATA)
-    data.setup("fit")
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
-    for place in data._places:
-        row = store.read(place)
-        with torch.no_grad():
-            alone = base.model(row["input_ids"][None].long(), output_hidden_states=True)
-        expected = torch.cat([alone.hidden_states[layer] for layer in LAYERS], dim=-1)[0]
-        torch.testing.assert_close(row["hidden"], expected, **close)
-        if dtype == "float32":
-            assert torch.equal(row["labels"].long(), alone.logits[0].argmax(-1)), "labels never see the rounding"
 
 
 def state(folder):

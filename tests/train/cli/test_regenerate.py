@@ -21,7 +21,7 @@ from inference.regenerate.answerers import LocalAnswerer
 from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.base import load_base
-from inference.verifier.options import ModelOptions, SamplingOptions
+from inference.verifier.options import SamplingOptions
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
@@ -194,7 +194,9 @@ def slow_disk():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, fork, tmp_path, number, ended):
+def test_an_interrupted_run_that_is_repeated_writes_what_is_missing_and_the_same_file(
+    written, tiny, asked, fork, tmp_path, monkeypatch, number, ended
+):
     out = tmp_path / "own.jsonl"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
     partial = out.with_name("own.jsonl.partial")
@@ -205,41 +207,22 @@ def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny,
     assert running.wait() == ended and not out.exists()
     said = running.log.read_text()
     assert "Traceback" not in said and ("stopped by Ctrl-C" in said) == (number == signal.SIGINT)
+    num_written = partial.read_bytes().count(b"\n") - 1  # below the line of the arguments
     with partial.open("ab") as stream:
         stream.write(b"[0,[[1,[5,")  # what a kill in the middle of writing leaves
+    batches = []
+
+    def counted(*given, decode_batch=answerers.decode_batch):
+        batches.append(given)
+        return decode_batch(*given)
+
+    monkeypatch.setattr(answerers, "decode_batch", counted)
     run_drafters(words)
     assert out.read_bytes() == written.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
-
-
-@pytest.mark.slow
-def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked, tmp_path, monkeypatch):
-    base = load_base(str(tiny))
-    monkeypatch.setattr(ModelOptions, "load", lambda self: base)
-    out = tmp_path / "own.jsonl"
-    partial, kept = out.with_name("own.jsonl.partial"), tmp_path / "kept"
-    words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
-    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(SystemExit):
-        run_drafters(words)
-    monkeypatch.undo()
-    monkeypatch.setattr(ModelOptions, "load", lambda self: base)
-    kept.write_bytes(partial.read_bytes())
-    lines = kept.read_bytes().splitlines(keepends=True)
-    assert len(lines) > 5
-    num_forwards = []
-    monkeypatch.setattr(
-        answerers,
-        "decode_batch",
-        lambda *given, decode_batch=answerers.decode_batch: num_forwards.append(1) or decode_batch(*given),
-    )
-    for num_lines in range(1, len(lines) + 1):
-        out.unlink(missing_ok=True)
-        num_forwards.clear()
-        partial.write_bytes(b"".join(lines[:num_lines]))
-        run_drafters(words)
-        assert out.read_bytes() == written.read_bytes()
-        assert len(num_forwards) == len(lines) - num_lines, "only what is missing is written again"
+    num_missing = len(batches)
+    run_drafters([*words, "--overwrite"])
+    assert len(batches) - num_missing == num_written + num_missing
 
 
 @pytest.mark.slow

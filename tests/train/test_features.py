@@ -74,15 +74,13 @@ class Losses(L.Callback):
         self.tokens.append(batch["input_ids"].tolist())
 
 
-def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
+def fit(tiny, drafter, folder, features=None, steps=8):
     seen = Losses()
     L.seed_everything(0, verbose=False)
     module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8)
-    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA | options)
-    saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA)
     options = {"default_root_dir": folder, "num_sanity_val_steps": 0, "max_steps": steps, "limit_val_batches": 1}
-    trainer = L.Trainer(**QUIET, **options, callbacks=[seen, saving])
-    trainer.fit(module, data, ckpt_path=resume, weights_only=False)  # the recipe is a partial here
+    L.Trainer(**QUIET, **options, enable_checkpointing=False, callbacks=[seen]).fit(module, data)
     return seen
 
 

@@ -70,7 +70,7 @@ def _read_hub(source: str, columns: Collection[str]) -> Rows:
     name, file, split = match["name"], match["file"], match["split"] or "train"
     options: dict[str, Any] = {"revision": match["revision"]} if match["revision"] else {}
     try:
-        with cached_if_unreachable(name):
+        with cached_if_unreachable(name, "README.md", "dataset"):
             if file:
                 path = Path(hf_hub_download(name, file, repo_type="dataset", **options))
             else:

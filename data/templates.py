@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
-from data.conversations import REASONING, Conversation
-from data.files import short_hash
-from data.tokenizer import TEMPLATES, tokenizer_hash
+from data.conversations import REASONING, Conversation, load_conversations
+from data.files import SafeConsole, short_hash
+from data.tokenizer import TEMPLATES, load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -232,6 +232,34 @@ def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTo
         text.append(longer[len(decoded) :], style="bold green" if is_masked_in else "dim")
         decoded = longer
     return text
+
+
+def show_mask(
+    tokenizer: str, files: list[str], template: str = "tokenizer", max_length: int = 2048, limit: int = 2
+) -> None:
+    """Print conversations and show in green the tokens on which the loss is computed.
+
+    Args:
+        tokenizer: Folder or hub id of the base or of its tokenizer.
+        files: Conversations, as data.files of a training, such as chats.json or embedded.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
+        max_length: Maximum number of tokens of a conversation; the rest is cut off.
+        limit: Number of conversations to print.
+    """
+    loaded = load_tokenizer(tokenizer)
+    conversations, dropped = load_conversations(files, limit)
+    console = SafeConsole()
+    if dropped.total:
+        console.print(str(dropped), markup=False)
+    num_masked = 0
+    for conversation in conversations:
+        ids, mask = encode(conversation, loaded, template, max_length)
+        num_masked += sum(mask)
+        console.rule(f"{conversation.id}: {len(ids)} tokens, {sum(mask)} of the assistant")
+        console.print(masked_text(ids, mask, loaded))
+    if not num_masked:
+        raise ValueError("the loss mask is zero everywhere: check --template and --max_length")
 
 
 @dataclass(frozen=True)

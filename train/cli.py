@@ -47,7 +47,7 @@ COMMANDS = {
     "import": Command("train.import_drafter:import_drafter", "read another tool's drafter", ("folder", "out")),
     "index": Command("inference.indexes:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
     "features": Command("train.features:features", "write the base's hidden states of conversations for training"),
-    "show-mask": Command("train.show_mask:show_mask", "print conversations with their loss mask in colour"),
+    "show-mask": Command("data.templates:show_mask", "print conversations with their loss mask in colour"),
     "replay": Command("inference.replay.replay:replay", "measure n-gram drafters on recorded answers, without a base"),
 }
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]

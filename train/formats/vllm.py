@@ -62,7 +62,9 @@ The drafter in vLLM's format:
 
 There it proposes one chain without a tree: {NOTES[method]}
 
-{_tested(method, drafter)} This very folder was not run in vLLM.
+Keys, shapes and meaning follow vLLM's and speculators' sources of 2026. This folder was not run in vLLM. Version
+{TESTED_VERSION} was, on a CPU in float32, with one drafter each of {", ".join(TESTED_METHODS)}: the texts were those of
+the base alone, and took as many steps as with the same chain here.
 
 `drafters eval` reads the folder that `drafters export` makes without `--format vllm`, and drafts trees with it.
 
@@ -70,22 +72,6 @@ There it proposes one chain without a tree: {NOTES[method]}
 - Command of the training: {code_span(config.training.get("command") or "not recorded")}
 """
     write_text(folder / "README.md", card)
-
-
-def _tested(method: str, drafter: Any) -> str:
-    """What was run in vLLM itself: of Medusa and EAGLE-3, one variant each."""
-    is_tested = method in TESTED_METHODS
-    if method == "medusa":
-        is_tested = len(drafter.blocks[0].layers) == 1
-    elif method == "eagle3":
-        has_vocabulary = drafter.draft_tokens is not None and len(drafter.draft_tokens) < drafter.vocab_size
-        is_tested = has_vocabulary and not (drafter.has_qk_norm or drafter.norm_before_residual)
-    if is_tested:
-        return (
-            f"This format was run in vLLM {TESTED_VERSION} on a CPU, in float32, with another drafter of the same "
-            "kind: the texts were those of the base alone, and took as many steps as with the same chain here."
-        )
-    return "Keys, shapes and meaning follow vLLM's and speculators' sources of 2026; this variant was not run in vLLM."
 
 
 def _converted(

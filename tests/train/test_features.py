@@ -1,5 +1,8 @@
+"""The feature store: what it holds, how a run of the command continues, and training from it."""
+
 import json
 import shutil
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -7,7 +10,17 @@ import lightning as L
 import pytest
 import torch
 
-from data.features import BYTES_PER_ROW, FeatureStore, Manifest
+from data.features import (
+    BYTES_PER_ROW,
+    FeatureStore,
+    Manifest,
+    StoredRows,
+    bytes_per_token,
+    pack,
+    row_keys,
+    unpack,
+    write_shard,
+)
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
 from tests.train.conftest import QUIET
@@ -55,6 +68,13 @@ def train_online(tiny, tmp_path_factory):
         return fit(tiny, RECIPES[name], tmp_path_factory.mktemp("online"))
 
     return train
+
+
+def read_data(tiny, features, stage="fit", **options):
+    """The data of a training from a store; its conversations are those of the store unless options change them."""
+    data = ShareGPTData(str(tiny), features=str(features), **{"val_size": 4, "batch_size": 4} | DATA | options)
+    data.setup(stage)
+    return data
 
 
 class Losses(L.Callback):
@@ -176,6 +196,71 @@ def test_a_mistake_leaves_a_store_as_it_was(call, tiny, make_tiny, stores, tmp_p
     assert state(folder) == before and not (tmp_path / "empty").exists()
 
 
+# ---- what a store holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_a_coarser_store_holds_the_same_up_to_rounding(tiny, stores, dtype):
+    exact, coarse = (read_data(tiny, stores / name) for name in ("float32", dtype))
+    for row, other in zip(*(StoredRows(data.store, data._places) for data in (exact, coarse)), strict=True):
+        assert all(torch.equal(row[name], other[name]) for name in ("input_ids", "loss_mask", "labels"))
+        states = row["hidden"].unflatten(-1, (len(LAYERS), -1))
+        error = unpack(other["hidden"], other.get("hidden_scale"), torch.float32).view_as(states) - states
+        relative = {"float16": 2**-11, "bfloat16": 2**-8, "int8": 1.001 / 254}[dtype]
+        scale = states.abs().amax(-1, keepdim=True) if dtype == "int8" else states.abs()
+        assert (error.abs() <= scale * relative + 1e-6).all(), "int8 has a scale for each token; batches differ too"
+    manifest = coarse.store.manifest
+    expected = manifest.num_tokens * bytes_per_token(len(LAYERS), manifest.hidden_size, dtype)
+    headers = sum(path.stat().st_size for path in (stores / dtype).glob("*.safetensors")) - expected
+    assert 0 <= headers - manifest.num_rows * BYTES_PER_ROW < 2000 * len(manifest.shards)
+
+
+@pytest.mark.slow
+def test_a_subset_of_the_layers_is_read_in_the_requested_order(tiny, stores):
+    data = read_data(tiny, stores / "float32")
+    store, place = data.store, data._places[0]
+    parts = dict(zip(LAYERS, store.read(place)["hidden"].chunk(3, -1), strict=True))
+    for layers in [(1, 0), (-1,), (0, -1)]:
+        store.layers = layers
+        row = store.read(place)
+        assert torch.equal(row["hidden"], torch.cat([parts[layer] for layer in layers], -1))
+        assert ("last_hidden" in row) == (-1 not in layers), "the last state comes once"
+        if "last_hidden" in row:
+            assert torch.equal(row["last_hidden"], parts[-1])
+
+
+def test_int8_preserves_zeros_and_the_largest_value_of_every_token():
+    states = torch.tensor([[0.0, 0.0, 0.0], [1e4, -3.0, 5.0], [1e-6, 2e-6, -4e-6]])
+    packed, scale = pack(states, "int8")
+    read = unpack(packed, scale[:, None], torch.float32)
+    assert torch.equal(read[0], states[0]) and read.isfinite().all()
+    assert torch.allclose(read[1, 0], states[1, 0]) and torch.allclose(read[2, 2], states[2, 2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_hidden_states_out_of_the_range_of_the_dtype_are_refused_and_leave_no_file(dtype, tmp_path):
+    with pytest.raises(ValueError, match=r"hidden states reach 7e\+04, beyond float16: pass --dtype bfloat16"):
+        pack(torch.tensor([[7e4]]), "float16")
+    numbers = torch.arange(3)
+    row = {"id": "first", **dict.fromkeys(("input_ids", "loss_mask", "labels"), numbers)}
+    for value in ("nan", "inf"):
+        rows = [row | {"hidden": torch.ones(3, 4)}, row | {"hidden": torch.full((3, 4), float(value))}]
+        with pytest.raises(ValueError, match=r"conversation first, layer 0: .* not finite"):
+            write_shard(tmp_path / "shard", [bytes(16)] * 2, rows, (0, -1), dtype)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_key_of_a_row_depends_on_its_tokens_and_mask_only(tiny, stores):
+    rows = read_data(tiny, stores / "float32").train_set
+    names = row_keys(rows)
+    assert len(set(names)) == len(rows) == 20
+    assert row_keys(rows.select([5, 3])) == [names[5], names[3]], "not by their place"
+    turned = rows.map(lambda row: {"loss_mask": [1 - value for value in row["loss_mask"]]})
+    assert not set(row_keys(turned)) & set(names)
+
+
 def test_with_last_adds_the_last_layer_once():
     assert parse_layers("1,0", True, 2) == (1, 0, -1)
     assert parse_layers("-1,2", True, 2) == (-1, 2)
@@ -192,23 +277,57 @@ def test_shards_hold_each_row_once_with_the_longest_first():
 def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stores, tmp_path):
     store = stores / "float32"
 
-    def refusal(base=tiny, drafter=SMALL_CTC, features=store, **options):
+    def refusal(base=tiny, drafter=SMALL_CTC, features=store, dtype="float32"):
         with pytest.raises(ValueError) as error:
-            module = DrafterTraining(str(base), drafter, base_dtype=options.pop("base_dtype", "float32"))
-            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA | options)
-            L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False).fit(module, data)
+            module = DrafterTraining(str(base), drafter, base_dtype=dtype)
+            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA)
+            L.Trainer(**QUIET, max_steps=1, enable_checkpointing=False).fit(module, data)
         assert "\n" not in str(error.value)
         return str(error.value)
 
     assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
         drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
     )
-    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(base_dtype="bfloat16")
+    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(dtype="bfloat16")
     assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))
-    assert "pass --data.max_length 400" in refusal(max_length=150)
     run_drafters(command(tiny, tmp_path / "fused", layers="0,1"))
     assert "reads the base's last hidden states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
     fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
+
+
+@pytest.mark.slow
+def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, stores, tmp_path):
+    folder = shutil.copytree(stores / "float32", tmp_path / "store")
+
+    def refusal(features=folder, **options):
+        with pytest.raises(ValueError) as error:
+            read_data(tiny, features, **options)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "is not that of llama2_chat: pass --data.template tokenizer" in refusal(template="llama2_chat")
+    assert "max_length 400, not 100: pass --data.max_length 400" in refusal(max_length=100)
+    missing = refusal(files=["embedded:12", "embedded:5:9"], val_size=0)
+    assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
+    replace(Manifest.read(folder), tokenizer="0").save(folder)
+    assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refusal()
+    assert "no feature store at" in refusal(tmp_path / "nowhere")
+    shutil.copy(stores / "float32" / "manifest.json", folder)
+    second = folder / "shard-00001.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-40])
+    assert "shard-00001.safetensors is not of the size in the manifest" in refusal()
+    second.write_bytes(b"\xff" * len(whole))
+    assert "shard-00001.safetensors: Error" in refusal()
+    second.unlink()
+    assert "shard-00001.safetensors is missing" in refusal()
+    second.write_bytes(whole)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for broken in ("{", "[]", "{}", json.dumps(manifest | {"format": 99}), json.dumps(manifest | {"dtype": "int3"})):
+        (folder / "manifest.json").write_text(broken)
+        assert "write the store again with" in refusal()
+    validated = read_data(tiny, tmp_path / "nowhere", stage="validate")
+    assert validated.store is None and next(iter(validated.val_dataloader()))["input_ids"].numel()
 
 
 @pytest.mark.slow

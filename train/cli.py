@@ -158,9 +158,7 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
         raise ValueError(f"{error} (drafters {name} --help lists the arguments)") from error
     if values.get("out") == "":
         raise ValueError("--out has an empty name: name a file or folder")
-    for name, group in groups.items():
-        values[name] = group(**{field: values.pop(field) for field in signature(group).parameters})
-    return function, values
+    return function, grouped(function, values)
 
 
 def spelled_out(
@@ -201,6 +199,19 @@ def option_groups(function: Callable[..., Any]) -> dict[str, type]:
     """Return the parameters of a command that are dataclasses of shared options, such as ``model: ModelOptions``."""
     hints = get_type_hints(function)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+def grouped(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command as its signature has them; ``options`` has them as flat as a command line.
+
+    Options that are missing have their default values.
+    """
+    arguments = dict(options)
+    groups = {
+        name: group(**{field: arguments.pop(field) for field in signature(group).parameters if field in arguments})
+        for name, group in option_groups(function).items()
+    }
+    return arguments | groups
 
 
 # ---- lightning

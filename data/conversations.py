@@ -90,13 +90,8 @@ def load_conversations(
 ) -> tuple[list[Conversation], Dropped]:
     """Load up to ``limit`` conversations in total, and count the records that cannot be parsed.
 
-    Args:
-        files: Paths, `hub:OWNER/NAME` or `embedded`, see `data.sources.read_rows`.
-        limit: Largest number of conversations. None loads all.
-        requires_answers: Whether the assistant's turns must be present, see `parse`.
-
-    Raises:
-        ValueError: A file cannot be read, or holds no usable conversation.
+    Files are named as in `data.sources.read_rows`; `parse` says what ``requires_answers`` does. Raises ValueError if a
+    file cannot be read, or holds no usable conversation.
     """
     conversations: list[Conversation] = []
     dropped = Dropped()

@@ -49,12 +49,7 @@ def _pair(rng: random.Random, name: str, values: dict[str, Any]) -> tuple[str, s
 
 
 def conversations(count: int, seed: int) -> list[dict]:
-    """Generate ShareGPT records, none of which starts with a held-out prompt.
-
-    Args:
-        count: Number of records.
-        seed: Seed of the random choices. The same count and seed give the same records.
-    """
+    """Generate ShareGPT records, the same for a count and a seed, none of which starts with a held-out prompt."""
     rng = random.Random(f"conversations {seed}")
     records = []
     for n in range(count):
@@ -69,12 +64,7 @@ def conversations(count: int, seed: int) -> list[dict]:
 def questions(count: int = 40, seed: int = 2024) -> list[dict]:
     """Generate two-turn questions in MT-Bench form whose first turns never occur in `conversations`, whatever its seed.
 
-    Args:
-        count: Number of questions.
-        seed: Seed of the random choices.
-
-    Raises:
-        ValueError: The templates do not give so many different questions.
+    Raises ValueError if the templates do not give so many different questions.
     """
     rng = random.Random(f"questions {seed}")
     rows: dict[str, dict] = {}
@@ -88,11 +78,9 @@ def questions(count: int = 40, seed: int = 2024) -> list[dict]:
 
 
 def train_tokenizer(records: Iterable[dict], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with the special tokens of LLaMA and the Vicuna template.
+    """Train a byte-level BPE tokenizer on ShareGPT records, with the special tokens of LLaMA and the Vicuna template.
 
-    Args:
-        records: ShareGPT records to train on.
-        vocab_size: Number of tokens, at least 259 (256 bytes and three special tokens).
+    It has ``vocab_size`` tokens, at least 259 (256 bytes and three special tokens).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

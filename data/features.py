@@ -141,12 +141,8 @@ def write_shard(
 ) -> Shard:
     """Write one shard atomically, or raise ValueError if the states do not fit the dtype or the disk.
 
-    Args:
-        path: File to write.
-        names: Keys of the rows.
-        tensors: For each row ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,) and ``hidden`` (S, F * D).
-        layers: The F layers that ``hidden`` holds side by side.
-        dtype: Dtype to store the hidden states in.
+    ``names`` are the keys of the rows; the tensors of each are ``id``, ``input_ids``, ``loss_mask`` and ``labels`` (S,)
+    and ``hidden`` (S, F * D), which holds the F layers side by side.
     """
     columns: dict[str, list[Tensor]] = {}
     lengths = []

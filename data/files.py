@@ -79,8 +79,7 @@ def read_json(path: str | Path, remedy: str = "") -> Any:
 def read_json_lines(path: str | Path, remedy: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the place, such as ``FILE line 3``, and the value of each line that is not empty.
 
-    Raises:
-        ValueError: The file cannot be read, or a line is not JSON. The message names the file and the line.
+    Raises ValueError if the file cannot be read, or a line is not JSON. The message names the file and the line.
     """
     with reading(path, remedy), open_bytes(path) as stream:
         for number, line in enumerate(stream, 1):
@@ -259,8 +258,7 @@ def write_checksums(folder: Path) -> None:
 def check_files(folder: Path, *names: str) -> None:
     """Compare the named files of a folder, or all, with their checksums, which some may not have.
 
-    Raises:
-        ValueError: A file is missing or differs, or the list of checksums is damaged.
+    Raises ValueError if a file is missing or differs, or the list of checksums is damaged.
     """
     path = folder / CHECKSUMS
     if not path.is_file():

@@ -16,7 +16,7 @@ from data.batches import BucketSampler, collate
 from data.conversations import Conversation, load_conversations
 from data.features import FeatureStore, StoredRows
 from data.files import short_hash
-from data.rows import Statistics, lengths, tokenise
+from data.rows import describe, lengths, tokenise
 from data.templates import resolve_template
 from data.tokenizer import load_tokenizer, tokenizer_hash
 
@@ -142,7 +142,7 @@ class ShareGPTData(L.LightningDataModule):
         rows = tokenise(conversations, self.tokenizer_object, template, max_length, cache_dir)
         reasons = f"refused by the template, or no assistant token within {max_length} tokens"
         num_empty = len(conversations) - len(rows)
-        rank_zero_info(f"{name}: {Statistics.of(rows)}{f'; {num_empty} left out: {reasons}' if num_empty else ''}")
+        rank_zero_info(f"{name}: {describe(rows)}{f'; {num_empty} left out: {reasons}' if num_empty else ''}")
         return rows
 
     def train_dataloader(self) -> ResumableLoader:

@@ -6,7 +6,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,32 +22,16 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 4  # part of the cache key: raise it when `encode` or the columns change
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Size of a tokenised data set."""
+def describe(rows: Dataset) -> str:
+    """Say in a line how many conversations and tokens a tokenised data set has."""
+    import pyarrow.compute as pc
 
-    num_conversations: int
-    num_tokens: int
-    num_assistant_tokens: int
-    median_length: int
-    longest: int
-
-    @classmethod
-    def of(cls, rows: Dataset) -> Statistics:
-        """Count the tokens of a data set returned by `tokenise`."""
-        import pyarrow.compute as pc
-
-        masks, sizes = rows.with_format("arrow")[:]["loss_mask"], sorted(lengths(rows))
-        num_assistant_tokens = pc.sum(pc.list_flatten(masks)).as_py()
-        return cls(len(rows), sum(sizes), num_assistant_tokens, sizes[len(sizes) // 2], sizes[-1])
-
-    def __str__(self) -> str:
-        share = self.num_assistant_tokens / self.num_tokens
-        return (
-            f"{self.num_conversations:,} conversations, {self.num_tokens:,} tokens, "
-            f"{self.num_assistant_tokens:,} of the assistant ({share:.0%}), "
-            f"median length {self.median_length:,}, longest {self.longest:,}"
-        )
+    sizes, masks = sorted(lengths(rows)), rows.with_format("arrow")[:]["loss_mask"]
+    learned = pc.sum(pc.list_flatten(masks)).as_py()
+    return (
+        f"{len(rows):,} conversations, {sum(sizes):,} tokens, {learned:,} of the assistant "
+        f"({learned / sum(sizes):.0%}), median length {sizes[len(sizes) // 2]:,}, longest {sizes[-1]:,}"
+    )
 
 
 def lengths(rows: Dataset) -> list[int]:

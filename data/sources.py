@@ -27,7 +27,7 @@ def read_rows(source: str, columns: Collection[str] = ()) -> Rows:
     """Yield the place of each row, such as ``line 3``, and the row, or a ValueError that says why it is broken.
 
     A file of JSON lines is read line by line, parquet files and the hub `ROWS_PER_READ` rows at a time, a .json file,
-    which holds a list or an object with one list, at once.
+    which holds a list or an object with one list, at once. Raises ValueError if the source as a whole cannot be read.
 
     Args:
         source: Path of a .json, .parquet or JSON lines file (.json and JSON lines also as .gz);
@@ -35,9 +35,6 @@ def read_rows(source: str, columns: Collection[str] = ()) -> Rows:
             default; `hub:OWNER/NAME[@REVISION]/FILE` for one file of a data set; or `embedded[:COUNT[:SEED]]` for the
             project's own corpus. The hub is used only for names with `hub:`.
         columns: Columns of a table to read; by default all.
-
-    Raises:
-        ValueError: The source as a whole cannot be read.
     """
     if source.startswith("hub:"):
         return _read_hub(source, columns)
@@ -73,7 +70,7 @@ def _read_hub(source: str, columns: Collection[str]) -> Rows:
     name, file, split = match["name"], match["file"], match["split"] or "train"
     options: dict[str, Any] = {"revision": match["revision"]} if match["revision"] else {}
     try:
-        with cached_if_unreachable(name):
+        with cached_if_unreachable(name, "README.md", "dataset"):
             if file:
                 path = Path(hf_hub_download(name, file, repo_type="dataset", **options))
             else:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
-from data.conversations import REASONING, Conversation
-from data.files import short_hash
-from data.tokenizer import TEMPLATES, tokenizer_hash
+from data.conversations import REASONING, Conversation, load_conversations
+from data.files import SafeConsole, short_hash
+from data.tokenizer import TEMPLATES, load_tokenizer, tokenizer_hash
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -33,15 +33,12 @@ MARKS = (
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a chat template.
+    """Return the text of a chat template; ValueError if there is no such template, or it has no such switch.
 
     Args:
         name: One of `TEMPLATES`, or ``tokenizer`` for the tokenizer's own template. With ``:thinking=on`` or
             ``:thinking=off`` after it, the template's own switch asks for answers with or without reasoning.
         tokenizer: Tokenizer of the base.
-
-    Raises:
-        ValueError: There is no such template, or it has no such switch.
     """
     name, _, option = name.partition(":")
     if name not in (*TEMPLATES, "tokenizer"):
@@ -69,11 +66,7 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a prompt: (role, text) pairs, and the start of the assistant's next turn.
 
-    Args:
-        messages: The pairs; the last is the user's.
-        tokenizer: Tokenizer of the base.
-        template: Name of the chat template, see `resolve_template`.
-        tools: Definitions of the tools that the template offers, each a JSON object.
+    The template is named as in `resolve_template`; each of the tools that it offers is defined by a JSON object.
     """
     dicts, options = Conversation("prompt", tuple(messages)).as_dicts(), {"tools": list(tools)} if tools else {}
     text = resolve_template(template, tokenizer)
@@ -85,16 +78,9 @@ def encode(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a conversation and its loss mask, both (S,).
 
-    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer.
-
-    Args:
-        conversation: The conversation to encode.
-        tokenizer: Tokenizer of the base.
-        template: Name of the chat template, see `resolve_template`.
-        max_length: Tokens after this many are cut off. None keeps all.
-
-    Raises:
-        ValueError: The template refuses the conversation, or recorded tokens belong to another tokenizer or template.
+    The mask is 1 on the assistant's tokens, its tool calls included, and on the EOS after each answer. The template is
+    named as in `resolve_template`; tokens after the first ``max_length`` are cut off. Raises ValueError if the template
+    refuses the conversation, or recorded tokens belong to another tokenizer or template.
     """
     text, messages = resolve_template(template, tokenizer), conversation.as_dicts()
     tools = list(conversation.tools) or None
@@ -142,12 +128,6 @@ def mask_without_marks(
     calls and the names of channels too, if the template shows them. The rendered texts are compared rather than the
     ids, because an answer that starts with a line break may share its first token with the prompt. Raises ValueError if
     the template refuses the conversation, or an answer cannot be found in what it writes.
-
-    Args:
-        messages: Dicts as chat templates read them.
-        tokenizer: Tokenizer of the base.
-        template: Text of the template.
-        tools: Descriptions of the tools that the assistant may call.
     """
     texts = _Texts(messages, tokenizer, template, tools)
     answers: list[tuple[int, int]] = []
@@ -252,6 +232,34 @@ def masked_text(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTo
         text.append(longer[len(decoded) :], style="bold green" if is_masked_in else "dim")
         decoded = longer
     return text
+
+
+def show_mask(
+    tokenizer: str, files: list[str], template: str = "tokenizer", max_length: int = 2048, limit: int = 2
+) -> None:
+    """Print conversations and show in green the tokens on which the loss is computed.
+
+    Args:
+        tokenizer: Folder or hub id of the base or of its tokenizer.
+        files: Conversations, as data.files of a training, such as chats.json or embedded.
+        template: Chat template: vicuna_v1.1, llama2_chat, or tokenizer for the tokenizer's own, whose thinking switch
+            tokenizer:thinking=on or tokenizer:thinking=off sets.
+        max_length: Maximum number of tokens of a conversation; the rest is cut off.
+        limit: Number of conversations to print.
+    """
+    loaded = load_tokenizer(tokenizer)
+    conversations, dropped = load_conversations(files, limit)
+    console = SafeConsole()
+    if dropped.total:
+        console.print(str(dropped), markup=False)
+    num_masked = 0
+    for conversation in conversations:
+        ids, mask = encode(conversation, loaded, template, max_length)
+        num_masked += sum(mask)
+        console.rule(f"{conversation.id}: {len(ids)} tokens, {sum(mask)} of the assistant")
+        console.print(masked_text(ids, mask, loaded))
+    if not num_masked:
+        raise ValueError("the loss mask is zero everywhere: check --template and --max_length")
 
 
 @dataclass(frozen=True)

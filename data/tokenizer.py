@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,13 +129,13 @@ def connection_error(repository: str, file: str, repo_type: str | None = None) -
 
 
 @contextmanager
-def cached_if_unreachable(repository: str) -> Iterator[None]:
-    """Let `datasets` read a data set from the local cache alone if the hub gives no answer."""
+def cached_if_unreachable(repository: str, file: str, repo_type: str | None = None) -> Iterator[None]:
+    """Let the hub's libraries read from the local cache alone if the hub gives no answer about a repository's file."""
     import datasets
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if connection_error(repository, "README.md", "dataset"):
+    if connection_error(repository, file, repo_type):
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -182,24 +182,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             f"no base at {name}: pass a folder with config.json and model.safetensors, or a hub id (owner/name)"
         )
     try:
-        if is_hub_id:
-            _check_reachable(name)
-        return load_pretrained(AutoTokenizer, name)
+        with cached_if_unreachable(split_revision(name)[0], "config.json") if is_hub_id else nullcontext():
+            return load_pretrained(AutoTokenizer, name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and others for the same mistakes
         place = f"no base {name} from the hub" if is_hub_id else f"cannot load the tokenizer of {name}"
         remedy = "check the name, go online, or give a folder" if is_hub_id else "tokenizer.json must be in the folder"
         raise ValueError(f"{place} ({cause_of(error)}): {remedy}") from error
-
-
-def _check_reachable(name: str) -> None:
-    """Raise the error of the connection if a hub id is neither in the local cache nor the hub can be reached."""
-    from huggingface_hub import try_to_load_from_cache
-
-    repository, revision = split_revision(name)
-    files = "config.json", "tokenizer_config.json"
-    is_cached = any(isinstance(try_to_load_from_cache(repository, file, revision=revision), str) for file in files)
-    if not is_cached and (error := connection_error(repository, files[0])):
-        raise error
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from data.files import CHECKSUMS, atomic_write, check_files, read_json, reading, validated
 from drafters import recipe, registry
@@ -35,19 +36,24 @@ class DrafterConfig:
         """``init_args`` with each option in its group, also of a recipe that was written in one line."""
         return recipe.nested(self.init_args, recipe.groups(registry.find_class(self.class_path)))
 
-    def build(self) -> LearnedDrafter:
-        """A drafter with fresh weights; ValueError if it is not registered or the arguments do not fit it."""
+    def build(self, weights: Mapping[str, Tensor] | None = None) -> LearnedDrafter:
+        """A drafter with these weights, or fresh ones; ValueError if it is not registered or something does not fit."""
+        if weights is not None:
+            self._check_shapes(weights)
+            drafter = self.build()
+            drafter.load_state_dict(weights)
+            return drafter
         drafter_class = registry.find_class(self.class_path)
         try:
             return recipe.build(drafter_class, self.base, self.init_args)
         except (TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
             raise ValueError(f"the arguments of {self.class_path} do not fit: {error}") from error
 
-    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise ValueError unless the weights, given by their shapes, are those of the recipe; nothing is allocated."""
+    def _check_shapes(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless the weights have the shapes of the recipe's; nothing is allocated."""
         with torch.device("meta"):
-            expected = {name: [*weight.shape] for name, weight in self.build().state_dict().items()}
-        found = {name: [*shape] for name, shape in shapes.items()}
+            fresh = self.build().state_dict()
+        expected, found = ({name: [*weight.shape] for name, weight in each.items()} for each in (fresh, weights))
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
                 raise ValueError(f"{name} is {found.get(name, 'missing')}, not {expected.get(name, 'there')}")
@@ -94,8 +100,5 @@ def load(
         raise ValueError(f"no drafter at {folder}: model.safetensors is missing; export the drafter again")
     check_files(folder, path.name)
     with reading(path, "it is damaged or cut short, or does not fit its config.json: export the drafter again"):
-        weights = load_file(path)
-        config.check_weights({name: weight.shape for name, weight in weights.items()})
-        drafter = config.build()
-        drafter.load_state_dict(weights)
+        drafter = config.build(load_file(path))
     return drafter.to(dtype).eval().requires_grad_(False), config

@@ -122,7 +122,8 @@ class Merged(Drafter):
     n-grams continue the learned drafter's prefixes and fill gaps between them.
 
     The tree is chosen without chance, so sampled text is exact, too, and the same under one seed. An automatic budget
-    lets the n-grams draft alone where the learned drafter's pass does not pay.
+    lets the n-grams draft alone where the learned drafter's pass does not pay. Raises ValueError if an option is out of
+    range, or the learned drafter samples its drafts.
 
     Args:
         learned: The learned drafter, which gives a probability for each node of its trees. It should draft about three
@@ -130,9 +131,6 @@ class Merged(Drafter):
         ngrams: The joint drafter, of which the options ``num_nodes`` and ``min_probability`` do not matter here.
         num_nodes: Largest number of nodes of the merged tree.
         min_probability: A node whose estimated probability is below this is not fed.
-
-    Raises:
-        ValueError: An option is out of range, or the learned drafter samples its drafts.
     """
 
     learned_rests = False  # the n-grams draft alone meanwhile; an automatic budget sets it where they pay better

@@ -39,12 +39,13 @@ def pytest_collection_finish(session):
 
 
 @cache
-def words():
-    """A tokenizer of whole words: ``<unk> <s> </s> w3 w4 ... w39``."""
+def words(marks=()):
+    """A tokenizer of whole words: ``<unk> <s> </s> w3 w4 ... w39``, of which some may be other marks."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": EOS} | {f"w{index}": index for index in range(3, VOCAB)}
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": EOS} | dict(marks)
+    vocab |= {f"w{index}": index for index in range(VOCAB) if index not in vocab.values()}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
@@ -277,14 +278,7 @@ def make_base():
 @pytest.fixture(scope="session")
 def thinking_tokenizer():
     """The toy tokenizer with a template that knows a thinking switch, tools and system prompts; two words are marks."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unk>": 0, "<s>": 1, "</s>": EOS, "<think>": 5, "</think>": 8}
-    vocab = words | {f"w{index}": index for index in range(3, VOCAB) if index not in words.values()}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tokenizer = words((("<think>", 5), ("</think>", 8)))
     tokenizer.chat_template = (
         "{%- for tool in tools or [] %}{{- tool['name'] + ' ' }}{%- endfor %}"
         "{%- for message in messages %}{{- 'w30 ' if message['role'] == 'system' else '' }}"

@@ -44,7 +44,7 @@ LAYERS = {
         tune
     """,
     "train": """
-        checkpoints divisor features initial_drafter model_card show_mask strategies validation
+        checkpoints divisor features initial_drafter model_card strategies validation
         formats optimizer
         export module
         import_drafter memory resume
@@ -103,18 +103,6 @@ def part_of(module):
     return package, part
 
 
-def imported_on_loading(module):
-    """The project's modules that loading a module loads: imports outside functions and ``if TYPE_CHECKING``."""
-    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-    later = (ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-        if hasattr(node, "body") and isinstance(node.body, list):
-            node.body = [child for child in node.body if not isinstance(child, later)]
-    return {name for name in imports(module, tree) if name in SOURCES}
-
-
 def first_cycle(edges):
     """A path of names that ends where it began, or None."""
     done, path = set(), []
@@ -161,11 +149,6 @@ def test_no_cycle_of_imports_late_and_type_checking_imports_included():
     assert first_cycle(edges) is None
 
 
-@pytest.mark.slow
-def test_no_cycle_of_imports_on_loading():
-    assert first_cycle({module: imported_on_loading(module) - {module} for module in SOURCES}) is None
-
-
 def test_a_cycle_is_found():
     assert first_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
@@ -206,4 +189,3 @@ def test_the_reader_of_imports_sees_relative_late_and_guarded_ones(tmp_path, mon
     everything = {"data.a", "pack.sub", "pack.sub.x", "pack.up", "pack.up.y", "train", "inference"}
     assert set(imports("pack.sub.m")) == everything
     assert imported_modules("pack.sub.m") == {"data.a", "train", "inference"}
-    assert imported_on_loading("pack.sub.m") == {"data.a"}

@@ -43,8 +43,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint.
 
-        Raises:
-            ValueError: The disk refuses it, for example because it is full; the file at ``path`` is left as it was.
+        Raises ValueError if the disk refuses it, for example because it is full; the file at ``path`` is left as it
+        was.
         """
         if "://" in str(path):
             return super().save_checkpoint(checkpoint, path, storage_options)
@@ -68,8 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def check_complete(path: Path) -> None:
     """Read a checkpoint once to see that it is complete; of DeepSpeed's folder, look for the file written last.
 
-    Raises:
-        ValueError: The checkpoint is cut short or damaged.
+    Raises ValueError if the checkpoint is cut short or damaged.
     """
     try:
         if path.is_dir():
@@ -87,13 +86,11 @@ def newest_complete(folders: Iterable[str | Path]) -> Path | None:
     """Return the checkpoint that ``--ckpt_path last`` stands for: the newest that is complete and can be continued.
 
     ``last.ckpt`` is treated like all others, because a killed run may have left it missing, outdated, or as a link to
-    nothing. Each checkpoint that is skipped is named on standard error.
+    nothing. Each checkpoint that is skipped is named on standard error. Raises ValueError if there are checkpoints, but
+    none of them can be continued.
 
     Returns:
         The path, or None if there is no checkpoint at all.
-
-    Raises:
-        ValueError: There are checkpoints, but none of them can be continued.
     """
     names = sorted((path for folder in set(folders) for path in Path(folder).glob("*.ckpt")), key=_is_last)
     # A file with two names keeps `last`, which comes last in the list.
@@ -121,8 +118,7 @@ def _is_last(path: Path) -> bool:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Read a Lightning checkpoint, a file or DeepSpeed's folder, without the optimizer states of the latter.
 
-    Raises:
-        ValueError: There is no checkpoint at this path, or it is damaged.
+    Raises ValueError if there is no checkpoint at this path, or it is damaged.
     """
     if (path / "latest").is_file():
         try:

@@ -21,17 +21,11 @@ from data.tokenizer import shipped_folder
 
 
 class Command(NamedTuple):
-    """A command: a typed function whose docstring is the help.
+    """A command: a typed function whose docstring is the help."""
 
-    Args:
-        target: MODULE:FUNCTION.
-        summary: Line in the list of commands.
-        positional: Options that may be given by position; a list takes all arguments that are left.
-    """
-
-    target: str
-    summary: str
-    positional: tuple[str, ...] = ()
+    target: str  # MODULE:FUNCTION
+    summary: str  # line in the list of commands
+    positional: tuple[str, ...] = ()  # options that may be given by position; a list takes all arguments that are left
 
 
 COMMANDS = {
@@ -53,7 +47,7 @@ COMMANDS = {
     "import": Command("train.import_drafter:import_drafter", "read another tool's drafter", ("folder", "out")),
     "index": Command("inference.indexes:index", "count or sort the n-grams of texts for drafters", ("kind", "out")),
     "features": Command("train.features:features", "write the base's hidden states of conversations for training"),
-    "show-mask": Command("train.show_mask:show_mask", "print conversations with their loss mask in colour"),
+    "show-mask": Command("data.templates:show_mask", "print conversations with their loss mask in colour"),
     "replay": Command("inference.replay:replay", "measure n-gram drafters on recorded answers, without a base"),
 }
 HELP = """usage: drafters COMMAND [--KEY VALUE ...]
@@ -138,9 +132,7 @@ def parse(name: str, args: Sequence[str]) -> tuple[Callable[..., None], dict[str
     """Return the function of a command, and its arguments as the command line gives them.
 
     A parameter that is a dataclass is read as one flat option for each of its fields: ``--base``, not ``--model.base``.
-
-    Raises:
-        ValueError: The command is unknown, or the arguments do not fit it.
+    Raises ValueError if the command is unknown, or the arguments do not fit it.
     """
     from argparse import ArgumentError
 

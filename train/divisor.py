@@ -17,11 +17,8 @@ class SharedDivisor:
     them more weight. Every loss is therefore divided by the mean number of anchors per process, so that the mean of
     the processes' gradients is the gradient of one large batch. When gradients are accumulated over several batches,
     each batch is weighted by its number of anchors, and the gradients are divided by the total after the last batch.
-    If a loss has several terms with different counts, like Medusa's heads, the first count gives the weight.
-
-    Args:
-        add_up: Sums a tensor over all processes.
-        num_processes: Number of processes.
+    If a loss has several terms with different counts, like Medusa's heads, the first count gives the weight. ``add_up``
+    sums a tensor over all processes.
     """
 
     def __init__(self, add_up: Callable[[Tensor], Tensor], num_processes: int) -> None:
@@ -50,11 +47,9 @@ class SharedDivisor:
         return loss * (count / self._first)
 
     def correct(self, parameters: Iterable[nn.Parameter], num_batches: int) -> None:
-        """Turn the accumulated gradients of weighted losses into gradients of the mean over all terms.
+        """Turn the accumulated gradients of weighted losses into gradients of the mean over all terms, in place.
 
-        Args:
-            parameters: Parameters whose gradients are scaled in place.
-            num_batches: Number of accumulated batches, which the trainer divided each loss by.
+        The trainer has divided each loss by ``num_batches``, the number of accumulated batches.
         """
         assert self._total is not None, "a step has batches"
         factor, self._total = num_batches * self._first / at_least_one(self._total), None

@@ -98,14 +98,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def drafter_of(saved: Any, base: str | None = None) -> tuple[LearnedDrafter, DrafterConfig]:
-    """Return the drafter of a checkpoint and the configuration of its folder.
+    """Return the drafter of a checkpoint that `read_checkpoint` has read, and the configuration of its folder.
 
-    Args:
-        saved: The checkpoint, as `read_checkpoint` returns it.
-        base: Folder or hub id of the base, if it is not the one of the training.
-
-    Raises:
-        ValueError: It is the checkpoint of something else, a part is missing, or the weights do not fit the recipe.
+    The base is named if it is not the one of the training. Raises ValueError if the checkpoint is one of something
+    else, a part is missing, or the weights do not fit the recipe.
     """
     arguments = saved.get("hyper_parameters") if isinstance(saved, dict) else None
     if not isinstance(arguments, dict) or "drafter" not in arguments:
@@ -125,9 +121,7 @@ def drafter_of(saved: Any, base: str | None = None) -> tuple[LearnedDrafter, Dra
             for name, weight in saved["state_dict"].items()
             if name.startswith("drafter.")
         }
-        config.check_weights({name: weight.shape for name, weight in weights.items()})
-        drafter = config.build()
-        drafter.load_state_dict(weights)
+        drafter = config.build(weights)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
         raise ValueError(f"the checkpoint holds no complete drafter ({problem}): train or copy it again") from error

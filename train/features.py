@@ -30,7 +30,7 @@ from data.features import (
     write_shard,
 )
 from data.files import checksum, safe_text, short_hash
-from data.rows import Statistics, lengths, tokenise
+from data.rows import describe, lengths, tokenise
 from data.templates import resolve_template
 from data.tokenizer import tokenizer_hash
 from drafters.protocol import TrainingBatch
@@ -42,17 +42,11 @@ if TYPE_CHECKING:
 
 
 class BaseFeatures(NamedTuple):
-    """Outputs of the base over texts (B, S).
+    """Outputs of the base over texts (B, S)."""
 
-    Args:
-        hidden: (B, S, F * D) hidden states of the chosen layers, side by side.
-        last_hidden: (B, S, D) normed last hidden states, which the LM head reads.
-        labels: (B, S) the base's most probable next token at each position.
-    """
-
-    hidden: Tensor
-    last_hidden: Tensor
-    labels: Tensor
+    hidden: Tensor  # (B, S, F * D) hidden states of the chosen layers, side by side
+    last_hidden: Tensor  # (B, S, D) normed last hidden states, which the LM head reads
+    labels: Tensor  # (B, S) the base's most probable next token at each position
 
 
 @torch.no_grad()
@@ -74,11 +68,8 @@ def read_features(
 ) -> TrainingBatch:
     """Turn a batch of a feature store into the training batch that `compute_features` would lead to.
 
-    Args:
-        batch: A batch of `data.batches.collate`, with the stored states of the drafter's ``layers`` side by side.
-        layers: The drafter's hidden layers.
-        dtype: Dtype of the base.
-        step: Optimizer steps taken before this batch.
+    The batch is one of `data.batches.collate`, with the stored states of the drafter's ``layers`` side by side; the
+    dtype is the base's, and ``step`` the number of optimizer steps before this batch.
     """
     hidden = unpack(batch["hidden"], batch.get("hidden_scale"), dtype)
     last_hidden: Tensor | None = None  # few losses read it, so a store need not hold it
@@ -92,8 +83,7 @@ def read_features(
 def choose_layers(store: FeatureStore, base: Base, layers: Sequence[int]) -> None:
     """Make a store return the hidden layers that a drafter needs.
 
-    Raises:
-        ValueError: The store was written by another base or with another dtype, or lacks some of the layers.
+    Raises ValueError if the store was written by another base or with another dtype, or lacks some of the layers.
     """
     manifest, dtype = store.manifest, str(base.model.dtype).removeprefix("torch.")
     if dtype != manifest.base_dtype:
@@ -171,7 +161,7 @@ def features(
     if dropped.total:
         print(safe_text(dropped))
     texts = tokenise(conversations, loaded.tokenizer, template, max_length, cache_dir)
-    print(Statistics.of(texts))
+    print(describe(texts))
     rows = [Row(*row) for row in zip(range(len(texts)), row_keys(texts), lengths(texts), strict=True)]
     per_token = bytes_per_token(len(numbers), loaded.shape.hidden_size, dtype)
     shards = divide_into_shards(rows, per_token, int(shard_megabytes * 2**20))
@@ -236,8 +226,7 @@ def num_tokens_of(shards: Iterable[Sequence[Row]]) -> int:
 def parse_layers(layers: str, with_last: bool, num_layers: int) -> tuple[int, ...]:
     """Return the layers to store, from text like ``-1,2,5``; with the last one even if the text does not name it.
 
-    Raises:
-        ValueError: The text is not a list of numbers, or the base has no such layer.
+    Raises ValueError if the text is not a list of numbers, or the base has no such layer.
     """
     try:
         numbers = [int(layer) for layer in layers.split(",")]
@@ -271,8 +260,7 @@ def divide_into_shards(rows: Sequence[Row], token_bytes: int, shard_bytes: int) 
 def find_written_shards(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Shard]:
     """Return the complete shards of an earlier run, by file name; with ``verify``, compare their checksums too.
 
-    Raises:
-        ValueError: The folder holds another store, or other files.
+    Raises ValueError if the folder holds another store, or other files.
     """
     if not (folder / MANIFEST).exists():
         if folder.is_dir() and any(not path.name.endswith(".new") for path in folder.iterdir()):

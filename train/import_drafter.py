@@ -92,8 +92,7 @@ def kind_of(source: PublicCheckpoint) -> str:
 def build(public: PublicDrafter, base: Base, folder: Path) -> tuple[LearnedDrafter, DrafterConfig]:
     """The drafter in the dtype of the checkpoint, and its configuration.
 
-    Raises:
-        ValueError: The weights do not have the shapes that the configuration asks for.
+    Raises ValueError if the weights do not have the shapes that the configuration asks for.
     """
     config = DrafterConfig(
         class_path=public.class_path,
@@ -104,9 +103,7 @@ def build(public: PublicDrafter, base: Base, folder: Path) -> tuple[LearnedDraft
         training={"imported_from": folder.resolve().name, "left_out": list(public.left_out)},
     )
     try:
-        config.check_weights({name: weight.shape for name, weight in public.weights.items()})
-        drafter = config.build()
-        drafter.load_state_dict(public.weights)
+        drafter = config.build(public.weights)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise ValueError(f"the weights in {folder} do not fit its config.json ({reason})") from error

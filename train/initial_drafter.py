@@ -27,20 +27,9 @@ def load_initial(
 ) -> tuple[LearnedDrafter, BaseShape]:
     """Build a drafter with the weights of a folder.
 
-    Its layers have the sizes of the folder's, which an imported drafter may have of its own.
-
-    Args:
-        folder: Folder of an exported or imported drafter, or ``OWNER/NAME@REVISION`` on the hub.
-        build: Builds the drafter that is trained.
-        recipe_node: Its class_path and init_args, to compare them with those of the folder; anything else is not
-            compared.
-        base: The base.
-
-    Returns:
-        The drafter, and the shape that it was built from.
-
-    Raises:
-        ValueError: The folder holds no drafter, one for another base, or one that computes something else.
+    The folder, or ``OWNER/NAME@REVISION`` on the hub, is that of an exported or imported drafter, whose layers may have
+    sizes of their own: the shape is returned too. Raises ValueError if it holds no drafter, one for another base, or
+    one that computes something else than ``build`` and its class_path and init_args, ``recipe_node``, describe.
     """
     loaded, config = checkpoint.load(drafter_folder(folder))
     check_fit(config, base)
@@ -87,14 +76,8 @@ def choose_draft_tokens(drafter: LearnedDrafter, base: Base, rows: Dataset | Non
 
     End-of-sequence tokens are always among them, and so are the special tokens that the assistant writes, such as the
     end marks of a chat template. A drafter for the whole vocabulary stays as it is. All processes choose the same.
-
-    Args:
-        drafter: The drafter.
-        base: The base that it drafts for.
-        rows: The tokenised training set.
-
-    Raises:
-        ValueError: There is no training set, or not enough room for the tokens that are always kept.
+    Raises ValueError if there are no ``rows``, the tokenised training set, or not enough room for the tokens that are
+    always kept.
     """
     tokens: torch.Tensor | None = getattr(drafter, "draft_tokens", None)
     if tokens is None:

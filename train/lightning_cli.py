@@ -35,16 +35,13 @@ def run(
     module: type[L.LightningModule] = DrafterTraining,
     tokenizer: str = "model.base",
 ) -> None:
-    """Parse the arguments and train or validate.
+    """Parse the arguments and train or validate; ValueError if the arguments are wrong.
 
     Args:
         args: Arguments after ``lightning``, with paths of configs.
         command: The command line as the user wrote it.
         module: What is trained.
         tokenizer: The option that names the tokenizer of the data.
-
-    Raises:
-        ValueError: The arguments are wrong.
     """
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # this and the next: what Lightning calls
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
@@ -64,12 +61,7 @@ class DrafterCLI(LightningCLI):
     """A LightningCLI over a module and `ShareGPTData` that derives what other arguments already determine.
 
     The tokenizer of the data is the base's, and checkpoints and TensorBoard logs go below
-    ``trainer.default_root_dir``.
-
-    Args:
-        command: The command line as the user wrote it.
-        module: What is trained.
-        tokenizer: The option that names the tokenizer of the data.
+    ``trainer.default_root_dir``. The arguments are those of `run`.
     """
 
     def __init__(self, command: str, module: type[L.LightningModule], tokenizer: str) -> None:

@@ -87,15 +87,10 @@ def check_repository(repository: str) -> None:
 
 
 def upload(folder: Path, repository: str, is_public: bool) -> str:
-    """Upload a drafter's files in one commit, and return its id.
+    """Upload a drafter's files in one commit to ``OWNER/NAME``, and return its id.
 
-    Args:
-        folder: Its folder.
-        repository: OWNER/NAME; a new one is private unless ``is_public``, one that exists stays as it is.
-        is_public: Whether a new repository is public.
-
-    Raises:
-        ValueError: The hub cannot be reached, or the repository may not be written.
+    A new repository is private unless ``is_public``, one that exists stays as it is. Raises ValueError if the hub
+    cannot be reached, or the repository may not be written.
     """
     from huggingface_hub import HfApi
 

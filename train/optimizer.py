@@ -28,9 +28,7 @@ def muon(module: L.LightningModule, learning_rate: float, weight_decay: float) -
     Updates are scaled to the size that AdamW's typically have, so one learning rate serves both (Moonlight, arXiv
     2502.16982); the best one may differ from that of AdamW alone. Output layers over the vocabulary, embeddings and
     vectors are trained by AdamW. A module whose own parameters are linear maps, too, names them in ``linear_maps``.
-
-    Raises:
-        ValueError: The strategy shards the matrices that Muon needs whole.
+    Raises ValueError if the strategy shards the matrices that Muon needs whole.
     """
     if isinstance(module.trainer.strategy, FSDP2) or is_deepspeed(module.trainer):
         raise ValueError("optimizer muon needs whole matrices, which FSDP and DeepSpeed shard: use adamw, or DDP")
@@ -100,8 +98,7 @@ def with_schedule(
 ) -> OptimizerLRSchedulerConfig:
     """An optimizer with a linear warm-up, then a constant learning rate or a cosine decay to zero at the last step.
 
-    Raises:
-        ValueError: The schedule is ``cosine``, and the training has no last step, as it is limited by time alone.
+    Raises ValueError if the schedule is ``cosine``, and the training has no last step, as it is limited by time alone.
     """
     num_steps = max(1, module.trainer.estimated_stepping_batches)
     if schedule == "cosine" and math.isinf(num_steps):

@@ -57,14 +57,9 @@ def shard_layers(base: Base, device: torch.device) -> None:
     """Shard the weights of a base's decoder layers over all processes, which then must run the base equally often.
 
     Each layer gathers its weights when it runs, and frees them afterwards. The embedding, the norms and the LM head,
-    which drafters read, stay whole. The base computes the same as before, bit for bit.
-
-    Args:
-        base: The frozen base; changed in place, unless an earlier ``fit`` or ``validate`` has done it already.
-        device: Device of this process, which the sharded weights are moved to.
-
-    Raises:
-        ValueError: The base's decoder has no list of layers.
+    which drafters read, stay whole. The base computes the same as before, bit for bit. It is changed in place, unless
+    an earlier ``fit`` or ``validate`` has done it already, and the sharded weights are moved to ``device``, that of
+    this process. Raises ValueError if the base's decoder has no list of layers.
     """
     decoder: Any = base.model.base_model
     if isinstance(decoder, FSDPModule):
@@ -86,8 +81,7 @@ def is_deepspeed(trainer: L.Trainer) -> bool:
 def enable_activation_checkpointing(drafter: LearnedDrafter) -> None:
     """Recompute the layers of the drafter's trunk in the backward pass instead of storing their activations.
 
-    Raises:
-        ValueError: The drafter has no trunk.
+    Raises ValueError if the drafter has no trunk.
     """
     trunks = [module for module in drafter.modules() if isinstance(module, Trunk)]
     if not trunks:

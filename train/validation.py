@@ -72,7 +72,8 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 
     Validation then decodes what the base would really write. All answers may be equally long, at most half of the
     context, so that no answer depends on the other prompts of its batch. Prompts that leave less room are left out and
-    counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context.
+    counted on the terminal. If none leaves enough, the shortest one is answered up to the end of the context. Raises
+    ValueError if all prompts fill the base's context.
 
     Args:
         base: The base that answers.
@@ -81,9 +82,6 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 
     Returns:
         The same keys on the CPU, padded on the right. Conversations without an answer are left out.
-
-    Raises:
-        ValueError: All prompts fill the base's context.
     """
     prompts = [
         ids[: spans[0][0]]
@@ -129,17 +127,11 @@ def with_own_answers(base: Base, batch: dict[str, Tensor], max_tokens: int) -> d
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step of simulated decoding.
-
-    Args:
-        tree: The draft tree.
-        num_accepted: Draft tokens that the base accepts.
-        num_emitted: Tokens that the text grows by, bonus token included.
-    """
+    """One step of simulated decoding."""
 
     tree: DraftTree
-    num_accepted: int
-    num_emitted: int
+    num_accepted: int  # draft tokens that the base accepts
+    num_emitted: int  # tokens that the text grows by, bonus token included
 
 
 def draft_answer(
@@ -152,13 +144,8 @@ def draft_answer(
 ) -> list[DraftTree]:
     """Draft a tree at every token of an answer but the last, which nothing follows.
 
-    Args:
-        drafter: The drafter.
-        hidden: (S, F * D) hidden states of the base over the text.
-        input_ids: (S,) the text.
-        span: Half-open range of the answer.
-        base_weights: The base's embedding and LM head.
-        eos: Tokens that end a text.
+    The hidden states of the base over the text are (S, F * D), the text (S,); ``span`` is the half-open range of the
+    answer, and ``eos`` are the tokens that end a text.
     """
     start, end = span
     if end - start < 2:
@@ -173,13 +160,8 @@ def simulated_steps(
     """Decode an answer with the trees that `draft_answer` drafted for it.
 
     If the base writes this text greedily, these are the steps of a session. The one difference: a session under a
-    length cap makes its last trees less deep.
-
-    Args:
-        trees: A tree for each token of the answer but the last.
-        tokens: The text.
-        span: Half-open range of the answer. Its first token is the prefill's, which is no step.
-        max_nodes: Use only this many nodes of each tree, the first ones; all if not given.
+    length cap makes its last trees less deep. The first token of ``span``, the half-open range of the answer, is the
+    prefill's, which is no step. Of each tree only the first ``max_nodes`` are used, if given.
     """
     start, end = span
     root = start
@@ -197,12 +179,7 @@ def simulate_answers(
 ) -> Iterator[list[int]]:
     """Decode all answers of a batch, and yield for each of them how many tokens each step emits.
 
-    Args:
-        drafter: The drafter.
-        base: The base that the drafter drafts for.
-        hidden: (B, S, F * D) hidden states of the base.
-        input_ids: (B, S).
-        loss_mask: (B, S), true on the tokens of the answers.
+    The hidden states of the base are (B, S, F * D), the ids and the mask, which is true on the answers, (B, S).
     """
     for states, tokens, mask in zip(hidden, input_ids, loss_mask.tolist(), strict=True):
         for span in answer_spans(mask):

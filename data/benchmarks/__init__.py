@@ -35,8 +35,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 def find_benchmark(name: str) -> tuple[Benchmark, Style]:
     """Return the benchmark and the prompt style that ``NAME`` or ``NAME:STYLE`` means.
 
-    Raises:
-        ValueError: There is no such benchmark, or it has no such style.
+    Raises ValueError if there is no such benchmark, or it has no such style.
     """
     benchmark, colon, style = name.partition(":")
     if benchmark not in BENCHMARKS:

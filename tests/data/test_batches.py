@@ -95,21 +95,6 @@ def test_the_order_depends_on_seed_and_epoch_only_if_it_is_shuffled(max_tokens):
     assert longest == sorted(longest)
 
 
-@pytest.mark.parametrize("start", [0, 1, 13, 28])
-@pytest.mark.parametrize("max_tokens", [None, 400])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_resumed_epoch_continues_where_it_stopped(start, max_tokens, rank):
-    def make():
-        sampler = BucketSampler(LENGTHS, 4, seed=1, rank=rank, world_size=2, max_tokens=max_tokens)
-        sampler.set_epoch(2)
-        return sampler
-
-    resumed, whole = make(), list(make())
-    resumed.start = start
-    assert list(resumed) == whole[start:]
-    assert list(resumed) == whole, "the next iteration is complete"
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("max_tokens", [None, 400])
 def test_padding_share_is_that_of_the_collated_batches(world_size, max_tokens):

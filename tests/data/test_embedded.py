@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from data import embedded
-from data.conversations import parse
 
 RECORDS = embedded.conversations(600, seed=0)
 ANSWERS = [turn["value"] for record in RECORDS for turn in record["conversations"] if turn["from"] == "gpt"]
@@ -23,14 +22,6 @@ def test_a_shorter_corpus_is_the_start_of_a_longer_one_and_another_seed_gives_an
 def test_the_corpus_is_the_one_the_shipped_base_was_trained_on():
     content = json.dumps([embedded.conversations(3000, 0), embedded.questions()])
     assert hashlib.sha256(content.encode()).hexdigest().startswith("a23b5d72f054af3b"), "a new corpus needs a new base"
-
-
-def test_records_are_conversations_mostly_of_two_turns_with_answers_of_25_to_150_words():
-    turns = Counter(len(parse(record, 0).messages) // 2 for record in RECORDS)
-    assert set(turns) == {1, 2, 3} and turns[2] > len(RECORDS) / 2
-    lengths = sorted(len(answer.split()) for answer in ANSWERS)
-    assert 40 <= lengths[len(lengths) // 2] <= 150 and lengths[0] > 25 and lengths[-1] < 150
-    assert not [answer for answer in ANSWERS if re.search(r"\{\w*\}", answer)], "every placeholder is filled"
 
 
 def results(answer):
@@ -59,11 +50,6 @@ def test_every_program_prints_what_its_answer_says():
             assert printed.getvalue().strip() == claim[1]
             programs += 1
     assert programs > 50
-
-
-def test_alphabetical_lists_are_sorted():
-    listed = [re.findall(r"^- (.*)$", answer, re.MULTILINE) for answer in ANSWERS if "alphabetical order" in answer]
-    assert listed and all(items == sorted(items) for items in listed)
 
 
 @pytest.mark.slow

@@ -1,11 +1,8 @@
 import errno
-import gzip
 import io
-import json
 import logging
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,17 +11,14 @@ import time
 import unicodedata
 import warnings
 
-import numpy as np
 import pytest
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from safetensors.numpy import save_file
 
 from data.files import (
     CHECKSUMS,
     SECRETS,
-    DiskError,
     SafeConsole,
     atomic_folder,
     atomic_write,
@@ -99,18 +93,6 @@ def test_any_error_of_reading_becomes_one_line_that_begins_with_the_file(error, 
         raise error
 
 
-def test_gzip_files_are_read_and_damaged_ones_are_refused(tmp_path):
-    path = tmp_path / "rows.jsonl.gz"
-    rows = [{"row": row, "text": os.urandom(40).hex()} for row in range(999)]
-    whole = gzip.compress("\n".join(map(json.dumps, rows)).encode())
-    path.write_bytes(whole)
-    assert [row for _, row in read_json_lines(path)] == rows
-    for damaged in (whole[:-9], whole[:9999] + b"\xff" * 99 + whole[9999:], b"[1]\n"):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"rows.jsonl.gz"):
-            list(read_json_lines(path))
-
-
 def test_the_types_of_values_are_checked():
     assert validated(tuple[int, ...], [1, 2]) == (1, 2)
     with pytest.raises(ValueError, match=r"^1: .*integer"):
@@ -154,25 +136,6 @@ def test_only_files_replace_files_and_folders_folders(tmp_path):
             raise AssertionError
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "folder", "file", "link"}
     assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("write", ["python", "safetensors"])
-def test_a_full_disk_is_one_line_and_leaves_the_old_file(write, tmp_path, request):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    request.addfinalizer(lambda: signal.signal(signal.SIGXFSZ, previous))
-    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no file may grow beyond 4 KiB
-    path = tmp_path / "out"
-    path.write_text("old")
-    with pytest.raises(DiskError, match=r"out could not be written \(File too large\), and what was there before"):  # noqa: SIM117
-        with atomic_write(path) as new:
-            if write == "python":
-                new.write_bytes(bytes(9999))
-            else:
-                save_file({"x": np.zeros(9999)}, new)
-    assert contents(tmp_path) == {"out": "old"}
 
 
 def test_other_errors_stay_what_they_are(tmp_path):
@@ -313,30 +276,6 @@ def test_a_command_that_writes_nothing_leaves_nothing(tmp_path):
     with output_lock(tmp_path / "out"), output_lock(tmp_path / "out" / "deeper"):
         pass  # no lock fits into a file, and the command itself says what is wrong
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.slow
-def test_only_one_of_many_processes_that_take_turns_holds_the_lock(tmp_path):
-    """Each process appends to a file and checks that no other has done so while it holds the lock."""
-    log, children = tmp_path / "log", []
-    for _ in range(4):
-        if not (child := os.fork()):
-            done = 0
-            while done < 25:
-                try:
-                    with output_lock(tmp_path / "out"), log.open("a") as stream:
-                        size = os.fstat(stream.fileno()).st_size
-                        stream.write("x")
-                        stream.flush()
-                        done += 1
-                        if os.fstat(stream.fileno()).st_size != size + 1:
-                            os._exit(1)
-                except ValueError:
-                    time.sleep(0.0005)
-            os._exit(0)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    assert log.stat().st_size == 100
 
 
 # --- text that is safe to show -----------------------------------------------------------------------------------

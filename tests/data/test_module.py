@@ -9,7 +9,8 @@ import torch
 from data.batches import BucketSampler
 from data.conversations import Conversation
 from data.module import ShareGPTData, describe_epoch, hold_out
-from data.rows import Statistics
+from data.rows import describe
+from tests.train.conftest import QUIET
 
 CONVERSATION = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 
@@ -47,15 +48,7 @@ class Recorder(L.LightningModule):
 def fit(data, folder, resume=None, **options):
     recorder = Recorder()
     checkpoints = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer = L.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        logger=False,
-        callbacks=[checkpoints],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = L.Trainer(**QUIET, max_epochs=3, callbacks=[checkpoints], **options)
     trainer.fit(recorder, data, ckpt_path=resume)
     return recorder.seen
 
@@ -84,7 +77,7 @@ def test_training_logs_its_data_batches_and_steps_before_it_starts(make, tmp_pat
     assert (
         "dropped 1 records (1 x no assistant turn after a user turn), for example\n  mute.jsonl line 1: no " in logged
     )
-    assert f"training: {Statistics.of(data.train_set)}" in logged and "training: 33 conversations, " in logged
+    assert f"training: {describe(data.train_set)}" in logged and "training: 33 conversations, " in logged
     assert "validation: 8 conversations, " in logged
     assert len(seen) == 3 * 4  # of the 9 batches of an epoch half is trained on, two a step
     assert (tmp_path / "step=6.ckpt").is_file() and not (tmp_path / "step=7.ckpt").exists()

@@ -67,21 +67,6 @@ def test_the_training_free_example_drafts_both_successors_and_forgets_rewound_to
     assert drafter.propose([1, 2, 3, 1, 4, 1], Limits(max_depth=8)) == tree
 
 
-def test_the_learned_example_drafts_in_simulation_what_it_drafts_live():
-    base = toy_base()
-    drafter, prompt = linear_heads(base), [5, 6, 7, 8]
-    session = Session(Runner(base), drafter)
-    session.begin(prompt, reserve=64)
-    session.step(end=40)
-    proposed = drafter.propose(session.seq, Limits(max_depth=8))
-    hidden, _ = base.hidden_states(torch.tensor([session.seq]), (-1,))
-    anchor = torch.tensor([len(session.seq) - 1])
-    (simulated,) = drafter.draft_at(
-        hidden[0], torch.tensor(session.seq), anchor, base.base_weights, Limits(max_depth=8)
-    )
-    assert proposed == simulated and len(proposed) == 3
-
-
 @pytest.mark.slow
 def test_the_learned_example_trains_with_the_command_of_the_page_and_decodes_from_its_folder(monkeypatch, tmp_path):
     (line,) = [line for line in PAGE.splitlines() if line.startswith("lightning fit") and "linear_heads" in line]

@@ -23,6 +23,8 @@ from inference.verifier.base import load_base
 from train.cli import run_drafters, run_lightning
 
 ROOT = Path(__file__).parents[2]
+QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+QUIET |= {"enable_model_summary": False}  # arguments of a trainer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -139,17 +141,11 @@ def write_recipe(tiny):
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training.
+    """A finished training."""
 
-    Args:
-        config: Its YAML.
-        ckpt: Its last checkpoint.
-        folder: The drafter exported from it.
-    """
-
-    config: Path
-    ckpt: Path
-    folder: Path
+    config: Path  # its YAML
+    ckpt: Path  # its last checkpoint
+    folder: Path  # the drafter exported from it
 
 
 @pytest.fixture(scope="session")
@@ -264,15 +260,10 @@ def write_run(write_recipe):
 
 @dataclass(frozen=True)
 class Forked:
-    """A command in a copy of this process, which has imported everything already.
+    """A command in a copy of this process, which has imported everything already."""
 
-    Args:
-        process: Its id.
-        log: What it prints.
-    """
-
-    process: int
-    log: Path
+    process: int  # its id
+    log: Path  # what it prints
 
     def wait(self):
         """Its exit code, as subprocess has it: minus the number of the signal that killed it."""

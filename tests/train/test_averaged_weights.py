@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.train.conftest import QUIET
 from train.callbacks import AveragedWeights
 from train.cli import run_drafters, run_lightning
 from train.resume import ExactResume
@@ -57,12 +58,9 @@ ROWS = torch.utils.data.DataLoader(range(6))
 
 
 def fit(module, *others, max_steps=5, ckpt=None, averaging=None, **settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [ExactResume(), averaging or AveragedWeights(DECAY), *others]
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=max_steps, enable_checkpointing=False, callbacks=callbacks,
-        num_sanity_val_steps=0, **quiet, **settings,
-    )  # fmt: skip
+    options = {"max_steps": max_steps, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    trainer = L.Trainer(**QUIET, **options, **settings, callbacks=callbacks)
     trainer.fit(module, ROWS, ROWS, ckpt_path=ckpt)
     return trainer
 

@@ -21,7 +21,6 @@ from data.files import output_lock
 from data.tokenizer import load_pretrained, load_tokenizer
 from drafters.checkpoint import read_config
 from inference.verifier.base import load_base, load_base_info
-from train import cli
 from train.cli import run_drafters, run_lightning, user_errors
 from train.model_card import ABOUT, model_card
 
@@ -116,7 +115,6 @@ DRAFTERS = {
     VERIFY + "--drafter": "drafter",
     VERIFY + "--drafter anpd --limit two": "limit",
     VERIFY + "--drafter anpd --dtype float8": "dtype",
-    "verify --drafter anpd": "base",
     "verify --drafter anpd --base @nowhere": "no base at",
     "verify --drafter anpd --base @base-cut": "if a file is damaged, copy or download it again",
     VERIFY + "--drafter anpt": "unknown drafter 'anpt'",
@@ -230,12 +228,6 @@ LOADERS = load_base, load_base_info, load_tokenizer, lambda name: load_pretraine
 def test_a_model_with_code_of_its_own_is_refused(load, folder_with_code):
     with pytest.raises(ValueError, match=r"code in its folder \(auto_map\), which is never run"):
         load(str(folder_with_code))
-
-
-@pytest.mark.slow
-def test_no_training_runs_it(folder_with_code, call, write_recipe, tmp_path):
-    outcome = call(run_lightning, "fit", "--config", write_recipe(tmp_path), "--model.base", folder_with_code)
-    assert "code in its folder (auto_map), which is never run" in outcome.one_line_error("lightning")
 
 
 def test_every_model_configuration_and_tokenizer_is_loaded_without_its_code_and_every_pickle_without_its(repository):
@@ -407,11 +399,3 @@ def test_a_key_that_a_server_echoes_is_not_stored_or_printed(call, chat_server, 
     assert outcome.code == 0, outcome.err
     assert json.loads(out.read_text())["messages"][1]["content"] == "[OPENAI_API_KEY] say"
     assert "sk-123456" not in outcome.out + outcome.err
-
-
-def test_the_list_of_commands_names_functions_that_exist():
-    from importlib import import_module
-
-    for command in cli.COMMANDS.values():
-        module, _, function = command.target.partition(":")
-        assert callable(getattr(import_module(module), function)), command.target

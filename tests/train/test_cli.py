@@ -14,7 +14,6 @@ from train.cli import (
     CONFIGS,
     LIGHTNING_HELP,
     find_config,
-    grouped,
     option_groups,
     parse,
     run_drafters,
@@ -71,11 +70,6 @@ def test_every_subcommand_of_lightning_explains_its_keys(call, subcommand):
     assert "Folder or hub id of the frozen base" in outcome.out, "the help of a key is its line in the docstring"
 
 
-@pytest.mark.slow
-def test_python_m_train_is_the_lightning_command(fresh_python):
-    assert fresh_python("-m", "train").stdout == LIGHTNING_HELP
-
-
 # ---- arguments of drafters
 
 
@@ -109,8 +103,7 @@ def test_options_of_a_group_are_flat_on_the_command_line_and_lists_are_repeated_
     function, values = parse("verify", ["--base", "b", "--drafter", "anpd", "--drafter", "[ngram,rest=x]"])
     assert values["drafter"] == ["anpd", "ngram", "rest=x"]
     (name, group), *_ = option_groups(function).items()
-    assert isinstance(values[name], group) and "base" not in values
-    assert grouped(function, {"base": "b"})[name] == values[name]
+    assert values[name] == group(base="b") and "base" not in values
 
 
 # ---- lightning
@@ -199,21 +192,3 @@ def test_the_papers_config_trains_for_four_steps_with_the_debug_overlay(fork, tm
     assert os.listdir(tmp_path / "tensorboard") == ["version_0"]
     again = fork(*words)
     assert again.wait() == 2 and "already holds checkpoints" in again.log.read_text()
-
-
-# ---- show-mask
-
-
-def test_show_mask_prints_the_assistants_text_and_colours_the_tokens_of_the_loss(fork, tiny, monkeypatch):
-    from data import embedded
-
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    words = "show-mask", "--tokenizer", tiny, "--files", "embedded:2", "--max-length", 400
-    done = fork(*words, main=run_drafters)
-    assert done.wait() == 0, done.log.read_text()
-    shown = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", done.log.read_text()).split())
-    for record in embedded.conversations(2, seed=0):
-        assert record["id"] in shown
-        assert " ".join(record["conversations"][1]["value"].split())[:20] in shown
-    assert "of the assistant" in shown
-    assert "\x1b[1;32m" in done.log.read_text() and "\x1b[2m" in done.log.read_text()

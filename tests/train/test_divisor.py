@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import drafters
 from drafters import recipe
+from tests.train.conftest import QUIET
 from train.divisor import SharedDivisor
 from train.module import DrafterTraining
 
@@ -109,16 +110,8 @@ def test_batches_without_anchors_neither_enlarge_the_losses_nor_change_the_mean(
 
 
 def fitted(module, batches, folder, accumulated):
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=accumulated,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    options = {"enable_checkpointing": False, "default_root_dir": folder, "accumulate_grad_batches": accumulated}
+    trainer = L.Trainer(**QUIET, **options, max_epochs=1)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return trainer.global_step
 

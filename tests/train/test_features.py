@@ -1,5 +1,8 @@
+"""The feature store: what it holds, how a run of the command continues, and training from it."""
+
 import json
 import shutil
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -7,10 +10,20 @@ import lightning as L
 import pytest
 import torch
 
-from data.features import BYTES_PER_ROW, FeatureStore, Manifest
+from data.features import (
+    BYTES_PER_ROW,
+    FeatureStore,
+    Manifest,
+    StoredRows,
+    bytes_per_token,
+    pack,
+    row_keys,
+    unpack,
+    write_shard,
+)
 from data.module import ShareGPTData
 from drafters import CTC, EAGLE, EAGLE3, recipe
-from inference.verifier.base import load_base
+from tests.train.conftest import QUIET
 from train.cli import run_drafters, run_lightning
 from train.features import Row, divide_into_shards, parse_layers
 from train.module import DrafterTraining
@@ -57,6 +70,13 @@ def train_online(tiny, tmp_path_factory):
     return train
 
 
+def read_data(tiny, features, stage="fit", **options):
+    """The data of a training from a store; its conversations are those of the store unless options change them."""
+    data = ShareGPTData(str(tiny), features=str(features), **{"val_size": 4, "batch_size": 4} | DATA | options)
+    data.setup(stage)
+    return data
+
+
 class Losses(L.Callback):
     """Records the loss and the tokens of each step, and how often the base runs in training."""
 
@@ -74,16 +94,13 @@ class Losses(L.Callback):
         self.tokens.append(batch["input_ids"].tolist())
 
 
-def fit(tiny, drafter, folder, features=None, steps=8, resume=None, **options):
+def fit(tiny, drafter, folder, features=None, steps=8):
     seen = Losses()
     L.seed_everything(0, verbose=False)
     module = DrafterTraining(str(tiny), drafter, learning_rate=3e-3, max_val_tokens=8)
-    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA | options)
-    saving = L.pytorch.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    place = {"accelerator": "cpu", "devices": 1, "default_root_dir": folder}
-    trainer = L.Trainer(**place, **quiet, max_steps=steps, limit_val_batches=1, callbacks=[seen, saving])
-    trainer.fit(module, data, ckpt_path=resume, weights_only=False)  # the recipe is a partial here
+    data = ShareGPTData(str(tiny), val_size=4, batch_size=4, features=features and str(features), **DATA)
+    options = {"default_root_dir": folder, "num_sanity_val_steps": 0, "max_steps": steps, "limit_val_batches": 1}
+    L.Trainer(**QUIET, **options, enable_checkpointing=False, callbacks=[seen]).fit(module, data)
     return seen
 
 
@@ -100,41 +117,6 @@ def test_training_from_a_store_gives_the_losses_of_training_with_the_base_in_pro
         assert stored.tokens == online.tokens, "the same batches in the same order"
         assert stored.losses == pytest.approx(online.losses, rel=tolerance, abs=0)
         assert stored.base_forwards == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_stores_with_a_coarser_dtype_give_nearly_the_same_losses(tiny, stores, train_online, tmp_path, dtype):
-    online = train_online("ctc")
-    stored = fit(tiny, SMALL_CTC, tmp_path / dtype, stores / dtype)
-    assert stored.losses == pytest.approx(online.losses, rel=0.02)
-    assert stored.losses != online.losses
-
-
-@pytest.mark.slow
-def test_a_training_from_a_store_resumes_within_an_epoch(tiny, stores, tmp_path):
-    whole = fit(tiny, SMALL_CTC, tmp_path / "whole", stores / "float16", num_workers=1)
-    resume = tmp_path / "whole" / "step=3.ckpt"
-    rest = fit(tiny, SMALL_CTC, tmp_path / "rest", stores / "float16", resume=resume)
-    assert rest.tokens == whole.tokens[3:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_store_holds_the_bases_outputs_of_each_conversation_without_a_batch(tiny, tmp_path, dtype):
-    run_drafters(command(tiny, tmp_path / "store", base_dtype=dtype, dtype=dtype))
-    base, store = load_base(str(tiny), dtype), FeatureStore(tmp_path / "store")
-    data = ShareGPTData(str(tiny), val_size=4, features=str(store.folder), **DATA)
-    data.setup("fit")
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
-    for place in data._places:
-        row = store.read(place)
-        with torch.no_grad():
-            alone = base.model(row["input_ids"][None].long(), output_hidden_states=True)
-        expected = torch.cat([alone.hidden_states[layer] for layer in LAYERS], dim=-1)[0]
-        torch.testing.assert_close(row["hidden"], expected, **close)
-        if dtype == "float32":
-            assert torch.equal(row["labels"].long(), alone.logits[0].argmax(-1)), "labels never see the rounding"
 
 
 def state(folder):
@@ -214,6 +196,71 @@ def test_a_mistake_leaves_a_store_as_it_was(call, tiny, make_tiny, stores, tmp_p
     assert state(folder) == before and not (tmp_path / "empty").exists()
 
 
+# ---- what a store holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_a_coarser_store_holds_the_same_up_to_rounding(tiny, stores, dtype):
+    exact, coarse = (read_data(tiny, stores / name) for name in ("float32", dtype))
+    for row, other in zip(*(StoredRows(data.store, data._places) for data in (exact, coarse)), strict=True):
+        assert all(torch.equal(row[name], other[name]) for name in ("input_ids", "loss_mask", "labels"))
+        states = row["hidden"].unflatten(-1, (len(LAYERS), -1))
+        error = unpack(other["hidden"], other.get("hidden_scale"), torch.float32).view_as(states) - states
+        relative = {"float16": 2**-11, "bfloat16": 2**-8, "int8": 1.001 / 254}[dtype]
+        scale = states.abs().amax(-1, keepdim=True) if dtype == "int8" else states.abs()
+        assert (error.abs() <= scale * relative + 1e-6).all(), "int8 has a scale for each token; batches differ too"
+    manifest = coarse.store.manifest
+    expected = manifest.num_tokens * bytes_per_token(len(LAYERS), manifest.hidden_size, dtype)
+    headers = sum(path.stat().st_size for path in (stores / dtype).glob("*.safetensors")) - expected
+    assert 0 <= headers - manifest.num_rows * BYTES_PER_ROW < 2000 * len(manifest.shards)
+
+
+@pytest.mark.slow
+def test_a_subset_of_the_layers_is_read_in_the_requested_order(tiny, stores):
+    data = read_data(tiny, stores / "float32")
+    store, place = data.store, data._places[0]
+    parts = dict(zip(LAYERS, store.read(place)["hidden"].chunk(3, -1), strict=True))
+    for layers in [(1, 0), (-1,), (0, -1)]:
+        store.layers = layers
+        row = store.read(place)
+        assert torch.equal(row["hidden"], torch.cat([parts[layer] for layer in layers], -1))
+        assert ("last_hidden" in row) == (-1 not in layers), "the last state comes once"
+        if "last_hidden" in row:
+            assert torch.equal(row["last_hidden"], parts[-1])
+
+
+def test_int8_preserves_zeros_and_the_largest_value_of_every_token():
+    states = torch.tensor([[0.0, 0.0, 0.0], [1e4, -3.0, 5.0], [1e-6, 2e-6, -4e-6]])
+    packed, scale = pack(states, "int8")
+    read = unpack(packed, scale[:, None], torch.float32)
+    assert torch.equal(read[0], states[0]) and read.isfinite().all()
+    assert torch.allclose(read[1, 0], states[1, 0]) and torch.allclose(read[2, 2], states[2, 2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_hidden_states_out_of_the_range_of_the_dtype_are_refused_and_leave_no_file(dtype, tmp_path):
+    with pytest.raises(ValueError, match=r"hidden states reach 7e\+04, beyond float16: pass --dtype bfloat16"):
+        pack(torch.tensor([[7e4]]), "float16")
+    numbers = torch.arange(3)
+    row = {"id": "first", **dict.fromkeys(("input_ids", "loss_mask", "labels"), numbers)}
+    for value in ("nan", "inf"):
+        rows = [row | {"hidden": torch.ones(3, 4)}, row | {"hidden": torch.full((3, 4), float(value))}]
+        with pytest.raises(ValueError, match=r"conversation first, layer 0: .* not finite"):
+            write_shard(tmp_path / "shard", [bytes(16)] * 2, rows, (0, -1), dtype)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_key_of_a_row_depends_on_its_tokens_and_mask_only(tiny, stores):
+    rows = read_data(tiny, stores / "float32").train_set
+    names = row_keys(rows)
+    assert len(set(names)) == len(rows) == 20
+    assert row_keys(rows.select([5, 3])) == [names[5], names[3]], "not by their place"
+    turned = rows.map(lambda row: {"loss_mask": [1 - value for value in row["loss_mask"]]})
+    assert not set(row_keys(turned)) & set(names)
+
+
 def test_with_last_adds_the_last_layer_once():
     assert parse_layers("1,0", True, 2) == (1, 0, -1)
     assert parse_layers("-1,2", True, 2) == (-1, 2)
@@ -230,23 +277,57 @@ def test_shards_hold_each_row_once_with_the_longest_first():
 def test_a_store_that_does_not_fit_the_training_is_refused(tiny, make_tiny, stores, tmp_path):
     store = stores / "float32"
 
-    def refusal(base=tiny, drafter=SMALL_CTC, features=store, **options):
+    def refusal(base=tiny, drafter=SMALL_CTC, features=store, dtype="float32"):
         with pytest.raises(ValueError) as error:
-            module = DrafterTraining(str(base), drafter, base_dtype=options.pop("base_dtype", "float32"))
-            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA | options)
-            L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False).fit(module, data)
+            module = DrafterTraining(str(base), drafter, base_dtype=dtype)
+            data = ShareGPTData(str(base), val_size=4, batch_size=4, features=str(features), **DATA)
+            L.Trainer(**QUIET, max_steps=1, enable_checkpointing=False).fit(module, data)
         assert "\n" not in str(error.value)
         return str(error.value)
 
     assert "holds the layers 0,1,-1, but the drafter needs 2,0: write one with --layers 2,0" in refusal(
         drafter=partial(recipe.build, CTC, init_args=SMALL | {"hidden_layers": (2, 0)})
     )
-    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(base_dtype="bfloat16")
+    assert "in float32, not in bfloat16: pass --model.base_dtype float32" in refusal(dtype="bfloat16")
     assert "whose weights are not those of" in refusal(base=make_tiny("stranger", seed=9))
-    assert "pass --data.max_length 400" in refusal(max_length=150)
     run_drafters(command(tiny, tmp_path / "fused", layers="0,1"))
     assert "reads the base's last hidden states" in refusal(drafter=RECIPES["eagle3"], features=tmp_path / "fused")
     fit(tiny, RECIPES["ctc over fused layers"], tmp_path / "fit", tmp_path / "fused", steps=1)
+
+
+@pytest.mark.slow
+def test_data_that_do_not_fit_the_store_and_damage_are_refused_by_name(tiny, stores, tmp_path):
+    folder = shutil.copytree(stores / "float32", tmp_path / "store")
+
+    def refusal(features=folder, **options):
+        with pytest.raises(ValueError) as error:
+            read_data(tiny, features, **options)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "is not that of llama2_chat: pass --data.template tokenizer" in refusal(template="llama2_chat")
+    assert "max_length 400, not 100: pass --data.max_length 400" in refusal(max_length=100)
+    missing = refusal(files=["embedded:12", "embedded:5:9"], val_size=0)
+    assert "5 of 17 conversations are not in the feature store" in missing and "embedded-9-0" in missing
+    replace(Manifest.read(folder), tokenizer="0").save(folder)
+    assert f"by {tiny}, which has another tokenizer: pass --model.base {tiny}" in refusal()
+    assert "no feature store at" in refusal(tmp_path / "nowhere")
+    shutil.copy(stores / "float32" / "manifest.json", folder)
+    second = folder / "shard-00001.safetensors"
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-40])
+    assert "shard-00001.safetensors is not of the size in the manifest" in refusal()
+    second.write_bytes(b"\xff" * len(whole))
+    assert "shard-00001.safetensors: Error" in refusal()
+    second.unlink()
+    assert "shard-00001.safetensors is missing" in refusal()
+    second.write_bytes(whole)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for broken in ("{", "[]", "{}", json.dumps(manifest | {"format": 99}), json.dumps(manifest | {"dtype": "int3"})):
+        (folder / "manifest.json").write_text(broken)
+        assert "write the store again with" in refusal()
+    validated = read_data(tiny, tmp_path / "nowhere", stage="validate")
+    assert validated.store is None and next(iter(validated.val_dataloader()))["input_ids"].numel()
 
 
 @pytest.mark.slow

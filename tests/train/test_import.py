@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from drafters import EAGLE, EAGLE3, Block, checkpoint, recipe
-from drafters.checkpoint import DrafterConfig
-from inference.verifier.base import load_base, tokenizer_hash
+from drafters import checkpoint
+from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
 from inference.verifier.session import Session
 from tests.train import public_formats
 from train.cli import run_drafters
-from train.formats import vllm
 from train.formats.block import read_block
 from train.formats.public import PublicCheckpoint
 
@@ -322,95 +320,6 @@ def test_an_imported_block_drafter_computes_what_its_format_says(make, base, ids
     torch.testing.assert_close(frames @ base.base_weights.head.T, logits, rtol=1e-5, atol=1e-5)
     assert len(draft) == (FRAMES if is_dspark else FRAMES - 1)
     assert ("left out: the confidence head" in said) == is_dspark
-
-
-# ---- round trips
-
-
-EAGLE3_ARGS = {"hidden_layers": [1, 2, 4], "draft": {"depth": 3}, "own_head": True}
-TRIPS = {
-    "eagle": (EAGLE, {"fc_bias": False}),
-    "eagle3": (EAGLE3, EAGLE3_ARGS | {"draft_vocab_size": 90}),
-    "eagle3, own head": (EAGLE3, EAGLE3_ARGS | {"norm_before_residual": True}),
-    "eagle3, qk norms": (EAGLE3, {"hidden_layers": [1, 4], "has_qk_norm": True, "draft": {"depth": 3}}),
-    "block": (Block, {"trunk": {"num_frames": 4, "hidden_layers": [1, 3]}}),
-    "block, markov": (Block, {"trunk": {"num_frames": 4, "hidden_layers": [1], "markov_rank": 4}}),
-    "dflash": (Block, {"trunk": {"num_frames": 4, "hidden_layers": [3], "sample_from_anchor": False}}),
-}
-
-
-def untrained(name, base):
-    kind, init_args = TRIPS[name]
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        drafter = recipe.build(kind, base.shape, init_args).eval().requires_grad_(False)
-        for weight in drafter.parameters():
-            weight += 0.1 * torch.randn(weight.shape)
-        if getattr(drafter, "draft_tokens", None) is not None:
-            drafter.draft_tokens.copy_(torch.randperm(V)[:90])
-    vocabulary = tokenizer_hash(base.tokenizer)
-    return drafter, DrafterConfig(f"drafters.{kind.__name__}", init_args, base.shape, base.name, vocabulary)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRIPS)
-def test_export_then_import_gives_the_same_drafter(name, base, ids, call, tmp_path):
-    drafter, config = untrained(name, base)
-    (tmp_path / "own").mkdir()
-    checkpoint.save(tmp_path / "own", drafter, config)
-    options = ("--format", "vllm", "--dtype", "float32", "--mask-token-id", MASK)
-    done = call(run_drafters, "export", tmp_path / "own", tmp_path / "public", *options)
-    assert done.code == 0, done.err
-    assert call(run_drafters, "import", tmp_path / "public", tmp_path / "out", "--base", base.name).code == 0
-    again, read = checkpoint.load(tmp_path / "out")
-    weights = again.state_dict()
-    assert weights.keys() == drafter.state_dict().keys() and read.base == config.base
-    assert all(torch.equal(weights[key], weight) for key, weight in drafter.state_dict().items())
-    hidden = base.hidden_states(ids[None], drafter.required_outputs.hidden_layers)[0][0]
-    assert again.required_outputs == drafter.required_outputs
-    drafts = [d.draft_at(hidden, ids, torch.tensor([9, 23]), base.base_weights) for d in (drafter, again)]
-    if name != "eagle":  # whose format does not say how many tokens to draft
-        assert drafts[0] == drafts[1] and len(drafts[0][0])
-
-
-def test_a_draft_vocabulary_of_all_tokens_is_exported_in_their_order(base, ids, tmp_path):
-    """vLLM reads no map of ids where the draft vocabulary is as large as the base's."""
-    drafter, config = untrained("eagle3, own head", base)
-    permuted = recipe.build(EAGLE3, base.shape, config.init_args | {"draft_vocab_size": V})
-    tokens = torch.randperm(V)
-    head = drafter.lm_head.weight[tokens]
-    permuted.load_state_dict(drafter.state_dict() | {"draft_tokens": tokens, "lm_head.weight": head})
-    vllm.write(tmp_path, permuted, config, dtype=torch.float32)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(weights["lm_head.weight"], drafter.lm_head.weight) and not {"d2t", "t2d"} & weights.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "block, markov"])
-def test_an_export_is_rounded_to_bfloat16_once(name, base, call, tmp_path):
-    drafter, config = untrained(name, base)
-    (tmp_path / "public").mkdir()
-    vllm.write(tmp_path / "public", drafter, config, MASK)
-    weights = load_file(tmp_path / "public" / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} <= {torch.bfloat16, torch.int64, torch.bool}
-    assert json.loads((tmp_path / "public" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert call(run_drafters, "import", tmp_path / "public", tmp_path / "out", "--base", base.name).code == 0
-    again, expected = load_file(tmp_path / "out" / "model.safetensors"), drafter.bfloat16().state_dict()
-    assert again.keys() == expected.keys()
-    assert all(torch.equal(weight, expected[key]) for key, weight in again.items())
-
-
-@pytest.mark.slow
-def test_the_row_of_the_mask_is_not_rounded_by_the_bases_dtype(make_tiny, tmp_path):
-    base = load_base(str(make_tiny("stored-in-bfloat16", vocab_size=V, num_layers=LAYERS)), "bfloat16")
-    base.model.save_pretrained(base.name)
-    drafter, config = untrained("block", base)
-    vllm.write(tmp_path, drafter, config, MASK, torch.float32)
-    embedding = load_file(tmp_path / "model.safetensors")["embed_tokens.weight"]
-    assert torch.equal(embedding[MASK], drafter.frame_embedding[0])
-    assert not torch.equal(embedding[MASK], embedding[MASK].bfloat16().float())
-    embedding[MASK] = base.base_weights.embedding[MASK].float()
-    assert torch.equal(embedding, base.base_weights.embedding.float())
 
 
 # ---- refusals

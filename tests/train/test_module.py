@@ -13,6 +13,7 @@ from drafters import CTC, Block, Hydra, Medusa
 from drafters.losses.anchors import following
 from drafters.recipe import build
 from inference.prompts import encode_messages
+from tests.train.conftest import QUIET
 from train.module import DrafterTraining
 from train.validation import with_own_answers
 
@@ -28,9 +29,8 @@ def make(tiny, drafter=SMALL_CTC, **arguments):
 
 
 def trainer(folder, **settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    some = {"limit_val_batches": 1, "check_val_every_n_epoch": 100}
-    return L.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **quiet | some | settings)
+    some = {"limit_val_batches": 1, "check_val_every_n_epoch": 100, "num_sanity_val_steps": 0}
+    return L.Trainer(default_root_dir=folder, **QUIET | some | settings)
 
 
 @pytest.fixture(scope="module")

@@ -80,14 +80,6 @@ def test_a_restored_state_continues_as_the_saved_one():
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-def test_the_closure_is_called_once():
-    module, calls = Net(), []
-    made = made_by(muon, module)
-    module.backward_at(0)
-    assert made["optimizer"].step(lambda: calls.append(1) or 7.0) == 7.0
-    assert calls == [1]
-
-
 def test_sharded_weights_are_refused():
     module = Net()
     module.trainer.strategy = FSDP2()

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.checkpoints import read_checkpoint
 from train.cli import run_lightning
 
 BATCHES, BATCHES_PER_EPOCH = 50, 5  # of `write_run`
@@ -247,29 +246,6 @@ def test_ctrl_c_twice_ends_a_run_at_once(write_run, fork, tmp_path):
     assert run.is_alive()
     run.send(signal.SIGINT)
     assert run.wait() == -signal.SIGINT
-
-
-@pytest.mark.slow
-def test_a_benchmark_ends_with_the_exit_code_of_its_training(fork, tiny, tmp_path):
-    def benchmark(_):
-        from benchmarks import experiment
-        from train.module import DrafterTraining
-
-        train = DrafterTraining.training_step
-
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            return train(self, batch, batch_idx)
-
-        DrafterTraining.training_step = training_step
-        arm = experiment.Arm("medusa", "Medusa", {"num_heads": 2, "num_anchors": 8})
-        settings = experiment.SharedSettings(str(tiny), ["embedded:24"], steps=100, batch_size=4, max_length=96)
-        experiment.train(arm, 0, settings, tmp_path)
-
-    run = fork(main=benchmark)
-    assert run.wait() == 130, run.log.read_text()
-    assert read_checkpoint(tmp_path / "medusa" / "seed0" / "checkpoints" / "last.ckpt")["global_step"] == 3
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from tests.train.conftest import QUIET
 from train.callbacks import SkipNonFiniteSteps
 
 NAN, INF = float("nan"), float("inf")
@@ -36,9 +37,8 @@ class Line(L.LightningModule):
 
 def fit(module, faults, masks=None, num_batches=6, others=(), **trainer):
     rows = [{"x": torch.full((3,), i + 1.0)} | ({"loss_mask": masks[i]} if masks else {}) for i in range(num_batches)]
-    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
-    runs = L.Trainer(**settings | quiet | trainer, callbacks=[faults, *others])
+    settings = {"max_epochs": 1, "enable_checkpointing": False, "use_distributed_sampler": False}
+    runs = L.Trainer(**QUIET | settings | trainer, callbacks=[faults, *others])
     runs.fit(module, torch.utils.data.DataLoader(rows, batch_size=1))
     return runs
 

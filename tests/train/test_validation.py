@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data import embedded
-from drafters import CTC, EAGLE, EAGLE3, Block, DraftTree, Hydra, Medusa, NoDrafter, TrainingBatch, recipe
+from drafters import CTC, EAGLE, EAGLE3, Block, Hydra, Medusa, NoDrafter, TrainingBatch, recipe
 from inference.prompts import encode_messages
 from inference.verifier.base import load_base
 from inference.verifier.runner import Runner
@@ -144,13 +144,6 @@ def test_simulated_acceptance_equals_live_acceptance_on_answers_that_end_with_eo
             assert others == live or sum(live) == 47  # at the cap, trees are less deep
             ended += sum(live) < 47
     assert ended > 3
-
-
-def test_a_text_accepts_the_longest_drafted_prefix():
-    tree = DraftTree.from_paths([[5, 6, 7], [5, 8], [9]])
-    assert len(tree.follow([5, 8, 7])) == 2
-    assert len(tree.follow([5, 6, 7, 1])) == 3
-    assert tree.follow([6]) == tree.follow([]) == DraftTree().follow([5]) == []
 
 
 @pytest.mark.parametrize(

@@ -121,16 +121,9 @@ class BlockSettings:
 def read_block(
     checkpoint: PublicCheckpoint, base: BaseShape, base_weights: BaseWeights, is_dspark: bool
 ) -> PublicDrafter:
-    """Read a DFlash or DSpark drafter.
+    """Read a DFlash or DSpark drafter; in DSpark, frame 0 predicts a token where the format does not say so.
 
-    Args:
-        checkpoint: The checkpoint.
-        base: Sizes of the base.
-        base_weights: Its embedding and LM head.
-        is_dspark: Whether frame 0 predicts a token where the format does not say so.
-
-    Raises:
-        ValueError: A setting or a weight is missing or wrong, or Block cannot compute the same.
+    Raises ValueError if a setting or a weight is missing or wrong, or Block cannot compute the same.
     """
     part, described = (checkpoint.config.get(name) or {} for name in ("dflash_config", "transformer_layer_config"))
     if not isinstance(part, dict):

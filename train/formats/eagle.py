@@ -25,11 +25,7 @@ NORMS = "input_layernorm.weight", "hidden_norm.weight"
 
 
 def eagle_config(drafter: EAGLE, shape: BaseShape, target: Target) -> dict[str, Any]:
-    """Return the config.json of vLLM's EAGLE for LLaMA.
-
-    Raises:
-        ValueError: The drafter has a bias, which vLLM's has not.
-    """
+    """Return the config.json of vLLM's EAGLE for LLaMA; ValueError if the drafter has a bias, which vLLM's has not."""
     if drafter.fc.bias is not None:
         raise ValueError("vLLM's EAGLE has no bias behind its first projection: train with fc_bias: false")
     layers = layer_config(shape, 1, target.context_length, "llama")
@@ -44,8 +40,7 @@ def eagle_weights(drafter: EAGLE) -> dict[str, Tensor]:
 def eagle3_config(drafter: EAGLE3, shape: BaseShape, target: Target) -> dict[str, Any]:
     """Return the config.json of speculators' EAGLE-3.
 
-    Raises:
-        ValueError: The drafter reads layers that vLLM does not hand to it.
+    Raises ValueError if the drafter reads layers that vLLM does not hand to it.
     """
     layers = list(drafter.required_outputs.hidden_layers)
     if not all(0 < layer < shape.num_layers for layer in layers):
@@ -91,8 +86,7 @@ def _public_name(name: str) -> str:
 def read_eagle(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: BaseWeights) -> PublicDrafter:
     """Read an EAGLE drafter.
 
-    Raises:
-        ValueError: A setting or a weight is missing or wrong, or EAGLE here cannot compute the same.
+    Raises ValueError if a setting or a weight is missing or wrong, or EAGLE here cannot compute the same.
     """
     layers = read_layers(checkpoint, checkpoint.config, base, "llama")
     if layers.num_layers != 1:
@@ -123,8 +117,7 @@ class EAGLE3Settings:
 def read_eagle3(checkpoint: PublicCheckpoint, base: BaseShape, base_weights: BaseWeights) -> PublicDrafter:
     """Read an EAGLE-3 drafter.
 
-    Raises:
-        ValueError: A setting or a weight is missing or wrong, or EAGLE-3 here cannot compute the same.
+    Raises ValueError if a setting or a weight is missing or wrong, or EAGLE-3 here cannot compute the same.
     """
     settings: EAGLE3Settings = checkpoint.settings(EAGLE3Settings)
     is_speculators = "speculators_model_type" in checkpoint.config

@@ -36,17 +36,11 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """Decoder layers that a drafter here can compute.
+    """Decoder layers that a drafter here can compute."""
 
-    Args:
-        shape: Their sizes, with those of the base.
-        num_layers: Number of layers.
-        num_key_value_heads: Heads of keys and values in the checkpoint.
-    """
-
-    shape: BaseShape
+    shape: BaseShape  # their sizes, with those of the base
     num_layers: int
-    num_key_value_heads: int
+    num_key_value_heads: int  # in the checkpoint
 
     def expand(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights with keys and values for every head: grouped heads are repeated, which computes the same."""
@@ -92,16 +86,9 @@ def layer_config(shape: BaseShape, num_layers: int, context_length: int, model_t
 
 
 def read_layers(checkpoint: PublicCheckpoint, values: Any, base: BaseShape, model_type: str) -> DecoderLayers:
-    """Read the configuration of decoder layers.
+    """Read the part of config.json that describes the decoder layers, of ``model_type`` where it names no type.
 
-    Args:
-        checkpoint: The checkpoint.
-        values: The part of its config.json that describes the layers.
-        base: Sizes of the base.
-        model_type: Type of the layers where the configuration names none.
-
-    Raises:
-        ValueError: A setting has a wrong type, or the layers compute something that none here computes.
+    Raises ValueError if a setting has a wrong type, or the layers compute something that none here computes.
     """
     from transformers import LlamaConfig, Qwen3Config
 

@@ -23,36 +23,22 @@ COPIES = "verifier_lm_head.weight", "verifier_norm.weight"
 
 @dataclass(frozen=True)
 class PublicDrafter:
-    """A drafter that was read from a public format.
+    """A drafter that was read from a public format."""
 
-    Args:
-        class_path: Its class here.
-        init_args: Its recipe.
-        shape: Sizes of its layers, and of the base.
-        weights: Its weights by the names they have here.
-        left_out: Parts of the checkpoint that do not change what is drafted.
-    """
-
-    class_path: str
+    class_path: str  # its class here
     init_args: dict[str, Any]
-    shape: BaseShape
-    weights: dict[str, Tensor]
-    left_out: tuple[str, ...] = ()
+    shape: BaseShape  # sizes of its layers, and of the base
+    weights: dict[str, Tensor]  # by the names they have here
+    left_out: tuple[str, ...] = ()  # parts of the checkpoint that do not change what is drafted
 
 
 @dataclass
 class PublicCheckpoint:
-    """The content of such a folder. Weights are taken out as they are read, so that none is overlooked.
-
-    Args:
-        folder: The folder.
-        config: The content of config.json.
-        weights: Weights by name that have not been taken yet.
-    """
+    """The content of such a folder. Weights are taken out as they are read, so that none is overlooked."""
 
     folder: Path
-    config: dict[str, Any]
-    weights: dict[str, Tensor] = field(repr=False)
+    config: dict[str, Any]  # the content of config.json
+    weights: dict[str, Tensor] = field(repr=False)  # those that have not been taken yet
 
     @property
     def algorithm(self) -> Algorithm:
@@ -66,8 +52,7 @@ class PublicCheckpoint:
     def settings(self, kind: Any, values: Any = None) -> Any:
         """A dataclass of settings from config.json, or from a part of it.
 
-        Raises:
-            ValueError: A setting is missing or of a wrong type.
+        Raises ValueError if a setting is missing or of a wrong type.
         """
         try:
             return validated(kind, self.config if values is None else values)
@@ -75,11 +60,7 @@ class PublicCheckpoint:
             raise ValueError(f"{self.folder / 'config.json'}: {error}") from error
 
     def take(self, name: str) -> Tensor:
-        """Take one weight out.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
+        """Take one weight out; ValueError if there is none of this name."""
         if name not in self.weights:
             self.refuse(f"it has no weights {name}")
         return self.weights.pop(name)
@@ -92,8 +73,7 @@ class PublicCheckpoint:
     def drop_copy(self, name: str, original: Tensor, what: str) -> None:
         """Take out a copy of a weight of the base, if there is one.
 
-        Raises:
-            ValueError: It is not a copy; no drafter here has such a weight of its own.
+        Raises ValueError if it is not a copy; no drafter here has such a weight of its own.
         """
         copy = self.weights.pop(name, None)
         if copy is None:
@@ -111,8 +91,7 @@ class PublicCheckpoint:
     def check_hidden_layers(self, layers: Sequence[int], base: BaseShape) -> list[int]:
         """Return base layers that are fused, counted as here.
 
-        Raises:
-            ValueError: The base does not have them, or they include its last one.
+        Raises ValueError if the base does not have them, or they include its last one.
         """
         if base.num_layers in layers:
             self.refuse(
@@ -132,8 +111,7 @@ class PublicCheckpoint:
 def read_public_checkpoint(folder: Path) -> PublicCheckpoint:
     """Read config.json and all files of weights.
 
-    Raises:
-        ValueError: A file is missing or damaged, or the folder is a drafter of this project already.
+    Raises ValueError if a file is missing or damaged, or the folder is a drafter of this project already.
     """
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}: download the drafter first, then pass its folder")
@@ -162,19 +140,12 @@ def read_public_checkpoint(folder: Path) -> PublicCheckpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """What the formats say of the base.
+    """What the formats say of the base."""
 
-    Args:
-        name: Folder or hub id.
-        architectures: Its model class in transformers.
-        context_length: Maximum number of tokens of a text.
-        stored_dtype: Name of the dtype that it is stored in.
-    """
-
-    name: str
-    architectures: Sequence[str]
+    name: str  # folder or hub id
+    architectures: Sequence[str]  # its model class in transformers
     context_length: int
-    stored_dtype: str
+    stored_dtype: str  # name of the dtype that it is stored in
 
 
 def read_target(name: str) -> Target:

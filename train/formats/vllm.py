@@ -43,15 +43,8 @@ def write(
 ) -> None:
     """Write config.json, model.safetensors and README.md in the format that vLLM reads.
 
-    Args:
-        folder: Folder to write to.
-        drafter: The trained drafter.
-        config: Its configuration.
-        mask_token_id: For a block drafter, the token whose embedding becomes that of the masked frames.
-        dtype: Dtype of the weights.
-
-    Raises:
-        ValueError: vLLM has no method that drafts in the same way.
+    Raises ValueError if vLLM has no method that drafts in the same way. For a block drafter, ``mask_token_id`` is the
+    token whose embedding becomes that of the masked frames.
     """
     method, num_tokens, values, weights = _converted(drafter, config, mask_token_id, dtype)
     weights = {
@@ -69,7 +62,9 @@ The drafter in vLLM's format:
 
 There it proposes one chain without a tree: {NOTES[method]}
 
-{_tested(method, drafter)} This very folder was not run in vLLM.
+Keys, shapes and meaning follow vLLM's and speculators' sources of 2026. This folder was not run in vLLM. Version
+{TESTED_VERSION} was, on a CPU in float32, with one drafter each of {", ".join(TESTED_METHODS)}: the texts were those of
+the base alone, and took as many steps as with the same chain here.
 
 `drafters eval` reads the folder that `drafters export` makes without `--format vllm`, and drafts trees with it.
 
@@ -77,22 +72,6 @@ There it proposes one chain without a tree: {NOTES[method]}
 - Command of the training: {code_span(config.training.get("command") or "not recorded")}
 """
     write_text(folder / "README.md", card)
-
-
-def _tested(method: str, drafter: Any) -> str:
-    """What was run in vLLM itself: of Medusa and EAGLE-3, one variant each."""
-    is_tested = method in TESTED_METHODS
-    if method == "medusa":
-        is_tested = len(drafter.blocks[0].layers) == 1
-    elif method == "eagle3":
-        has_vocabulary = drafter.draft_tokens is not None and len(drafter.draft_tokens) < drafter.vocab_size
-        is_tested = has_vocabulary and not (drafter.has_qk_norm or drafter.norm_before_residual)
-    if is_tested:
-        return (
-            f"This format was run in vLLM {TESTED_VERSION} on a CPU, in float32, with another drafter of the same "
-            "kind: the texts were those of the base alone, and took as many steps as with the same chain here."
-        )
-    return "Keys, shapes and meaning follow vLLM's and speculators' sources of 2026; this variant was not run in vLLM."
 
 
 def _converted(
@@ -127,10 +106,8 @@ def _converted(
 def medusa_config(drafter: Medusa, shape: BaseShape) -> dict[str, Any]:
     """Return the config.json of vLLM's Medusa up to version 0.32, whose weights have the same names as ours.
 
-    No other key may contain "num" together with "heads" or "layers": vLLM would take it for one of these two.
-
-    Raises:
-        ValueError: The heads share the base's LM head.
+    No other key may contain "num" together with "heads" or "layers": vLLM would take it for one of these two. Raises
+    ValueError if the heads share the base's LM head.
     """
     if not drafter.own_heads:
         raise ValueError("the vllm format of Medusa has an output layer in each head: train with own_heads: true")

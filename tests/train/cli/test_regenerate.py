@@ -14,7 +14,6 @@ import torch
 
 from data.conversations import load_conversations
 from data.module import ShareGPTData
-from data.rows import tokenise
 from data.templates import encode, encode_prompt
 from inference.journal import Journal
 from inference.regenerate import answerers
@@ -22,7 +21,7 @@ from inference.regenerate.answerers import LocalAnswerer
 from inference.regenerate.command import AnswerOptions, answer_all
 from inference.regenerate.dialogue import AnswerCounts, Dialogue
 from inference.verifier.base import load_base
-from inference.verifier.options import ModelOptions
+from inference.verifier.options import SamplingOptions
 from train.cli import run_drafters
 
 MAX_NEW_TOKENS = 12
@@ -182,37 +181,6 @@ def write(path, row):
     return str(path)
 
 
-def test_tokens_of_another_tokenizer_or_template_are_refused(written, llama_like, tiny_base, tmp_path):
-    conversations = load_conversations([str(written)])[0]
-    with pytest.raises(ValueError, match="written with another tokenizer"):
-        encode(conversations[0], llama_like, "tokenizer")
-    with pytest.raises(ValueError, match=r"refuses every conversation: .*written with another chat template"):
-        tokenise(conversations, tiny_base.tokenizer, "llama2_chat", 512, str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def llama_like():
-    from data import embedded
-
-    return embedded.train_tokenizer(embedded.conversations(100, seed=9), vocab_size=400)
-
-
-def test_records_with_broken_token_columns_are_counted_and_named(written, tmp_path):
-    good = json.loads(written.read_text().splitlines()[0])
-    changes = [
-        {"loss_mask": good["loss_mask"][:-1]},
-        {"loss_mask": None},
-        {"input_ids": [-1, *good["input_ids"][1:]]},
-        {"input_ids": ["a"]},
-        {"input_ids": []},
-        {"template": 3},
-    ]
-    path = tmp_path / "broken.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [good, *(good | change for change in changes)]))
-    conversations, dropped = load_conversations([str(path)])
-    assert len(conversations) == 1 and dropped.total == len(changes) and "line 2: input_ids" in str(dropped)
-
-
 def slow_disk():
     """Every write that is to last takes a while, so that a run is interrupted before its end on a fast machine too."""
     fsync = os.fsync
@@ -226,7 +194,9 @@ def slow_disk():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "ended"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny, asked, fork, tmp_path, number, ended):
+def test_an_interrupted_run_that_is_repeated_writes_what_is_missing_and_the_same_file(
+    written, tiny, asked, fork, tmp_path, monkeypatch, number, ended
+):
     out = tmp_path / "own.jsonl"
     words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
     partial = out.with_name("own.jsonl.partial")
@@ -237,41 +207,22 @@ def test_an_interrupted_run_that_is_repeated_writes_the_same_file(written, tiny,
     assert running.wait() == ended and not out.exists()
     said = running.log.read_text()
     assert "Traceback" not in said and ("stopped by Ctrl-C" in said) == (number == signal.SIGINT)
+    num_written = partial.read_bytes().count(b"\n") - 1  # below the line of the arguments
     with partial.open("ab") as stream:
         stream.write(b"[0,[[1,[5,")  # what a kill in the middle of writing leaves
+    batches = []
+
+    def counted(*given, decode_batch=answerers.decode_batch):
+        batches.append(given)
+        return decode_batch(*given)
+
+    monkeypatch.setattr(answerers, "decode_batch", counted)
     run_drafters(words)
     assert out.read_bytes() == written.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
-
-
-@pytest.mark.slow
-def test_a_run_continues_from_every_line_of_a_partial_file(written, tiny, asked, tmp_path, monkeypatch):
-    base = load_base(str(tiny))
-    monkeypatch.setattr(ModelOptions, "load", lambda self: base)
-    out = tmp_path / "own.jsonl"
-    partial, kept = out.with_name("own.jsonl.partial"), tmp_path / "kept"
-    words = ["regenerate", "--base", str(tiny), "--files", asked, "--out", str(out), *map(str, QUICK)]
-    monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(SystemExit):
-        run_drafters(words)
-    monkeypatch.undo()
-    monkeypatch.setattr(ModelOptions, "load", lambda self: base)
-    kept.write_bytes(partial.read_bytes())
-    lines = kept.read_bytes().splitlines(keepends=True)
-    assert len(lines) > 5
-    num_forwards = []
-    monkeypatch.setattr(
-        answerers,
-        "decode_batch",
-        lambda *given, decode_batch=answerers.decode_batch: num_forwards.append(1) or decode_batch(*given),
-    )
-    for num_lines in range(1, len(lines) + 1):
-        out.unlink(missing_ok=True)
-        num_forwards.clear()
-        partial.write_bytes(b"".join(lines[:num_lines]))
-        run_drafters(words)
-        assert out.read_bytes() == written.read_bytes()
-        assert len(num_forwards) == len(lines) - num_lines, "only what is missing is written again"
+    num_missing = len(batches)
+    run_drafters([*words, "--overwrite"])
+    assert len(batches) - num_missing == num_written + num_missing
 
 
 @pytest.mark.slow
@@ -299,6 +250,10 @@ def test_a_partial_file_of_other_arguments_is_refused_or_replaced(call, tiny, as
         (["--model", "m"], "--endpoint and --model belong together"),
         (["--endpoint", "http://localhost:1/v1"], "--endpoint and --model belong together"),
         (["--endpoint", "localhost", "--model", "m"], "endpoint must look like"),
+        (["--num-answers", 2], "2 greedy answers would be equal: give a temperature above 0"),
+        (["--num-answers", 0], "num_answers must be at least 1, not 0"),
+        (["--top-p", 0.5], "top_p 0.5 is for sampling"),
+        (["--temperature", -1], "temperature must be a number above 0"),
     ],
 )
 def test_a_wrong_option_is_reported_in_one_line(call, tiny, asked, tmp_path, words, reason):
@@ -358,18 +313,6 @@ def test_a_server_that_fails_at_everything_stops_the_run_which_can_be_continued(
     assert done.code == 0 and len(out.read_text().splitlines()) == 5
 
 
-def test_the_key_is_stored_nowhere(call, chat_server, tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret-2")
-    file = tmp_path / "asked.jsonl"
-    file.write_text("".join(json.dumps({"messages": ask(text)}) + "\n" for text in ("good one", "fail 401 9")))
-    refused = served(call, chat_server, tiny, file, tmp_path / "out.jsonl", "--batch-size", 1)
-    assert "OPENAI_API_KEY" in refused.one_line_error("drafters")
-    headers = {name.lower(): value for name, value in chat_server.seen[0][1].items()}
-    assert headers["authorization"] == "Bearer secret-2"
-    assert "secret-2" not in refused.out + refused.err
-    assert not any(b"secret-2" in path.read_bytes() for path in tmp_path.iterdir())
-
-
 def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base):
     """The template shows earlier answers in capitals, so their tokens are no longer those that were written."""
     vocabulary = deepcopy(tiny_base.tokenizer)
@@ -392,3 +335,63 @@ def test_tokens_that_a_later_prompt_renders_differently_leave_the_loss(tiny_base
     dialogue.add_tokens(dialogue.prompt(), second, frozenset([eos]), counts)
     assert sum(dialogue.mask) == len(second) and counts.num_lost == len(first)
     assert [text for _, text in dialogue.messages] == ["a", "the cat", "b", "a dog"]
+
+
+# ---- sampled answers
+
+
+def sampled(base, folder, seed, num_answers=2, batch_size=64):
+    """The records of a few conversations of two turns."""
+    said = load_conversations(["embedded:4:3"], requires_answers=False)[0]
+    dialogues = [Dialogue(each, base.tokenizer, "tokenizer", 2, n) for each in said for n in range(num_answers)]
+    options = AnswerOptions(max_new_tokens=6, num_answers=num_answers, batch_size=batch_size)
+    with Journal(folder / f"{seed} {num_answers} {batch_size}", {}) as journal:
+        sampling = SamplingOptions(temperature=1.2, top_p=0.95, seed=seed)
+        answer_all(dialogues, LocalAnswerer(base, 512), journal, options, sampling=sampling)
+    return [dialogue.record() for dialogue in dialogues]
+
+
+def test_sampled_answers_depend_on_the_seed_and_neither_on_batches_nor_on_the_number_of_answers(tiny_base, tmp_path):
+    exact = replace(tiny_base, model=deepcopy(tiny_base.model).double())  # where rounding moves no draw
+    pairs = sampled(exact, tmp_path, seed=5)
+    assert sampled(exact, tmp_path, seed=5, batch_size=3) == pairs
+    assert sampled(exact, tmp_path, seed=5, num_answers=1) == pairs[::2]
+    assert [each["id"] for each in pairs[1::2]] == [f"{each['id']} answer 2" for each in pairs[::2]]
+    others = sampled(exact, tmp_path, seed=6)
+    answers = [each["messages"][-1]["content"] for each in (*pairs, *others) if each["cut"]]
+    assert len(answers) == len(set(answers)) > 10, "no two of 16 are equal"
+
+
+THINKING = (
+    "{%- for m in messages -%}{{- '[' + m.role + ']' -}}"
+    "{%- if m.role == 'assistant' -%}"
+    "{%- if loop.last and m.reasoning_content -%}{{- '<think>' + m.reasoning_content + '</think>' -}}{%- endif -%}"
+    "{{- m.content + eos_token -}}{%- else -%}{{- m.content -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think></think>' -}}{%- endif -%}"
+    "{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_server_is_told_how_to_sample_and_to_reason_and_its_reasoning_is_learned(
+    call, chat_server, make_tiny, tiny_tokenizer, tmp_path, is_on
+):
+    tokenizer = deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = THINKING
+    base, asked, out = make_tiny(f"thinking {is_on}", tokenizer), tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": "one two"}]}) + "\n")
+    switch = "on" if is_on else "off"
+    options = ("--temperature", 0.7, "--top-p", 0.8, "--seed", 3, "--template", f"tokenizer:thinking={switch}")
+    done = served(call, chat_server, base, asked, out, *options)
+    assert done.code == 0, done.err
+    ((_, _, body),) = chat_server.seen
+    assert (body["temperature"], body["top_p"]) == (0.7, 0.8) and 0 <= body["seed"] < 2**31
+    assert body["chat_template_kwargs"] == {"enable_thinking": is_on}
+    record = json.loads(out.read_text())
+    learned = [token for token, bit in zip(record["input_ids"], record["loss_mask"], strict=True) if bit]
+    answer = "two one</s>"
+    assert tokenizer.decode(learned) == (f"<think>the other way round</think>{answer}" if is_on else answer)
+    assert record["messages"][-1].get("reasoning_content") == ("the other way round" if is_on else None)
+    (again,), _ = load_conversations([str(out)])
+    assert encode(again, tokenizer, f"tokenizer:thinking={switch}") == (record["input_ids"], record["loss_mask"])

@@ -23,6 +23,7 @@ PACKAGES = ("drafters", "inference", "train", "data")
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import argument_tables  # noqa: E402
+import benchmark_table  # noqa: E402
 import formulas  # noqa: E402
 
 
@@ -38,6 +39,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Fill in tables of arguments, turn formulas into MathML, and follow links out of docs/ to their copies."""
     path = page.file.src_uri
     markdown = re.sub(r"<!-- arguments: (\w+) -->", lambda match: argument_tables.table(match[1]), markdown)
+    markdown = markdown.replace("<!-- benchmarks -->", benchmark_table.table())
     markdown = re.sub(
         r"```math\n(.*?)```", lambda match: formulas.to_mathml(match[1].strip()), markdown, flags=re.DOTALL
     )

@@ -1,4 +1,4 @@
-"""Keeps ``NAME[=FILE][:key=value]`` in a docstring from being read as a Markdown reference."""
+"""Keeps ``NAME[=FILE][:key=value]`` and doctests in a docstring from being read as Markdown references."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import griffe
 
 CODE = re.compile(r"(`+[^`]*`+)")
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 class LiteralBrackets(griffe.Extension):
-    """Escapes ``][`` outside code in every docstring."""
+    """Fences doctests as code, and escapes ``][`` outside code, in every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            parts = CODE.split(obj.docstring.value)
+            parts = CODE.split(DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value))
             obj.docstring.value = "".join(
                 part if index % 2 else part.replace("][", r"]\[") for index, part in enumerate(parts)
             )

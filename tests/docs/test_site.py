@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data.benchmarks import BENCHMARKS
+from drafters import recipe
 from drafters.registry import learned, registered
 from inference import drafter_specs  # noqa: F401  registers the drafters that need a model
 
@@ -16,12 +18,16 @@ LEARNED = learned()
 NAMES = [name for name in registered() if name != "none"]
 
 
-@pytest.fixture(scope="module")
-def argument_tables():
-    spec = importlib.util.spec_from_file_location("argument_tables", ROOT / "docs" / "site" / "argument_tables.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def argument_tables():
+    return script("argument_tables")
 
 
 def test_the_page_on_drafters_has_a_table_of_arguments_for_each_of_the_catalogue():
@@ -31,14 +37,25 @@ def test_the_page_on_drafters_has_a_table_of_arguments_for_each_of_the_catalogue
 @pytest.mark.parametrize("name", LEARNED)
 def test_each_argument_of_a_learned_drafter_has_a_meaning_in_its_table(name, argument_tables):
     rows = re.findall(r"^    \| `([\w.]+)` \| `[^`]+` \| (.*) \|$", argument_tables.table(name), flags=re.M)
-    assert len(rows) >= 8
+    assert rows
     for argument, meaning in rows:
         assert meaning.strip(), argument
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_decoding_may_change_is_marked_for_learned_drafters_only(name, argument_tables):
-    assert ("*(decoding)*" in argument_tables.table(name)) == (name in LEARNED)
+    changeable = recipe.draft_defaults(LEARNED[name]) if name in LEARNED else {}
+    marked = re.findall(r"`draft\.(\w+)` .* \*\(decoding\)\* \|$", argument_tables.table(name), flags=re.M)
+    assert set(marked) == set(changeable)
+
+
+def test_the_table_of_benchmarks_has_each_with_the_prompts_of_its_styles():
+    assert "<!-- benchmarks -->" in (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = script("benchmark_table").table().splitlines()
+    for name, benchmark in BENCHMARKS.items():
+        (row,) = (row for row in rows if name in row.split(" | ")[0].removeprefix("| ").split(", "))
+        for style, own in benchmark.styles.items():
+            assert f"{style}: " in row and own.prompt.split("\n")[0].replace("|", "\\|") in row
 
 
 def test_every_page_is_in_the_navigation_and_nothing_is_loaded_from_other_sites():

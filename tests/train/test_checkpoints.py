@@ -1,6 +1,7 @@
 """Checkpoints are complete or absent, and `last` is the newest one that can be continued."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch

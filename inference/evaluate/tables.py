@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -60,11 +60,10 @@ class Table:
             part = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
             columns = [*shown[:1], *shown[first : first + size]]
             for at in columns:
-                width = min(16, max(len(row.cells[at]) for row in self.rows))  # headings and long names break
-                heading = Text(self.headings[at].replace(" ", "\n", 1))
-                part.add_column(
-                    heading, justify="right" if at else "left", vertical="bottom", min_width=width, overflow="fold"
-                )
+                widest = max(len(row.cells[at]) for row in self.rows)
+                side: JustifyMethod = "right" if at and widest < 40 else "left"  # figures, or text
+                heading = Text(self.headings[at].replace(" ", "\n", 1))  # headings and long names break
+                part.add_column(heading, justify=side, vertical="bottom", min_width=min(16, widest), overflow="fold")
             for row in self.rows:
                 cells = [Text(row.cells[at], style="bold" if at in row.best else "") for at in columns]
                 part.add_row(*cells, style="" if row.is_identical else "red")

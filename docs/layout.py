@@ -11,7 +11,6 @@ PLAIN = {  # folders without a docstring
     "benchmarks": "Scripts behind docs/results.",
     "checkpoints": "The small base of the quickstart; what an exported drafter is.",
     "configs": "Training configurations: one per method, and overlays.",
-    "configs/base": "Pre-training of a small base.",
     "configs/strategy": "DDP, FSDP2 and DeepSpeed overlays.",
     "data/corpus": "The words of the embedded conversations.",
     "docs": "These pages.",

@@ -1,4 +1,1 @@
-"""``drafters serve``: a web page that shows every step of decoding, and OpenAI's chat endpoint behind it.
-
-FastAPI and uvicorn are imported when the command runs.
-"""
+"""``drafters serve``: a web page that shows every step of decoding, and OpenAI's chat endpoint behind it."""

@@ -1,5 +1,6 @@
 """Servers of toy bases: the real application in uvicorn, in a thread on a free port, and the real client."""
 
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -42,12 +43,12 @@ def serving(base, drafter="anpd:order=2", api_key=None, template="tokenizer"):
     import uvicorn
 
     from inference.serve.app import Decoder, make_app
-    from inference.serve.command import LOCAL_HOSTS, listen
+    from inference.serve.command import LOCAL_HOSTS
 
     decoder = Decoder(base, drafter, template, max_tokens=4000)
     app = make_app(decoder, NAME, drafter, api_key, LOCAL_HOSTS)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    place = listen("127.0.0.1", 0)
+    place = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]})
     thread.start()
     try:

@@ -21,7 +21,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import ChatCompletionStreamOptionsParam as StreamOptions
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Scope
 
 from drafters.protocol import NoDrafter
 from inference import drafter_specs
@@ -34,11 +33,6 @@ from inference.verifier.sampling import Sampler
 from inference.verifier.session import Session, check_prompt
 
 WARM_UP_TOKENS = 4  # the first steps of a process are slow
-CONTENT_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {"Cache-Control": "no-store", "Content-Security-Policy": CONTENT_POLICY, "X-Content-Type-Options": "nosniff"}
 Step = dict[str, Any]  # what a step adds to an answer, and its figures for the web page
 LABELS = {"user", "metadata"}  # say nothing about the text
 
@@ -163,16 +157,7 @@ def token_text(tokenizer: Any, token: int) -> str:
     return behind[len(alone) :]
 
 
-class Page(StaticFiles):
-    """The files of the web page, which may load nothing from elsewhere."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
-        response.headers.update(HEADERS)
-        return response
-
-
-def make_app(decoder: Decoder, name: str, drafter: str, api_key: str | None, hosts: list[str]) -> FastAPI:
+def make_app(decoder: Decoder, name: str, drafter: str, api_key: str, hosts: list[str]) -> FastAPI:
     """Build the application, which may be called by these host names: no page from elsewhere reaches it by its own."""
 
     def check_key(request: Request) -> None:
@@ -220,7 +205,7 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str | None, hos
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(written, len(prompt))}
         return ChatCompletion.model_validate(whole).model_dump(exclude_unset=True)
 
-    app.mount("/", Page(directory=Path(__file__).with_name("page"), html=True))
+    app.mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True))
     return app
 
 

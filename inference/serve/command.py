@@ -48,7 +48,7 @@ def serve(
 
     if max_tokens < 1 or not 0 <= port < 1 << 16:
         raise ValueError(f"need max_tokens >= 1 and a port below 65536, not {max_tokens} and {port}")
-    key, is_local = os.environ.get(KEY_VARIABLE), host in LOCAL_HOSTS
+    key, is_local = os.environ.get(KEY_VARIABLE, "").strip(), host in LOCAL_HOSTS
     if not (key or is_local):
         raise ValueError(f"other machines can reach {host}: set {KEY_VARIABLE} to an API key, or leave --host out")
     hosts = [*LOCAL_HOSTS, "[::1]", "["] if is_local else ["*"]  # older Starlette cuts [::1] at its first colon

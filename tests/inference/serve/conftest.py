@@ -39,7 +39,7 @@ def wait_until(condition, seconds=30):
 
 
 @contextmanager
-def serving(base, drafter="anpd:order=2", api_key=None, template="tokenizer"):
+def serving(base, drafter="anpd:order=2", api_key="", template="tokenizer"):
     import uvicorn
 
     from inference.serve.app import Decoder, make_app

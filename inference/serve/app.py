@@ -175,7 +175,8 @@ def make_app(decoder: Decoder, name: str, drafter: str, api_key: str, hosts: lis
         if isinstance(error, HTTPException):
             return refusal(error.status_code, error.detail)
         first = error.errors()[0]
-        return refusal(400, f"{'.'.join(map(str, first['loc'][1:])) or 'the body'}: {first['msg'].removeprefix('Value error, ')}")
+        place, reason = ".".join(map(str, first["loc"][1:])), first["msg"].removeprefix("Value error, ")
+        return refusal(400, f"{place or 'the body'}: {reason}")
 
     @app.get("/v1/models", response_model=None)
     async def models() -> dict[str, Any]:

@@ -168,17 +168,6 @@ def test_loss_and_gradients_equal_those_of_a_literal_mean(has_bias, max_bytes, d
 
 
 @has_bias
-def test_survival_weights_follow_the_gradient_of_the_expected_acceptance(has_bias):
-    """For each anchor it is the gradient of -sum_u p_1 ... p_u, divided by that sum."""
-    case = Case(has_bias)
-    accepted = case.reached().sum(-1)[VALID[:, 0]]
-    ours, _ = case.loss(weights="survival")
-    expected = -(accepted / accepted.detach()).mean()
-    gradients = [torch.autograd.grad(x, case.leaves) for x in (ours, expected)]
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
-
-
-@has_bias
 @pytest.mark.parametrize("max_bytes", [1, 2**20])
 def test_the_metric_is_the_mean_expected_acceptance(has_bias, max_bytes):
     case = Case(has_bias)

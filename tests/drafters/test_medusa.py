@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
-from drafters.medusa import HeadOptions
 from drafters.trees.static import static_tree
 
 SMALL = BaseShape(hidden_size=8, vocab_size=6, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8)
@@ -104,15 +103,6 @@ def test_an_invalid_tree_of_ranks_is_refused(static, said):
     assert "\n" not in str(caught.value)
 
 
-def test_weights_have_the_names_and_shapes_that_vllm_reads():
-    weights = {
-        name: tuple(weight.shape) for name, weight in Medusa(SMALL, HeadOptions(2, num_layers=2)).state_dict().items()
-    }
-    expected = {f"blocks.{head}.layers.{layer}.weight": (8, 8) for head in range(2) for layer in range(2)}
-    expected |= {f"blocks.{head}.layers.{layer}.bias": (8,) for head in range(2) for layer in range(2)}
-    assert weights == expected | {f"lm_heads.{head}.weight": (6, 8) for head in range(2)}
-
-
 # ---- the best static tree
 
 
@@ -137,18 +127,6 @@ def test_no_other_tree_of_the_same_size_has_a_longer_acceptance_length(shape, nu
     found = static_tree(accuracies, num_nodes)
     assert len(found) == num_nodes and np.isclose(expected_length(found), best, rtol=1e-12)
     assert all(path[:-1] in found[:place] for place, path in enumerate(found) if len(path) > 1)
-
-
-def test_the_sum_of_accuracies_is_the_mean_depth_that_independent_heads_accept():
-    """The right rank of every head is sampled many times; the mean accepted depth is the sum over the tree's nodes."""
-    accuracies = np.array([[0.5, 0.2, 0.1], [0.4, 0.3, 0.05]])
-    paths = static_tree(accuracies, 6)
-    expected = sum(np.prod([accuracies[depth, rank] for depth, rank in enumerate(path)]) for path in paths)
-    total = 0.0
-    for picks in product(range(4), repeat=2):  # rank 3: none of the three is right
-        chance = np.prod([[*row, 1 - row.sum()][pick] for row, pick in zip(accuracies, picks, strict=True)])
-        total += chance * max([len(path) for path in paths if path == picks[: len(path)]], default=0)
-    assert np.isclose(total, expected, rtol=1e-12)
 
 
 def test_ranks_that_are_never_right_are_left_out():

@@ -242,17 +242,3 @@ def test_inside_a_draft_model_the_window_keeps_sliding_when_drafts_are_rejected(
         seq = seq + draft[:kept] + [rng.randrange(8)]
     assert refused
     assert inner.forwards < 40 * 5
-
-
-def test_the_drafter_has_its_own_random_generator_seeded_for_each_text(pseudo_runner):
-    drafter, prompt = Lookahead(seed=4), list(range(12))
-    session, before = Session(pseudo_runner(), drafter), random.getstate()
-    costs = [[cost.fed for cost in session.run(prompt, 40).steps] for _ in range(2)]
-    assert costs[0] == costs[1]
-    assert random.getstate() == before
-    windows = []
-    for seed in range(3):
-        drafter.seed = seed
-        drafter.begin(prompt)
-        windows.append(drafter._levels)
-    assert windows[0] != windows[1] != windows[2]

@@ -216,36 +216,6 @@ def test_each_step_equals_that_of_the_literal_version(pseudo_runner, arguments, 
     assert hits or eos or vocab == 30
 
 
-class Counting:
-    """A base that always continues with the next number."""
-
-    def next(self, seq):
-        return (seq[-1] + 1) % 100
-
-
-def test_the_layout_equals_one_drawn_by_hand(pseudo_runner):
-    """With L = 5 and N = 3, each of three warm-up steps uses up a branch; then the window slides."""
-    runner = pseudo_runner(vocab=100)
-    runner.next = Counting().next
-    drafter = Watched(branch_len=5, num_branches=3, gram=4, max_pad=1)
-    steps = Session(runner, drafter).decode([10, 30, 50, 70], 20)
-    seen = []
-    for _ in range(5):
-        next(steps)
-        seen.append((chains(drafter.tree), drafter.tree))
-    (a,), (b,), (c,), (d,), (e,) = seen[0][0]
-    assert {a, b, c, d, e} <= {10, 30, 50, 70}
-    assert seen[1][0] == [[a + 1], [b, b + 1], [c, c + 1], [d, d + 1], [e, e + 1]]
-    assert seen[2][0] == [[b + 1, b + 2], [c, c + 1, c + 2], [d, d + 1, d + 2], [e, e + 1, e + 2]]
-    assert seen[3][0] == [[c + 1, c + 2, c + 3], [d, d + 1, d + 2, d + 3], [e, e + 1, e + 2, e + 3]]
-    assert seen[4][0] == [[c + 2, c + 3, c + 4], [d + 1, d + 2, d + 3, d + 4], [e + 1, e + 2, e + 3, e + 4]]
-    assert list(seen[3][1].parents) == [-1, 0, 1, -1, 3, 4, 5, -1, 7, 8, 9]
-    assert seen[3][1].depths == [1, 2, 3, 1, 2, 3, 4, 1, 2, 3, 4]
-    assert drafter.cache.newest(d)[-1] == (d + 1, d + 2, d + 3, d + 4), "the argmax at its end completes an n-gram"
-    assert (c + 2, c + 3, c + 4, c + 5) in drafter.cache.newest(74), "the first branch follows the root"
-    assert drafter.cache.newest(71)[0] == (72, 73, c + 1, c + 2), "the first branch completes an n-gram of the text"
-
-
 def test_the_context_cache_is_thinned_out_at_every_second_text_and_cleared_by_reset(pseudo_runner):
     drafter = SelfDraft()
     session = Session(pseudo_runner(0, vocab=6), drafter)

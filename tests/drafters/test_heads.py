@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters import DraftTree, Hydra, Medusa, StepResult, TrainingBatch, recipe
+from drafters import Hydra, Medusa, TrainingBatch, recipe
+from tests.drafters.conftest import committed
 
 S, V, K = 18, 23, 3
 KINDS = {
@@ -51,11 +52,6 @@ def batch():
     mask = torch.zeros(2, S, dtype=torch.bool)
     mask[0, 5:11] = mask[1, 2:4] = mask[1, 9:] = True
     return TrainingBatch(hidden, last, ids, labels, mask)
-
-
-def committed(hidden):
-    """Return a step result that cached these positions of the base and accepted no node."""
-    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
 
 
 def live_states(drafter, hidden):

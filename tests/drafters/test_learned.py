@@ -20,6 +20,7 @@ from drafters import (
     TrainingBatch,
     recipe,
 )
+from tests.drafters.conftest import batch_for, committed, ready, text_for
 
 S, D, V = 20, 16, 23
 PARALLEL = {"num_frames": 6, "top_k": 4, "num_nodes": 12}
@@ -84,25 +85,6 @@ def make(shape, base_weights):
         return drafter.eval()
 
     return make
-
-
-def text_for(drafter, seed=3, length=S):
-    generator = torch.Generator().manual_seed(seed)
-    size = D * len(drafter.required_outputs.hidden_layers)
-    hidden = torch.randn(length, size, generator=generator, dtype=torch.float64)
-    return hidden, torch.randint(0, V, (length,), generator=generator)
-
-
-def committed(hidden):
-    """Return a step result that cached these positions of the base and accepted no node."""
-    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
-
-
-def ready(drafter, hidden, ids, anchor):
-    """The drafter ready to draft at a root, with all earlier positions observed in one step."""
-    drafter.begin(ids[:anchor].tolist())
-    drafter.observe(committed(hidden[:anchor]))
-    return drafter
 
 
 # ---- drafting
@@ -212,16 +194,6 @@ def test_drawn_drafts_depend_on_the_seed_of_the_proposal_alone_and_stay_within_t
 
 
 # ---- training
-
-
-def batch_for(drafter, rows=2, length=S, mask=None):
-    generator = torch.Generator().manual_seed(0)
-    size = D * len(drafter.required_outputs.hidden_layers)
-    hidden = torch.randn(rows, length, size, generator=generator, dtype=torch.float64)
-    last = hidden if size == D else torch.randn(rows, length, D, generator=generator, dtype=torch.float64)
-    ids = torch.randint(0, V, (rows, length), generator=generator)
-    mask = torch.rand(rows, length, generator=generator) < 0.8 if mask is None else mask
-    return TrainingBatch(hidden, last, ids, ids.roll(-1, 1), mask)
 
 
 @each_kind

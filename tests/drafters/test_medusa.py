@@ -8,6 +8,7 @@ import torch
 
 from drafters import BaseShape, BaseWeights, DraftTree, Limits, Medusa, recipe
 from drafters.trees.static import static_tree
+from tests.drafters.conftest import paths
 
 SMALL = BaseShape(hidden_size=8, vocab_size=6, num_layers=1, num_heads=1, head_dim=8, intermediate_size=8)
 FREE = Limits(max_depth=9)
@@ -37,10 +38,6 @@ def small():
 def drafted(drafter, base_weights, states, limits=FREE):
     with torch.no_grad():
         return drafter.trees(states, torch.zeros(len(states), dtype=torch.long), base_weights, limits)
-
-
-def paths(tree):
-    return {tuple(tree.path_tokens(node)) for node in range(len(tree))}
 
 
 def by_probability(distribution):

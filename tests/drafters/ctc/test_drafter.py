@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from drafters import BaseWeights, DraftTree, Limits, StepResult, TrainingBatch
+from drafters import BaseWeights, Limits, TrainingBatch
 from drafters.ctc.loss import CTCOutput, emit, run_recursion
 from drafters.losses.anchors import AnchoredFrames
 from drafters.nn import draft_cache
+from tests.drafters.conftest import committed
 
 S = 20
 
@@ -15,11 +16,6 @@ S = 20
 def text():
     generator = torch.Generator().manual_seed(3)
     return torch.randn(S, 16, generator=generator), torch.randint(0, 23, (S,), generator=generator)
-
-
-def committed(hidden):
-    """Return a step result that cached these positions of the base and accepted no node."""
-    return StepResult(num_pending=len(hidden), tree=DraftTree(), hidden=hidden, path=[], emitted=[0])
 
 
 def decode_frames(drafter, hidden, ids, anchors, base_weights, monkeypatch):

@@ -54,18 +54,6 @@ def test_retrieved_chains_equal_those_from_counting(seed, min_count, top):
     assert answers > 10
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_followers_of_a_context_equal_those_from_counting(seed):
-    rng = random.Random(seed)
-    text = [rng.randrange(3) for _ in range(300)]
-    cache = table(text, 2, 5)
-    for width in (1, 2, 3, 4):
-        for _ in range(30):
-            context = [rng.randrange(4) for _ in range(width)]
-            assert cache.after(context) == slow_continuations(text, context, 2, 5)
-    assert cache.after([]) == []
-
-
 def test_no_token_of_the_base_is_mistaken_for_another():
     """A base may have more tokens than the text; an overflowing context code would find another context."""
     cache = table(TEXT)

@@ -71,20 +71,6 @@ def test_positions_are_sorted_by_their_suffixes(depth, shift):
 
 
 @pytest.mark.parametrize("shift", [0, WIDE])
-def test_a_phrase_is_found_where_a_linear_search_finds_it(shift):
-    documents = documents_of(1, vocab=3, shift=shift)
-    array = SuffixArray.build(documents)
-    text, rng = array.tokens.tolist(), random.Random(0)
-    known = [text[place : place + 32] for place in array.suffixes.tolist()]
-    for width in [*range(1, 12)] * 8:
-        start = rng.randrange(len(text) - width)
-        phrase = (
-            text[start : start + width] if rng.random() < 0.6 else rng.choices([shift, shift + 1, shift + 4], k=width)
-        )
-        assert array.row(phrase) == sum(standing < phrase for standing in known)
-
-
-@pytest.mark.parametrize("shift", [0, WIDE])
 def test_a_saved_array_opens_unchanged_without_being_read(tmp_path, shift):
     array = SuffixArray.build(documents_of(2, shift=shift), 30, "hash", ("a.txt", "b.jsonl"))
     array.save(tmp_path / "store")

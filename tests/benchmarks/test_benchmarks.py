@@ -81,13 +81,6 @@ def test_steps_that_do_not_fit_are_refused():
         steps.steps(["draft"], nodes=[65], compiled=True)
 
 
-@pytest.mark.parametrize("num_nodes", [0, 1, 2, 7, 40])
-def test_the_trees_of_steps_are_valid(num_nodes):
-    tree = steps.bushy(num_nodes, 50)
-    tree.validate(50)
-    assert len(tree) == num_nodes
-
-
 def test_the_bushy_tree_contains_the_most_probable_nodes():
     tree, p = steps.bushy(6, 50), steps.CHILD_PROBABILITY
     # .6 | .6*.6=.36 | .4*.6=.24 | .216 | .6*.24=.144 (twice) | .1296: first child's line, second child, and so on

@@ -78,12 +78,6 @@ def test_a_signal_stops_the_command_that_is_running_and_keeps_its_time(tmp_path,
     assert 0 < known["seconds"] < 60 and not known["is_done"], "it was waited for, so it has ended"
 
 
-def test_commands_are_shown_as_a_user_types_them():
-    assert every_table.command("drafters eval", {"base": "a b", "drafter": ["x", "y"]}) == (
-        "drafters eval '--base=a b' --drafter=x --drafter=y"
-    )
-
-
 @pytest.mark.parametrize(
     ("others", "message"),
     [

@@ -69,16 +69,6 @@ def test_learned_drafters_are_trained_and_simulated_by_number_of_nodes_and_tree(
 
 
 @pytest.mark.slow
-def test_learning_curves_show_every_training_by_steps_and_by_time(learned_run):
-    folder, _ = learned_run
-    five, ten, _, (headings, _, *curves) = tables((folder / "table.md").read_text())
-    assert headings == ["drafter", "5 steps", "10 steps"]
-    best = [[row for row in table if row[1] in ("best_first", "prefix")] for table in (five, ten)]
-    assert curves == [[early[0], early[5], late[5]] for early, late in zip(*best, strict=True)]
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 def test_table2_reads_each_module_as_tokens_and_as_frames(learned_run, stored):
     _, _, (_, _, *table), _ = tables((learned_run[0] / "table.md").read_text())
     linear, ctc = "linear heads + cross-entropy", "transformer + CTC"

@@ -224,17 +224,3 @@ def test_runs_into_one_folder_share_their_tables_and_their_plot(results):
     for title in ("toy at the shape tiny, float32", "toy at the shape draft, bfloat16"):
         assert f"## {title}\n" in tables
     assert (results / "speedup_by_parameters.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"shape": "2b"}, "unknown shape"),
-        ({"limit": 0}, "at least 1"),
-        ({"drafter": ["self_speculative"]}, "skip"),
-        ({"drafter": ["joint:num_nodes=auto"]}, "give a number of nodes"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_is_loaded(given, message):
-    with pytest.raises(ValueError, match=message):
-        at_scale.at_scale(base="nowhere", **given)

@@ -74,13 +74,6 @@ def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
     assert all(row[2] == "1.00×" for row in table if row[0] == "0")
 
 
-def test_steps_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="the context of draft ends at 4096"):
-        steps.steps(["draft"], contexts=[4096])
-    with pytest.raises(ValueError, match="nodes must be at most 64"):
-        steps.steps(["draft"], nodes=[65], compiled=True)
-
-
 def test_the_bushy_tree_contains_the_most_probable_nodes():
     tree, p = steps.bushy(6, 50), steps.CHILD_PROBABILITY
     # .6 | .6*.6=.36 | .4*.6=.24 | .216 | .6*.24=.144 (twice) | .1296: first child's line, second child, and so on

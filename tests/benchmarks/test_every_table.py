@@ -76,15 +76,3 @@ def test_a_signal_stops_the_command_that_is_running_and_keeps_its_time(tmp_path,
     assert run.wait(timeout=30) == 143
     known = json.loads((tmp_path / "parts.json").read_text())["long"]
     assert 0 < known["seconds"] < 60 and not known["is_done"], "it was waited for, so it has ended"
-
-
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ({"seeds": []}, "--seeds and --curve_steps must not be empty"),
-        ({"gsm_base": "gsm-chat-7m"}, "give both --gsm_base and --gsm8k, or neither"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, others, message):
-    with pytest.raises(ValueError, match=message):
-        every_table.every_table(str(tmp_path), **others)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import experiment, learned_drafters, paper_table2
+from benchmarks import experiment, learned_drafters
 from drafters import checkpoint
 from inference.verifier.base import load_base
 
@@ -150,15 +150,3 @@ def test_results_are_remembered_for_the_same_answers_only(tmp_path):
     given = [([16], first), ([16], other), ([64], first), ([16], first), ([64], first)]
     lengths = [experiment.remembered(path, [*key], answers, lambda: next(found))["length"] for key, answers in given]
     assert lengths == [1, 2, 3, 1, 3]
-
-
-def test_table2_counts_the_tokens_that_repeat_the_one_before():
-    texts = [([3, 3, 4, 4, 4], 2), ([5, 5, 6], 1)]
-    answers = [experiment.GreedyAnswer(torch.tensor(tokens), start) for tokens, start in texts]
-    assert paper_table2.repeats(answers) == 3 / 5
-
-
-def test_arms_that_do_not_fit_are_left_out_of_table2():
-    fitting = [name for name, arm in learned_drafters.ARMS.items() if paper_table2.fits(arm)]
-    assert {"medusa", "block", "ctc_paper", "ctc"} <= {*fitting}
-    assert not {"hydra", "eagle", "ctc_markov", "ctc_10_selfless_muon"} & {*fitting}

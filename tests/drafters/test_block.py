@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drafters import BaseShape, BaseWeights, Block, Limits, TrainingBatch, recipe
+from drafters import BaseShape, BaseWeights, Block, Limits, recipe
 from drafters.block import cross_entropy
 from drafters.losses.anchors import AnchoredFrames
 from drafters.losses.chunks import MAX_BYTES
@@ -84,18 +84,6 @@ def test_the_tree_has_the_most_probable_paths(make, base_weights, text, rank, fa
     best = sorted(paths, key=paths.get, reverse=True)[:12]
     (tree,) = drafter.draft_at(hidden.double(), ids, at[0], base_weights)
     assert {tuple(tree.path_tokens(node)) for node in range(12)} == set(best)
-
-
-def test_one_frame_drafts_one_token_and_trains_every_weight(make, base_weights, text):
-    (hidden, ids), drafter = text, make(num_frames=1, top_k=99, num_nodes=99)
-    mask = torch.ones(1, S, dtype=torch.bool)
-    loss, _ = drafter.loss(
-        TrainingBatch(hidden[None], hidden[None], ids[None], ids[None].roll(-1, 1), mask), base_weights
-    )
-    loss.backward()
-    assert loss.isfinite() and all(weight.grad is not None for weight in drafter.parameters())
-    for tree in drafter.draft_at(hidden, ids, torch.arange(1, S), base_weights):
-        assert sorted(tree.tokens) == list(range(23))
 
 
 # ---- the loss

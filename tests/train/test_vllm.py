@@ -182,15 +182,6 @@ def test_the_row_of_the_mask_is_not_rounded_by_the_bases_dtype(make_tiny, tmp_pa
 # ---- cards and refusals
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "block"])
-def test_the_card_tells_how_to_serve_it(name, base, tmp_path):
-    vllm.write(tmp_path, *build(*KINDS[name], base), MASK)
-    card = " ".join((tmp_path / "README.md").read_text().split())
-    method = "dspark" if name == "block" else name
-    assert f'{{"method": "{method}", "model": "THIS_FOLDER", "num_speculative_tokens": ' in card
-    assert "one chain without a tree" in card and "This folder was not run in vLLM" in card
-
-
 ONE = {"hidden_layers": [1]}
 
 

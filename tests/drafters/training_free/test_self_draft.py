@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from drafters import Limits, SelfDraft
+from drafters import SelfDraft
 from inference.verifier.draft_model import DraftModelSession
 from inference.verifier.session import Session
 
@@ -255,16 +255,3 @@ def test_with_few_nodes_the_branches_stay_complete_and_candidates_take_the_rest(
     (size,) = {step.fed_scratch for step in steps}
     assert 29 <= size <= 34
     assert max(step.fed_candidates for step in steps) == 40 - size
-
-
-def test_a_tree_stays_within_its_limits():
-    drafter = SelfDraft()
-    drafter.begin([1, 2, 3])
-    for key in range(5):
-        drafter.cache.insert(3, (key, key, key, key))
-    warming_up = drafter.propose([1, 2, 3], Limits(1, max_nodes=13, max_scratch_depth=2))
-    assert warming_up.num_candidates == 0 < warming_up.num_scratch == len(warming_up)
-    tree = drafter.propose([1, 2, 3], Limits(9, max_nodes=8, eos=frozenset({1})))
-    assert tree.num_scratch == 0 and tree.tokens == [0, 0, 0, 0, 1, 2, 2, 2], "too few nodes for the branches"
-    tree = drafter.propose([1, 2, 3], Limits(2, max_scratch_depth=1))
-    assert tree.num_scratch == 0 and max(tree.depths) == 2, "too little room below the root"

@@ -1,5 +1,7 @@
 """The benchmarks of single parts run in a tiny setting and print complete tables; no test depends on a time."""
 
+import logging
+
 import pytest
 import torch
 
@@ -65,6 +67,7 @@ def test_a_random_base_is_reproducible_and_varies():
 def test_steps_in_small(monkeypatch, tmp_path, is_compiled):
     monkeypatch.setitem(harness.SHAPES, "tiny", (32, 64, 1, 2, 2))
     monkeypatch.setattr(verifier_compiled, "BACKEND", "eager")
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # what pytest hears of it takes seconds
     out = tmp_path / "out.md"
     sizes = {"nodes": [1, 5], "contexts": [8, 600], "repeats": 2, "out": str(out)}
     steps.steps(["tiny"], ["float32", "bfloat16"], "cpu", compiled=is_compiled, **sizes)
